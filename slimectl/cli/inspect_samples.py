@@ -175,7 +175,7 @@ def show_places(library: Library, places: Sequence[Place], selection: Selection)
         if selection.color_by and record.get("tokens"):
             print(coloured_tokens(library, place, record, selection))
         else:
-            print(texts_of(record, place.file.path.parent))
+            print(texts_of(record, library, place.file))
         if explanation is not None:
             print(one_line(f"why: {explanation_text(explanation)}", MAX_REASON))
 
@@ -217,32 +217,32 @@ def _compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else repr(value)
 
 
-def texts_of(record: Mapping[str, Any], folder: Path = Path()) -> str:
-    """Return prompt and answer of a sample as harmless text; paths of its images are relative to `folder`."""
+def texts_of(record: Mapping[str, Any], library: Library, file: SamplesFile) -> str:
+    """Return prompt and answer of a sample of a file as harmless text."""
     prompt = record.get("prompt", "")
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-    return f"{visible(text)}\n{image_lines(record, folder)}>>> {visible(record.get('response', ''))}"
+    return f"{visible(text)}\n{image_lines(record, library, file)}>>> {visible(record.get('response', ''))}"
 
 
-def image_lines(record: Mapping[str, Any], folder: Path) -> str:
+def image_lines(record: Mapping[str, Any], library: Library, file: SamplesFile) -> str:
     """Return a line for each image of a sample, as harmless text; with colours also the image in coarse blocks."""
     lines = []
-    for number, source in enumerate(record_images(record, folder), start=1):
+    for number, source in enumerate(record_images(record, file.path.parent), start=1):
         name = source if isinstance(source, str) else "in the record"
         lines.append(f"image {number}: {visible(name, 500)}")
         if has_colours():
             try:
-                lines += picture(source)
+                lines += picture(source, folders=library.image_folders(file))
             except SlimectlError as error:
                 lines[-1] += f" ({visible(error, 200)})"
     return "".join(f"{line}\n" for line in lines)
 
 
-def picture(source: ImageSource, *, columns: int = 24) -> list[str]:
+def picture(source: ImageSource, *, folders: Sequence[Path], columns: int = 24) -> list[str]:
     """Return an image in lines of half blocks, two pixels a character. Raises RecordError, MissingExtraError."""
     import io
 
-    small = thumbnail(source, side=columns)
+    small = thumbnail(source, side=columns, folders=folders)
     from PIL import Image  # thumbnail has said if it is missing
 
     pixels_HWC = np.asarray(Image.open(io.BytesIO(small)).convert("RGB"))
@@ -259,7 +259,7 @@ def coloured_tokens(library: Library, place: Place, record: Mapping[str, Any], s
     try:
         sample_from_json(record)
     except RecordError as error:
-        return f"{texts_of(record, place.file.path.parent)}\n({error})"
+        return f"{texts_of(record, library, place.file)}\n({error})"
     view = sample_view(place.index, place.row, start=0, decode=selection.decoder(library, place.file))
     return tokens_text(view, selection.color_by)
 

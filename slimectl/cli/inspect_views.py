@@ -19,6 +19,7 @@ from slimectl.data.records import sample_to_json
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files, read_json
 from slimectl.types import Sample
+from slimectl.viewer.library import Library, SamplesFile, read_view
 
 if TYPE_CHECKING:
     from slimectl.settings import Settings
@@ -94,9 +95,11 @@ def show_samples(path: Path, rows: int) -> None:
     reward = counts["mean_reward"]
     mean = ", not scored" if reward is None else f", mean reward {reward:.4g}"
     print(f"{path}: {counts['samples']} samples of {counts['prompts']} prompts{mean}")
+    pipe = Library([]), [SamplesFile("", path, path.name, "samples")]
+    library, (file, *_) = read_view(path) if path.is_file() else pipe
     for record in first:
         print(heading(record))
-        print(texts_of(record))
+        print(texts_of(record, library, file))
 
 
 def manifest_facts(path: Path) -> dict[str, Any] | None:

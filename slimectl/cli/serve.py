@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from slimectl.cli.options import SETTINGS, CommonOptions, print_preflight, with_
 from slimectl.errors import EXIT_INTERRUPTED, StorageError, Terminated
 
 if TYPE_CHECKING:
+    from slimectl.data.manifest import Manifest
     from slimectl.settings import Settings
     from slimectl.types import Sample
 
@@ -115,6 +117,9 @@ def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int,
         host = f"[{options.host}]" if ":" in options.host else options.host
         activity = "waiting for weights" if options.wait_for_weights else f"serving {folder}"
         lines = [f"http://{host}:{bound_port}: {activity}"]
+        recording = None
+        if options.record is not None:
+            recording = ending.enter_context(_sample_writer(options.record, settings, folder))
         if drawn:
             lines.append(ending.enter_context(serving.left_key(key, bound_port)))
         if exposed := serving.exposure(settings, options.host):
@@ -131,15 +136,19 @@ def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int,
             interval=options.stream_interval,
             incremental=options.incremental,
             pause_timeout_s=options.pause_timeout,
-            record=None if options.record is None else ending.enter_context(_sample_writer(options.record)),
+            record=recording,
         )
 
 
 @contextmanager
-def _sample_writer(destination: str) -> Iterator[Callable[[Sample], None]]:
-    """Yield a function that writes a sample at once, to stdout or at the end of samples.jsonl in a folder."""
+def _sample_writer(destination: str, settings: Settings, model: Path) -> Iterator[Callable[[Sample], None]]:
+    """Yield a function that writes a sample at once, to stdout or at the end of samples.jsonl in a folder.
+
+    A manifest beside the file names the model, whose tokenizer decodes the samples.
+    """
     from slimectl.data.jsonl import encode_sample
 
+    counts: Counter[str] = Counter()
     with ExitStack() as ending:
         file: Any = None
         if destination != "-":
@@ -147,6 +156,8 @@ def _sample_writer(destination: str) -> Iterator[Callable[[Sample], None]]:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = ending.enter_context(path.open("ab", buffering=0))
+                manifest = _manifest(settings, model)
+                manifest.write(path, counts={})
             except OSError as error:
                 raise StorageError(
                     f"--record {path}: cannot be written: {error.strerror}; give another folder"
@@ -154,12 +165,23 @@ def _sample_writer(destination: str) -> Iterator[Callable[[Sample], None]]:
 
         def write(sample: Sample) -> None:
             line = encode_sample(sample, location=f"session {sample.metadata.get('session')}")
+            counts[sample.status.value] += 1
             if file is None:
                 stdio.emit(line.decode().rstrip("\n"))
             else:
                 file.write(line)
 
         yield write
+        if file is not None:
+            manifest.write(path, counts=counts)
+
+
+def _manifest(settings: Settings, model: Path) -> Manifest:
+    from slimectl.data.manifest import Manifest
+
+    values = settings.model_dump(by_alias=True)
+    values["model"]["path"] = str(model.resolve())
+    return Manifest("serve", values, {})
 
 
 def leave_with_parent() -> None:

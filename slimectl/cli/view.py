@@ -24,6 +24,9 @@ def view(
     ] = None,
     port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 is any free one", min=0, max=65535)] = 0,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address without opening it")] = False,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", help="Model whose tokenizer decodes the tokens")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page instead of serving")
     ] = None,
@@ -43,7 +46,9 @@ def view(
 
     if not paths and not DEFAULT.is_dir():
         raise SettingsError(f"{DEFAULT}: no such folder; name a run's folder or a samples file: slimectl view RUN")
-    api = ViewApi(Library(paths or [DEFAULT]), builders.token_decoder)
+    if model is not None and not (model / "tokenizer_config.json").is_file():
+        raise SettingsError(f"--model {model}: has no tokenizer_config.json; give a model's folder")
+    api = ViewApi(Library(paths or [DEFAULT], model=model), builders.token_decoder)
     if html is not None:
         from slimectl.viewer.export import write_page
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.architectures.image_tokens import MODEL_TYPES, Grid, ImageTokens
+from slimectl.data.io import regular_file
 from slimectl.errors import CheckpointError, MissingExtraError, RecordError, SettingsError
 from slimectl.model_files import MAX_CONFIG_BYTES, read_json
 from slimectl.types import ImageSource, Sample
@@ -67,20 +68,31 @@ def image_source(value: Any, folder: Path) -> ImageSource:
     return str((folder / value).absolute())
 
 
-def read_image(source: ImageSource) -> bytes:
-    """Return the bytes of an image file. Raises RecordError."""
+def read_image(source: ImageSource, *, folders: Sequence[Path] | None = None) -> bytes:
+    """Return the bytes of an image; with `folders`, of a file only if it lies below one of them, links followed.
+
+    Devices and pipes are not opened. Raises RecordError.
+    """
     if isinstance(source, str):
-        path = Path(source)
-        try:
-            if path.stat().st_size > MAX_BYTES:
-                raise RecordError(f"{source}: an image of more than {MAX_BYTES // 2**20} MiB; make it smaller")
-            return path.read_bytes()
-        except OSError as error:
-            raise RecordError(f"{source}: the image cannot be read: {error.strerror or error}") from None
+        return _file_bytes(source, folders)
     try:
         return base64.b64decode(source["bytes"], validate=True)
     except (binascii.Error, ValueError):
         raise RecordError("image: its bytes are not base64; encode the file anew") from None
+
+
+def _file_bytes(name: str, folders: Sequence[Path] | None) -> bytes:
+    try:
+        path = Path(name).resolve()
+        if folders is not None and not any(path.is_relative_to(folder.resolve()) for folder in folders):
+            raise RecordError(f"{name}: lies outside of the folders of these samples and their data; copy it into one")
+        with regular_file(path) as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path, a link to itself
+        raise RecordError(f"{name}: the image cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MAX_BYTES:
+        raise RecordError(f"{name}: an image of more than {MAX_BYTES // 2**20} MiB; make it smaller")
+    return data
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,9 +192,12 @@ class ImageProcessor:
             self._cached_bytes -= oldest.pixels_PW.nbytes
 
 
-def thumbnail(source: ImageSource, *, side: int = 256) -> bytes:
-    """Return an image as a PNG of at most `side` pixels a side. Raises RecordError, MissingExtraError."""
-    image, output = _decoded(read_image(source), source), io.BytesIO()
+def thumbnail(source: ImageSource, *, side: int = 256, folders: Sequence[Path] | None = None) -> bytes:
+    """Return an image as a PNG of at most `side` pixels a side; `folders` are those of `read_image`.
+
+    Raises RecordError, MissingExtraError.
+    """
+    image, output = _decoded(read_image(source, folders=folders), source), io.BytesIO()
     image.thumbnail((side, side))
     image.save(output, format="PNG")
     return output.getvalue()

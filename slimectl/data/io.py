@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from slimectl import stdio
 from slimectl.data.atomic_replace import new_file
@@ -185,6 +185,24 @@ def _compressed(raw: IO[bytes], path: str) -> Any:
     if path.endswith(".zst"):
         return _zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
     return raw
+
+
+def regular_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError, also for a device, a pipe and a folder, which are not opened."""
+    _check_regular(path, path.stat())
+    # Non-blocking, and checked again below: the file may have been replaced since.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _check_regular(path, os.fstat(file.fileno()))
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
 
 
 def is_pipe(path: str | Path) -> bool:

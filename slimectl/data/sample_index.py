@@ -162,6 +162,10 @@ class SampleIndex:
         """Return the values that training had for each token of a sample; of a plain samples file, its own record."""
         return self.record(row)
 
+    def rows_without_training(self) -> list[int] | None:
+        """Return the rows that no step trained on; None if nothing says which."""
+        return None
+
     def close(self) -> None:
         self._file.close()
 
@@ -376,6 +380,10 @@ class TrainedSampleIndex(SampleIndex):
     @property
     def complete(self) -> bool:
         return super().complete and self.training.complete
+
+    def rows_without_training(self) -> list[int] | None:
+        trained = np.isin(self.columns()["index"], self.training.columns()["index"])
+        return np.flatnonzero(~trained).tolist()
 
     def columns(self) -> dict[str, np.ndarray]:
         columns, trained = super().columns(), self.training.columns()

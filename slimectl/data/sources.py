@@ -42,6 +42,23 @@ def open_table(sources: Sequence[str], *, replay: bool, named: NamedTables | Non
     return Chained([(source, _table(source, replay, named)) for source in sources])
 
 
+def source_folders(source: str) -> list[Path]:
+    """Return the folder of the files that a prompt source names; none for a source of another kind.
+
+    >>> source_folders("/dev/null@[0:3]")
+    [PosixPath('/dev')]
+    """
+    sliced = SLICE.fullmatch(source)
+    path = Path(sliced["path"] if sliced and not Path(source).exists() else source)
+    if path.exists():
+        folder = path if path.is_dir() else path.parent
+    elif glob.has_magic(str(path)):
+        folder = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
+    else:
+        return []
+    return [folder] if folder.is_dir() and folder.resolve() != Path("/") else []
+
+
 def _table(source: str, replay: bool, named: NamedTables | None, *, unbounded: bool = False) -> Table:
     if named is not None and (table := named.open(source, unbounded=unbounded)) is not None:
         return table

@@ -163,7 +163,7 @@ class UserDataSource:
             raise all_too_long(self._dropped, excess)
 
     def _number_group(self, source_group: Group) -> Group:
-        """Return a copy of a new group with the next group index.
+        """Return a copy of a new group with the next group index, or with its own if the source `keeps_numbers`.
 
         It is a copy because a source may return one sample several times, and keeps its own.
         """
@@ -176,7 +176,9 @@ class UserDataSource:
         self._state.position += 1
         group = [copy.deepcopy(sample) for sample in source_group]
         for i, sample in enumerate(group):
-            sample.group_index, sample.index, sample.status = index, index * n + i, Status.PENDING
+            if not getattr(self._source, "keeps_numbers", False):
+                sample.group_index, sample.index = index, index * n + i
+            sample.status = Status.PENDING
             sample.tokens = list(sample.tokens) or self._attempts.prompt_tokens(_prompt(sample))
         return group
 

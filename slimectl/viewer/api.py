@@ -23,12 +23,15 @@ from slimectl.settings.loading import resolve
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.types import Sample
 from slimectl.viewer import queries
+from slimectl.viewer.commands import commands
 from slimectl.viewer.library import Library, SamplesFile
 from slimectl.viewer.token_view import Decoders, sample_view
 
 INDEX_S = 0.5
 """Seconds that a question waits for an index to grow; the page asks again until it is complete."""
 PAGE = 50
+MAX_UNTRAINED = 100
+"""Most samples in the list of those that no step trained on."""
 CLOCKS = ("perf/total_time", "perf/eval_time")
 """Metrics that the page sums to the time axis, which ROLL does not have."""
 
@@ -47,6 +50,7 @@ class ViewApi:
             "settings": lambda parameters: self.library.settings_table(),
             "metrics": self._metrics,
             "histograms": self._histograms,
+            "dropped": self._dropped,
             "groups": self._groups,
             "group": lambda parameters: queries.group(self._index(parameters), _integer(parameters, "group")),
             "sample": self._sample,
@@ -95,6 +99,15 @@ class ViewApi:
         version = file.round - 1 if file.kind == "round" and file.round is not None else None
         return queries.histograms(self._index(parameters), version=version)
 
+    def _dropped(self, parameters: Parameters) -> dict[str, Any]:
+        """Return what a round counted as dropped or marked, and the samples, if known, that no step trained on."""
+        file = self._file(parameters)
+        if file.run is None or file.round is None or file.kind != "round":
+            raise SettingsError(f"file {file.id!r}: is of no round")
+        counts = self.library.run(file.run).dropped(file.round, _integer(parameters, "offset", 0))
+        rows = self._index(parameters).rows_without_training()
+        return counts | {"untrained": rows and rows[:MAX_UNTRAINED], "untrained_total": rows and len(rows)}
+
     def _groups(self, parameters: Parameters) -> dict[str, Any]:
         return queries.list_groups(
             self._index(parameters),
@@ -113,36 +126,21 @@ class ViewApi:
         view = sample_view(index, row, start=_integer(parameters, "start", 0), decode=decode)
         columns = index.columns()
         group = int(columns["group"][row])
-        return view | {"group": group, "hash": int(columns["prompt"][row]), "commands": self._commands(file, view, row)}
-
-    def _commands(self, file: SamplesFile, view: dict[str, Any], row: int) -> list[dict[str, str]]:
-        """Return the commands that sample a prompt again and that explain its reward."""
-        one = f"'{file.path}@[{row}:{row + 1}]'"
-        if file.run is None:
-            return [{"title": "sample this prompt again", "command": f"slimectl rollout --model DIR --data {one} -n 1"}]
-        run = self.library.run(file.run)
-        weights = run.path / f"step_{(file.round or 0) - (file.kind == 'round'):06d}"
-        model = weights if (weights / "policy").is_dir() else run.path / "latest"
-        again = f"slimectl rollout -c {run.path / 'run.toml'} --model {model} --data {one} -n 1"
-        return [
-            {"title": "sample this prompt again", "command": again},
-            {
-                "title": "sample and grade it",
-                "command": f"{again} | slimectl score - -c {run.path / 'run.toml'} --explain",
-            },
-        ]
+        run = None if file.run is None else self.library.run(file.run)
+        again = commands(run, file, view["record"], row)
+        return view | {"group": group, "hash": int(columns["prompt"][row]), "commands": again}
 
     def _raw(self, parameters: Parameters) -> Any:
         return self._index(parameters).record(_integer(parameters, "row"))
 
     def _images(self, parameters: Parameters) -> list[dict[str, str]]:
         """Return the images of a sample, small, as addresses that hold them; in place of one that is gone, why."""
-        record = self._index(parameters).record(_integer(parameters, "row"))
-        answers = []
-        for source in record_images(record, self._file(parameters).path.parent):
+        file, record = self._file(parameters), self._index(parameters).record(_integer(parameters, "row"))
+        folders, answers = self.library.image_folders(file), []
+        for source in record_images(record, file.path.parent):
             name = source if isinstance(source, str) else "in the record"
             try:
-                data = base64.b64encode(thumbnail(source)).decode()
+                data = base64.b64encode(thumbnail(source, folders=folders)).decode()
                 answers.append({"name": name, "address": f"data:image/png;base64,{data}"})
             except SlimectlError as error:
                 answers.append({"name": name, "error": str(error)})

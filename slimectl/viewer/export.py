@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,8 +19,10 @@ from slimectl.viewer.server import PAGE_FILES
 
 MAX_BYTES = 40 << 20
 """Most bytes of answers in a file, so that a mail takes it and a browser opens it."""
-MAX_GROUPS = 50
-"""Groups of each samples file, all their samples included."""
+GROUPS = (8, 50)
+"""Groups of each samples file, all their samples included: of every file the first 8, then those up to 50."""
+FULL_BYTES = 64 << 10
+"""Room that is too small for the search of a page that fits."""
 IMPORT = re.compile(r'from "\./([a-z]+\.js)"')
 POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 
@@ -33,6 +37,9 @@ def write_page(api: ViewApi, path: Path) -> str:
     answers: dict[str, Any] = {}
     size = left_out = 0
     for question, parameters in _questions(api):
+        if MAX_BYTES - size < FULL_BYTES:
+            left_out += 1
+            continue
         text = json_text(api.answer(question, parameters))
         if size + len(text) > MAX_BYTES:
             left_out += 1
@@ -51,7 +58,7 @@ def _address(question: str, parameters: dict[str, str]) -> str:
 
 
 def _questions(api: ViewApi) -> Iterator[Question]:
-    """Yield the questions that the page asks as one walks through it, the most important first."""
+    """Yield the questions that the page asks as one walks through it, the newest evaluations and rounds first."""
     library = api.library
     yield "catalogue", {}
     yield "definitions", {}
@@ -63,19 +70,43 @@ def _questions(api: ViewApi) -> Iterator[Question]:
     for file in files:
         library.index(file).extend()
     yield from _comparisons(files)
+    files = _newest_first(files)
     for file in files:
         yield "histograms", {"file": file.id}
         yield "groups", {"file": file.id}
+        if file.kind == "round":
+            yield "dropped", {"file": file.id}
     prompts: set[tuple[str, str]] = set()
-    for file in files:
-        for line in api.answer("groups", {"file": file.id, "limit": str(PAGE)})["groups"][:MAX_GROUPS]:
-            yield "group", {"file": file.id, "group": str(line["group"])}
-            for row in line["rows"]:
-                yield "sample", {"file": file.id, "row": str(row)}
-                yield "raw", {"file": file.id, "row": str(row)}
-            prompts.add((file.run or "", str(line["hash"])))
-    for owner, number in sorted(prompts):
-        yield "prompt", {"run": owner, "hash": number}
+    for first, last in pairwise((0, *GROUPS)):
+        for file in files:
+            groups = api.answer("groups", {"file": file.id, "limit": str(PAGE)})["groups"][first:last]
+            for line in groups:
+                yield from _group(api, file, line)
+                prompt = file.run or "", str(line["hash"])
+                if prompt not in prompts:
+                    prompts.add(prompt)
+                    yield "prompt", {"run": prompt[0], "hash": prompt[1]}
+
+
+def _group(api: ViewApi, file: SamplesFile, line: dict[str, Any]) -> Iterator[Question]:
+    """Yield the questions of the page of a group, and of those of its samples."""
+    yield "group", {"file": file.id, "group": str(line["group"])}
+    for row in line["rows"]:
+        place = {"file": file.id, "row": str(row)}
+        yield "sample", place
+        yield "raw", place
+        if api.library.index(file).record(row).get("multimodal_inputs"):
+            yield "images", place
+
+
+def _newest_first(files: list[SamplesFile]) -> list[SamplesFile]:
+    """Return named files, then of every run its newest ones, an evaluation before the round that it is of."""
+    places: Counter[str | None] = Counter()
+    ranks = []
+    for file in sorted(files, key=lambda file: (-(file.round or 0), file.kind != "evaluation")):
+        ranks.append((places[file.run], file))
+        places[file.run] += file.run is not None
+    return [file for _, file in sorted(ranks, key=lambda pair: pair[0])]
 
 
 def _comparisons(files: list[SamplesFile]) -> Iterator[Question]:

@@ -16,10 +16,15 @@ from slimectl.data.locks import holder_of
 from slimectl.data.manifest import manifest_path
 from slimectl.data.ownership import LOCK
 from slimectl.data.sample_index import SampleIndex, TrainedSampleIndex
+from slimectl.data.sources import source_folders
 from slimectl.errors import SettingsError
 
 ROUND = re.compile(r"step_(\d{6,})")
 EVALUATION = re.compile(r"(.+)-(\d{6,})\.jsonl")
+DROPPED = re.compile(r"drop|filter|truncat|abort|fail|too_long|stale|no_signal|zero_std")
+"""Metrics that count what a round dropped or marked."""
+DATA = re.compile(r"(rollout|sft_warmup)\.data|eval\.data\.[^.]+(\.path)?")
+"""Settings that name prompts."""
 MAX_METRICS_BYTES = 8 << 20
 """Most bytes of a metrics file in one answer; the page asks for the rest at once."""
 
@@ -106,6 +111,28 @@ class RunSource:
             answer["more"] |= more
         return answer
 
+    def dropped(self, number: int, offset: int = 0) -> dict[str, Any]:
+        """Return what each step of a round counted as dropped or marked: metric to its value in each step.
+
+        `offset` is where the lines of the round begin, as an earlier answer said: a long run is not read again.
+        """
+        mark, path = re.compile(rb'"rollout_id": ?%d\b' % number), self.path / "metrics.jsonl"
+        first, steps, more = None, list[dict[str, Any]](), True
+        while more:
+            text, start, more = _whole_lines(path, offset)
+            offset = start + len(text)
+            for match in mark.finditer(text):
+                begin = text.rfind(b"\n", 0, match.start()) + 1
+                line = _json_line(text[begin : text.find(b"\n", match.end())])
+                metrics = line.get("metrics") if line.get("rollout_id") == number else None
+                if isinstance(metrics, dict) and any(not name.startswith("eval/") for name in metrics):
+                    first = start + begin if first is None else first
+                    steps.append(metrics)
+        names = dict.fromkeys(name for metrics in steps for name in metrics if DROPPED.search(name))
+        counts = {name: [metrics.get(name) for metrics in steps] for name in names if not name.startswith("eval/")}
+        return {"steps": len(steps), "offset": offset if first is None else first,
+                "counts": {name: values for name, values in counts.items() if any(values)}}  # fmt: skip
+
     def all_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield every line of metrics.jsonl and perf.jsonl, a part of the files in memory at a time."""
         offsets: dict[str, int] = {}
@@ -120,7 +147,9 @@ class RunSource:
 class Library:
     """The runs and files of one view, with an index of each samples file, made when it is first asked for."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], *, model: Path | None = None) -> None:
+        """`model` is the folder of the tokenizer of all tokens; without it, runs and manifests name theirs."""
+        self._model = model
         self.runs: dict[str, RunSource] = {}
         self.named_files: dict[str, SamplesFile] = {}
         self._indexes: dict[Path, SampleIndex] = {}
@@ -182,11 +211,22 @@ class Library:
 
     def model_folder(self, file: SamplesFile) -> Path | None:
         """Return a folder with the tokenizer of a file's tokens; None if neither run nor manifest name one."""
+        if self._model is not None:
+            return self._model
         if file.run is not None:
             return self.run(file.run).model_folder()
         path = _manifest(file.path).get("settings", {}).get("model", {}).get("path")
         folder = Path(path) if isinstance(path, str) else None
         return folder if folder is not None and (folder / "tokenizer_config.json").exists() else None
+
+    def image_folders(self, file: SamplesFile) -> list[Path]:
+        """Return the folders below which the images of a file's samples are read: its own or its run's, and those of
+        the data that run.toml or, of a file of no run, the manifest names."""
+        if file.run is not None:
+            run = self.run(file.run)
+            return [run.path, *_data_folders(run.settings)]
+        settings = _manifest(file.path).get("settings")
+        return [file.path.parent, *_data_folders(dict(_flat(settings)) if isinstance(settings, dict) else {})]
 
     def catalogue(self) -> dict[str, Any]:
         """Return runs and files as the page lists them."""
@@ -249,24 +289,51 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return pairs
 
 
+def _data_folders(settings: dict[str, Any]) -> Iterator[Path]:
+    """Yield the folders of the prompts that settings name, by dotted key."""
+    for key, value in settings.items():
+        if DATA.fullmatch(key):
+            for source in value if isinstance(value, list) else [value]:
+                with suppress(OSError, ValueError):
+                    yield from source_folders(str(source))
+
+
 def _json_lines(path: Path, offset: int) -> tuple[list[Any], int, bool]:
     """Return the complete lines of a file from a byte offset on, the offset after them, and whether more follow.
 
     A file that became shorter, as a resume makes it, is read from its start: offset 0 comes back with its lines.
     """
-    if not _is_file(path):
-        return [], 0, False
-    with path.open("rb") as file:
-        if offset > _size(path):
-            return [], 0, True
-        file.seek(offset)
-        text = file.read(MAX_METRICS_BYTES)
-    whole = text[: text.rfind(b"\n") + 1]
+    if offset > _size(path):
+        return [], 0, _is_file(path)
+    text, start, more = _whole_lines(path, offset)
     lines = []
-    for line in whole.splitlines():
+    for line in text.splitlines():
         with suppress(ValueError):
             lines.append(json.loads(line))
-    return lines, offset + len(whole), len(text) == MAX_METRICS_BYTES and bool(whole)
+    return lines, start + len(text), more
+
+
+def _whole_lines(path: Path, offset: int) -> tuple[bytes, int, bool]:
+    """Return the next complete lines of a file, where they begin, and whether more follow.
+
+    They begin at 0 where the file became shorter than the offset.
+    """
+    if not _is_file(path):
+        return b"", 0, False
+    with path.open("rb") as file:
+        start = offset if offset <= _size(path) else 0
+        file.seek(start)
+        text = file.read(MAX_METRICS_BYTES)
+    whole = text[: text.rfind(b"\n") + 1]
+    return whole, start, len(text) == MAX_METRICS_BYTES and bool(whole)
+
+
+def _json_line(line: bytes) -> dict[str, Any]:
+    """Return the object in a line; an empty one if it has none."""
+    with suppress(ValueError):
+        value = json.loads(line)
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def _manifest(path: Path) -> dict[str, Any]:

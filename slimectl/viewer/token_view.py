@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slimectl.data.sample_index import SampleIndex
+from slimectl.data.tool_calls import NOTATIONS
 from slimectl.types import VERSION_SPANS
 from slimectl.viewer.token_colours import VERSION, token_colours
 
@@ -23,6 +26,18 @@ LISTS = ("tokens", "loss_mask", "rollout_log_probs", "old_log_probs", "log_probs
 MAX_TEXT = 200_000
 """Most characters of a text in the record as shown; the raw record has all."""
 MAX_BRANCHES = 200
+
+CALLS = "|".join(
+    f"{re.escape(opening)}.*?(?:{re.escape(closing)}|$)"
+    for opening, closing in sorted({(notation.opening, notation.closing) for notation in NOTATIONS})
+    if opening and closing
+)
+MARKS = re.compile(
+    rf"(?P<call>{CALLS})|(?P<result><tool_response>.*?(?:</tool_response>|$))"
+    r"|(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)(?P<message>\w{1,20})",
+    re.DOTALL,
+)
+"""Marks of calls, results and messages in the text of a sample."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -41,6 +56,7 @@ def sample_view(index: SampleIndex, row: int, *, start: int, decode: Decode | No
     versions = [version if author == "policy" else None for version, author in zip(versions, authors, strict=False)]
     if any(version is not None and version.isdecimal() for version in versions):
         columns[VERSION] = [int(v) if v is not None and v.isdecimal() else None for v in versions]
+    texts = token_texts(tokens[max(0, start - 1) : end], decode)[start > 0 :] if decode else None
     return {
         "row": row,
         "record": {name: _shortened(value) for name, value in record.items() if name not in LISTS},
@@ -48,7 +64,8 @@ def sample_view(index: SampleIndex, row: int, *, start: int, decode: Decode | No
         "start": start,
         "prompt_length": prompt_length,
         "ids": tokens[start:end],
-        "texts": token_texts(tokens[max(0, start - 1) : end], decode)[start > 0 :] if decode else None,
+        "texts": texts,
+        "parts": marked_parts(texts, start) if texts else [],
         "authors": authors,
         "versions": versions,
         "columns": columns,
@@ -106,15 +123,70 @@ def _versions(record: dict[str, Any]) -> list[str | None]:
 
 
 def _turns(record: dict[str, Any], prompt_length: int) -> list[dict[str, Any]]:
-    """Return runs of tokens of one author: the prompt, the policy, the environment (tools, templates, users)."""
-    mask = record.get("loss_mask") or [1] * int(record.get("response_length", 0))
-    turns = [{"author": "prompt", "start": 0, "end": prompt_length}] if prompt_length else []
-    position = prompt_length
-    for bit, run in groupby(mask):
-        length = len(list(run))
-        turns.append({"author": "policy" if bit else "environment", "start": position, "end": position + length})
-        position += length
+    """Return runs of tokens of one author: the prompt, the policy, the environment (tools, templates, users).
+
+    Turns of the policy that a program's session recorded (`metadata.agent.turns`) are taken as they are. Without them
+    the policy wrote what is taught, and of the rest what has a log-probability or a weight version: another branch
+    teaches it. `taught` says whether any token of a turn has loss mask 1.
+    """
+    length = int(record.get("response_length", 0))
+    mask = [bool(bit) for bit in record.get("loss_mask") or [1] * length]
+    spans = _recorded_turns(record, length)
+    if spans is None:
+        keys: list[Any] = list(zip(_sampled(record, mask), mask, strict=True))
+    else:
+        keys = [None] * length
+        for number, (first, end) in enumerate(spans):
+            keys[first:end] = [number] * (end - first)
+    turns = [{"author": "prompt", "start": 0, "end": prompt_length, "taught": False}] if prompt_length else []
+    position = 0
+    for key, run in groupby(keys):
+        end = position + len(list(run))
+        by_policy = key is not None if spans is not None else key[0]
+        turns.append({"author": "policy" if by_policy else "environment", "start": prompt_length + position,
+                      "end": prompt_length + end, "taught": any(mask[position:end])})  # fmt: skip
+        position = end
     return turns
+
+
+def _recorded_turns(record: dict[str, Any], length: int) -> list[tuple[int, int]] | None:
+    """Return the spans of the policy's turns in the response as a session recorded them; None if it did not."""
+    agent = (record.get("metadata") or {}).get("agent")
+    turns = agent.get("turns") if isinstance(agent, dict) else None
+    try:
+        spans = [(int(first), int(end)) for first, end in turns or ()]
+    except (TypeError, ValueError):  # a samples file may hold anything
+        return None
+    edges = [0, *(edge for span in spans for edge in span), length]
+    return spans if spans and edges == sorted(edges) else None
+
+
+def _sampled(record: dict[str, Any], mask: Sequence[bool]) -> list[bool]:
+    """Return of each token of the response whether the policy sampled it, as far as the record says."""
+    sampled = [bool(bit or value) for bit, value in zip_longest(mask, record.get("rollout_log_probs") or ())]
+    for span in (record.get("metadata") or {}).get(VERSION_SPANS) or ():
+        with suppress(TypeError, ValueError, IndexError):
+            first, end = max(0, int(span[1])), min(len(mask), int(span[2]))
+            sampled[first:end] = [True] * max(0, end - first)
+    return sampled[: len(mask)]
+
+
+def marked_parts(texts: Sequence[str], start: int) -> list[dict[str, Any]]:
+    """Return the tool calls, results of tools and beginnings of messages in the texts of tokens from `start` on.
+
+    A message is recognised by the mark of its role in a chat template, a call by the notation of its family.
+    """
+    ends = list(accumulate(map(len, texts)))
+    return [
+        {
+            "kind": match.lastgroup,
+            "role": match.group(match.lastgroup).strip() if match.lastgroup == "message" else None,
+            "start": start + bisect_right(ends, match.start()),
+            "end": start + bisect_left(ends, match.end()) + 1,
+        }
+        for match in MARKS.finditer("".join(texts))
+        if match.lastgroup is not None
+    ]
 
 
 def branches(index: SampleIndex, row: int) -> dict[str, Any] | None:

@@ -12,18 +12,20 @@ from typing import Any
 
 import pytest
 from forkserver import ForkedProcess
+from views import viewing
 from workshop import Workshop
 
 USER = {"role": "user", "content": "say one"}
 
 
 class Served:
-    """A server that records into the folder `record`."""
+    """A server that records into the folder `record`, or on stdout."""
 
-    def __init__(self, workshop: Workshop, *arguments: str) -> None:
+    def __init__(self, workshop: Workshop, *arguments: str, record: str = "record") -> None:
         self.folder = workshop.folder
-        words = ["serve", "--model", str(workshop.model), "--port", "0", "--record", "record", *arguments]
-        self.process: ForkedProcess = workshop.start(*words, stderr=subprocess.PIPE)
+        words = ["serve", "--model", str(workshop.model), "--port", "0", "--record", record, *arguments]
+        stdout = subprocess.PIPE if record == "-" else None
+        self.process: ForkedProcess = workshop.start(*words, stdout=stdout, stderr=subprocess.PIPE)
         assert self.process.stderr is not None
         lines = (line.decode() for line in self.process.stderr)
         self.address = next(line for line in lines if ": serving" in line).split(": serving")[0]
@@ -72,8 +74,33 @@ def test_sessions_by_path_and_by_key_are_samples_when_they_end(served: Served, w
     _, other = served.samples()  # the session of the key; that of the refused request has no turn
     assert (other["index"], sum(other["loss_mask"])) == (1, single["usage"]["output_tokens"])
     assert "hunter2" not in json.dumps(other)
-    # Samples of a server are samples like any other.
+    # Samples of a server are samples like any other, and say whose tokens they are.
+    manifest = json.loads((workshop.folder / "record" / "samples.jsonl.manifest.json").read_text())
+    assert (manifest["stage"], manifest["counts"]) == ("serve", {"truncated": 2})
+    assert "hunter2" not in json.dumps(manifest)
+    with viewing(workshop.folder / "record" / "samples.jsonl") as view:
+        assert "say one" in "".join(view.ask("sample?file=f0&row=0")["texts"])
     workshop.slimectl("score", "record/samples.jsonl", "--rm-type", "repetition")
+
+
+def test_sessions_can_be_recorded_on_stdout(workshop: Workshop):
+    server = Served(workshop, record="-")
+    process = server.process
+    try:
+        for session in ("one", "two"):
+            body = {"messages": [USER], "max_tokens": 3}
+            assert server.post(f"/s/{session}/v1/chat/completions", **body)[0] == 200
+        assert server.post("/s/one/end", reward=1)[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        samples = [json.loads(line) for line in process.stdout]
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert [(sample["metadata"]["session"], sample["reward"]) for sample in samples] == [("one", 1.0), ("two", None)]
+    assert all(sum(sample["loss_mask"]) == len(sample["rollout_log_probs"]) for sample in samples)
+    assert not (workshop.folder / "-").exists()
 
 
 def test_a_key_of_the_server_is_needed_for_every_api(workshop: Workshop):

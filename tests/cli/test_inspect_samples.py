@@ -324,13 +324,16 @@ def test_images_of_a_sample_are_named_and_with_colours_pictured(tmp_path: Path):
     half.paste((0, 0, 255), (0, 16, 32, 32))
     half.save(tmp_path / "half.png")
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
-    inputs = {"images": ["half.png", "gone.png"]}
+    outside = tmp_path.with_name("outside.png")
+    half.save(outside)
+    inputs = {"images": ["half.png", "gone.png", str(outside)]}
     file = write(tmp_path / "samples.jsonl", [sample(0, prompt=chat, multimodal_inputs=inputs)])
     plain = inspect(file, "--sort", "index", environment={"NO_COLOR": "1"}).stdout
-    assert f"image 1: {tmp_path / 'half.png'}\nimage 2: {tmp_path / 'gone.png'}\n>>> answer 0" in plain
+    assert f"image 1: {tmp_path / 'half.png'}\nimage 2: {tmp_path / 'gone.png'}\nimage 3: {outside}\n" in plain
     coloured = inspect(file, "--sort", "index", environment={"FORCE_COLOR": "1"}).stdout
     lines = [line for line in coloured.splitlines() if "▀" in line]
     assert [line.count("▀") for line in lines] == [24] * 12
     assert lines[0].startswith("\x1b[38;2;255;0;0;48;2;255;0;0m▀")
     assert lines[-1].startswith("\x1b[38;2;0;0;255;48;2;0;0;255m▀")
     assert "gone.png: the image cannot be read" in coloured
+    assert "outside.png: lies outside of the folders of these samples" in coloured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,19 @@ def test_bytes_stay_base64_and_another_key_can_name_the_column(tmp_path: Path):
     prompt = prompt_of(tmp_path, {"prompt": "?", "pictures": forms}, image_key="pictures")
     assert prompt.images == [{"bytes": encoded}] * 3
     assert read_image(prompt.images[2]) == data
+
+
+def test_an_image_is_a_regular_file_and_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):  # reading the first two would never end
+        with pytest.raises(RecordError, match="the image cannot be read: no regular file"):
+            read_image(str(path))
+    monkeypatch.setattr("slimectl.data.images.MAX_BYTES", 10)
+    (tmp_path / "image").write_bytes(b"x" * 10)
+    assert read_image(str(tmp_path / "image")) == b"x" * 10
+    (tmp_path / "image").write_bytes(b"x" * 11)
+    with pytest.raises(RecordError, match="an image of more than 0 MiB"):
+        read_image(str(tmp_path / "image"))
 
 
 def test_rows_without_images_stay_as_they_are(tmp_path: Path):

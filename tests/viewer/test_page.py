@@ -56,7 +56,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[..., 
     workshop.slimectl("run", "-s", "run.num_rollout=4", "-s", "run.keep_samples=train", *agent)
     assert "  slimectl view runs/a\n" in workshop.stderr
     exact = ("-s", "score.custom_rm_path=none", "-s", "score.rm_type=f1", "-s", "train.lr=5e-4")
-    workshop.slimectl("run", "--name", "b", "-s", "run.num_rollout=2", *exact)
+    evaluation = ("-s", "eval.temperature=0", "-s", "eval.max_response_len=9")
+    workshop.slimectl("run", "--name", "b", "-s", "run.num_rollout=2", *exact, *evaluation)
     return workshop
 
 
@@ -164,6 +165,23 @@ def test_a_round_is_searched_filtered_and_sorted(page: Any, view: View):
     assert "order=down" in page.evaluate("location.hash")
 
 
+def test_a_round_says_what_its_own_steps_dropped(page: Any, view: View, workshop: Workshop):
+    texts = []
+    for number in (1, 2):
+        (metrics,) = (
+            line["metrics"]
+            for line in workshop.metrics("b")
+            if line["rollout_id"] == number and "rollout/step" in line["metrics"]
+        )
+        open_page(page, view, f"round/n1.r{number}")
+        page.locator(".dropped summary").click()
+        shown = dict(zip(*(page.locator(f".dropped {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
+        assert shown["rollout/truncated_ratio"] == f"{metrics['rollout/truncated_ratio']:.4g}"
+        assert all(float(text) == pytest.approx(metrics[name], rel=1e-3) for name, text in shown.items()), shown
+        texts.append(shown)
+    assert texts[0] != texts[1]
+
+
 def test_keys_lead_through_a_round_to_a_group_and_back(page: Any, view: View):
     file = file_of(view, "round 1", "a")
     open_page(page, view, f"round/{file['id']}")
@@ -222,6 +240,67 @@ def test_a_sample_shows_its_tokens_numbers_turns_and_branches(page: Any, view: V
     page.wait_for_selector("text=rollout_log_probs")
     page.locator(".commands button").first.click()
     page.wait_for_selector("text=copied")
+
+
+def test_turns_messages_and_calls_of_a_chat_stand_apart(page: Any, workshop: Workshop, tmp_path: Path):
+    """A fork: its first answer, a tool call, is taught by another branch."""
+    texts = ["<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n", '<tool_call>{"name": "add"}</tool_call>',
+             "<|im_start|>tool\n<tool_response>3</tool_response><|im_end|>\n", "It is 3."]  # fmt: skip
+    prompt, *response = [text.encode() for text in texts]
+    ends = [sum(map(len, response[: at + 1])) for at in range(3)]
+    turns = [[0, ends[0]], [ends[1], ends[2]]]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    record = {
+        "prompt": [{"role": "user", "content": "Add."}], "tokens": [*prompt, *b"".join(response)],
+        "response": b"".join(response).decode(), "response_length": ends[2],
+        "loss_mask": [0] * ends[1] + [1] * len(response[2]), "rollout_log_probs": [0.0] * ends[2],
+        "metadata": {"agent": {"turns": turns}, "tools": tools},
+    }  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text(json.dumps(record) + "\n")
+    manifest = {"settings": {"model": {"path": str(workshop.model)}}}
+    (tmp_path / "samples.jsonl.manifest.json").write_text(json.dumps(manifest))
+    with viewing(tmp_path / "samples.jsonl") as view:
+        open_page(page, view, "sample/f0/0")
+        assert page.locator(".author").all_inner_texts() == [
+            "prompt", "policy (taught elsewhere or not at all)", "environment", "policy",
+        ]  # fmt: skip
+        assert page.locator(".role").all_inner_texts() == ["user", "assistant", "tool"]
+        assert page.locator(".block").count() == 5
+        calls = page.locator(".block.policy .tool-call[aria-label='tool call']").all_inner_texts()
+        assert [text.removeprefix("tool call").strip() for text in calls] == [texts[1]]
+        assert page.locator(".block.environment .tool-call[aria-label='result of a tool']").count() == 1
+        page.get_by_text("1 tool: add").click()
+        assert page.locator(".tools .text").is_visible()
+        open_page(page, view, "group/f0/0")
+        assert page.get_by_text("1 tool: add").count() == 1
+
+
+def test_the_command_of_a_sample_replays_it(view: View, workshop: Workshop):
+    """The initial model wrote round 1, the checkpoint after it round 2; the evaluation is greedy and short."""
+    run = workshop.folder / "runs" / "b"
+    state = json.loads((run / "step_000002" / "state.json").read_text())
+
+    def sample_of(title: str, row: int) -> tuple[dict, list[dict]]:
+        file = file_of(view, title, "b")
+        return view.ask(f"raw?file={file['id']}&row={row}"), view.ask(f"sample?file={file['id']}&row={row}")["commands"]
+
+    for title, row in (("round 1", 5), ("round 2", 9), ("small after round 2", 2)):
+        record, (replay, graded) = sample_of(title, row)
+        assert replay["title"] == "replay it with the same weights and seed"
+        again = json.loads(workshop.slimectl(*shlex.split(replay["command"])[1:]))
+        assert (again["tokens"], again["index"]) == (record["tokens"], record["index"])
+        assert again["weight_versions"] == ([{"round 1": "0", "round 2": "1"}.get(title, state["weight_version"])])
+        assert graded["command"].startswith(replay["command"] + " | slimectl score - -c ")
+    shutil.move(run / "step_000001", run / "moved")
+    try:
+        _, (command, _) = sample_of("round 2", 0)
+    finally:
+        shutil.move(run / "moved", run / "step_000001")
+    assert command["title"] == (
+        "sample this prompt again (by the newest weights; the checkpoint of version 1, which wrote it, is gone)"
+    )
+    file = file_of(view, "round 1", "a")
+    assert "its agent runs anew" in view.ask(f"sample?file={file['id']}&row=0")["commands"][0]["title"]
 
 
 def test_a_prompt_is_followed_over_rounds_and_two_evaluations_are_compared(page: Any, view: View):

@@ -14,7 +14,7 @@ import pytest
 
 from slimectl.data.sample_index import SampleIndex, prompt_hash
 from slimectl.viewer import queries
-from slimectl.viewer.token_view import branches, sample_view, token_texts
+from slimectl.viewer.token_view import branches, marked_parts, sample_view, token_texts
 
 
 def samples(seed: int = 3, groups: int = 40) -> list[dict]:
@@ -209,6 +209,32 @@ def test_slices_of_a_long_sample_join_to_the_whole(tmp_path: Path, monkeypatch: 
     assert [(turn["author"], turn["start"], turn["end"]) for turn in views[0]["turns"]] == [
         ("prompt", 0, 5), ("policy", 5, 7), ("environment", 7, 9), ("policy", 9, 11),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"agent": {"turns": [[0, 2], [2, 4], [6, 8]]}}, {}, {"agent": {"turns": [[5, 3]]}}, {"agent": {"turns": "x"}},
+     {"agent": {"turns": [[0, 99]]}}],
+)  # fmt: skip
+def test_what_another_branch_teaches_is_the_policys(tmp_path: Path, metadata: dict[str, Any]):
+    """Four tokens of two answers that another branch teaches, two of a tool, two that are taught here."""
+    line = {"prompt": "p", "tokens": list(range(10)), "response": "x", "response_length": 8, "metadata": metadata,
+            "loss_mask": [0, 0, 0, 0, 0, 0, 1, 1], "rollout_log_probs": [-1, -2, -3, -4, 0, 0, -5, -6]}  # fmt: skip
+    view = sample_view(index_of(tmp_path / "samples.jsonl", [line]), 0, start=0, decode=None)
+    answers = [(2, 4), (4, 6)] if len(metadata.get("agent", {}).get("turns", "x")) == 3 else [(2, 6)]
+    assert [(turn["author"], turn["start"], turn["end"], turn["taught"]) for turn in view["turns"]] == [
+        ("prompt", 0, 2, False), *(("policy", *answer, False) for answer in answers), ("environment", 6, 8, False),
+        ("policy", 8, 10, True),
+    ]  # fmt: skip
+    assert view["authors"] == ["prompt"] * 2 + ["policy"] * 4 + ["environment"] * 2 + ["policy"] * 2
+
+
+def test_calls_results_and_messages_are_found_in_the_texts_of_tokens():
+    texts = ["<|im_", "start|>user", "\n", "hi", "<tool", "_call>{}</tool_call>", ".", "<tool_response>", "1", "2"]
+    assert [(part["kind"], part["role"], part["start"], part["end"]) for part in marked_parts(texts, 100)] == [
+        ("message", "user", 100, 102), ("call", None, 104, 106), ("result", None, 107, 110),
+    ]  # fmt: skip
+    assert marked_parts(["", "", "plain < text", ""], 0) == []
 
 
 def test_a_character_of_several_tokens_is_the_text_of_its_last():

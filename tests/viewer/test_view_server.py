@@ -19,6 +19,8 @@ from views import TOKEN, View, hostile_samples, viewing
 from vision_models import image_file
 
 from slimectl.errors import SettingsError
+from slimectl.viewer.api import ViewApi
+from slimectl.viewer.export import write_page
 from slimectl.viewer.library import Library
 
 
@@ -137,6 +139,44 @@ def test_links_are_not_followed_and_an_unfinished_line_waits(view: View):
     assert rest["metrics"] == []
 
 
+def test_a_round_counts_what_its_own_steps_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Three rounds of two steps, an evaluation before and after each, read in parts of 1 kB."""
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "run.toml").touch()
+    lines = [{"step": 0, "rollout_id": 0, "metrics": {"eval/x-truncated_ratio": 0.9, "eval/step": 0.0}}]
+    for number in (1, 2, 3):
+        (run / f"step_{number:06d}").mkdir()
+        hostile_samples(run / f"step_{number:06d}" / "samples.jsonl")
+        drops = {f"rollout/dynamic_filter/drop_{number}": float(number), "rollout/no_signal": 0.0, "x" * 600: 1.0}
+        lines += [
+            {"step": 2 * number - 1, "rollout_id": number, "metrics": drops},
+            {"step": 2 * number, "rollout_id": number, "metrics": {"rollout/truncated_ratio": number / 8}},
+            {"step": 2 * number, "rollout_id": number, "metrics": {"eval/x-truncated_ratio": 0.8}},
+        ]
+    metrics = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(metrics.rsplit("\n", 3)[0] + '\n{"rollout_id": 3')
+    samples = (run / "step_000001" / "samples.jsonl").read_text().splitlines(keepends=True)
+    (run / "step_000001" / "train_data.jsonl").write_text("".join(samples[:3] + samples[4:]))
+    monkeypatch.setattr("slimectl.viewer.library.MAX_METRICS_BYTES", 1000)
+    with viewing(run) as view:
+        assert view.ask("dropped?file=n0.r1")["untrained"] == [3]
+        for number in (1, 2):
+            answer = view.ask(f"dropped?file=n0.r{number}")
+            again = view.ask(f"dropped?file=n0.r{number}&offset={answer['offset']}")
+            assert answer == again
+            assert answer["steps"] == 2
+            assert answer["counts"] == {
+                f"rollout/dynamic_filter/drop_{number}": [number, None], "rollout/truncated_ratio": [None, number / 8],
+            }  # fmt: skip
+            assert metrics[answer["offset"] :].startswith(json.dumps(lines[3 * number - 2]))
+        growing = view.ask("dropped?file=n0.r3")
+        (run / "metrics.jsonl").write_text(metrics)
+        complete = view.ask(f"dropped?file=n0.r3&offset={growing['offset']}")
+        assert (growing["steps"], complete["steps"], complete["untrained"]) == (1, 2, None)
+        assert complete["counts"]["rollout/truncated_ratio"] == [None, 0.375]
+
+
 def test_a_file_that_a_resume_made_shorter_is_read_again(view: View):
     answer = view.ask("metrics?run=n0&metrics=99999")
     assert (answer["offsets"]["metrics"], answer["more"]) == (0, True)
@@ -175,6 +215,20 @@ def test_the_command_prints_an_address_and_ends_by_a_signal(folder: Path, number
     assert b"Traceback" not in words
 
 
+def test_a_model_can_be_named_whose_tokens_they_are(
+    tmp_path: Path, model_dir: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+):
+    samples, page = tmp_path / "samples.jsonl", tmp_path / "view.html"
+    samples.write_text(json.dumps({"prompt": "", "tokens": [*b"hello"], "response": "", "response_length": 0}) + "\n")
+    words = ["view", str(samples), "--html", str(page), "--force", "--model"]
+    environment = dict(os.environ)
+    assert forkserver.start([*words, str(tmp_path)], cwd=tmp_path, env=environment).wait() == 2
+    assert "has no tokenizer_config.json" in capfd.readouterr().err
+    assert forkserver.start([*words, str(model_dir("llama"))], cwd=tmp_path, env=environment).wait() == 0
+    answers = json.loads(page.read_text().partition('id="answers">')[2].partition("</script>")[0])
+    assert answers["sample?file=f0&row=0"]["texts"] == [*"hello"]
+
+
 def test_the_images_of_a_sample_are_small_pictures_or_one_line(tmp_path: Path):
     image_file(tmp_path / "a.png", width=900, height=300)
     (tmp_path / "secret.txt").write_text("the secret")
@@ -192,3 +246,75 @@ def test_the_images_of_a_sample_are_small_pictures_or_one_line(tmp_path: Path):
     data = base64.b64decode(first["address"].removeprefix("data:image/png;base64,"))
     assert struct.unpack(">II", data[16:24]) == (256, 85)
     assert second["error"].endswith("secret.txt: is no image of PNG, JPEG, WEBP, GIF, BMP; convert it")
+
+
+def test_images_come_from_files_of_the_samples_their_run_and_its_data_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A samples file in a folder of its own, and a run whose data lie elsewhere, name everything around them."""
+    secret, data = tmp_path / "private" / "secret.png", tmp_path / "data"
+    run, named = tmp_path / "runs" / "a", tmp_path / "some" / "named" / "folder" / "samples.jsonl"
+    for folder in (secret.parent, data, run / "step_000001", named.parent):
+        folder.mkdir(parents=True)
+    image_file(secret, width=30, height=20)
+    image_file(data / "prompt.png", width=30, height=20)
+    (data / "prompts.jsonl").write_text("{}\n")
+    (run / "run.toml").write_text(f"[rollout]\ndata = ['{data}/prompts.jsonl@[0:1]', 'no/such/file']\n")
+    refused: dict[str, str] = {
+        str(secret): "lies outside", "../../../private/secret.png": "lies outside",
+        "link.png": "lies outside", "folder/secret.png": "lies outside",
+        "/dev/zero": "lies outside", "zero": "lies outside", "fifo": "no regular file", ".": "no regular file",
+        "a\0b": "cannot be read", "half \ud800": "cannot be read", "loop": "cannot be read", "gone.png": "No such file",
+        "large": "more than 0 MiB", str(data / "prompt.png"): "lies outside",
+    }  # fmt: skip
+    for samples in (run / "step_000001" / "samples.jsonl", named):
+        folder = samples.parent
+        (folder / "link.png").symlink_to(secret)
+        (folder / "folder").symlink_to(secret.parent)
+        (folder / "zero").symlink_to("/dev/zero")
+        (folder / "loop").symlink_to("loop")
+        os.mkfifo(folder / "fifo")
+        image_file(folder / "own.png", width=30, height=20)
+        (folder / "large").write_bytes(b"\x89PNG" + b" " * 9000)
+        samples.write_text(json.dumps({"multimodal_inputs": {"images": [*refused, "own.png"]}}) + "\n")
+    monkeypatch.setattr("slimectl.data.images.MAX_BYTES", 9000)
+    for path in (run, named):
+        with viewing(path) as view:
+            *answers, last = view.ask(f"images?file={'n0.r1' if path == run else 'f0'}&row=0")
+        reasons = [reason in answer.get("error", "") for reason, answer in zip(refused.values(), answers, strict=True)]
+        assert reasons == [True] * (len(refused) - 1) + [path == named], answers
+        assert "address" in last
+        assert ("address" in answers[-1]) == (path == run)  # the data of its run
+        assert not any("\n" in answer.get("error", "") for answer in answers)
+
+
+def test_a_self_contained_page_that_is_full_has_the_newest_with_their_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of nine rounds with an evaluation after each, with sixteen groups of a sample, a part fits."""
+    image_file(tmp_path / "a.png", width=20, height=10)
+    encoded = {"bytes": base64.b64encode((tmp_path / "a.png").read_bytes()).decode()}
+    run = tmp_path / "a"
+    (run / "eval").mkdir(parents=True)
+    (run / "run.toml").touch()
+    for number in range(1, 10):
+        (run / f"step_{number:06d}").mkdir()
+        lines = [{"group_index": group, "index": group, "prompt": f"{number} {group}", "response": "x" * 5000}
+                 for group in range(16)]  # fmt: skip
+        lines[0]["multimodal_inputs"] = {"images": [encoded]}
+        for file in (run / f"step_{number:06d}" / "samples.jsonl", run / "eval" / f"small-{number:06d}.jsonl"):
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr("slimectl.viewer.export.MAX_BYTES", 1_200_000)
+    summary = write_page(ViewApi(Library([run]), lambda folder: None), tmp_path / "view.html")
+    text = (tmp_path / "view.html").read_text()
+    answers = json.loads(text.partition('id="answers">')[2].partition("</script>")[0])
+    assert "pages are left out" in summary
+    assert len(text) < 2_000_000
+    overviews = {f"groups?file=n0.r{n}" for n in range(1, 10)} | {f"groups?file=n0.e{n}.small" for n in range(1, 10)}
+    assert overviews <= answers.keys()
+    for file in ("n0.e9.small", "n0.r9", "n0.e8.small"):
+        assert {f"group?file={file}&group=7", f"sample?file={file}&row=7", f"raw?file={file}&row=7"} <= answers.keys()
+        assert answers[f"images?file={file}&row=0"][0]["address"].startswith("data:image/png;base64,")
+        number = next(line["hash"] for line in answers[f"groups?file={file}"]["groups"] if line["group"] == 7)
+        assert f"prompt?hash={number}&run=n0" in answers
+    assert "group?file=n0.r1&group=7" not in answers

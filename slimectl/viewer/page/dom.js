@@ -85,6 +85,13 @@ export function promptBlock(prompt) {
     message?.tool_calls ? h("div", { class: "tool" }, h("b", {}, "tool calls"), textBlock(message.tool_calls)) : null)));
 }
 
+/** Return the tools that a prompt declares, folded; null without any. */
+export function toolsBlock(tools) {
+  if (!Array.isArray(tools) || !tools.length) return null;
+  const names = tools.map((tool) => tool?.function?.name ?? tool?.name ?? "?").join(", ");
+  return h("details", { class: "tools" }, h("summary", {}, `${tools.length === 1 ? "1 tool" : `${tools.length} tools`}: ${visible(names).slice(0, 200)}`), textBlock(tools));
+}
+
 export function previewText(prompt) {
   if (Array.isArray(prompt)) prompt = prompt.at(-1)?.content ?? "";
   return visible(String(prompt)).replace(/\s+/g, " ").slice(0, 160);

@@ -2,7 +2,7 @@
 
 import { ask, Failure, offline } from "./api.js";
 import { difference } from "./difference.js";
-import { appendText, error, h, link, number, promptBlock, replace, rewardClass, rewardText, textBlock, visible } from "./dom.js";
+import { appendText, error, h, link, number, promptBlock, replace, rewardClass, rewardText, textBlock, toolsBlock, visible } from "./dom.js";
 
 export async function groupPage(context, [id, group]) {
   const file = context.file(id);
@@ -29,7 +29,7 @@ export async function groupPage(context, [id, group]) {
     element: h("div", {},
       h("h2", {}, link(`#/round/${id}`, visible(context.fileTitle(file))), ` · group ${group}`),
       h("p", {}, answer.hash === null ? null : link(`#/prompt/${file.run ?? ""}/${answer.hash}`, "this prompt over time")),
-      h("section", { "aria-label": "Prompt" }, promptBlock(answer.prompt)),
+      h("section", { "aria-label": "Prompt" }, promptBlock(answer.prompt), toolsBlock(answer.tools ?? answer.metadata?.tools)),
       h("p", {}, "label: ", h("b", {}, answer.label === null ? "none" : visible(typeof answer.label === "object" ? JSON.stringify(answer.label) : answer.label))),
       panel, cards),
     next: () => step(1), previous: () => step(-1),

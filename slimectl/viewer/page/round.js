@@ -8,7 +8,6 @@ const SORTS = [["group", "order"], ["reward", "mean reward"], ["best", "best rew
   ["length", "mean length"], ["longest", "longest answer"], ["size", "answers"], ["mismatch", "trainer − engine"], ["version", "oldest weights"]];
 const PAGE = 50;
 const AGAIN_MS = 700;
-const DROPS = /drop|filter|truncat|abort|fail|too_long|stale|no_signal|zero_std/;
 
 export async function roundPage(context, [id], query) {
   const files = context.files();
@@ -22,6 +21,9 @@ export async function roundPage(context, [id], query) {
   const list = h("tbody");
   const more = h("button", { type: "button", onclick: () => load(list.children.length) }, "more groups");
   const drops = h("div");
+  const dropped = h("div");
+  let droppedAt = 0; // where the lines of this round begin in the metrics of its run
+  let metricsBytes = context.run(file.run)?.metrics_bytes;
   let closed = false;
   let timer = null;
   let asked = 0;
@@ -62,7 +64,16 @@ export async function roundPage(context, [id], query) {
     replace(charts, shown.map(([name, data]) => histogram(titles[name], data)));
     const statuses = Object.entries(answer.statuses).map(([name, count]) => `${count} ${name}`).join(", ");
     replace(drops, h("p", {}, `${answer.groups.toLocaleString("en")} groups: ${statuses}; ${answer.flat_groups} groups with equal rewards, which teach nothing`));
-    if (file.run && file.kind === "round") await showDrops(drops, file);
+  }
+
+  async function showDropped() {
+    if (!file.run || file.kind !== "round") return;
+    const answer = await ask("dropped", { file: file.id, offset: droppedAt || "" });
+    if (closed) return;
+    droppedAt = offline ? 0 : answer.offset;
+    const open = dropped.firstChild?.open;
+    replace(dropped, droppedBlock(file, answer));
+    if (open && dropped.firstChild) dropped.firstChild.open = true;
   }
 
   const input = (name, placeholder, label, marker) => h("input", { type: "search", value: state[name], placeholder, "aria-label": label, [marker]: true,
@@ -84,12 +95,14 @@ export async function roundPage(context, [id], query) {
     const next = present[present.findIndex((candidate) => candidate.id === file.id) + distance];
     if (next) context.go(`#/round/${next.id}`);
   };
-  const grows = () => { if (choice.children.length !== context.files().length) listFiles(); const now = context.file(file.id); if (now && now.bytes !== file.bytes) { file.bytes = now.bytes; load(); overview(); } };
+  const grows = () => { if (choice.children.length !== context.files().length) listFiles(); const now = context.file(file.id); if (now && now.bytes !== file.bytes) { file.bytes = now.bytes; load(); overview(); }
+    const bytes = context.run(file.run)?.metrics_bytes; // a round is written before its steps are counted
+    if (bytes !== metricsBytes) { metricsBytes = bytes; showDropped(); } };
   context.listeners.add(grows);
-  await Promise.all([load(), overview()]);
+  await Promise.all([load(), overview(), showDropped()]);
   return {
     title: file.title,
-    element: h("div", {}, h("h2", {}, visible(context.fileTitle(file)), h("small", { class: "quiet" }, ` ${visible(file.path)}`)), charts, drops, tools, counts, h("div", { class: "wide" }, table), more),
+    element: h("div", {}, h("h2", {}, visible(context.fileTitle(file)), h("small", { class: "quiet" }, ` ${visible(file.path)}`)), charts, drops, dropped, tools, counts, h("div", { class: "wide" }, table), more),
     next: () => step(1), previous: () => step(-1),
     close: () => { closed = true; clearTimeout(timer); },
   };
@@ -107,10 +120,14 @@ function groupRow(file, group) {
     h("td", {}, number(group.mean, 3)), h("td", {}, number(group.length, 3)), h("td", {}, number(group.mismatch, 2)));
 }
 
-/** Show the metrics of a round that count what was dropped and why. */
-async function showDrops(element, file) {
-  const answer = await ask("metrics", { run: file.run });
-  const line = answer.metrics.find((candidate) => candidate.rollout_id === file.round - 1 || candidate.metrics["rollout/step"] === file.round) ?? null;
-  const counts = Object.entries(line?.metrics ?? {}).filter(([name, value]) => DROPS.test(name) && value);
-  if (counts.length) element.append(h("details", {}, h("summary", {}, "dropped and marked"), h("dl", { class: "metrics" }, counts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, number(value))]))));
+/** Return what a round dropped and why: counts of each of its steps, and the samples that no step trained on. */
+function droppedBlock(file, answer) {
+  const counts = Object.entries(answer.counts);
+  const rows = answer.untrained ?? [];
+  if (!counts.length && !rows.length) return null;
+  const steps = answer.steps > 1 ? ` in each of ${answer.steps} steps` : "";
+  const more = answer.untrained_total - rows.length;
+  return h("details", { class: "dropped" }, h("summary", {}, `dropped and marked${steps}`),
+    h("dl", { class: "metrics" }, counts.map(([name, values]) => [h("dt", {}, name), h("dd", {}, values.map((value) => number(value)).join(" · "))])),
+    rows.length ? h("p", {}, `${answer.untrained_total} samples that no step trained on: `, rows.map((row) => [link(`#/sample/${file.id}/${row}`, row), " "]), more ? `and ${more} more` : "") : null);
 }

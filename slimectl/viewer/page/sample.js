@@ -1,7 +1,7 @@
 // Sample: its tokens, coloured by a number of each, its turns, branches, record and commands.
 
 import { ask, Failure } from "./api.js";
-import { copyButton, h, link, number, replace, rewardText, textBlock, visible } from "./dom.js";
+import { copyButton, h, link, number, replace, rewardText, textBlock, toolsBlock, visible } from "./dom.js";
 
 const NO_COLOUR = { name: "none", title: "none", tone: "cold", strengths: [], marks: [] };
 const NAMES = { rollout_log_probs: "engine log-prob", old_log_probs: "trainer log-prob", log_probs: "at its step", ratios: "ratio", clipped: "clipped",
@@ -22,18 +22,36 @@ export async function samplePage(context, [id, row]) {
   const details = h("p", { class: "token-details", role: "status" }, "Point at a token for its numbers.");
   const cells = [];
 
+  let turn = null; // of the block that is being filled
+  let block = tokens;
+
+  function beginBlock(label, author, role = "") {
+    block = h("div", { class: `block ${author}`, "data-item": true }, label ? h("span", { class: `author ${author}`, "aria-hidden": true }, label) : null, role ? h("span", { class: "role", "aria-hidden": true }, visible(role)) : null);
+    tokens.append(block);
+  }
+
   function add(view) {
-    const turns = view.turns;
+    const parts = new Map(view.parts.map((part) => [part.start, part]));
+    let tool = null; // the tool call or result that is being filled
     for (const [at, token] of view.ids.entries()) {
       const position = view.start + at;
-      const turn = turns.find((candidate) => candidate.start <= position && position < candidate.end);
-      if (turn && turn.start === position) tokens.append(h("span", { class: `author ${turn.author}`, "aria-hidden": true }, turn.author));
+      const part = parts.get(position);
+      if (!turn || position >= turn.end) {
+        turn = view.turns.find((candidate) => candidate.start <= position && position < candidate.end) ?? { author: "", end: view.total };
+        const untaught = turn.author === "policy" && !turn.taught ? " (taught elsewhere or not at all)" : "";
+        beginBlock(turn.author + untaught, turn.author, part?.role);
+        tool = null;
+      } else if (part?.kind === "message") beginBlock("", turn.author, part.role);
+      if (part && part.kind !== "message") {
+        tool = { end: part.end, element: h("span", { class: "tool-call", "aria-label": part.kind === "call" ? "tool call" : "result of a tool" }, h("b", { "aria-hidden": true }, part.kind === "call" ? "tool call" : "result")) };
+        block.append(tool.element);
+      } else if (tool && position >= tool.end) tool = null;
       const values = { id: token, position };
       for (const [name, column] of Object.entries(view.columns)) values[name] = column[at];
       const text = view.texts ? view.texts[at] : `${token} `;
-      const span = h("span", { class: `token ${turn?.author ?? ""}` }, tokenText(text, token));
+      const span = h("span", { class: `token ${turn.author}` }, tokenText(text, token));
       cells.push([span, values, view.colours, at]);
-      tokens.append(span);
+      (tool?.element ?? block).append(span);
     }
     const end = view.start + view.ids.length;
     if (end < view.total) {
@@ -75,7 +93,7 @@ export async function samplePage(context, [id, row]) {
         + `${first.prompt_length} + ${first.total - first.prompt_length} tokens · `, link(`#/prompt/${file.run ?? ""}/${first.hash}`, "this prompt over time")),
       record.metadata?.error ? h("p", { class: "error" }, visible(record.metadata.error)) : null,
       record.metadata?.explanation ? h("p", {}, visible(`${record.metadata.explanation.extracted ?? "nothing"} from ${record.metadata.explanation.from}: ${record.metadata.explanation.why}`)) : null,
-      pictures, modes, details, first.total ? tokens : textBlock(record.response ?? ""),
+      toolsBlock(record.tools ?? record.metadata?.tools), pictures, modes, details, first.total ? tokens : textBlock(record.response ?? ""),
       first.branches ? h("section", { "aria-label": "Branches" }, h("h3", {}, "Branches of this attempt"), branchTree(id, first.branches, Number(row))) : null,
       h("h3", {}, "Commands"), h("ul", { class: "commands" }, first.commands.map(({ title, command }) => h("li", {}, `${title} `, copyButton(command), h("code", {}, visible(command))))),
       raw),
