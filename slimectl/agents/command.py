@@ -100,7 +100,7 @@ class CommandAgent:
                 task = json.dumps(task_of(sample), ensure_ascii=False)
                 (folder / "task.json").write_text(task, encoding="utf-8", errors="replace")
                 environment = agent_environment(address, folder, self.options.model)
-                process = await AgentProcess.start(self.argv, task, environment, mark=address)
+                process = await AgentProcess.start(self.argv, task, environment)
                 try:
                     return await self._supervise(process, session)
                 finally:
@@ -110,13 +110,13 @@ class CommandAgent:
 
     async def _supervise(self, process: AgentProcess, session: Session) -> Ending:
         spent_s, began = 0.0, time.monotonic()
-        while not session.is_aborted and spent_s < self.options.timeout_s:
-            if await process.ended_within(TICK_S):
-                return process.ending(time.monotonic() - began)
+        has_ended = False
+        while not (has_ended or session.is_aborted) and spent_s < self.options.timeout_s:
+            has_ended = await process.ended_within(TICK_S)
             spent_s += 0.0 if session.is_answering else TICK_S
+        seconds = time.monotonic() - began
         await process.kill()
-        ending = process.ending(time.monotonic() - began)
-        return dataclasses.replace(ending, timed_out=not session.is_aborted)
+        return dataclasses.replace(process.ending(seconds), timed_out=not (has_ended or session.is_aborted))
 
     def _samples(self, session: Session, ending: Ending, sample: Sample) -> list[Sample]:
         if session.is_aborted:
