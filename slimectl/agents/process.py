@@ -85,13 +85,16 @@ class AgentProcess(asyncio.SubprocessProtocol):
 
     async def kill(self) -> None:
         """End the program and all that it started, SIGTERM first; it is safe to call it again."""
-        if not self._ended.is_set():
-            self._signal_group(signal.SIGTERM)
-            await self.ended_within(2 * GRACE_S)  # GRACE_S is the supervising process's
-        self._signal_group(signal.SIGKILL)
-        await self.ended_within(GRACE_S)
-        # A process that escaped may hold the pipes open; what it writes is nobody's.
-        await _is_set_within(self._closed, DRAIN_S)
+        try:
+            if not self._ended.is_set():
+                self._signal_group(signal.SIGTERM)
+                await self.ended_within(2 * GRACE_S)  # GRACE_S is the supervising process's
+            self._signal_group(signal.SIGKILL)
+            await self.ended_within(GRACE_S)
+            # A process that escaped may hold the pipes open; what it writes is nobody's.
+            await _is_set_within(self._closed, DRAIN_S)
+        finally:
+            self._transport.close()
 
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

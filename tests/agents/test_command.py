@@ -213,6 +213,30 @@ def test_a_program_ends_with_a_command_that_is_killed(tmp_path: Path):
         time.sleep(0.01)
 
 
+def test_an_output_that_another_process_holds_leaves_no_traceback(tmp_path: Path):
+    command = """
+    import asyncio, os, sys
+    from slimectl.agents.process import AgentProcess
+
+    async def hold():
+        words = ["sh", "-c", "echo $$ > pid; while test ! -e held; do sleep 0.01; done"]
+        process = await AgentProcess.start(words, "", os.environ)
+        while not os.path.exists("pid") or not open("pid").read():
+            await asyncio.sleep(0.01)
+        output = os.open(f"/proc/{int(open('pid').read())}/fd/1", os.O_WRONLY)
+        open("held", "w").close()
+        await process.ended_within(60)
+        await process.kill()
+        return output
+
+    asyncio.run(hold())
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(command)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 class CountedProcess:
     """A program that ends after so many looks at it."""
 
