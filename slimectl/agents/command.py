@@ -66,7 +66,7 @@ class CommandAgent:
         self._hosts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Host] = weakref.WeakKeyDictionary()
 
     async def __call__(self, arguments: Mapping[str, Any]) -> list[Sample]:
-        """Return the samples of one attempt. Raises RuntimeError for an attempt without an answer of the policy."""
+        """Return the samples of one attempt. Raises RuntimeError for one without an answer, whose sample says how."""
         host = await self._host(arguments["tokenizer"])
         async with host.places:
             for remaining in reversed(range(self.options.retries + 1)):
@@ -129,8 +129,10 @@ class CommandAgent:
         }
         outputs = {"stdout": _tail(ending.stdout), "stderr": _tail(ending.stderr)}
         report |= {name: text for name, text in outputs.items() if text}
+        sample.non_generation_time = max(0.0, ending.seconds - session.answering_s)
         samples = session.samples(sample)
         if not samples:
+            sample.metadata["agent"] = session.report() | report
             last_words = f": {outputs['stderr'].splitlines()[-1]}" if outputs["stderr"] else ""
             raise RuntimeError(f"the agent ended with {ending.exit_code} before the policy answered it{last_words}")
         reward = _reward(session, ending) if self.options.gives_reward else None

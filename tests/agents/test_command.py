@@ -109,8 +109,23 @@ def test_the_task_comes_on_stdin_and_in_a_file_and_the_outputs_are_kept(run: Run
 
 
 def test_an_agent_that_never_asks_is_a_failure_that_says_so(run: Run):
+    sample = Sample(prompt="what?")
     with pytest.raises(RuntimeError, match="ended with 1 before the policy answered it: ValueError: no key"):
-        run("raise ValueError('no key')")
+        run("print('here'); time.sleep(0.1); raise ValueError('no key')", sample)
+    report = sample.metadata["agent"]
+    assert (report["exit_code"], report["turn_count"], report["stdout"]) == (1, 0, "here\n")
+    assert report["stderr"].endswith("ValueError: no key\n")
+    assert report["seconds"] == pytest.approx(sample.non_generation_time, abs=1e-3)
+    assert report["seconds"] > 0.1
+
+
+def test_the_time_of_the_policys_answers_is_not_the_programs(run: Run):
+    async def generate(tokens: list[int], params: SamplingParams) -> Completion:
+        await asyncio.sleep(0.3)
+        return Completion([5], [-1.0], "x", "stop")
+
+    [sample] = run("ask('x'); time.sleep(0.1)", generate=generate)
+    assert 0.1 < sample.non_generation_time <= sample.metadata["agent"]["seconds"] - 0.29
 
 
 def test_a_program_that_dies_by_accident_is_tried_again_and_a_wrong_answer_is_not(run: Run, tmp_path: Path):
