@@ -66,7 +66,7 @@ class CommandAgent:
         self._hosts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Host] = weakref.WeakKeyDictionary()
 
     async def __call__(self, arguments: Mapping[str, Any]) -> list[Sample]:
-        """Return the samples of one attempt. Raises RuntimeError for an attempt without an answer of the policy."""
+        """Return the samples of one attempt. Raises RuntimeError for one without an answer, whose sample says how."""
         host = await self._host(arguments["tokenizer"])
         async with host.places:
             for remaining in reversed(range(self.options.retries + 1)):
@@ -100,7 +100,7 @@ class CommandAgent:
                 task = json.dumps(task_of(sample), ensure_ascii=False)
                 (folder / "task.json").write_text(task, encoding="utf-8", errors="replace")
                 environment = agent_environment(address, folder, self.options.model)
-                process = await AgentProcess.start(self.argv, task, environment, mark=address)
+                process = await AgentProcess.start(self.argv, task, environment)
                 try:
                     return await self._supervise(process, session)
                 finally:
@@ -110,13 +110,13 @@ class CommandAgent:
 
     async def _supervise(self, process: AgentProcess, session: Session) -> Ending:
         spent_s, began = 0.0, time.monotonic()
-        while not session.is_aborted and spent_s < self.options.timeout_s:
-            if await process.ended_within(TICK_S):
-                return process.ending(time.monotonic() - began)
+        has_ended = False
+        while not (has_ended or session.is_aborted) and spent_s < self.options.timeout_s:
+            has_ended = await process.ended_within(TICK_S)
             spent_s += 0.0 if session.is_answering else TICK_S
+        seconds = time.monotonic() - began
         await process.kill()
-        ending = process.ending(time.monotonic() - began)
-        return dataclasses.replace(ending, timed_out=not session.is_aborted)
+        return dataclasses.replace(process.ending(seconds), timed_out=not (has_ended or session.is_aborted))
 
     def _samples(self, session: Session, ending: Ending, sample: Sample) -> list[Sample]:
         if session.is_aborted:
@@ -129,8 +129,10 @@ class CommandAgent:
         }
         outputs = {"stdout": _tail(ending.stdout), "stderr": _tail(ending.stderr)}
         report |= {name: text for name, text in outputs.items() if text}
+        sample.non_generation_time = max(0.0, ending.seconds - session.answering_s)
         samples = session.samples(sample)
         if not samples:
+            sample.metadata["agent"] = session.report() | report
             last_words = f": {outputs['stderr'].splitlines()[-1]}" if outputs["stderr"] else ""
             raise RuntimeError(f"the agent ended with {ending.exit_code} before the policy answered it{last_words}")
         reward = _reward(session, ending) if self.options.gives_reward else None

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,13 @@ KEPT = 1 << 16
 """Bytes of each output that are kept, the last ones."""
 GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
-TICK_S = 0.02
-"""Seconds between looks at a program."""
-MARK = "SLIMECTL_SESSION_URL"
-"""Environment variable by which processes of an attempt are recognised that left its process group."""
+DRAIN_S = 0.5
+"""Seconds for outputs to end when all processes have."""
+START = (
+    "import sys, types; package = types.ModuleType('slimectl'); package.__path__ = [sys.argv[1]]; "
+    "sys.modules['slimectl'] = package; from slimectl.agents.process_supervisor import start_from; "
+    "start_from(sys.argv[2:])"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,84 +35,74 @@ class Ending:
     timed_out: bool = False
 
 
-class AgentProcess:
-    """A running agent; `mark` is the value of MARK in its environment."""
+class AgentProcess(asyncio.SubprocessProtocol):
+    """A running agent, on Linux below a process that supervises it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
-        self._process, self._mark = process, mark
-        self._outputs = {"stdout": bytearray(), "stderr": bytearray()}
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._readers = [
-            asyncio.ensure_future(_read(stream, self._outputs[name]))
-            for name, stream in (("stdout", process.stdout), ("stderr", process.stderr))
-        ]
+    def __init__(self) -> None:
+        self._transport: asyncio.SubprocessTransport
+        self._outputs = {1: bytearray(), 2: bytearray()}
+        self._ended, self._closed = asyncio.Event(), asyncio.Event()
 
     @classmethod
-    async def start(cls, argv: Sequence[str], task: str, environment: Mapping[str, str], *, mark: str) -> AgentProcess:
+    async def start(cls, argv: Sequence[str], task: str, environment: Mapping[str, str]) -> AgentProcess:
         """Start the program in a session of its own, with the task as a line on its stdin."""
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        process.stdin.write(task.encode(errors="replace") + b"\n")
-        process.stdin.close()
-        return cls(process, mark)
+        if sys.platform == "linux":
+            package = str(Path(__file__).parent.parent)
+            python = [sys.executable, "-I", "-S", "-c", START]
+            argv = [*python, package, str(os.getpid()), str(GRACE_S), *argv]
+        loop = asyncio.get_running_loop()
+        transport, process = await loop.subprocess_exec(cls, *argv, env=environment, start_new_session=True)
+        stdin = transport.get_pipe_transport(0)
+        assert isinstance(stdin, asyncio.WriteTransport)
+        stdin.write(task.encode(errors="replace") + b"\n")
+        stdin.close()
+        return process
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._transport = transport
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Keep the last bytes of an output; its writer never waits."""
+        self._outputs[fd] += data
+        del self._outputs[fd][:-KEPT]
+
+    def process_exited(self) -> None:
+        self._ended.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed.set()
 
     async def ended_within(self, seconds: float) -> bool:
-        """Return whether the program ends within so many seconds.
-
-        It is asked for its exit status: asyncio's `wait` also waits for children that hold its pipes open.
-        """
-        ticks = max(1, round(seconds / TICK_S))
-        for _ in range(ticks):
-            if self._process.returncode is not None:
-                return True
-            await asyncio.sleep(TICK_S)
-        return self._process.returncode is not None
+        """Return whether the program ends within so many seconds, even if others hold its outputs open."""
+        return await _is_set_within(self._ended, seconds)
 
     def ending(self, seconds: float) -> Ending:
-        """Return how the program ended, which it has."""
-        code = self._process.returncode
+        """Return how the program ended, which it has; its outputs are complete after `kill`."""
+        code = self._transport.get_returncode()
         stdout, stderr = (bytes(output).decode(errors="replace") for output in self._outputs.values())
         return Ending(-signal.SIGKILL if code is None else code, seconds, stdout, stderr)
 
     async def kill(self) -> None:
         """End the program and all that it started, SIGTERM first; it is safe to call it again."""
-        if self._process.returncode is None:
-            self._signal_group(signal.SIGTERM)
+        try:
+            if not self._ended.is_set():
+                self._signal_group(signal.SIGTERM)
+                await self.ended_within(2 * GRACE_S)  # GRACE_S is the supervising process's
+            self._signal_group(signal.SIGKILL)
             await self.ended_within(GRACE_S)
-        self._signal_group(signal.SIGKILL)
-        for pid in await asyncio.to_thread(lambda: list(marked_processes(self._mark))):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        await self.ended_within(GRACE_S)
-        # A process that escaped may hold the pipes open; what it writes is nobody's.
-        await asyncio.wait(self._readers, timeout=0.5)
-        for reader in self._readers:
-            reader.cancel()
+            # A process that escaped may hold the pipes open; what it writes is nobody's.
+            await _is_set_within(self._closed, DRAIN_S)
+        finally:
+            self._transport.close()
 
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
+            os.killpg(self._transport.get_pid(), number)
 
 
-async def _read(stream: asyncio.StreamReader, output: bytearray) -> None:
-    """Read a pipe to its end, so that its writer never waits, and keep the last bytes."""
-    while chunk := await stream.read(KEPT):
-        output += chunk
-        del output[:-KEPT]
-
-
-def marked_processes(mark: str) -> Iterator[int]:
-    """Yield the ids of processes with this value of MARK in their environment; none where there is no /proc."""
-    expected = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if expected in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
-                yield int(folder.name)
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

@@ -70,7 +70,10 @@ class Session:
     """Reward that the agent posted."""
     counts: Counter[str] = field(default_factory=Counter)
     """Requests, refusals and calls of tools, for the sample's metadata."""
+    answering_s: float = 0.0
+    """Seconds in which the policy was at work for this attempt."""
     _in_flight: int = 0
+    _answering_since: float = 0.0
     _responses: dict[str, Turn] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,11 +87,15 @@ class Session:
     async def answer(self, request: ChatRequest, stream: AnswerStream | None = None) -> Reply:
         """Answer a request and record the turn; `stream` gets the answer while it is sampled. Raises RequestRefused."""
         self._check(request)
+        if not self.is_answering:
+            self._answering_since = time.monotonic()
         self._in_flight += 1
         try:
             return await self._answer(request, stream)
         finally:
             self._in_flight -= 1
+            if not self.is_answering:
+                self.answering_s += time.monotonic() - self._answering_since
 
     def _check(self, request: ChatRequest) -> None:
         self.counts["requests"] += 1
@@ -183,10 +190,13 @@ class Session:
     def samples(self, template: Sample) -> list[Sample]:
         """Return a sample for each branch; `metadata.agent` has the spans of its turns and what was counted."""
         samples = self.tree.samples(template)
-        counts = {"turn_count": len(self.tree.turns), **{name: count for name, count in self.counts.items() if count}}
         for sample in samples:
-            sample.metadata["agent"] |= counts
+            sample.metadata["agent"] |= self.report()
         return samples
+
+    def report(self) -> dict[str, int]:
+        """Return the counts of turns, requests, refusals and calls of tools; the last three where there are any."""
+        return {"turn_count": len(self.tree.turns), **{name: count for name, count in self.counts.items() if count}}
 
 
 def reward_value(value: Any) -> Any:

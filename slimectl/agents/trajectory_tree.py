@@ -19,13 +19,19 @@ from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One answer of the policy; `new_tokens` are the tokens of its prompt after the tokens of its parent."""
+    """One answer of the policy; `new_tokens` are the tokens of its prompt after the tokens of its parent.
+
+    Tools, `max_tokens` and `stop` are those that the request named.
+    """
 
     parent: Turn | None
     new_tokens: list[int]
     completion: Completion
     temperature: float
     messages: list[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
     children: int = 0
 
     def path(self) -> Iterator[Turn]:
@@ -127,7 +133,16 @@ class TrajectoryTree:
             messages = [{"text": request.prompt + completion.text}]
         else:
             messages = [*request.messages, answer]
-        turn = Turn(continuation.parent, continuation.new_tokens, completion, temperature, messages)
+        turn = Turn(
+            continuation.parent,
+            continuation.new_tokens,
+            completion,
+            temperature,
+            messages,
+            request.tools,
+            request.max_tokens,
+            request.stop,
+        )
         if continuation.parent is not None:
             continuation.parent.children += 1
         self.turns.append(turn)
@@ -170,7 +185,7 @@ class TrajectoryTree:
             sample.weight_versions.extend(answer.weight_versions)
             version_spans += answer.version_spans(start)
             spans.append([start, sample.response_length])
-        sample.metadata["agent"] = {"turns": spans}
+        sample.metadata["agent"] = {"turns": spans, **_requests(path)}
         if len(set(sample.weight_versions)) > 1:
             sample.metadata[VERSION_SPANS] = version_spans
         sample.status = FINISHED.get(leaf.completion.finish_reason, Status.COMPLETED)
@@ -179,3 +194,18 @@ class TrajectoryTree:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _requests(path: Sequence[Turn]) -> dict[str, Any]:
+    """Return what the requests of a branch asked for, and why their answers ended: a value for each turn.
+
+    The tools are those of all of them; of tools and limits, only what a request named is there.
+    """
+    values: dict[str, Any] = {"finish_reasons": [turn.completion.finish_reason for turn in path]}
+    if path[0].tools:
+        values["tools"] = list(path[0].tools)
+    if any(turn.max_tokens is not None for turn in path):
+        values["max_tokens"] = [turn.max_tokens for turn in path]
+    if any(turn.stop for turn in path):
+        values["stop"] = [list(turn.stop) for turn in path]
+    return values

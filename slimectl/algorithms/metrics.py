@@ -58,7 +58,7 @@ def agent_metrics(samples: Sequence[Sample]) -> Metrics:
         f"rollout/agent/{metric}": sum(float(report.get(name, 0)) for report in reports) / len(reports)
         for name, metric in AGENT_MEANS.items()
     }
-    failed = sum(report["exit_code"] != 0 for report in reports)
+    failed = sum(report["exit_code"] != 0 or not report["turn_count"] for report in reports)
     return means | {"rollout/agent/failed": failed / len(reports)}
 
 
@@ -86,7 +86,7 @@ def environment_metrics(samples: Sequence[Sample]) -> Metrics:
 
 def _is_attempt(sample: Sample) -> bool:
     report = sample.metadata.get("agent")
-    return isinstance(report, dict) and "exit_code" in report
+    return isinstance(report, dict) and {"exit_code", "turn_count"} <= report.keys()
 
 
 def count_failures(prefix: str, samples: Sequence[Sample]) -> Metrics:

@@ -141,7 +141,10 @@ def _answers() -> Definitions:
         "agent/tool_calls": ("calls", "Calls of tools in its answers, mean"),
         "agent/refused_requests": ("requests", "Requests of the program that got an error, mean"),
         "agent/timed_out": ("", "Share of attempts that were ended at rollout.agent_timeout_s"),
-        "agent/failed": ("", "Share of attempts whose program ended with another status than 0"),
+        "agent/failed": (
+            "",
+            "Share of attempts whose program ended with another status than 0, or without an answer of the policy",
+        ),
         "env/turns": ("turns", "Answers of the policy in an episode (rollout.env), mean"),
         "env/tool_calls": ("calls", "Calls of tools in its answers, mean"),
         "env/errors": ("turns", "Answers that the environment refused as invalid, mean"),
@@ -241,7 +244,10 @@ def _perf() -> list[Metric]:
             "Tokens sampled a second of a round's generation and grading, a GPU of the engines",
         ),
         "perf/longest_sample_tokens_per_sec": ("tokens/s", "Tokens of the longest answer in that time"),
-        "perf/non_generation_time/{mean,max,min}": ("s", "What tools took of an attempt, where there are any"),
+        "perf/non_generation_time/{mean,max,min}": (
+            "s",
+            "What tools, environments and programs took of an attempt, where there are any",
+        ),
         "perf/tokens_per_sec": ("tokens/s", "Tokens of a round, prompts included, a second of the whole round"),
         "perf/actor_train_tok_per_s": ("tokens/s", "Tokens trained on a second, prompts included"),
         "perf/shared_tokens_ratio": (

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.sandbox.namespaces import (
     NOBODY,
-    check_errno,
+    adopt_orphans,
     enter_namespaces,
     enter_pid_namespace,
     isolate_filesystem,
     kill_with_parent,
-    libc,
 )
 from slimectl.sandbox.privileges import check_confinement, drop_privileges, set_dumpable, unprivileged_uid
 from slimectl.sandbox.processes import ProcessTree
@@ -35,7 +34,6 @@ from slimectl.sandbox.supervisor import Supervisor
 if TYPE_CHECKING:
     import socket
 
-PR_SET_CHILD_SUBREAPER = 36
 SPARE_PROCESSES = 256
 """Where the limit of the kernel counts all processes of a user: room for what others of them begin meanwhile."""
 
@@ -132,7 +130,7 @@ def _supervise(job: dict[str, Any], parent: int, action: Callable[[], None]) -> 
         set_dumpable(False)
         kill_with_parent(parent)
     else:
-        check_errno(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+        adopt_orphans()
         kill_with_parent(parent, signal.SIGTERM)
     action()
 

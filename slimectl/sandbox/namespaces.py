@@ -15,7 +15,7 @@ NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWNET
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = -100, 0x8000, 442
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 MAX_FILES = 4096
 
@@ -34,6 +34,11 @@ def kill_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
     check_errno(libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "prctl")
     if os.getppid() not in (parent, 0):  # 0: the parent is outside our namespace
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    check_errno(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def enter_namespaces() -> None:

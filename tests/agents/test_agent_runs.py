@@ -84,3 +84,4 @@ def test_bad_agents_are_one_line_each(workshop: Workshop):
     samples = [json.loads(line) for line in output.splitlines()]
     assert {sample["status"] for sample in samples} == {"failed"}
     assert samples[0]["metadata"]["error"] == "RuntimeError: the agent ended with 0 before the policy answered it"
+    assert (samples[0]["metadata"]["agent"]["exit_code"], samples[0]["metadata"]["agent"]["turn_count"]) == (0, 0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +18,7 @@ import pytest
 from agents.sessions import ScriptedEngine, merging_tokenizer
 
 from slimectl.agents.command import TICK_S, CommandAgent, CommandOptions, reward_line
-from slimectl.agents.process import Ending
+from slimectl.agents.process import AgentProcess, Ending
 from slimectl.errors import HookError
 from slimectl.redaction import MASK
 from slimectl.types import Completion, Sample, SamplingParams, Status
@@ -106,8 +109,23 @@ def test_the_task_comes_on_stdin_and_in_a_file_and_the_outputs_are_kept(run: Run
 
 
 def test_an_agent_that_never_asks_is_a_failure_that_says_so(run: Run):
+    sample = Sample(prompt="what?")
     with pytest.raises(RuntimeError, match="ended with 1 before the policy answered it: ValueError: no key"):
-        run("raise ValueError('no key')")
+        run("print('here'); time.sleep(0.1); raise ValueError('no key')", sample)
+    report = sample.metadata["agent"]
+    assert (report["exit_code"], report["turn_count"], report["stdout"]) == (1, 0, "here\n")
+    assert report["stderr"].endswith("ValueError: no key\n")
+    assert report["seconds"] == pytest.approx(sample.non_generation_time, abs=1e-3)
+    assert report["seconds"] > 0.1
+
+
+def test_the_time_of_the_policys_answers_is_not_the_programs(run: Run):
+    async def generate(tokens: list[int], params: SamplingParams) -> Completion:
+        await asyncio.sleep(0.3)
+        return Completion([5], [-1.0], "x", "stop")
+
+    [sample] = run("ask('x'); time.sleep(0.1)", generate=generate)
+    assert 0.1 < sample.non_generation_time <= sample.metadata["agent"]["seconds"] - 0.29
 
 
 def test_a_program_that_dies_by_accident_is_tried_again_and_a_wrong_answer_is_not(run: Run, tmp_path: Path):
@@ -132,7 +150,8 @@ def test_a_program_is_ended_at_its_limit_with_children_that_left_its_group(run: 
     program = f"""
     import subprocess
     ask("x")
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    words = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    child = subprocess.Popen(words, start_new_session=True, env={{}})
     open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
     ask("y")
     time.sleep(1000)
@@ -151,15 +170,86 @@ def test_a_program_is_ended_at_its_limit_with_children_that_left_its_group(run: 
     assert not runs(int((tmp_path / "pid").read_text()))
 
 
-def test_children_that_outlive_the_program_are_ended(run: Run, tmp_path: Path):
+@pytest.mark.parametrize("leave", ["pass", "os.setsid(); os.fork() and os._exit(0)"], ids=["child", "daemon"])
+def test_children_that_outlive_the_program_are_ended(run: Run, tmp_path: Path, leave: str):
+    """A daemon has another session and parent than its program, and an environment without a name of ours."""
+    path = tmp_path / "pid"
     program = f"""
-    import subprocess
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], stdout=subprocess.DEVNULL)
-    open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
     ask("x")
+    if not os.fork():
+        {leave}
+        code = "import os, time; open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
+        os.execve(sys.executable, ["python", "-c", code], {{}})
+    while not os.path.exists({str(path)!r}) or not open({str(path)!r}).read():
+        time.sleep(0.01)
     """
-    run(program)
-    assert not runs(int((tmp_path / "pid").read_text()))
+    [sample] = run(program)
+    assert sample.metadata["agent"]["exit_code"] == 0
+    assert not runs(int(path.read_text()))
+
+
+async def ending_of(*words: str) -> Ending:
+    process = await AgentProcess.start(words, "", os.environ)
+    assert await process.ended_within(60)
+    await process.kill()
+    return process.ending(0.0)
+
+
+@pytest.mark.parametrize(("program", "code"), [("exit 7", 7), ("kill -9 $$", -9), ("kill -15 $$", -15)])
+def test_the_exit_status_is_the_programs_and_a_signal_is_below_zero(program: str, code: int):
+    assert asyncio.run(ending_of("sh", "-c", program)).exit_code == code
+
+
+def test_a_program_that_cannot_be_executed_says_why(tmp_path: Path):
+    (tmp_path / "agent").write_bytes(b"no program")
+    (tmp_path / "agent").chmod(0o755)
+    ending = asyncio.run(ending_of(str(tmp_path / "agent")))
+    assert (ending.exit_code, ending.stderr) == (127, f"{tmp_path}/agent: Exec format error\n")
+
+
+def test_a_program_ends_with_a_command_that_is_killed(tmp_path: Path):
+    command = """
+    import asyncio, os
+    from slimectl.agents.process import AgentProcess
+
+    async def leave():
+        await AgentProcess.start(["sh", "-c", "echo $$ > pid; sleep 1000"], "", os.environ)
+        while not os.path.exists("pid") or not open("pid").read():
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), 9)
+
+    asyncio.run(leave())
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(command)], cwd=tmp_path, timeout=60)
+    assert ended.returncode == -9
+    deadline = time.monotonic() + 30
+    while runs(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_output_that_another_process_holds_leaves_no_traceback(tmp_path: Path):
+    command = """
+    import asyncio, os, sys
+    from slimectl.agents.process import AgentProcess
+
+    async def hold():
+        words = ["sh", "-c", "echo $$ > pid; while test ! -e held; do sleep 0.01; done"]
+        process = await AgentProcess.start(words, "", os.environ)
+        while not os.path.exists("pid") or not open("pid").read():
+            await asyncio.sleep(0.01)
+        output = os.open(f"/proc/{int(open('pid').read())}/fd/1", os.O_WRONLY)
+        open("held", "w").close()
+        await process.ended_within(60)
+        await process.kill()
+        return output
+
+    asyncio.run(hold())
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(command)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 class CountedProcess:

@@ -69,6 +69,9 @@ def test_sessions_by_path_and_by_key_are_samples_when_they_end(served: Served, w
     [sample] = served.samples()
     assert (sample["reward"], sum(sample["loss_mask"]), sample["rollout_temperature"]) == (0.5, sampled, 0.5)
     assert sample["metadata"]["session"] == "one"
+    report = sample["metadata"]["agent"]
+    assert (report["max_tokens"], len(report["finish_reasons"])) == ([5, 4], 2)
+    assert set(report["finish_reasons"]) <= {"stop", "length"}
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait() == 0
     _, other = served.samples()  # the session of the key; that of the refused request has no turn

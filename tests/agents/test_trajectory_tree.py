@@ -194,6 +194,22 @@ def test_a_rollout_samples_as_its_settings_say_whatever_the_agent_asks_for():
     )
 
 
+def test_each_turn_says_why_it_ended_and_what_its_request_asked_for():
+    tokenizer = merging_tokenizer()
+    engine = ScriptedEngine([[*tokenizer.encode("the sum"), tokenizer.eos_token_id]], tokenizer)
+    session = session_of(engine, tokenizer)
+    first = ask(session, [user("x")], tools=[TOOL], max_tokens=1)
+    second = ask(session, [user("x"), first, user("y")], tools=[TOOL], stop=["um", "!"])
+    ask(session, [user("x"), first, user("y"), second, user("z")], tools=[TOOL])
+    ask(session, [user("another")])
+    plain, sample = session.samples(Sample())
+    report = sample.metadata["agent"]
+    assert (report["finish_reasons"], report["tools"]) == (["length", "stop", "stop"], [TOOL])
+    assert (report["max_tokens"], report["stop"]) == ([1, None, None], [[], ["um", "!"], []])
+    assert plain.metadata["agent"]["finish_reasons"] == ["stop"]
+    assert not {"tools", "max_tokens", "stop"} & plain.metadata["agent"].keys()
+
+
 def test_a_completion_goes_on_from_the_text_that_it_begins_with():
     tokenizer = merging_tokenizer()
     engine = ScriptedEngine([split_at_random(tokenizer, "the sum of", random.Random(2))], tokenizer)

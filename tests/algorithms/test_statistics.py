@@ -74,13 +74,15 @@ def test_attempts_of_programs_are_averaged_and_branches_of_one_count_once():
         Sample(index=0, rollout_id=0, metadata={"agent": whole}),
         Sample(index=0, rollout_id=0, metadata={"agent": whole}),
         Sample(index=1, metadata={"agent": stopped}),
-        Sample(index=2, metadata={"agent": "a word of the task's"}),
+        Sample(index=2, status=Status.FAILED, metadata={"agent": {"exit_code": 0, "turn_count": 0}}),
+        Sample(index=3, status=Status.FAILED, metadata={"agent": {"exit_code": 1, "turn_count": 0}}),
+        Sample(index=4, metadata={"agent": "a word of the task's"}),
     ]
     assert agent_metrics(attempts) == {
-        "rollout/agent/turns": 2.0, "rollout/agent/tool_calls": 1.0, "rollout/agent/refused_requests": 0.5,
-        "rollout/agent/timed_out": 0.5, "rollout/agent/failed": 0.5,
+        "rollout/agent/turns": 1.0, "rollout/agent/tool_calls": 0.5, "rollout/agent/refused_requests": 0.25,
+        "rollout/agent/timed_out": 0.25, "rollout/agent/failed": 0.75,
     }  # fmt: skip
-    assert agent_metrics(attempts[3:]) == {}
+    assert agent_metrics(attempts[5:]) == {}
 
 
 def test_episodes_are_averaged_and_their_turns_have_a_reward_each():
