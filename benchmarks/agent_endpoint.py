@@ -4,8 +4,8 @@
     python benchmarks/agent_endpoint.py --model models/smollm2 --turns 128 --sample   # answers are sampled
 
 Scripted answers have 270 tokens each, and so have the messages between them: 69 000 tokens in all. Measured are parsing
-the request, finding the branch, rendering and tokenising what is new, dividing the answer and writing the response.
-`tokenise again` renders and tokenises the whole chat for every turn.
+the request's JSON, and beside it reading its messages, finding the branch, rendering and tokenising what is new,
+dividing the answer and writing the response. `tokenise again` renders and tokenises the whole chat for every turn.
 
 With --sample the embedded engine samples every answer, and a client in another process asks over HTTP, without streams
 and with them. The engine's share is the CPU time of its steps; the endpoint's is all that is left of the process.
@@ -63,34 +63,37 @@ def scripted(model: Path, turns: int) -> None:
 
     limits = SessionLimits(turns=10**6, response_tokens=10**9)
     session = Session(tokenizer, AnswerReader(tokenizer), generate, SamplingParams(), limits)
-    recorded_s, again_s = measure(session, tokenizer, turns, rng, letters)
+    parts_s = asyncio.run(measure(session, tokenizer, turns, rng, letters))
     count = len(session.tree.turns[-1].tokens())
     print(f"{turns} turns, {count} tokens")
-    for title, seconds in (("recorded", recorded_s), ("tokenise again", again_s)):
+    for title, seconds in zip(("JSON", "recorded", "tokenise again"), parts_s, strict=True):
         first, last = sum(seconds[:16]) / 16, sum(seconds[-16:]) / 16
         print(
             f"{title}: {sum(seconds):.2f} CPU-s; a turn {1000 * first:.1f} ms at first, {1000 * last:.1f} ms at the end"
         )
 
 
-def measure(
+async def measure(
     session: Session, tokenizer: Any, turns: int, rng: random.Random, letters: list[int]
-) -> tuple[list[float], list[float]]:
-    """Return the CPU-seconds of each turn, recorded and tokenised again."""
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the CPU-seconds of each turn: parsing the request's JSON, the rest recorded, and tokenising again."""
     messages: list[dict[str, Any]] = []
-    recorded_s, again_s = [], []
+    json_s, recorded_s, again_s = [], [], []
     for _ in range(turns):
         messages.append({"role": "user", "content": tokenizer.decode(rng.choices(letters, k=TOKENS))})
         body = json.dumps({"model": "policy", "messages": messages})
         begin = time.process_time()
-        reply = asyncio.run(session.answer(read_chat(json.loads(body))))
+        values = json.loads(body)
+        json_s.append(time.process_time() - begin)
+        begin = time.process_time()
+        reply = await session.answer(read_chat(values))
         text = json.dumps(chat_response(reply))
         recorded_s.append(time.process_time() - begin)
         begin = time.process_time()
         tokenizer.apply_chat_template(json.loads(body)["messages"], add_generation_prompt=True)
         again_s.append(time.process_time() - begin)
         messages.append({"role": "assistant", "content": json.loads(text)["choices"][0]["message"]["content"]})
-    return recorded_s, again_s
+    return json_s, recorded_s, again_s
 
 
 async def sampled(model: Path, turns: int, answer_tokens: int) -> None:

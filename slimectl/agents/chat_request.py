@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,32 +116,6 @@ def answer_message(parts: ParsedAnswer, call_ids: Sequence[str]) -> dict[str, An
         calls = zip(parts.tool_calls, call_ids, strict=True)
         message["tool_calls"] = [function_call(call.name, call.arguments, call_id) for call, call_id in calls]
     return message
-
-
-def history_keys(request: ChatRequest) -> Iterator[bytes]:
-    """Yield the key of each beginning of a request's messages, of the empty one first.
-
-    The reasoning of an answer is no part of its key, nor are blanks around it and the ids of its calls: clients leave
-    them out or write their own.
-    """
-    beginning = [request.tools, dict(request.template_kwargs)]
-    digest = hashlib.sha256(json.dumps(beginning, sort_keys=True, default=str).encode(errors="replace"))
-    yield digest.digest()
-    for message in request.messages:
-        digest.update(message_key(message))
-        yield digest.digest()
-
-
-def message_key(message: Mapping[str, Any]) -> bytes:
-    """Return what makes a message the same as another one, as bytes."""
-    calls = [
-        [call["function"].get("name"), call["function"].get("arguments")]
-        for call in message.get("tool_calls") or ()
-        if isinstance(call.get("function"), dict)
-    ]
-    content = message.get("content") or ""
-    identity = [message.get("role"), content.strip() if isinstance(content, str) else content, calls]
-    return json.dumps(identity, sort_keys=True, default=str).encode(errors="replace") + b"\0"
 
 
 def refused(error: RecordError) -> RequestRefused:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimectl.agents.chat_request import ChatRequest, history_keys, refused
+from slimectl.agents.chat_request import ChatRequest, refused
+from slimectl.agents.chat_trie import ChatTrie, KnownChat
 from slimectl.data.chat import encode, following, render
 from slimectl.errors import RecordError
 from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, Status, detached_copy
@@ -52,11 +53,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A prompt: `new_tokens` after those of `parent`, all of it in `tokens`."""
+    """A prompt: `new_tokens` after those of `parent`, all of it in `tokens`; `chat` is its messages."""
 
     parent: Turn | None
     new_tokens: list[int]
     tokens: list[int]
+    chat: KnownChat[Turn] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -71,24 +73,24 @@ class TrajectoryTree:
 
     tokenizer: Any
     turns: list[Turn] = field(default_factory=list)
-    _by_history: dict[bytes, Turn] = field(default_factory=dict)
+    _chats: ChatTrie[Turn] = field(default_factory=ChatTrie)
+    """Turns by the chat up to their answer."""
 
     def continuation(self, request: ChatRequest) -> Continuation:
         """Return the prompt of a request, with recorded tokens where it goes on. Raises RequestRefused."""
         if request.prompt is not None:
             return self._text_continuation(request.prompt)
-        keys = list(history_keys(request))
-        for count in range(len(request.messages), 0, -1):
-            parent = self._by_history.get(keys[count])
-            if parent is not None and count < len(request.messages):
-                new_tokens = self._render_following(parent, request, count)
-                return Continuation(parent, new_tokens, parent.tokens() + new_tokens)
+        chat = self._chats.find(request)
+        if beginning := chat.beginning():
+            count, parent = beginning
+            new_tokens = self._render_following(parent, request, count)
+            return Continuation(parent, new_tokens, parent.tokens() + new_tokens, chat)
         prompt = Prompt(text=request.messages, tools=request.tools or None)
         try:
             tokens = render(prompt, self.tokenizer, template_kwargs=request.template_kwargs)
         except RecordError as error:
             raise refused(error) from None
-        return Continuation(None, tokens, tokens)
+        return Continuation(None, tokens, tokens, chat)
 
     def _render_following(self, parent: Turn, request: ChatRequest, count: int) -> list[int]:
         """Tokenise the messages after the first `count`; the end token of the answer stands once."""
@@ -132,7 +134,7 @@ class TrajectoryTree:
         if isinstance(request.prompt, str):
             messages = [{"text": request.prompt + completion.text}]
         else:
-            messages = [*request.messages, answer]
+            messages = [*(continuation.chat.messages if continuation.chat is not None else ()), answer]
         turn = Turn(
             continuation.parent,
             continuation.new_tokens,
@@ -146,10 +148,8 @@ class TrajectoryTree:
         if continuation.parent is not None:
             continuation.parent.children += 1
         self.turns.append(turn)
-        if request.prompt is None:
-            *_, history = history_keys(ChatRequest([*request.messages, answer], request.tools,
-                                                   template_kwargs=request.template_kwargs))  # fmt: skip
-            self._by_history[history] = turn
+        if continuation.chat is not None:
+            continuation.chat.add(answer, turn)
         return turn
 
     def samples(self, template: Sample) -> list[Sample]:

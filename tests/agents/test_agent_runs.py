@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from agents.sessions import CHATML
+from safetensors.torch import load_file
 from workshop import Workshop, alike
 
 AGENT = """
@@ -85,3 +91,63 @@ def test_bad_agents_are_one_line_each(workshop: Workshop):
     assert {sample["status"] for sample in samples} == {"failed"}
     assert samples[0]["metadata"]["error"] == "RuntimeError: the agent ended with 0 before the policy answered it"
     assert (samples[0]["metadata"]["agent"]["exit_code"], samples[0]["metadata"]["agent"]["turn_count"]) == (0, 0)
+
+
+TOOL_CLIENT = """
+import json, sys
+from openai import OpenAI
+messages = json.loads(sys.stdin.readline())["messages"]
+digit = {"enum": list(range(10))}
+schema = {"type": "object", "properties": {"a": digit, "b": digit}, "required": ["a", "b"]}
+schema["additionalProperties"] = False
+tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+client = OpenAI()
+answer = client.chat.completions.create(
+    model="policy", messages=messages, tools=tools, tool_choice="required", max_tokens=300
+).choices[0].message
+[call] = answer.tool_calls
+numbers = json.loads(call.function.arguments)
+result = {"role": "tool", "tool_call_id": call.id, "content": f"the sum is {sum(numbers.values())}"}
+messages += [answer.model_dump(exclude_none=True), result]
+client.chat.completions.create(model="policy", messages=messages, tools=tools, max_tokens=4)
+print(json.dumps(numbers), file=sys.stderr)
+print(numbers["a"] / 9)
+"""
+
+
+def parse_call(text: str) -> dict[str, Any]:
+    """Return the call in the notation of CHATML, without what follows it."""
+    call: dict[str, Any] = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
+    return call
+
+
+def test_a_client_whose_sampled_calls_are_executed_is_trained_on(workshop: Workshop):
+    model = workshop.folder / "with_tools"
+    shutil.copytree(workshop.model, model)
+    (model / "chat_template.jinja").write_text(CHATML)
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1024}
+    (model / "config.json").write_text(json.dumps(config))
+    (workshop.folder / "agent.py").write_text(TOOL_CLIENT)
+    settings = workshop.folder / "slimectl.toml"
+    settings.write_text("".join(line for line in settings.open() if not line.startswith("data = { small")))
+    words = ["-s", f"model.path={model}", "-s", "rollout.max_response_len=600", "-s", "run.num_rollout=1"]
+    words += ["-s", "run.rollout_batch_size=1", "-s", "rollout.n_samples_per_prompt=2"]
+    agent = shlex.join([sys.executable, "agent.py"])
+    workshop.slimectl("run", "--agent", agent, *NO_VERIFIER, *words, "--name", "tools")
+    step = workshop.folder / "runs" / "tools" / "step_000001"
+    samples = [json.loads(line) for line in (step / "samples.jsonl").read_text().splitlines()]
+    assert len({sample["reward"] for sample in samples}) > 1
+    for sample in samples:
+        report = sample["metadata"]["agent"]
+        (start, end), _ = report["turns"]
+        tokens = sample["tokens"][-sample["response_length"] :][start:end]
+        sampled = bytes(token for token in tokens if token < 256).decode()  # one for each byte, then special ones
+        numbers = json.loads(report["stderr"])
+        assert parse_call(sampled) == {"name": "add", "arguments": numbers}
+        assert f"the sum is {numbers['a'] + numbers['b']}" in sample["response"]
+        assert (report["exit_code"], report["tool_calls"], sum(sample["loss_mask"])) == (0, 1, end - start + 4)
+    [metrics] = [line["metrics"] for line in workshop.metrics("tools") if "train/grad_norm" in line["metrics"]]
+    assert metrics["train/grad_norm"] > 0
+    assert math.isfinite(metrics["train/loss"])
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, step / "policy"))
+    assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import Any
 
@@ -11,7 +12,9 @@ from agents.sessions import TEMPLATES, TOOL, ScriptedEngine, call_text, merging_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slimectl.agents import chat_trie
 from slimectl.agents.chat_request import ChatRequest, RequestRefused
+from slimectl.agents.chat_trie import message_key
 from slimectl.agents.openai_chat import chat_response, read_chat
 from slimectl.agents.session import Session
 from slimectl.types import Sample, Status
@@ -135,6 +138,45 @@ def test_an_answer_is_found_again_without_its_reasoning_its_blanks_and_its_ids()
     ask(session, [user("x"), returned, {"role": "tool", "content": "2", "tool_call_id": "mine"}], tools=[TOOL])
     assert engine.log[1][0][: len(engine.log[0][0]) + len(engine.log[0][1])] == engine.log[0][0] + engine.log[0][1]
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
+def test_a_message_that_was_seen_is_not_hashed_and_kept_again(monkeypatch: pytest.MonkeyPatch):
+    hashed: list[str] = []
+
+    def counted(message: dict[str, Any]) -> bytes:
+        hashed.append(message["content"])
+        return message_key(message)
+
+    monkeypatch.setattr(chat_trie, "message_key", counted)
+    tokenizer = merging_tokenizer()
+    engine = ScriptedEngine([[*tokenizer.encode("one"), tokenizer.eos_token_id]], tokenizer)
+    session = session_of(engine, tokenizer)
+    messages: list[dict[str, Any]] = []
+    counts = []
+    for i in range(8):
+        messages.append(user(f"question {i}"))
+        hashed.clear()
+        messages.append(ask(session, json.loads(json.dumps(messages))))
+        counts.append(len(hashed))
+    assert 0 < min(counts[1:]) == max(counts[1:]) <= 4
+    first, last = session.tree.turns[0], session.tree.turns[-1]
+    assert last.messages[0] is first.messages[0]
+    [sample] = session.samples(Sample())
+    assert len(sample.metadata["agent"]["turns"]) == 8
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1.0}', '{"a": true}', '{"a": 2}', '{"a": [1]}'])
+def test_an_answer_with_other_arguments_of_a_call_is_another_history(arguments: str):
+    tokenizer = merging_tokenizer()
+    engine = ScriptedEngine([[*tokenizer.encode(call_text(a=1)), tokenizer.eos_token_id]], tokenizer)
+    session = session_of(engine, tokenizer)
+    message = ask(session, [user("x")], tools=[TOOL])
+    result = {"role": "tool", "content": "2", "tool_call_id": message["tool_calls"][0]["id"]}
+    ask(session, [user("x"), message, result], tools=[TOOL])
+    assert len(session.samples(Sample())) == 1
+    message["tool_calls"][0]["function"]["arguments"] = arguments
+    ask(session, [user("x"), message, result], tools=[TOOL])
+    assert len(session.samples(Sample())) == 2
 
 
 def test_the_reasoning_that_a_template_drops_stays_in_the_branch():

@@ -1,0 +1,125 @@
+"""Chats of a session as a trie of messages, in which the beginning of a request is found again.
+
+A message that equals the one seen last in its place is compared only, not serialised and hashed, so that the cost of a
+turn grows with its new messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from slimectl.agents.chat_request import ChatRequest
+
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True, eq=False)
+class ChatNode(Generic[Value]):
+    """A beginning of chats: `message` is its last one, `value` belongs to it."""
+
+    message: dict[str, Any]
+    value: Value | None = None
+    _children: dict[bytes, ChatNode[Value]] = field(default_factory=dict)
+    _latest: ChatNode[Value] | None = None
+
+    def find(self, message: dict[str, Any]) -> ChatNode[Value] | None:
+        """Return the beginning that a message makes of this one; None if it is unknown."""
+        if self._latest is not None and _is_same(self._latest.message, message):
+            return self._latest
+        child = self._children.get(message_key(message))
+        if child is not None:
+            if not _is_same(child.message, message):
+                child.message = message
+            self._latest = child
+        return child
+
+    def add(self, message: dict[str, Any]) -> ChatNode[Value]:
+        """Return the beginning that a message makes of this one."""
+        child = self._latest = self._children.setdefault(message_key(message), ChatNode(message))
+        return child
+
+
+@dataclass(frozen=True, slots=True)
+class KnownChat(Generic[Value]):
+    """A request's messages after its head, and the nodes of its longest known beginning, the empty one first.
+
+    Messages that are equal to those of an earlier request are the same objects. The head stands for the tools and the
+    arguments of the template.
+    """
+
+    _chat: list[dict[str, Any]]
+    _nodes: list[ChatNode[Value]]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self._chat[1:]
+
+    def beginning(self) -> tuple[int, Value] | None:
+        """Return the number of messages and the value of the longest shorter beginning that has one."""
+        for count in range(min(len(self._nodes), len(self._chat)) - 1, 0, -1):
+            value = self._nodes[count].value
+            if value is not None:
+                return count - 1, value
+        return None
+
+    def add(self, answer: dict[str, Any], value: Value) -> None:
+        """Make the chat known up to an answer to it, with its value."""
+        node = self._nodes[-1]
+        for message in (*self._chat[len(self._nodes) - 1 :], answer):
+            node = node.add(message)
+        node.value = value
+
+
+@dataclass(slots=True)
+class ChatTrie(Generic[Value]):
+    """All beginnings of chats that were made known."""
+
+    _root: ChatNode[Value] = field(default_factory=lambda: ChatNode({}))
+
+    def find(self, request: ChatRequest) -> KnownChat[Value]:
+        beginning = [request.tools, dict(request.template_kwargs)]
+        head = {"role": "head", "content": json.dumps(beginning, sort_keys=True, default=str)}
+        chat = [head, *request.messages]
+        nodes = [self._root]
+        for i, message in enumerate(chat):
+            node = nodes[-1].find(message)
+            if node is None:
+                break
+            nodes.append(node)
+            chat[i] = node.message
+        return KnownChat(chat, nodes)
+
+
+def message_key(message: Mapping[str, Any]) -> bytes:
+    """Return what makes a message the same as another one.
+
+    The reasoning of an answer is no part of it, nor are blanks around it and the ids of its calls: clients leave them
+    out or write their own.
+    """
+    calls = [
+        [call["function"].get("name"), call["function"].get("arguments")]
+        for call in message.get("tool_calls") or ()
+        if isinstance(call.get("function"), dict)
+    ]
+    content = message.get("content") or ""
+    identity = [message.get("role"), content.strip() if isinstance(content, str) else content, calls]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode(errors="replace")).digest()
+
+
+def _is_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return whether two messages are equal; in calls of tools 1 is neither 1.0 nor true."""
+    return a == b and ("tool_calls" not in a or _is_equal_json(a["tool_calls"], b["tool_calls"]))
+
+
+def _is_equal_json(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_equal_json(value, b[name]) for name, value in a.items())
+    if isinstance(a, Sequence) and not isinstance(a, str):
+        return len(a) == len(b) and all(map(_is_equal_json, a, b))
+    return bool(a == b)
