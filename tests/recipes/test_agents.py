@@ -63,6 +63,16 @@ def test_the_calculator_answers_until_it_is_not_asked():
     assert sample.response.endswith("So 42.")
 
 
+def test_the_agent_of_the_documentation_asks_and_is_told():
+    page = Path(__file__).parents[2] / "docs" / "agents.md"
+    names: dict[str, Any] = {}
+    exec(page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0], names)
+    sample = made(names["generate"], "<lookup>answer", "It is 42.")
+    assert "user\n42<|im_end|>" in read(sample)
+    assert sample.response.endswith("It is 42.")
+    assert names["generate"].resumes is True
+
+
 def test_bm25_is_computed_as_published():
     index = search.Bm25(["a b", "a a c c"])
     # By hand: idf(b) = ln(1 + 1.5/1.5) = ln 2; length 2 of mean 3: 1.2 * (0.25 + 0.75 * 2/3) = 0.9; 2.2 / 1.9.
