@@ -5,19 +5,23 @@ T tokens of one answer. An estimator reads a batch and the settings of its algor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.advantages import group_advantages, reinforce_returns, sequence_rewards
+from slimectl.algorithms.advantages import group_advantages, reinforce_returns, sequence_rewards, whitened
 from slimectl.algorithms.kl import kl_estimate
 from slimectl.algorithms.value_loss import generalized_advantages
-from slimectl.settings.needs import AlgorithmSection
+from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.settings.rollout_algorithms import Ppo, ReinforcePlusPlus
-from slimectl.types import Sample, TrainingSample
+from slimectl.types import Metrics, Sample, TrainingSample
+
+Estimator = Callable[["TrainingBatch", Any], list[Tensor]]
+"""Returns the advantage of every token of a batch's rows, [T] each, from the batch and its algorithm's settings."""
 
 
 @dataclass
@@ -45,6 +49,38 @@ class TrainingBatch:
 
     normalized_rewards: list[float] = field(default_factory=list)
     """The rewards after the comparison within groups, which is made once."""
+
+    @property
+    def row_samples(self) -> list[Sample]:
+        """The sample of each row."""
+        return [self.samples[i] for i in self.positions]
+
+
+def estimate_advantages(
+    batch: TrainingBatch, algorithm: AlgorithmSection, estimator: Estimator
+) -> tuple[list[Tensor], Metrics]:
+    """Return the advantage of every token of the rows, and metrics; rows with values of a critic get their returns.
+
+    These are the estimator's advantages, less opd_kl_coef times the divergence from a teacher (Agarwal et al. 2023,
+    arXiv:2306.13649), whitened over the batch where the algorithm says so (Hu et al. 2025, arXiv:2501.03262).
+    """
+    advantages = estimator(batch, algorithm)
+    metrics: Metrics = {}
+    if Need.CRITIC in algorithm.needs:
+        for row, advantages_T in zip(batch.rows, advantages, strict=True):
+            row.returns = (advantages_T + _column(row.values)).tolist()
+    if teacher := algorithm.teacher_options:
+        divergences = [
+            _divergence(row, sample.teacher_log_probs)
+            for row, sample in zip(batch.rows, batch.row_samples, strict=True)
+        ]
+        values = torch.cat([kl_T[_mask(row) != 0] for kl_T, row in zip(divergences, batch.rows, strict=True)])
+        metrics = {"train/opd_reverse_kl": float(values.mean()) if len(values) else 0.0}
+        pairs = zip(advantages, divergences, strict=True)
+        advantages = [advantages_T - teacher.kl_coef * kl_T for advantages_T, kl_T in pairs]
+    if algorithm.whitens_advantages:
+        advantages = whitened(advantages, [_mask(row) for row in batch.rows])
+    return advantages, metrics
 
 
 def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
@@ -85,7 +121,7 @@ def group_relative(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tens
             for row, i in zip(batch.rows, batch.positions, strict=True)
         ]
         if not batch.compared:
-            advantages = normalize_rewards([batch.samples[i] for i in batch.positions], advantages, algorithm)
+            advantages = normalize_rewards(batch.row_samples, advantages, algorithm)
     return [
         torch.full((len(row.loss_weights),), advantage, dtype=torch.float64)
         for row, advantage in zip(batch.rows, advantages, strict=True)
@@ -116,9 +152,8 @@ def critic_relative(batch: TrainingBatch, algorithm: Ppo) -> list[Tensor]:
     advantages = []
     for row, (reward, kl_T, mask_T) in zip(batch.rows, _token_inputs(batch, algorithm), strict=True):
         rewards_T = sequence_rewards(reward, kl_T, mask_T, kl_coef=algorithm.kl_coef)
-        values_T = torch.tensor(row.values, dtype=torch.float64)
         advantages.append(
-            generalized_advantages(rewards_T, values_T, mask_T, gamma=algorithm.gamma, lambd=algorithm.lambd)
+            generalized_advantages(rewards_T, _column(row.values), mask_T, gamma=algorithm.gamma, lambd=algorithm.lambd)
         )
     return advantages
 
@@ -137,10 +172,18 @@ def _token_inputs(batch: TrainingBatch, algorithm: PolicyGradient) -> list[tuple
 
 
 def _reference_kl(row: TrainingSample) -> Tensor:
-    """Return the k1 estimate of KL(policy || reference) at every token of a row."""
-    old_T, ref_T = (torch.tensor(column, dtype=torch.float64) for column in (row.old_log_probs, row.ref_log_probs))
-    return kl_estimate(old_T, ref_T, "k1")
+    return _divergence(row, row.ref_log_probs)
+
+
+def _divergence(row: TrainingSample, log_probs: list[float] | None) -> Tensor:
+    """Return the k1 estimate of KL(policy || the model of `log_probs`) at every token of a row."""
+    return kl_estimate(_column(row.old_log_probs), _column(log_probs), "k1")
 
 
 def _mask(row: TrainingSample) -> Tensor:
-    return torch.tensor(row.loss_weights, dtype=torch.float64)
+    return _column(row.loss_weights)
+
+
+def _column(values: list[float] | None) -> Tensor:
+    assert values is not None
+    return torch.tensor(values, dtype=torch.float64)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from slimectl.algorithms.estimators import (
-    TrainingBatch,
+    Estimator,
     critic_relative,
     group_relative,
     group_relative_tokens,
@@ -102,7 +101,7 @@ class Algorithm:
     loss: Callable[[Any, Sequence[TrainingSample]], Loss]
     """Makes the token loss of a step, from the settings and its rows."""
 
-    advantages: Callable[[TrainingBatch, Any], list[Tensor]] | None = None
+    advantages: Estimator | None = None
     """Estimates the advantage of every token of a round; None for an algorithm without them."""
 
     critic_loss: Callable[[Any], Loss] | None = None

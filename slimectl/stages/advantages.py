@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from slimectl.algorithms.advantages import whitened
-from slimectl.algorithms.estimators import TrainingBatch, normalize_rewards
-from slimectl.algorithms.kl import kl_estimate
+from slimectl.algorithms.estimators import TrainingBatch, estimate_advantages, normalize_rewards
 from slimectl.algorithms.registry import ALGORITHMS
 from slimectl.protocols import Critic, Policy
 from slimectl.settings import Settings
@@ -19,7 +14,7 @@ from slimectl.stages.finite_check import Outputs
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.score import reward_number
-from slimectl.types import Metrics, Sample, TrainingSample
+from slimectl.types import Metrics, TrainingSample
 
 
 @dataclass(frozen=True)
@@ -70,49 +65,20 @@ def set_advantages(batch: TrainingBatch, settings: Settings, hooks: Hooks, rollo
     Rows have the log-probabilities and values that the algorithm needs.
     """
     algorithm = settings.algorithm
-    estimate = ALGORITHMS[algorithm.name].advantages
-    if estimate is None:
+    estimator = ALGORITHMS[algorithm.name].advantages
+    if estimator is None:
         return {}
     batch.normalized_rewards = batch.rewards
     if Need.GROUPS in algorithm.needs and not batch.compared:
         batch.normalized_rewards = normalize_rewards(batch.samples, batch.rewards, algorithm)
     metrics: Metrics = {}
-    rows, samples = batch.rows, [batch.samples[i] for i in batch.positions]
     if hooks.advantages is not None:
-        hooks.advantages(rows, samples, [batch.rewards[i] for i in batch.positions])
-    elif rows:
-        token_advantages = estimate(batch, algorithm)
-        if Need.CRITIC in algorithm.needs:
-            for row, advantages_T in zip(rows, token_advantages, strict=True):
-                row.returns = (advantages_T + _tensor(row.values)).tolist()
-        masks: list[Tensor] = []
-        if algorithm.teacher_options or algorithm.whitens_advantages:
-            masks = [_tensor(row.loss_weights) for row in rows]
-        if teacher := algorithm.teacher_options:
-            divergences = [_teacher_kl(row, sample) for row, sample in zip(rows, samples, strict=True)]
-            metrics = _mean_reverse_kl(divergences, masks)
-            taught = zip(token_advantages, divergences, strict=True)
-            token_advantages = [advantages_T - teacher.kl_coef * kl_T for advantages_T, kl_T in taught]
-        if algorithm.whitens_advantages:
-            token_advantages = whitened(token_advantages, masks)
-        for row, advantages_T in zip(rows, token_advantages, strict=True):
+        hooks.advantages(batch.rows, batch.row_samples, [batch.rewards[i] for i in batch.positions])
+    elif batch.rows:
+        advantages, metrics = estimate_advantages(batch, algorithm, estimator)
+        for row, advantages_T in zip(batch.rows, advantages, strict=True):
             row.advantages = advantages_T.tolist()
     if hooks.post_process_rows is not None:
-        numbers = [reward_number(sample, settings.score.reward_key) for sample in samples]
-        hooks.post_process_rows(rows, samples, numbers, rollout_id)
+        rewards = [reward_number(sample, settings.score.reward_key) for sample in batch.row_samples]
+        hooks.post_process_rows(batch.rows, batch.row_samples, rewards, rollout_id)
     return metrics
-
-
-def _teacher_kl(row: TrainingSample, sample: Sample) -> Tensor:
-    """Return the k1 estimate of KL(policy || teacher) at every token."""
-    return kl_estimate(_tensor(row.old_log_probs), _tensor(sample.teacher_log_probs), "k1")
-
-
-def _mean_reverse_kl(divergences: Sequence[Tensor], masks: Sequence[Tensor]) -> Metrics:
-    values = torch.cat([kl_T[mask_T != 0] for kl_T, mask_T in zip(divergences, masks, strict=True)])
-    return {"train/opd_reverse_kl": float(values.mean()) if len(values) else 0.0}
-
-
-def _tensor(values: list[float] | None) -> Tensor:
-    assert values is not None
-    return torch.tensor(values, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from slimectl.algorithms.estimators import (
     TrainingBatch,
     critic_relative,
+    estimate_advantages,
     group_relative,
     group_relative_tokens,
     normalize_rewards,
@@ -177,3 +179,21 @@ def test_a_critic_is_the_baseline_of_every_token():
     # delta = (0 + 0.5 - 0.5, 1 - 0.5) = (0, 0.5); the first token adds 0.5 times the second's
     advantages = critic_relative(batch(values=[0.5, 0.5]), settings_of("ppo", lambd=0.5))  # type: ignore[arg-type]
     assert lists(advantages) == [[0.25, 0.5], [-0.25, -0.5]]
+
+
+def test_a_teachers_divergence_is_taken_from_the_advantage_of_each_token():
+    distilled = batch(old_log_probs=[-1.0, -1.0])
+    for sample in distilled.samples:
+        sample.teacher_log_probs = [-2.0, -1.0]  # the first token is e times likelier than by the teacher
+    advantages, metrics = estimate_advantages(distilled, settings_of("opd", opd_kl_coef=0.5), without_rewards)
+    assert lists(advantages) == [[-0.5, 0.0], [-0.5, 0.0]]
+    assert metrics == {"train/opd_reverse_kl": 0.5}  # the mean of 1 and 0
+
+
+def test_returns_with_a_critic_are_those_before_advantages_are_whitened():
+    judged = batch(values=[0.5, 0.5])
+    settings = settings_of("ppo", lambd=0.5, normalize_advantages=True)
+    advantages, _ = estimate_advantages(judged, settings, critic_relative)
+    assert [row.returns for row in judged.rows] == [[0.75, 1.0], [0.25, 0.0]]  # values and (0.25, 0.5), (-0.25, -0.5)
+    # mean 0, unbiased variance (2 * 0.0625 + 2 * 0.25) / 3
+    assert lists(advantages)[0] == pytest.approx([0.25 / math.sqrt(0.625 / 3), 0.5 / math.sqrt(0.625 / 3)])
