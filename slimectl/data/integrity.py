@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ HASHED_BYTES = 1024**3
 """Folders up to this size are hashed on every open: at 1.5 GB/s that is faster than reading the weights."""
 SMALL_BYTES = 32 * 1024**2
 """Files up to this size (config, tokenizer) are hashed in larger folders too."""
+HASHING_THREADS = 4
+"""Files that are hashed at once, each on a core; hashlib lets go of the interpreter's lock."""
 
 Files = dict[str, tuple[int, str]]
 """Size in bytes and SHA-256 by file name."""
@@ -35,8 +39,7 @@ def integrity_error(folder: Path) -> str | None:
     if files is None:
         return f"no readable {MANIFEST} (it lists no files)"
     try:
-        errors = (_file_error(folder, name, entry, full=True) for name, entry in files.items())
-        return next((error for error in errors if error), None)
+        return _hash_error(folder, files.items(), full=True)
     except CheckpointError as error:
         return str(error)
 
@@ -101,8 +104,13 @@ def _stamps(root: Path, files: Files) -> tuple[Any, ...]:
 @lru_cache(maxsize=64)
 def _first_error(root: Path, files: tuple[tuple[str, tuple[int, str]], ...], full: bool, _: Any) -> str | None:
     """The defect of the first file that does not match; `_` is the cache key."""
-    errors = (_file_error(root, name, entry, full=full) for name, entry in files)
-    return next((error for error in errors if error), None)
+    return _hash_error(root, files, full=full)
+
+
+def _hash_error(root: Path, files: Iterable[tuple[str, tuple[int, str]]], *, full: bool) -> str | None:
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        errors = pool.map(lambda file: _file_error(root, *file, full=full), files)
+        return next((error for error in errors if error), None)
 
 
 def _file_error(root: Path, name: str, entry: tuple[int, str], *, full: bool) -> str | None:
