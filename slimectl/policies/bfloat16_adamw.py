@@ -8,6 +8,7 @@ stop at once. Stochastic rounding (Gupta et al. 2015, arXiv:1502.02551) is right
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +18,45 @@ CHUNK = {"cpu": 2**18, "cuda": 2**24}
 """Elements that are updated at once, with about eight temporaries of float32: on a CPU they fit into its cache."""
 
 
+@dataclass(frozen=True)
+class ShardElements:
+    """Indices of a shard's elements in the whole flat parameter: runs of `run` elements, one every `stride`.
+
+    >>> ShardElements(4, run=2, stride=8).indices(1, 3)  # of 4, 5, 12, 13
+    tensor([ 5, 12, 13])
+    """
+
+    first: int = 0
+    run: int | None = None
+    """None: all elements are one run."""
+    stride: int = 0
+
+    def indices(self, start: int, count: int, device: torch.device | None = None) -> Tensor:
+        """Return the indices of `count` elements of the shard, from its element `start` on."""
+        elements = torch.arange(start, start + count, device=device)
+        if self.run is not None:
+            elements += elements.div(self.run, rounding_mode="floor").mul_(self.stride - self.run)
+        return elements.add_(self.first)
+
+
+WHOLE = ShardElements()
+
+
 class Bfloat16AdamW(torch.optim.AdamW):
     """AdamW on float32 parameters; the update itself is computed in float32, from the moments before rounding.
 
     The noise of an element is a function of its index in the whole parameter and of the step, so that shards of a
-    parameter get the numbers of the whole one, and a resumed run those of an undisturbed one. `offsets` are the
-    indices of the first elements of shards.
+    parameter get the numbers of the whole one, and a resumed run those of an undisturbed one. `shards` says which
+    elements a tensor has, if it is not a whole parameter.
     """
 
     moment_dtype = torch.bfloat16
 
-    def __init__(self, params: Iterable[Any], *, offsets: Mapping[Tensor, int] | None = None, **options: Any) -> None:
+    def __init__(
+        self, params: Iterable[Any], *, shards: Mapping[Tensor, ShardElements] | None = None, **options: Any
+    ) -> None:
         super().__init__(params, **options)
-        self.offsets = dict(offsets or {})
+        self.shards = dict(shards or {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -47,12 +74,12 @@ class Bfloat16AdamW(torch.optim.AdamW):
             dtype = self.moment_dtype
             state[name] = torch.zeros_like(parameter, dtype=dtype) if moment is None else moment.to(dtype)
         state["step"] += 1
-        step, offset, size = int(state["step"]), self.offsets.get(parameter, 0), CHUNK[parameter.device.type]
+        step, shard, size = int(state["step"]), self.shards.get(parameter, WHOLE), CHUNK[parameter.device.type]
         tensors = [tensor.view(-1).split(size) for tensor in (parameter, gradient, *_moments(state))]
         for i, (weights, gradients, exp_avg, exp_avg_sq) in enumerate(zip(*tensors, strict=True)):
             first, second = exp_avg.float(), exp_avg_sq.float()
             _adamw(weights, gradients.float(), first, second, group, step)
-            noise = _noise(offset + i * size, len(weights), step=step, device=weights.device)
+            noise = _noise(shard.indices(i * size, len(weights), weights.device), step=step)
             exp_avg.copy_(stochastically_rounded(first, noise & 0xFFFF))
             exp_avg_sq.copy_(stochastically_rounded(second, noise >> 16 & 0xFFFF))
 
@@ -83,10 +110,9 @@ def stochastically_rounded(values: Tensor, noise: Tensor) -> Tensor:
     return bits.bitwise_and_(-0x10000).view(torch.float32)
 
 
-def _noise(start: int, count: int, *, step: int, device: torch.device) -> Tensor:
-    """32 random bits for each of `count` indices from `start`, as int32; the same for the same index and step."""
-    numbers = torch.arange(start, start + count, device=device)
-    numbers = numbers.mul_(0x9E3779B1).add_(step * 0x85EBCA77).bitwise_and_(0xFFFFFFFF)
+def _noise(indices: Tensor, *, step: int) -> Tensor:
+    """32 random bits for each index, as int32; the same for the same index and step. Overwrites `indices`."""
+    numbers = indices.mul_(0x9E3779B1).add_(step * 0x85EBCA77).bitwise_and_(0xFFFFFFFF)
     # Twice a multiplication modulo 2^32 and an exchange of high and low bits (Murmur3's finalizer).
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         numbers.bitwise_xor_(numbers >> 15).mul_(factor).bitwise_and_(0xFFFFFFFF)

@@ -7,7 +7,8 @@ import torch
 import transformers
 
 from slimectl.errors import SettingsError
-from slimectl.policies.bfloat16_adamw import Bfloat16AdamW
+from slimectl.policies.bfloat16_adamw import Bfloat16AdamW, ShardElements
+from slimectl.policies.fsdp.master_weights import Shard, sharded_dimension
 from slimectl.policies.optimizer import OptimizerOptions, lr_at
 
 
@@ -95,10 +96,58 @@ def test_shards_of_a_parameter_get_the_moments_of_the_whole():
         torch.randn(1000, generator=torch.Generator().manual_seed(1)),
     )
     shards = [torch.zeros(600, requires_grad=True), torch.zeros(400, requires_grad=True)]
-    optimizers = Bfloat16AdamW([whole]), Bfloat16AdamW(shards, offsets={shards[1]: 600})
+    optimizers = Bfloat16AdamW([whole]), Bfloat16AdamW(shards, shards={shards[1]: ShardElements(600)})
     whole.grad, shards[0].grad, shards[1].grad = gradient, gradient[:600].clone(), gradient[600:].clone()
     for optimizer in optimizers:
         optimizer.step()
     for moment in ("exp_avg", "exp_avg_sq"):
         joined = torch.cat([optimizers[1].state[shard][moment] for shard in shards])
         assert torch.equal(joined, optimizers[0].state[whole][moment])
+
+
+def test_shards_of_another_dimension_than_the_first_get_the_moments_of_the_whole():
+    gradient = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1))
+    whole = torch.zeros(3, 8, 5, requires_grad=True)
+    parts = [torch.zeros(3, 4, 5, requires_grad=True) for _ in range(2)]
+    cuts = [Shard.of_rank(whole.shape, rank, 2) for rank in range(2)]
+    assert [(cut.dimension, cut.start, cut.length) for cut in cuts] == [(1, 0, 4), (1, 4, 4)]  # 2 ranks, 3 experts
+    shards = {part: cut.elements for part, cut in zip(parts, cuts, strict=True)}
+    optimizers = Bfloat16AdamW([whole]), Bfloat16AdamW(parts, shards=shards)
+    whole.grad = gradient
+    for part, cut in zip(parts, cuts, strict=True):
+        part.grad = cut.cut(gradient).clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    for moment in ("exp_avg", "exp_avg_sq"):
+        joined = torch.cat([optimizers[1].state[part][moment] for part in parts], dim=1)
+        assert torch.equal(joined, optimizers[0].state[whole][moment])
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dimension"),
+    [
+        ((128, 1536, 2048), 64, 0),
+        ((128, 1536, 2048), 512, 1),  # the experts would be padded to 512
+        ((128, 1400, 2048), 512, 2),
+        ((5, 7, 3), 2, 0),  # no dimension divides: the experts are padded to 6
+        ((151_937, 2048), 512, 0),
+        ((64,), 512, 0),
+    ],
+)
+def test_fused_experts_are_divided_by_a_dimension_without_padding(shape: tuple[int, ...], ranks: int, dimension: int):
+    assert sharded_dimension(torch.Size(shape), ranks) == dimension
+
+
+@pytest.mark.parametrize(("experts", "dimension"), [(4, 0), (5, 1), (3, 2)])
+def test_each_rank_gets_its_part_of_every_expert(experts: int, dimension: int):
+    rows, columns = (4, 6) if dimension == 1 else (7, 6)
+    full = torch.arange(experts * rows * columns).view(experts, rows, columns)
+    for rank in range(2):
+        shard = Shard.of_rank(full.shape, rank, 2)
+        assert shard.dimension == dimension
+        local = torch.full_like(shard.cut(full), -1)
+        for expert in range(experts):
+            for part in (slice(0, 3), slice(3, rows)):
+                shard.assign_expert(full[expert, part], local, expert, part)
+        assert torch.equal(local, shard.cut(full))
+        assert torch.equal(shard.elements.indices(0, local.numel()), local.flatten())

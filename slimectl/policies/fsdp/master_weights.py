@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,18 @@ from torch import Tensor, nn
 
 from slimectl.architectures.lora import is_adapter
 from slimectl.errors import SettingsError
-from slimectl.policies.bfloat16_adamw import Bfloat16AdamW
+from slimectl.policies.bfloat16_adamw import Bfloat16AdamW, ShardElements
 from slimectl.policies.fsdp.model import PackedModel, ParameterNames, Slot, decoder_layers, persistent_buffers
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import CheckpointFormat
 
 
 def adamw(
-    masters: list[Tensor], ranks_of: list[int], options: OptimizerOptions, *, offsets: Mapping[Tensor, int]
+    masters: list[Tensor], ranks_of: list[int], options: OptimizerOptions, *, shards: Mapping[Tensor, ShardElements]
 ) -> torch.optim.AdamW:
     """AdamW over `masters`; `ranks_of` are the tensors' numbers of dimensions before any sharding.
 
-    `offsets`: index of the first element of each shard in its parameter.
+    `shards`: which elements of its parameter a sharded master has.
     """
     matrices = [master for master, ndim in zip(masters, ranks_of, strict=True) if ndim > 1]
     vectors = [master for master, ndim in zip(masters, ranks_of, strict=True) if ndim <= 1]
@@ -30,7 +31,7 @@ def adamw(
     groups = [group for group in groups if group["params"]] or groups[:1]
     common: dict[str, Any] = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
     if options.state_dtype == "bfloat16":
-        return Bfloat16AdamW(groups, offsets=offsets, **common)
+        return Bfloat16AdamW(groups, shards=shards, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
 
 
@@ -49,6 +50,60 @@ def clip(gradients: list[Tensor], norm: float, limit: float) -> None:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def sharded_dimension(shape: torch.Size, ranks: int) -> int:
+    """Return the dimension of a parameter that FSDP2 divides among ranks.
+
+    It is the first one, except for fused experts that the ranks do not divide evenly: FSDP2 pads the first dimension
+    to a multiple of the ranks, and gathers the padding, four times the weights for 128 experts on 512 ranks. It cuts
+    any other dimension only evenly.
+    """
+    if len(shape) < 3 or shape[0] % ranks == 0:
+        return 0
+    return next((dimension for dimension in range(1, len(shape)) if shape[dimension] % ranks == 0), 0)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a parameter of `shape` that a rank holds: `length` entries of a dimension, from `start` on."""
+
+    shape: torch.Size
+    dimension: int
+    start: int
+    length: int
+
+    @classmethod
+    def of_rank(cls, shape: torch.Size, rank: int, ranks: int) -> Shard:
+        """Return the part that FSDP2 gives to a rank: pieces of one size, as torch.chunk makes them."""
+        dimension = sharded_dimension(shape, ranks)
+        piece = -(-shape[dimension] // ranks)
+        start = min(rank * piece, shape[dimension])
+        return cls(shape, dimension, start, min(piece, shape[dimension] - start))
+
+    @property
+    def elements(self) -> ShardElements:
+        inner = self.shape[self.dimension + 1 :].numel()
+        if self.dimension == 0:
+            return ShardElements(self.start * inner)
+        return ShardElements(self.start * inner, run=self.length * inner, stride=self.shape[self.dimension] * inner)
+
+    def cut(self, full: Tensor) -> Tensor:
+        """Return the view of the rank's part of the whole parameter."""
+        return full.narrow(self.dimension, self.start, self.length)
+
+    def assign_expert(self, matrix: Tensor, local: Tensor, expert: int, rows: slice) -> None:
+        """Copy what the rank holds of an expert's matrix, which is `full[expert, rows]`, into its part `local`."""
+        if self.dimension == 0:
+            if self.start <= expert < self.start + self.length:
+                local[expert - self.start, rows].copy_(matrix)
+        elif self.dimension == 1:
+            first, last = max(rows.start, self.start), min(rows.stop, self.start + self.length)
+            if first < last:
+                part = matrix[first - rows.start : last - rows.start]
+                local[expert, first - self.start : last - self.start].copy_(part)
+        else:
+            local[expert, rows].copy_(matrix.narrow(1, self.start, self.length))
 
 
 class MasterWeights:
@@ -140,31 +195,23 @@ class MasterWeights:
         """Copy `full`, or this rank's shard of it, into `local`; an expert's tensor into its part of `local`."""
         with torch.no_grad():
             if slot is not None and slot.index is not None:
-                self._assign_expert(full, local, slot.parameter, *slot.index)
-                return
-            if self.mesh is not None and (slot is None or slot.parameter not in self.buffers):
-                parts = torch.chunk(full, self.mesh.size(), dim=0)
-                rank = self.mesh.get_local_rank()
-                full = parts[rank] if rank < len(parts) else full[:0]
-            local.copy_(full)
+                self._shard(self.shapes[slot.parameter]).assign_expert(full, local, *slot.index)
+            elif self.mesh is None or (slot is not None and slot.parameter in self.buffers):
+                local.copy_(full)
+            else:
+                local.copy_(self._shard(full.shape).cut(full))
 
-    def _assign_expert(self, full: Tensor, local: Tensor, parameter: str, expert: int, rows: slice) -> None:
-        if self.mesh is not None:
-            # FSDP2 shards the first dimension, here the experts, as torch.chunk does.
-            expert -= self.mesh.get_local_rank() * -(-self.shapes[parameter][0] // self.mesh.size())
-        if 0 <= expert < local.shape[0]:
-            local[expert, rows].copy_(full)
+    def _shard(self, shape: torch.Size) -> Shard:
+        """Return this rank's part of a parameter of that shape: all of it without a mesh."""
+        if self.mesh is None:
+            return Shard.of_rank(shape, 0, 1)
+        return Shard.of_rank(shape, self.mesh.get_local_rank(), self.mesh.size())
 
-    def offsets(self) -> dict[Tensor, int]:
-        """Index of the first element of each trained shard in its parameter."""
+    def shards(self) -> dict[Tensor, ShardElements]:
+        """Return which elements of its parameter each trained shard has."""
         if self.mesh is None:
             return {}
-        size, rank = self.mesh.size(), self.mesh.get_local_rank()
-        rows = {name: -(-self.shapes[name][0] // size) for name in self.trained}
-        return {
-            master: rank * rows[name] * self.shapes[name].numel() // self.shapes[name][0]
-            for name, master in self.trained.items()
-        }
+        return {master: self._shard(self.shapes[name]).elements for name, master in self.trained.items()}
 
     def copy_to_model(self) -> None:
         """Copy the master weights into the model's compute copies.
@@ -221,14 +268,19 @@ def local_part(tensor: Tensor) -> Tensor:
 def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool) -> list[Any]:
     """Apply FSDP2 to decoder layers and root, and return them; gradients are summed over ranks, as a loss is a sum."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import Shard as Placement
 
     # Casting inputs would rebuild the pack's layout in every layer; hidden states have the embedding's dtype already.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Memory is pinned for copies from and to an accelerator; without one torch (2.13) refuses to.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offloads else OffloadPolicy()
     modules: list[Any] = [*decoder_layers(model.hf), model]
+
+    def placement(parameter: nn.Parameter) -> Placement:
+        return Placement(sharded_dimension(parameter.shape, mesh.size()))
+
     for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(module, mesh=mesh, shard_placement_fn=placement, mp_policy=policy, offload_policy=offload)
     for module in modules:
         module.set_gradient_divide_factor(1.0)
         # Without this the factor is applied by a pre-multiplied sum, which gloo does not support.

@@ -115,7 +115,7 @@ class FsdpTrainer:
         self.masters.read(checkpoint, self.model_dir)
         dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
         trained = list(self.masters.trained.values())
-        self.optimizer = adamw(trained, dims, optimizer, offsets=self.masters.offsets())
+        self.optimizer = adamw(trained, dims, optimizer, shards=self.masters.shards())
 
     def _mesh(self, sharded: bool) -> Any | None:
         """Return the mesh of all ranks to shard over, which may be one; None if the model is not sharded."""

@@ -12,6 +12,8 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from slimectl.policies.bfloat16_adamw import ShardElements
+
 PARAM = "param"
 """Slot name of the float32 parameter itself, beside the moments."""
 
@@ -120,8 +122,9 @@ def _sharded_masters(part: DistributedOptimizer) -> dict[Tensor, Master]:
     return result
 
 
-def shard_offsets(part: Any) -> dict[Tensor, int]:
-    """Index of the first element of each master in its flat parameter, by master; none is sharded without ranks."""
+def shard_elements(part: Any) -> dict[Tensor, ShardElements]:
+    """Return which elements of its parameter each master has; none is sharded without ranks."""
     if not isinstance(part, DistributedOptimizer):
         return {}
-    return {master.main: master.start for master in _sharded_masters(part).values() if master.main is not None}
+    masters = _sharded_masters(part).values()
+    return {master.main: ShardElements(master.start) for master in masters if master.main is not None}

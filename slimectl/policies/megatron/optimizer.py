@@ -21,7 +21,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from slimectl.errors import SettingsError
 from slimectl.policies.bfloat16_adamw import Bfloat16AdamW
 from slimectl.policies.megatron.config import args_of, refuse_idle
-from slimectl.policies.megatron.master_weights import shard_offsets
+from slimectl.policies.megatron.master_weights import shard_elements
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.optimizer import OptimizerOptions
 
@@ -114,7 +114,7 @@ def _round_moments(optimizer: Any) -> None:
     """
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
-            part.optimizer = Bfloat16AdamW(part.optimizer.param_groups, offsets=shard_offsets(part))
+            part.optimizer = Bfloat16AdamW(part.optimizer.param_groups, shards=shard_elements(part))
 
 
 def _config(fields: dict[str, Any]) -> OptimizerConfig:
