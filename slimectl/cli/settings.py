@@ -138,7 +138,7 @@ def from_(
 
         slimectl settings from run-qwen3-4B.sh > run.toml
     """
-    from slimectl.data.run_dir import write_text
+    from slimectl.data.atomic_replace import write_text
     from slimectl.settings.launch_scripts.reading import read
     from slimectl.settings.launch_scripts.writing import settings_file
 

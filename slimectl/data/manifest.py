@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import __version__
+from slimectl.data.atomic_replace import write_text
 from slimectl.data.ownership import MANIFEST
-from slimectl.data.run_dir import write_text
 from slimectl.redaction import mask_addresses, redact, without_secrets
 
 
