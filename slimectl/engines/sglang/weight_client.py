@@ -73,7 +73,7 @@ class SglangWorkers(HttpWorkers):
         answers.append(await self._ask(session, url, f"/flush_cache{wait}", {}))
         # Even after a failure: an engine must not stay paused.
         continued = await self._ask(session, url, "/continue_generation", {})
-        if answers[0].status in (404, 405) or NO_SESSION in answers[0].words or not answers[0].refused:
+        if not answers[0].refused or answers[0].status in (404, 405) or NO_SESSION in answers[0].words:
             del answers[0]
         if self._mode == "in_place" and answers.pop().refused:
             # SGLang counts an answer that has just ended as running until it continues: its prefix would stay.
