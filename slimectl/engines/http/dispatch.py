@@ -13,9 +13,8 @@ from typing import Any
 import aiohttp
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
-from slimectl.engines.http.api import ServerApi
+from slimectl.engines.http.api import ServerApi, generate
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
-from slimectl.engines.http.stream import generate
 from slimectl.errors import BackendError
 from slimectl.transport.http import backoff_s, short
 from slimectl.transport.request import UNREACHABLE, request
