@@ -98,7 +98,7 @@ class VllmBackend(InstalledBackend):
         super().check(settings)
 
     def installed(self) -> InstalledServer:
-        from slimectl.engines.vllm.args import VLLM
+        from slimectl.engines.vllm.launch import VLLM
 
         return VLLM
 
