@@ -7,8 +7,7 @@ import torch
 import transformers
 
 from slimectl.errors import SettingsError
-from slimectl.policies.bfloat16_adamw import Bfloat16AdamW
-from slimectl.policies.optimizer import OptimizerOptions, lr_at
+from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions, lr_at
 
 
 def rates(count: int, **options: object) -> list[float]:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from slimectl.architectures.lora import is_adapter
 from slimectl.errors import SettingsError
-from slimectl.policies.bfloat16_adamw import Bfloat16AdamW
 from slimectl.policies.fsdp.model import PackedModel, ParameterNames, Slot, decoder_layers, persistent_buffers
-from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions
 from slimectl.protocols import CheckpointFormat
 
 
