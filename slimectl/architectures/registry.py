@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slimectl.architectures import deepseek, glm, glm_moe, llama, minimax, qwen, qwen_moe, qwen_next, qwen_vl
+from slimectl.architectures import deepseek, glm, llama, minimax, qwen, qwen_moe, qwen_next, qwen_vl
 from slimectl.architectures.config import Config
 from slimectl.architectures.family import Family
 from slimectl.architectures.mapping import Shape
@@ -21,14 +21,14 @@ FAMILIES = {
         qwen_moe.QWEN3_MOE,
         deepseek.FAMILY,
         deepseek.GLM,
-        glm.FAMILY,
-        glm_moe.GLM4_MOE,
+        glm.GLM4,
+        glm.GLM4_MOE,
         qwen.MIMO,
         minimax.FAMILY,
         qwen_next.QWEN3_NEXT,
         qwen_next.QWEN3_5,
         qwen_next.QWEN3_5_MOE,
-        glm_moe.GLM_MOE_DSA,
+        glm.GLM_MOE_DSA,
         qwen_vl.QWEN2_5_VL,
     )
 }
