@@ -19,7 +19,7 @@ from slimectl.architectures.mapping import (
     Shape,
     TensorParallelSplit,
 )
-from slimectl.architectures.qwen_moe import expert_count, mixture, shared_fields, sparse_layers
+from slimectl.architectures.qwen import expert_count, mixture, shared_fields, sparse_layers
 
 Part = Callable[[int, str, str], list[ParamMapping]]
 """(index of a layer, its Megatron prefix, its Hugging Face prefix) -> links of a part of the layer."""

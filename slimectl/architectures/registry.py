@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slimectl.architectures import deepseek, glm, llama, minimax, qwen, qwen_moe, qwen_next, qwen_vl
+from slimectl.architectures import deepseek, glm, llama, minimax, qwen, qwen_next, qwen_vl
 from slimectl.architectures.config import Config
 from slimectl.architectures.family import Family
 from slimectl.architectures.mapping import Shape
@@ -17,8 +17,8 @@ FAMILIES = {
         llama.FAMILY,
         qwen.QWEN2,
         qwen.QWEN3,
-        qwen_moe.QWEN2_MOE,
-        qwen_moe.QWEN3_MOE,
+        qwen.QWEN2_MOE,
+        qwen.QWEN3_MOE,
         deepseek.FAMILY,
         deepseek.GLM,
         glm.GLM4,
