@@ -153,8 +153,7 @@ def makers_of(trial: Trial, options: dict[str, Any]) -> tuple[Any, Any]:
         from slimectl.policies.fsdp.policy import FsdpPolicy
 
         return FsdpPolicy, FsdpCritic
-    from slimectl.policies.megatron.critic import MegatronCritic
-    from slimectl.policies.megatron.policy import MegatronPolicy
+    from slimectl.policies.megatron.policy import MegatronCritic, MegatronPolicy
 
     return MegatronPolicy, MegatronCritic
 

@@ -143,8 +143,7 @@ class MegatronBackend(PolicyBackend):
         **options: Any,
     ) -> Any:
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
-        from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
-        from slimectl.policies.megatron.policy import MegatronPolicy
+        from slimectl.policies.megatron.policy import MegatronActorCritic, MegatronCritic, MegatronPolicy
 
         megatron = settings.megatron
         cls: Any = {"policy": MegatronPolicy, "critic": MegatronCritic, "actor_critic": MegatronActorCritic}[role]

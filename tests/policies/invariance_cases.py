@@ -72,8 +72,7 @@ def fsdp(folder: Path) -> Learner:
 
 
 def megatron(folder: Path, layout: ParallelLayout) -> Learner:
-    from slimectl.policies.megatron.critic import MegatronCritic
-    from slimectl.policies.megatron.policy import MegatronPolicy
+    from slimectl.policies.megatron.policy import MegatronCritic, MegatronPolicy
 
     kinds = (MegatronPolicy, MegatronCritic)
     return Learner(*(kind(folder, HFCheckpoint(), optimizer=STILL, layout=layout) for kind in kinds))

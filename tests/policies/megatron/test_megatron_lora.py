@@ -20,7 +20,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.critic import FsdpActorCritic
 from slimectl.policies.lora import LoraOptions, initial
-from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
+from slimectl.policies.megatron.policy import MegatronActorCritic, MegatronCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.recompute import Recompute
 
