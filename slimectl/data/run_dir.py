@@ -28,8 +28,8 @@ from slimectl.data.atomic_replace import (
     write_text,
     writing,
 )
-from slimectl.data.integrity import integrity_error, sha256
 from slimectl.data.locks import Lock
+from slimectl.data.manifest import integrity_error, sha256
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.errors import CheckpointError, SettingsError
 
