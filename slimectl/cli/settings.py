@@ -169,8 +169,7 @@ def _search(word: str, every: Sequence[Entry]) -> list[Entry]:
     Raises SettingsError if there is none.
     """
     from slimectl.settings import aliases
-    from slimectl.settings.keys import sections
-    from slimectl.settings.suggestions import keys_of_leaf, suggestion
+    from slimectl.settings.keys import keys_of_leaf, sections, suggestion
 
     by_key = {entry.key: entry for entry in every}
     if leaves := keys_of_leaf(word, list(by_key)):
