@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from slimectl.redaction import redact
 from slimectl.settings import aliases
 from slimectl.settings.algorithm import ALGORITHMS
-from slimectl.settings.parts import section_class
+from slimectl.settings.base import section_class
 from slimectl.settings.rollout_algorithms import Grpo
 from slimectl.settings.root import Settings
 
