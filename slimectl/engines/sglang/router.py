@@ -8,8 +8,7 @@ from typing import Any
 
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
-from slimectl.transport.http import Reply
-from slimectl.transport.request import request
+from slimectl.transport.http import Reply, request
 
 POLL_S = 0.2
 REPLY_TIMEOUT_S = 10.0

@@ -17,7 +17,7 @@ from slimectl.engines.supervisor.installed import InstalledServer
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import is_secret_name
-from slimectl.transport.request import request
+from slimectl.transport.http import request
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 
