@@ -6,9 +6,8 @@ import dataclasses
 
 from slimectl.architectures import blocks, deepseek
 from slimectl.architectures.blocks import same
-from slimectl.architectures.config import Architecture, Config, dense, require, rope
+from slimectl.architectures.config import Architecture, Config, Family, dense, require, rope
 from slimectl.architectures.deepseek import mixture, shared_fields, sparse_layers
-from slimectl.architectures.family import Family
 from slimectl.architectures.mapping import ParamMapping, TensorParallelSplit
 
 

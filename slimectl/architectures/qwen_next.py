@@ -8,8 +8,7 @@ from typing import Any
 
 from slimectl.architectures import blocks
 from slimectl.architectures.blocks import same
-from slimectl.architectures.config import Architecture, Config, dense, head_dim, require
-from slimectl.architectures.family import Family
+from slimectl.architectures.config import Architecture, Config, Family, dense, head_dim, require
 from slimectl.architectures.mapping import (
     ConcatRows,
     Deinterleave,

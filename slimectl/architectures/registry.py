@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from slimectl.architectures import deepseek, glm, llama, minimax, qwen, qwen_next, qwen_vl
-from slimectl.architectures.config import Config
-from slimectl.architectures.family import Family
+from slimectl.architectures.config import Config, Family
 from slimectl.architectures.mapping import Shape
 from slimectl.errors import CheckpointError
 
