@@ -149,8 +149,7 @@ def makers_of(trial: Trial, options: dict[str, Any]) -> tuple[Any, Any]:
     if trial.policy == "fsdp":
         import transformers.models.auto.modeling_auto  # noqa: F401
 
-        from slimectl.policies.fsdp.critic import FsdpCritic
-        from slimectl.policies.fsdp.policy import FsdpPolicy
+        from slimectl.policies.fsdp.policy import FsdpCritic, FsdpPolicy
 
         return FsdpPolicy, FsdpCritic
     from slimectl.policies.megatron.policy import MegatronCritic, MegatronPolicy

@@ -81,8 +81,7 @@ class FsdpBackend(PolicyBackend):
         **options: Any,
     ) -> Any:
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
-        from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
-        from slimectl.policies.fsdp.policy import FsdpPolicy
+        from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 
         cls: Any = {"policy": FsdpPolicy, "critic": FsdpCritic, "actor_critic": FsdpActorCritic}[role]
         return cls(

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
-from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS

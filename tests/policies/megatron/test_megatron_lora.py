@@ -18,7 +18,7 @@ from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.policies.fsdp.critic import FsdpActorCritic
+from slimectl.policies.fsdp.policy import FsdpActorCritic
 from slimectl.policies.lora import LoraOptions, initial
 from slimectl.policies.megatron.policy import MegatronActorCritic, MegatronCritic
 from slimectl.policies.optimizer import OptimizerOptions
