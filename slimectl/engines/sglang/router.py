@@ -15,7 +15,7 @@ REPLY_TIMEOUT_S = 10.0
 
 
 class Router:
-    """Router process and the workers behind it. `server` comes from recipes.router_server.
+    """Router process and the workers behind it. `server` comes from launch.router_server.
 
     It forwards generation requests only: aborts, pauses and weights go to the workers themselves.
     """
