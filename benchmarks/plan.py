@@ -149,12 +149,10 @@ def makers_of(trial: Trial, options: dict[str, Any]) -> tuple[Any, Any]:
     if trial.policy == "fsdp":
         import transformers.models.auto.modeling_auto  # noqa: F401
 
-        from slimectl.policies.fsdp.critic import FsdpCritic
-        from slimectl.policies.fsdp.policy import FsdpPolicy
+        from slimectl.policies.fsdp.policy import FsdpCritic, FsdpPolicy
 
         return FsdpPolicy, FsdpCritic
-    from slimectl.policies.megatron.critic import MegatronCritic
-    from slimectl.policies.megatron.policy import MegatronPolicy
+    from slimectl.policies.megatron.policy import MegatronCritic, MegatronPolicy
 
     return MegatronPolicy, MegatronCritic
 

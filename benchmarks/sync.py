@@ -44,11 +44,11 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import NamedTensors, WeightSync
 from slimectl.types import Metrics, TrainingSample
-from slimectl.weight_sync.base import WeightSyncBase
+from slimectl.weight_sync.base import InProcessSync, WeightSyncBase
 from slimectl.weight_sync.delta import DeltaSync
 from slimectl.weight_sync.disk import DiskSync
 from slimectl.weight_sync.distributed import DistributedSync
-from slimectl.weight_sync.memory import InProcessSync, TensorSync
+from slimectl.weight_sync.memory import TensorSync
 
 KEYS = Keys(admin_api_key=new_key())
 WARM_UP = 2

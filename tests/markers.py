@@ -87,8 +87,70 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/test_stdio.py": (PROCESSES,),
     "tests/trackers/test_services.py::test_a_killed_run": (PROCESSES, SLOW),
     "tests/trackers/test_shared_run.py::test_ranks": (PROCESSES, SLOW),
+    "tests/weight_sync/test_push_path.py::test_a_push_to_servers": (PROCESSES,),
 }
 """By the beginning of a test's id."""
+
+SECONDS = (
+    "tests/agents/test_agent_runs.py",
+    "tests/algorithms/test_against_plain.py::test_the_policy_loss_and_its_gradient",
+    "tests/cli/test_ask_command.py::test_a_question_on_a_pipe",
+    "tests/cli/test_bench_command.py::test_a_target_that_is_not_reached",
+    "tests/cli/test_doctor_command.py::test_a_disagreement",
+    "tests/cli/test_options.py::test_a_resume",
+    "tests/cli/test_options.py::test_the_settings_file_of_this_folder",
+    "tests/cli/test_progress.py::test_a_run_on_a_narrow_terminal",
+    "tests/cli/test_progress.py::test_a_terminal_gets_a_bar",
+    "tests/cli/test_progress.py::test_no_bar",
+    "tests/cli/test_progress.py::test_no_control_characters",
+    "tests/cli/test_rollout_command.py::test_a_file_of_other_inputs",
+    "tests/cli/test_rollout_command.py::test_the_folder_of_a_run_as_a_model",
+    "tests/cli/test_train_command.py::test_a_killed_training",
+    "tests/contracts/test_executor_contract.py::test_an_item_that_overran",
+    "tests/contracts/test_executor_contract.py::test_an_overrun_limit",
+    "tests/contracts/test_executor_contract.py::test_neither_waiting_for_a_core",
+    "tests/contracts/test_tracker_contract.py::test_every_number_is_found_under_its_name_and_step[mlflow]",
+    "tests/data/test_metrics_catalogue.py::test_every_metric_that_a_run_writes",
+    "tests/engines/server/test_serve_access.py::test_a_client_of_ours_waits",
+    "tests/engines/server/test_serve_hostile.py::test_health_is_told",
+    "tests/engines/sglang/test_sglang_client.py::test_an_address_where_nobody_answers",
+    "tests/engines/supervisor/test_server_process.py::test_a_server_that_never_answers",
+    "tests/engines/supervisor/test_server_process.py::test_servers_started_from_a_thread",
+    "tests/environments/test_documented_commands.py::test_the_commands_are_complete",
+    "tests/environments/test_episodes.py::test_a_host_ends_with_its_process",
+    "tests/environments/test_episodes.py::test_an_episode_that_its_environment_breaks_off",
+    "tests/executors/test_local.py::test_an_overrun_limit",
+    "tests/policies/megatron/test_checkpoint_names.py::test_mcore_saves_and_loads",
+    "tests/policies/test_vision.py::test_two_ranks_equal_one",
+    "tests/recipes/test_agents.py::test_agents_train_in_a_run",
+    "tests/rewards/test_hostile.py::test_no_text_at_all_raises[reasoning_gym]",
+    "tests/rewards/test_instructions.py::test_no_hostile_response_raises",
+    "tests/rewards/test_reasoning_gym.py::test_no_number_that_is_none",
+    "tests/sandbox/test_isolation.py::test_a_fork_bomb",
+    "tests/sandbox/test_isolation.py::test_nobody_outlives_the_limit",
+    "tests/sandbox/test_isolation.py::test_one_hanging_test",
+    "tests/sandbox/test_isolation.py::test_time_is_that_of_the_processor",
+    "tests/simulation/test_simulation.py::test_a_plan_of_fsdp",
+    "tests/simulation/test_simulation.py::test_megatrons_ranks_agree",
+    "tests/stages/test_check_reward.py::test_a_slow_sample_and_one_that_hangs",
+    "tests/stages/test_grader.py::test_async_functions_wait_side_by_side",
+    "tests/stages/test_hooks_in_stages.py::test_a_failing_attempt",
+    "tests/stages/test_leftovers.py::test_a_resumed_run",
+    "tests/stages/test_rollout_routing.py::test_experts_travel_through_files",
+    "tests/stages/test_run_folder.py",
+    "tests/stages/test_signal.py::test_a_run_stops",
+    "tests/stages/test_signal.py::test_a_training_that_learns_nothing",
+    "tests/stages/test_signals.py",
+    "tests/stages/test_temperature.py::test_rollout_score_and_train_agree",
+    "tests/stages/test_tool_time.py",
+    "tests/stages/test_vision_runs.py",
+    "tests/test_logging.py::test_the_library_prints_nothing",
+    "tests/test_manifest.py",
+    "tests/trackers/test_prometheus.py::test_the_endpoint_is_not_reached",
+    "tests/trackers/test_resumed_curves.py",
+    "tests/trackers/test_shared_run.py::test_a_shared_run_offline",
+)
+"""Beginnings of the ids of further tests that take more than a second when the machine is quiet."""
 
 BY_FIXTURE: dict[tuple[str, str], tuple[str, ...]] = {
     ("tests/", "smollm2"): (SLOW,),
@@ -125,6 +187,8 @@ def mark(item: pytest.Item) -> None:
     for beginning, markers in BY_PATH.items():
         if item.nodeid.startswith(beginning):
             names.update(markers)
+    if item.nodeid.startswith(SECONDS):
+        names.add(SLOW)
     for (beginning, fixture), markers in BY_FIXTURE.items():
         if item.nodeid.startswith(beginning) and fixture in getattr(item, "fixturenames", ()):
             names.update(markers)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -52,10 +53,18 @@ def unit_of(module: str) -> str | None:
     return unit(module) if module.startswith("slimectl.") else None
 
 
-@cache
-def imports(path: Path) -> list[tuple[str, bool]]:
-    """(module, whether it happens when the file is imported) for every import outside TYPE_CHECKING."""
+class Module(NamedTuple):
+    """What the tests below ask of a file, which is parsed once."""
 
+    docstring: str | None
+    imports: list[tuple[str, bool]]
+    """(module, whether it happens when the file is imported) for every import outside TYPE_CHECKING."""
+    members: list[tuple[str, str]]
+    """(module of ours, name) for every import of a name of it, lazily and for annotations, too."""
+
+
+@cache
+def parsed(path: Path) -> Module:
     def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
@@ -70,7 +79,18 @@ def imports(path: Path) -> list[tuple[str, bool]]:
             else:
                 yield from walk(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
-    return list(walk(ast.parse(path.read_text(encoding="utf-8")), True))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    members = [
+        (node.module or "", alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slimectl")
+        for alias in node.names
+    ]
+    return Module(ast.get_docstring(tree), list(walk(tree, True)), members)
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    return parsed(path).imports
 
 
 def files() -> list[tuple[str, Path]]:
@@ -118,11 +138,8 @@ def module_graph() -> dict[str, set[str]]:
     }
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
-        targets = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slimectl"):
-                members = (f"{node.module}.{alias.name}" for alias in node.names)
-                targets |= {member if member in modules else node.module or "" for member in members}
+        members = ((module, f"{module}.{name}") for module, name in parsed(path).members)
+        targets = {member if member in modules else module for module, member in members}
         graph[name] = targets & modules.keys() - {name}
     return graph
 
@@ -194,7 +211,7 @@ def test_command_line_starts_without_heavy_libraries(module: str):
 
 def test_every_module_says_what_it_is_for():
     for _, path in files():
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path
+        assert parsed(path).docstring, path
 
 
 def test_every_test_file_has_a_test():

@@ -86,8 +86,8 @@ AT = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] "
 @pytest.mark.parametrize(
     ("set_up", "level", "lines"),
     [
-        ("from slimectl.executors.logs import redirect; redirect(None)", "info", [f"{AT}checks.py:\\d+ - Sample.rewrad",
-                                                                                 f"{AT}<string>:\\d+ - step 1"]),
+        ("from slimectl.executors.child_processes import redirect; redirect(None)", "info",
+         [f"{AT}checks.py:\\d+ - Sample.rewrad", f"{AT}<string>:\\d+ - step 1"]),
         ("from slimectl.stdio import log_to_stderr; log_to_stderr()", "warning", ["Sample.rewrad"]),
         ("from slimectl.stdio import log_to_stderr; log_to_stderr()", "debug", [f"{AT}checks.py:", f"{AT}<string>:"]),
         ("from slimectl.stdio import log_to_stderr; log_to_stderr(); log_to_stderr()", "none", ["Sample", "step 1"]),

@@ -1,7 +1,8 @@
-"""Models that stay in memory between stages: a sampler, a trainer; and models on disk."""
+"""Models in memory between stages: a sampler, a trainer, one that chats; and models on disk."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -11,18 +12,20 @@ from typing import Any, Literal, Self
 
 from slimectl import builders
 from slimectl.data.atomic_replace import refuse_existing
+from slimectl.data.chat import encode, render
 from slimectl.data.run_dir import write_folder
-from slimectl.errors import SettingsError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, WeightReceiver
 from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
+from slimectl.stages.generation import sampling_params
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState
 from slimectl.stages.train import train as train_stage
-from slimectl.types import Prompt, Sample, StepReport
+from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, StepReport
 
 LeftOut = Callable[[Prompt], Any]
 """Called with every prompt that is too long."""
@@ -185,3 +188,46 @@ def convert(
     verify and logits, as the command has them.
     """
     return builders.convert(str(source), Path(target), to=to, dtype=dtype, quantize=quantize, force=force, **options)
+
+
+class ChatModel(Sampler):
+    """The engine of [engine] with a model's weights, for questions of a person."""
+
+    def __init__(self, settings: Settings, folder: Path | None = None) -> None:
+        super().__init__(settings, folder)
+        self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
+
+    def params(self, *, max_tokens: int, temperature: float | None = None, seed: int | None = None) -> SamplingParams:
+        """Return the sampling parameters of [rollout], with these in their place; temperature 0 is greedy."""
+        params = dataclasses.replace(sampling_params(self.settings.rollout), max_tokens=max_tokens, seed=seed)
+        return params if temperature is None else dataclasses.replace(params, temperature=temperature)
+
+    def tokens(self, prompt: str | Chat) -> list[int]:
+        """Render a chat by the model's template; a text is continued as it stands."""
+        if isinstance(prompt, str):
+            return encode(self.tokenizer, prompt)
+        kwargs = self.settings.rollout.apply_chat_template_kwargs
+        return render(Prompt(text=prompt), self.tokenizer, template_kwargs=kwargs)
+
+    def answer(
+        self, prompt: str | Chat, params: SamplingParams, *, show: Callable[[str], Any], stoppable: bool = False
+    ) -> Completion:
+        """Answer, and `show` each piece of text as it comes; with `stoppable` Ctrl-C ends the answer.
+
+        Raises RecordError for a prompt that is empty or that the template refuses, SettingsError for one that leaves no
+        room in the context.
+        """
+        tokens = self.tokens(prompt)
+        if not tokens:
+            raise RecordError("the question is empty; write a text, or give it on stdin")
+        return builders.stream_answer(self.engine, self.tokenizer, tokens, params, show=show, stoppable=stoppable)
+
+
+def messages(question: str, *, system: str | None, chat_model: ChatModel) -> str | Chat:
+    """Return a question as a chat; as a plain text for a model without a chat template. Raises SettingsError."""
+    if not chat_model.has_template:
+        if system is not None:
+            raise SettingsError(f"--system: {chat_model.folder} has no chat template; put it into the text itself")
+        return question
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return [*head, {"role": "user", "content": question}]

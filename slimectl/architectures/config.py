@@ -1,14 +1,17 @@
-"""Model architecture: config.json translated to fields of mcore's TransformerConfig."""
+"""Model architecture: config.json translated to fields of mcore's TransformerConfig; the declaration of a family."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from slimectl.architectures.config_checks import check_config
 from slimectl.architectures.config_defaults import STAND_INS, with_known_defaults
+from slimectl.architectures.mapping import ParamMapping
 from slimectl.errors import CheckpointError
 from slimectl.model_files import MAX_CONFIG_BYTES, open_file, read_json
 
@@ -170,3 +173,55 @@ def _weight_bytes(folder: Path) -> int | None:
             if 8 + int.from_bytes(file.read(8), "little") > sizes[-1]:
                 return None
     return sum(sizes) if sizes else None
+
+
+Result = TypeVar("Result")
+
+
+def explained(function: Callable[[Config], Result], family: str) -> Callable[[Config], Result]:
+    """Wrap a function so that its errors on a configuration become CheckpointErrors: config.json is untrusted input."""
+    if hasattr(function, "__wrapped__"):
+        return function
+
+    @wraps(function)
+    def call(config: Config) -> Result:
+        try:
+            return function(config)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(
+                f"config.json: no {family} model is so ({reason:.200}); copy it from the model's original checkpoint"
+            ) from error
+
+    return call
+
+
+@dataclass(frozen=True)
+class Family:
+    """Tensor names and shapes of one model family.
+
+    `model_types` are the values of `model_type` in config.json that belong to it. `carried` are regular expressions
+    for tensors that checkpoints hold and training does not use (multi-token prediction layers): conversions copy them
+    unchanged. `spare_layers` does the same for the layers after the last one (DeepSeek's for multi-token prediction),
+    num_nextn_predict_layers of them.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architecture: Callable[[Config], Architecture]
+    links: Callable[[Config], list[ParamMapping]]
+    carried: tuple[str, ...] = ()
+    spare_layers: bool = False
+
+    def __post_init__(self) -> None:
+        for name, function in (("architecture", self.architecture), ("links", self.links)):
+            object.__setattr__(self, name, explained(function, self.name))
+
+    def of(self, config: Config) -> Family:
+        """Return the family for this configuration: with patterns of its spare layers in `carried`."""
+        count = config.get("num_nextn_predict_layers") or 0
+        if not self.spare_layers or not count:
+            return self
+        first = config["num_hidden_layers"]
+        numbers = "|".join(str(number) for number in range(first, first + count))
+        return replace(self, carried=(*self.carried, rf"^model\.layers\.({numbers})\."))

@@ -6,8 +6,7 @@ import dataclasses
 
 from slimectl.architectures import blocks
 from slimectl.architectures.blocks import same
-from slimectl.architectures.config import Architecture, Config, dense, require, rope
-from slimectl.architectures.family import Family
+from slimectl.architectures.config import Architecture, Config, Family, dense, require, rope
 from slimectl.architectures.mapping import ParamMapping, TensorParallelSplit
 from slimectl.errors import CheckpointError
 

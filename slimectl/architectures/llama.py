@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from slimectl.architectures import blocks
-from slimectl.architectures.config import Architecture, Config, dense, require
-from slimectl.architectures.family import Family
+from slimectl.architectures.config import Architecture, Config, Family, dense, require
 from slimectl.architectures.mapping import ParamMapping
 
 

@@ -6,10 +6,9 @@ import dataclasses
 
 from slimectl.architectures import blocks
 from slimectl.architectures.blocks import same
-from slimectl.architectures.config import Architecture, Config, dense, head_dim, require, rope
-from slimectl.architectures.family import Family
+from slimectl.architectures.config import Architecture, Config, Family, dense, head_dim, require, rope
 from slimectl.architectures.mapping import ParamMapping, TensorParallelSplit
-from slimectl.architectures.qwen_moe import expert_count
+from slimectl.architectures.qwen import expert_count
 
 
 def architecture(config: Config) -> Architecture:

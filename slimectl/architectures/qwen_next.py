@@ -8,8 +8,7 @@ from typing import Any
 
 from slimectl.architectures import blocks
 from slimectl.architectures.blocks import same
-from slimectl.architectures.config import Architecture, Config, dense, head_dim, require
-from slimectl.architectures.family import Family
+from slimectl.architectures.config import Architecture, Config, Family, dense, head_dim, require
 from slimectl.architectures.mapping import (
     ConcatRows,
     Deinterleave,
@@ -19,7 +18,7 @@ from slimectl.architectures.mapping import (
     Shape,
     TensorParallelSplit,
 )
-from slimectl.architectures.qwen_moe import expert_count, mixture, shared_fields, sparse_layers
+from slimectl.architectures.qwen import expert_count, mixture, shared_fields, sparse_layers
 
 Part = Callable[[int, str, str], list[ParamMapping]]
 """(index of a layer, its Megatron prefix, its Hugging Face prefix) -> links of a part of the layer."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from slimectl.architectures import qwen
-from slimectl.architectures.config import Architecture, Config
-from slimectl.architectures.family import Family
+from slimectl.architectures.config import Architecture, Config, Family
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.qwen_next import text
 

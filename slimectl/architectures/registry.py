@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slimectl.architectures import deepseek, glm, glm_moe, llama, minimax, qwen, qwen_moe, qwen_next, qwen_vl
-from slimectl.architectures.config import Config
-from slimectl.architectures.family import Family
+from slimectl.architectures import deepseek, glm, llama, minimax, qwen, qwen_next, qwen_vl
+from slimectl.architectures.config import Config, Family
 from slimectl.architectures.mapping import Shape
 from slimectl.errors import CheckpointError
 
@@ -17,18 +16,18 @@ FAMILIES = {
         llama.FAMILY,
         qwen.QWEN2,
         qwen.QWEN3,
-        qwen_moe.QWEN2_MOE,
-        qwen_moe.QWEN3_MOE,
+        qwen.QWEN2_MOE,
+        qwen.QWEN3_MOE,
         deepseek.FAMILY,
         deepseek.GLM,
-        glm.FAMILY,
-        glm_moe.GLM4_MOE,
+        glm.GLM4,
+        glm.GLM4_MOE,
         qwen.MIMO,
         minimax.FAMILY,
         qwen_next.QWEN3_NEXT,
         qwen_next.QWEN3_5,
         qwen_next.QWEN3_5_MOE,
-        glm_moe.GLM_MOE_DSA,
+        glm.GLM_MOE_DSA,
         qwen_vl.QWEN2_5_VL,
     )
 }

@@ -54,7 +54,7 @@ class SglangBackend(InstalledBackend):
     memory_option = "enable_memory_saver"
 
     def installed(self) -> InstalledServer:
-        from slimectl.engines.sglang.args import SGLANG
+        from slimectl.engines.sglang.launch import SGLANG
 
         return SGLANG
 
@@ -98,7 +98,7 @@ class VllmBackend(InstalledBackend):
         super().check(settings)
 
     def installed(self) -> InstalledServer:
-        from slimectl.engines.vllm.args import VLLM
+        from slimectl.engines.vllm.launch import VLLM
 
         return VLLM
 

@@ -15,7 +15,7 @@ from slimectl.architectures import cards
 from slimectl.architectures.config import raw_config
 from slimectl.architectures.config_checks import check_config
 from slimectl.data.hugging_face import fetch_command, hub_name, snapshot
-from slimectl.data.integrity import check_integrity
+from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError, missing_library
 from slimectl.model_files import check_model_files, policy_folder, read_json

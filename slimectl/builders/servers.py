@@ -50,7 +50,7 @@ def check_engine(settings: Settings) -> None:
     if settings.uses_servers and settings.train.use_rollout_routing_replay:
         backend.reporting_api(layers=1, choices=1)  # refuses
     if settings.cluster.executor == "local" and settings.uses_servers and _router_policy(settings) is not None:
-        from slimectl.engines.sglang.args import router_interpreter
+        from slimectl.engines.sglang.launch import router_interpreter
 
         router_interpreter(settings.sglang.python)
 

@@ -204,7 +204,7 @@ def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
 
 def identity(settings: Settings, folder: Path) -> Identity:
     """Return the run identity of hosted trackers; its id is drawn once, and saved in the run's folder for a resume."""
-    from slimectl.data.run_dir import write_text
+    from slimectl.data.atomic_replace import write_text
     from slimectl.trackers.base import Identity
 
     track, file = settings.track, folder / "track.json"

@@ -81,8 +81,7 @@ class FsdpBackend(PolicyBackend):
         **options: Any,
     ) -> Any:
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
-        from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
-        from slimectl.policies.fsdp.policy import FsdpPolicy
+        from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 
         cls: Any = {"policy": FsdpPolicy, "critic": FsdpCritic, "actor_critic": FsdpActorCritic}[role]
         return cls(
@@ -143,8 +142,7 @@ class MegatronBackend(PolicyBackend):
         **options: Any,
     ) -> Any:
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
-        from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
-        from slimectl.policies.megatron.policy import MegatronPolicy
+        from slimectl.policies.megatron.policy import MegatronActorCritic, MegatronCritic, MegatronPolicy
 
         megatron = settings.megatron
         cls: Any = {"policy": MegatronPolicy, "critic": MegatronCritic, "actor_critic": MegatronActorCritic}[role]

@@ -66,7 +66,7 @@ def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
     """Build the transport to one engine in this process."""
-    from slimectl.weight_sync.memory import InProcessSync
+    from slimectl.weight_sync.base import InProcessSync
 
     return InProcessSync(policy, receiver)
 

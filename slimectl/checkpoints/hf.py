@@ -13,8 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slimectl.checkpoints.resumable_write import HashedFile, file_bytes, grouped, one_ahead, write_parts
-from slimectl.checkpoints.safetensors_io import SafetensorsFile, TensorSpec, nbytes, write_safetensors
-from slimectl.checkpoints.tensor_memory import TensorMemory
+from slimectl.checkpoints.safetensors_io import SafetensorsFile, TensorMemory, TensorSpec, nbytes, write_safetensors
 from slimectl.checkpoints.validate import UnfusedExperts
 from slimectl.errors import CheckpointError
 from slimectl.model_files import check_file, copy_file, plain_name, read_json

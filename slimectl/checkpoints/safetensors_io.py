@@ -1,21 +1,71 @@
-"""Reads and writes safetensors files tensor by tensor, with one tensor in memory."""
+"""Reads and writes safetensors files tensor by tensor, with one tensor in memory, which the next one may reuse."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.tensor_memory import TensorMemory
 from slimectl.errors import CheckpointError
 from slimectl.model_files import open_file
+
+MAX_BLOCKS = 3
+"""Blocks at most: for a tensor that is read, one that is written, and one between."""
+LEAST_BYTES = 1 << 20
+"""Smaller tensors get memory of their own."""
+MAX_WASTE = 4
+"""Largest ratio of a block to its tensor."""
+UNUSED_REFERENCES = 3
+"""References to an unused block: of the list, of the variable that looks at it, and of getrefcount's argument."""
+
+
+class TensorMemory:
+    """Blocks of memory that are handed out again once no tensor uses them.
+
+    A tensor and its views refer to the block below them; a block to which the list alone refers is unused.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Any] = []
+        self._lock = Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of undefined values; its storage has exactly its size."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        block = self._block(size) if size >= LEAST_BYTES else None
+        if block is None:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(block[:size]).view(dtype).view(shape)
+
+    def _block(self, size: int) -> Any:
+        """Return an unused block for so many bytes, if need be a new one; None if all are in use."""
+        with self._lock:
+            unfit = None
+            for position in range(len(self._blocks)):
+                block = self._blocks[position]
+                if sys.getrefcount(block) > UNUSED_REFERENCES:
+                    continue
+                if size <= len(block) <= MAX_WASTE * size:
+                    return block
+                unfit = position
+            block = None
+            if unfit is not None:
+                del self._blocks[unfit]
+            elif len(self._blocks) == MAX_BLOCKS:
+                return None
+            self._blocks.append(np.empty(size, dtype=np.uint8))
+            return self._blocks[-1]
+
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""

@@ -38,7 +38,7 @@ def ask(
         print_settings(resolution, only_changed=True)
         return
     question = _question(text or [])
-    from slimectl.api.chat_model import ChatModel, messages
+    from slimectl.api.models import ChatModel, messages
     from slimectl.cli.output import TextOutput
 
     output = TextOutput()

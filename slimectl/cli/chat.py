@@ -15,7 +15,7 @@ from slimectl.cli.options import SETTINGS, CommonOptions, print_settings, with_o
 from slimectl.errors import SettingsError, SlimectlError
 
 if TYPE_CHECKING:
-    from slimectl.api.chat_model import ChatModel
+    from slimectl.api.models import ChatModel
     from slimectl.types import Chat, SamplingParams
 
 COMMANDS = "/reset begins anew, /retry answers again, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
@@ -40,7 +40,7 @@ def chat(
         print_settings(resolution, only_changed=True)
         return
     lines = _lines()
-    from slimectl.api.chat_model import ChatModel
+    from slimectl.api.models import ChatModel
 
     with ChatModel(resolution.settings) as model:
         if not model.has_template:

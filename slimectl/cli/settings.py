@@ -138,7 +138,7 @@ def from_(
 
         slimectl settings from run-qwen3-4B.sh > run.toml
     """
-    from slimectl.data.run_dir import write_text
+    from slimectl.data.atomic_replace import write_text
     from slimectl.settings.launch_scripts.reading import read
     from slimectl.settings.launch_scripts.writing import settings_file
 
@@ -169,8 +169,7 @@ def _search(word: str, every: Sequence[Entry]) -> list[Entry]:
     Raises SettingsError if there is none.
     """
     from slimectl.settings import aliases
-    from slimectl.settings.keys import sections
-    from slimectl.settings.suggestions import keys_of_leaf, suggestion
+    from slimectl.settings.keys import keys_of_leaf, sections, suggestion
 
     by_key = {entry.key: entry for entry in every}
     if leaves := keys_of_leaf(word, list(by_key)):

@@ -19,8 +19,7 @@ from slimectl.checkpoints.validate import UnfusedExperts, ValidatedWeights
 from slimectl.conversions.logit_check import check_logits
 from slimectl.conversions.sources import DTYPES, Source, open_source, resolve_source
 from slimectl.data.hashing import content_hash
-from slimectl.data.integrity import check_integrity, integrity_error
-from slimectl.data.manifest import Manifest, settings_hash
+from slimectl.data.manifest import Manifest, check_integrity, integrity_error, settings_hash
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files
 from slimectl.protocols import NO_PROGRESS, Progress, Weights

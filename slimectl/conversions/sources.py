@@ -13,7 +13,7 @@ from slimectl.architectures import cards
 from slimectl.architectures.config import Config, raw_config, with_defaults
 from slimectl.checkpoints.hf import HFWeights, InMemoryWeights, copy_companions
 from slimectl.checkpoints.quantization import Dequantized, scheme_of
-from slimectl.checkpoints.tensor_memory import TensorMemory
+from slimectl.checkpoints.safetensors_io import TensorMemory
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.validate import Model

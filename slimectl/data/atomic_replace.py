@@ -1,4 +1,4 @@
-"""Atomic replacement of folders: a folder is completed beside its target, then renamed over the older one.
+"""Atomic replacement of files and folders: completed beside the target, then renamed over the older one.
 
 `.tmp-NAME` is the new folder while it is written, marked as slimectl's; `.old-NAME` is the previous one during the
 renames. Only folders with a slimectl manifest are replaced; the user's files in the old folder move into the new one.
@@ -8,16 +8,37 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
 from slimectl.data.locks import Lock
 from slimectl.data.ownership import STAGED, files_below, is_made, own_files, remove_made, remove_staged
-from slimectl.errors import SettingsError
+from slimectl.errors import SettingsError, StorageError
 
 RESUME = ".resume"
 """File that identifies the work of a staging folder."""
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError inside into a StorageError that names the path and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+    except Exception as error:
+        # safetensors writes in Rust and wraps the system's error in its own type, which is no OSError.
+        if type(error).__name__ == "SafetensorError" and "os error" in str(error):
+            raise storage_error(path, OSError(0, str(error).rpartition(": ")[2])) from error
+        raise
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path}: {error.strerror or error}; nothing was left under that name; free space or write elsewhere"
+    )
 
 
 def new_file(path: Path) -> Path:
@@ -28,6 +49,22 @@ def new_file(path: Path) -> Path:
             os.close(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             return staged
     raise AssertionError("some number is free")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file atomically: readers see the old or the new text, never a part."""
+    staged: Path | None = None
+    try:
+        staged = new_file(path)
+        with staged.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    except OSError as error:
+        if staged is not None:
+            staged.unlink(missing_ok=True)
+        raise storage_error(path, error) from error
 
 
 def sync_folder(path: Path) -> None:

@@ -1,18 +1,23 @@
-"""Manifests: provenance of an output file or folder (stage, settings, inputs, counts)."""
+"""Manifests: provenance of an output file or folder, and the check of a folder against its own: sizes and SHA-256."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from slimectl import __version__
+from slimectl.data.atomic_replace import write_text
 from slimectl.data.ownership import MANIFEST
-from slimectl.data.run_dir import write_text
+from slimectl.errors import CheckpointError
+from slimectl.model_files import check_file, open_file, read_json
 from slimectl.redaction import mask_addresses, redact, without_secrets
 
 
@@ -83,3 +88,115 @@ def _fact(manifest: dict[str, Any], key: str) -> Any:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+HASHED_BYTES = 1024**3
+"""Folders up to this size are hashed on every open: at 1.5 GB/s that is faster than reading the weights."""
+SMALL_BYTES = 32 * 1024**2
+"""Files up to this size (config, tokenizer) are hashed in larger folders too."""
+HASHING_THREADS = 4
+"""Files that are hashed at once, each on a core; hashlib lets go of the interpreter's lock."""
+
+Files = dict[str, tuple[int, str]]
+"""Size in bytes and SHA-256 by file name."""
+
+
+def sha256(path: Path) -> str:
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def integrity_error(folder: Path) -> str | None:
+    """Check every byte of a folder that `write_folder` made; return the defect, or None if it is intact."""
+    try:
+        files = _files(read_json(folder / MANIFEST))
+    except (OSError, CheckpointError) as error:
+        return f"no readable {MANIFEST} ({error})"
+    if files is None:
+        return f"no readable {MANIFEST} (it lists no files)"
+    try:
+        return _hash_error(folder, files.items(), full=True)
+    except CheckpointError as error:
+        return str(error)
+
+
+def check_integrity(folder: Path, *, full: bool = False) -> bool:
+    """Compare a model folder with its manifest; return whether it has one.
+
+    The policy of a run's step is listed in the manifest of the step, one folder up. Sizes are always compared, hashes
+    for files up to SMALL_BYTES, and for all files if they total at most HASHED_BYTES or with `full`. Raises
+    CheckpointError.
+    """
+    for root, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
+        manifest = root / MANIFEST
+        if not manifest.is_file() or (prefix and folder.name != "policy"):
+            continue
+        files = {name: entry for name, entry in (_files(read_json(manifest)) or {}).items() if name.startswith(prefix)}
+        if files:
+            full = full or sum(size for size, _ in files.values()) <= HASHED_BYTES
+            error = _first_error(root, tuple(files.items()), full, _stamps(root, files))
+            if error:
+                raise CheckpointError(f"{root}: {error} in {manifest}; {_remedy(folder, manifest, prefix)}")
+            return True
+    return False
+
+
+def _remedy(folder: Path, manifest: Path, prefix: str) -> str:
+    changed = f"copy {folder} elsewhere and use that" if prefix else f"remove {manifest}"
+    return f"copy or convert it again, or, if you changed it yourself, {changed}"
+
+
+def _files(manifest: dict[str, Any]) -> Files | None:
+    """The files that a slimectl manifest lists; None if it lists none, or another program wrote it.
+
+    Raises CheckpointError for a name that leads out of the folder.
+    """
+    listed = manifest.get("files")
+    if not isinstance(listed, dict):
+        return None
+    files: Files = {}
+    for name, entry in listed.items():
+        size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(size, int) or not isinstance(digest, str):
+            return None
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+            raise CheckpointError(f"{MANIFEST} names {name!r:.80}, which is no file of its folder")
+        files[name] = size, digest
+    return files
+
+
+def _stamps(root: Path, files: Files) -> tuple[Any, ...]:
+    """Cache key of the files' state: one command opens a folder several times but hashes it once."""
+    stamps = []
+    for name in files:
+        try:
+            entry = os.stat(root / name)
+            stamps.append((entry.st_mtime_ns, entry.st_ctime_ns, entry.st_size, entry.st_ino))
+        except OSError:
+            stamps.append((0, 0, -1, 0))
+    return tuple(stamps)
+
+
+@lru_cache(maxsize=64)
+def _first_error(root: Path, files: tuple[tuple[str, tuple[int, str]], ...], full: bool, _: Any) -> str | None:
+    """The defect of the first file that does not match; `_` is the cache key."""
+    return _hash_error(root, files, full=full)
+
+
+def _hash_error(root: Path, files: Iterable[tuple[str, tuple[int, str]]], *, full: bool) -> str | None:
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        errors = pool.map(lambda file: _file_error(root, *file, full=full), files)
+        return next((error for error in errors if error), None)
+
+
+def _file_error(root: Path, name: str, entry: tuple[int, str], *, full: bool) -> str | None:
+    size, digest = entry
+    try:
+        actual_size = check_file(root / name).st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    if actual_size != size:
+        return f"{name} has {actual_size} bytes, not {size}"
+    if (full or size <= SMALL_BYTES) and sha256(root / name) != digest:
+        return f"{name} does not match its SHA-256"
+    return None

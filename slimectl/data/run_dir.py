@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,56 +19,21 @@ from slimectl import __version__
 from slimectl.data import ownership
 from slimectl.data.atomic_replace import (
     RESUME,
-    new_file,
     recover,
     refuse_existing,
     replace_folder,
     staging,
+    storage_errors,
     sync_folder,
+    write_text,
     writing,
 )
-from slimectl.data.integrity import integrity_error, sha256
 from slimectl.data.locks import Lock
+from slimectl.data.manifest import integrity_error, sha256
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
-from slimectl.errors import CheckpointError, SettingsError, StorageError
+from slimectl.errors import CheckpointError, SettingsError
 
 STEP = re.compile(r"step_(\d{6,})$")
-
-
-@contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError inside into a StorageError that names the path and the remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(path, error) from error
-    except Exception as error:
-        # safetensors writes in Rust and wraps the system's error in its own type, which is no OSError.
-        if type(error).__name__ == "SafetensorError" and "os error" in str(error):
-            raise storage_error(path, OSError(0, str(error).rpartition(": ")[2])) from error
-        raise
-
-
-def storage_error(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"{path}: {error.strerror or error}; nothing was left under that name; free space or write elsewhere"
-    )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file atomically: readers see the old or the new text, never a part."""
-    staged: Path | None = None
-    try:
-        staged = new_file(path)
-        with staged.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, path)
-    except OSError as error:
-        if staged is not None:
-            staged.unlink(missing_ok=True)
-        raise storage_error(path, error) from error
 
 
 def write_folder(

@@ -19,8 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import DiedError
-from slimectl.executors.child_signals import blocked_in_helpers, leave_to_parent
-from slimectl.executors.logs import attach_log_tail, log_files, redirect, tail
+from slimectl.executors.child_processes import (
+    attach_log_tail,
+    blocked_in_helpers,
+    leave_to_parent,
+    log_files,
+    redirect,
+    tail,
+)
 from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
 from slimectl.protocols import Serve
 

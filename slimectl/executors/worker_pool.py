@@ -19,7 +19,7 @@ from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from slimectl.executors.child_signals import blocked_in_helpers, leave_to_parent
+from slimectl.executors.child_processes import blocked_in_helpers, leave_to_parent
 from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.time_limits import reset_signals
 from slimectl.stdio import log_to_stderr

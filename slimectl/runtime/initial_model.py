@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import builders
+from slimectl.data.atomic_replace import write_text
 from slimectl.data.io import is_pipe
 from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
-from slimectl.data.run_dir import RunDir, write_folder, write_text
+from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import SettingsError
 from slimectl.protocols import Policy
 from slimectl.runtime.recorder import RunRecorder

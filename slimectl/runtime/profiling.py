@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slimectl.data.run_dir import storage_errors
+from slimectl.data.atomic_replace import storage_errors
 from slimectl.errors import SlimectlError
 from slimectl.stages.round_timer import on_ranks
 from slimectl.stdio import logger

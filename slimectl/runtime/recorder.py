@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import builders
+from slimectl.data.atomic_replace import storage_errors, write_text
 from slimectl.data.jsonl import write_samples
 from slimectl.data.metrics_catalogue import progress
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
-from slimectl.data.run_dir import RunDir, storage_errors, write_text
+from slimectl.data.run_dir import RunDir
 from slimectl.errors import CheckpointError
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.settings import Settings

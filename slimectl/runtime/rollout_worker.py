@@ -175,7 +175,9 @@ class RolloutService:
     def sync(self, policy: Policy) -> WeightSynchronizer:
         """Return the synchronizer that pushes this policy's weights to the engines."""
         if self._workers is None:
-            return builders.synchronizer(builders.in_process(policy, self.sampler), policy)
+            # A sampler in another process is a stand-in, which forwards the weights.
+            receiver = self.sampler.engine if isinstance(self.sampler, RolloutWorker) else self.sampler
+            return builders.synchronizer(builders.in_process(policy, receiver), policy)
         transport = builders.to_servers(self._settings, policy, self._workers, model=self._model, folder=self._folder)
         if self._fleet is not None:
             # A restarted server gets the weights of the others, or newer ones, before any request.

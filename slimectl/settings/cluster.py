@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slimectl.registry import EXECUTORS
-from slimectl.settings.base import PositiveInt, Section
-from slimectl.settings.parts import registered_in
+from slimectl.settings.base import PositiveInt, Section, registered_in
 
 
 class ClusterSettings(Section):

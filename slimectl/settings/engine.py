@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.registry import ENGINES
-from slimectl.settings.base import PositiveInt, Section, Texts
-from slimectl.settings.parts import registered_in
+from slimectl.settings.base import PositiveInt, Section, Texts, registered_in
 from slimectl.settings.secret import Key
 
 Seconds = Annotated[float, Field(gt=0)]

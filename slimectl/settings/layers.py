@@ -13,10 +13,9 @@ from typing import Any
 from slimectl.errors import SettingsError
 from slimectl.redaction import MASK, is_secret_name
 from slimectl.settings import aliases
-from slimectl.settings.keys import setting_names
-from slimectl.settings.parts import section_names
+from slimectl.settings.base import section_names
+from slimectl.settings.keys import setting_names, suggestion
 from slimectl.settings.root import Settings
-from slimectl.settings.suggestions import suggestion
 from slimectl.stdio import LOG_LEVEL
 
 PREFIX = "SLIMECTL_"

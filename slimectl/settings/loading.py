@@ -12,13 +12,12 @@ from slimectl.errors import SettingsError
 from slimectl.redaction import is_secret_name, redact
 from slimectl.settings import aliases
 from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.base import UNKNOWN_PART, section_class, selected_parts
 from slimectl.settings.checks import conflicts
 from slimectl.settings.effects import superseded
-from slimectl.settings.keys import DEFAULT_ALGORITHM, flat, keys_of, sections, setting_names
+from slimectl.settings.keys import DEFAULT_ALGORITHM, flat, keys_of, sections, setting_names, suggestion
 from slimectl.settings.layers import Layer, Values, merge
-from slimectl.settings.parts import UNKNOWN_PART, section_class, selected_parts
 from slimectl.settings.root import Settings
-from slimectl.settings.suggestions import suggestion
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from slimectl.redaction import is_reference
 from slimectl.registry import TRACKERS
-from slimectl.settings.base import ListOfTexts, PositiveInt, Section, Texts
-from slimectl.settings.parts import registered_in
+from slimectl.settings.base import ListOfTexts, PositiveInt, Section, Texts, registered_in
 from slimectl.settings.secret import Key
 
 TrackerName = Annotated[str, *registered_in(TRACKERS)]

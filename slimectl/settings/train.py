@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.registry import POLICIES
-from slimectl.settings.base import ListOfTexts, PositiveInt, Section, Texts
-from slimectl.settings.parts import registered_in
+from slimectl.settings.base import ListOfTexts, PositiveInt, Section, Texts, registered_in
 
 NonNegative = Annotated[float, Field(ge=0)]
 Granularity = Literal["selective", "full"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from slimectl.algorithms.advantages import has_signal
 from slimectl.algorithms.estimators import TrainingBatch
-from slimectl.algorithms.filters import has_signal
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.stages.hooks import Hooks

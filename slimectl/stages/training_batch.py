@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from slimectl.algorithms.advantages import has_signal
 from slimectl.algorithms.estimators import TrainingBatch
-from slimectl.algorithms.filters import has_signal
 from slimectl.algorithms.metrics import zero_std_groups
 from slimectl.data.images import images_of
 from slimectl.data.routed_experts import Routing, routed_tokens

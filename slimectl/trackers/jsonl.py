@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimectl.data.run_dir import storage_errors
+from slimectl.data.atomic_replace import storage_errors
 from slimectl.trackers.base import TrackedRun
 from slimectl.types import TableRow
 

@@ -1,11 +1,14 @@
-"""HTTP responses: their JSON, their error messages, what is worth a retry and when."""
+"""Single HTTP requests, and responses: their JSON, their error messages, what is worth a retry and when."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from slimectl.errors import BackendError
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses that are worth a retry."""
@@ -52,3 +55,30 @@ def backoff_s(tries: int, *, first_s: float, longest_s: float) -> float:
     It is 50 to 100 % of `first_s`, twice that, four times that, … up to `longest_s`.
     """
     return min(longest_s, first_s * 2.0 ** (tries - 1)) * random.uniform(0.5, 1.0)
+
+
+async def get(url: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Reply:
+    """Send a GET request. Raises BackendError if nobody answers in time."""
+    return await request("GET", url, timeout_s=timeout_s, headers=headers)
+
+
+async def request(
+    method: str,
+    url: str,
+    *,
+    timeout_s: float,
+    body: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Reply:
+    """Send one request on a separate connection. Raises BackendError if nobody answers in time."""
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.request(method, url, json=body, headers=headers) as reply,
+        ):
+            return Reply(reply.status, parsed(await reply.text()))
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise BackendError(f"{url} is not answering: {short(error)}") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from slimectl.data.run_dir import write_text
+from slimectl.data.atomic_replace import write_text
 from slimectl.viewer.api import PAGE, ViewApi, json_text
 from slimectl.viewer.library import SamplesFile
 from slimectl.viewer.server import PAGE_FILES

@@ -1,4 +1,7 @@
-"""Weight sync to servers: pushes one at a time, again after restarts; streams of weights, cast and cut to messages."""
+"""Weight sync: pushes one at a time, again after restarts; streams of weights, cast and cut to messages.
+
+A transport to servers is a file of its own; into the engine of this process weights go without one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slimectl.errors import BackendError, SlimectlError
-from slimectl.protocols import INCOMPLETE, NamedTensors, Policy, WeightSync, WeightUpdateClient
+from slimectl.protocols import INCOMPLETE, NamedTensors, Policy, WeightReceiver, WeightSync, WeightUpdateClient
 from slimectl.stdio import logger
 from slimectl.types import Metrics
 
@@ -157,6 +160,40 @@ class Stopwatch:
 
     def stop(self) -> None:
         self.seconds = time.perf_counter() - self._started
+
+
+class InProcessSync:
+    """protocols.WeightSync into one engine, under the policy's version."""
+
+    def __init__(self, policy: Policy, engine: WeightReceiver) -> None:
+        self.policy = policy
+        self.engine = engine
+
+    def push(self) -> Metrics:
+        """Load the weights into the engine; reports the bytes that it read. It samples nothing meanwhile."""
+        sizes: list[int] = []
+
+        def counted_weights() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self.policy.weights():
+                sizes.append(tensor.nbytes)
+                yield name, tensor
+
+        started = time.perf_counter()
+        self.engine.load_weights(counted_weights(), version=self.policy.weight_version)
+        return {"bytes": float(sum(sizes)), "pause_time": time.perf_counter() - started}
+
+    def push_to(self, workers: WeightUpdateClient) -> Metrics:
+        """Restore nothing: the engine starts and ends with its process."""
+        return {"bytes": 0.0, "pause_time": 0.0}
+
+    def sleep(self) -> None:
+        """Do nothing: the engine keeps its memory."""
+
+    def wake(self) -> None:
+        """Do nothing: the engine has kept its memory."""
+
+    def close(self) -> None:
+        """Do nothing: no resource outlives the process."""
 
 
 class WatchedServers(Protocol):

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slimectl.data.atomic_replace import staging
+from slimectl.data.atomic_replace import staging, storage_errors, write_text
 from slimectl.data.ownership import STAGED, remove_made
-from slimectl.data.run_dir import storage_errors, write_text
 from slimectl.errors import CheckpointError
 from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slimectl.data.atomic_replace import sync_folder
-from slimectl.data.run_dir import storage_errors, write_text
+from slimectl.data.atomic_replace import storage_errors, sync_folder, write_text
 from slimectl.errors import CheckpointError
 from slimectl.weight_sync.delta_format import (
     CHUNK_BYTES,

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from slimectl.data.atomic_replace import staging
+from slimectl.data.atomic_replace import staging, storage_errors
 from slimectl.data.ownership import remove_made
-from slimectl.data.run_dir import storage_errors
 from slimectl.errors import SettingsError
 from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics

@@ -1,16 +1,13 @@
-"""Weight sync through memory: into the engine of this process, or memory shared with servers of this machine."""
+"""Weight sync through memory that is shared with servers of this machine."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
-from torch import Tensor
-
-from slimectl.protocols import MessageMemory, NamedTensors, Policy, WeightReceiver, WeightUpdateClient
+from slimectl.protocols import MessageMemory, NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics
 from slimectl.weight_sync.base import (
     Message,
@@ -22,41 +19,6 @@ from slimectl.weight_sync.base import (
     in_progress_version,
     targets,
 )
-
-
-class InProcessSync:
-    """protocols.WeightSync into one engine, under the policy's version."""
-
-    def __init__(self, policy: Policy, engine: WeightReceiver) -> None:
-        self.policy = policy
-        self.engine = engine
-
-    def push(self) -> Metrics:
-        """Load the weights into the engine; reports the bytes that it read. It samples nothing meanwhile."""
-        sizes: list[int] = []
-
-        def counted_weights() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self.policy.weights():
-                sizes.append(tensor.nbytes)
-                yield name, tensor
-
-        started = time.perf_counter()
-        self.engine.load_weights(counted_weights(), version=self.policy.weight_version)
-        return {"bytes": float(sum(sizes)), "pause_time": time.perf_counter() - started}
-
-    def push_to(self, workers: WeightUpdateClient) -> Metrics:
-        """Restore nothing: the engine starts and ends with its process."""
-        return {"bytes": 0.0, "pause_time": 0.0}
-
-    def sleep(self) -> None:
-        """Do nothing: the engine keeps its memory."""
-
-    def wake(self) -> None:
-        """Do nothing: the engine has kept its memory."""
-
-    def close(self) -> None:
-        """Do nothing: no resource outlives the process."""
-
 
 ON_CPU_BYTES = 64 * 2**20
 """Size limit of a message on a CPU that does not go through shared memory: more would only touch more memory."""

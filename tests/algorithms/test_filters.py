@@ -1,6 +1,6 @@
 import pytest
 
-from slimectl.algorithms.filters import has_signal
+from slimectl.algorithms.advantages import has_signal
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimectl.checkpoints.hf import HFCheckpoint, HFWeights, write_hf
 from slimectl.conversions import convert_checkpoint
-from slimectl.data.integrity import integrity_error
+from slimectl.data.manifest import integrity_error
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import NoProgress
 from slimectl.stages.convert import convert

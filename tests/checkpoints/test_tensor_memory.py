@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from slimectl.checkpoints.hf import HFWeights, InMemoryWeights, write_hf
-from slimectl.checkpoints.safetensors_io import buffer
-from slimectl.checkpoints.tensor_memory import LEAST_BYTES, MAX_BLOCKS, TensorMemory
+from slimectl.checkpoints.safetensors_io import LEAST_BYTES, MAX_BLOCKS, TensorMemory, buffer
 
 SHAPE, DTYPE = (LEAST_BYTES // 2,), torch.bfloat16
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
-from slimectl.api.chat_model import ChatModel
+from slimectl.api.models import ChatModel
 from slimectl.settings import Settings
 
 GREEDY = ("--temperature", "0", "-s", "rollout.ignore_eos=true")

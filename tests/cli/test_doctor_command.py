@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from workshop import Workshop
 
-from slimectl.runtime.round_checks import check_log_prob_mismatch
+from slimectl.runtime.report_loop import check_log_prob_mismatch
 from slimectl.settings.run import RunSettings
 from slimectl.types import StepReport
 

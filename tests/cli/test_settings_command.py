@@ -88,8 +88,7 @@ def test_a_name_of_another_program_leads_to_the_setting(assignment: str, hint: s
 
 
 def test_every_suggested_setting_exists_and_no_name_of_a_setting_leads_elsewhere():
-    from slimectl.settings.keys import setting_names
-    from slimectl.settings.suggestions import OTHER_NAMES
+    from slimectl.settings.keys import OTHER_NAMES, setting_names
 
     assert set(OTHER_NAMES) <= set(setting_names())
     others = [other for names in OTHER_NAMES.values() for other in names]

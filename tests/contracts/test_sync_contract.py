@@ -32,11 +32,11 @@ from slimectl.protocols import NamedTensors, Policy
 from slimectl.settings import Settings
 from slimectl.types import Completion, SamplingParams, TrainingSample
 from slimectl.weight_sync import distributed, memory
-from slimectl.weight_sync.base import WeightSyncBase
+from slimectl.weight_sync.base import InProcessSync, WeightSyncBase
 from slimectl.weight_sync.delta import DeltaSync
 from slimectl.weight_sync.disk import DiskSync
 from slimectl.weight_sync.distributed import DistributedSync
-from slimectl.weight_sync.memory import InProcessSync, TensorSync
+from slimectl.weight_sync.memory import TensorSync
 from slimectl.weight_sync.verify import VerifiedSync
 
 PROMPT = list(b"once upon a time")

@@ -12,8 +12,8 @@ import pytest
 
 from slimectl.builders import model_folder
 from slimectl.conversions import convert_checkpoint
-from slimectl.data import integrity
-from slimectl.data.integrity import check_integrity, integrity_error
+from slimectl.data import manifest as integrity
+from slimectl.data.manifest import check_integrity, integrity_error
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slimectl.data.integrity import integrity_error
+from slimectl.data.manifest import integrity_error
 from slimectl.data.ownership import own_run_files
 from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import CheckpointError, SettingsError

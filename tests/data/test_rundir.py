@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slimectl.data.integrity import integrity_error
+from slimectl.data.manifest import integrity_error
 from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import CheckpointError, SettingsError, StorageError
 

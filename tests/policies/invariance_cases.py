@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
-from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS
@@ -72,8 +71,7 @@ def fsdp(folder: Path) -> Learner:
 
 
 def megatron(folder: Path, layout: ParallelLayout) -> Learner:
-    from slimectl.policies.megatron.critic import MegatronCritic
-    from slimectl.policies.megatron.policy import MegatronPolicy
+    from slimectl.policies.megatron.policy import MegatronCritic, MegatronPolicy
 
     kinds = (MegatronPolicy, MegatronCritic)
     return Learner(*(kind(folder, HFCheckpoint(), optimizer=STILL, layout=layout) for kind in kinds))

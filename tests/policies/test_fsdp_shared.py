@@ -18,8 +18,7 @@ from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
-from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 

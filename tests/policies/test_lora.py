@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.fsdp.critic import FsdpCritic
+from slimectl.policies.fsdp.policy import FsdpCritic
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy

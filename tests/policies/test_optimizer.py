@@ -7,9 +7,8 @@ import torch
 import transformers
 
 from slimectl.errors import SettingsError
-from slimectl.policies.bfloat16_adamw import Bfloat16AdamW, ShardElements
 from slimectl.policies.fsdp.master_weights import Shard, sharded_dimension
-from slimectl.policies.optimizer import OptimizerOptions, lr_at
+from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions, ShardElements, lr_at
 
 
 def rates(count: int, **options: object) -> list[float]:

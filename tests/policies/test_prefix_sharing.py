@@ -16,9 +16,8 @@ from slimectl.algorithms.prefix_trie import build_tries
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies import causal_attention
 from slimectl.policies.fsdp import packed_batch
-from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
 from slimectl.policies.fsdp.packed_batch import build_packed_batch
-from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.pack_layout import lay_out
 from slimectl.policies.recompute import Recompute

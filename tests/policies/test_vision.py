@@ -17,8 +17,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.images import processor_of
 from slimectl.errors import RecordError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.fsdp.critic import FsdpActorCritic
-from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy

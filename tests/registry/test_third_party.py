@@ -175,7 +175,7 @@ def test_two_packages_with_one_name_are_named_both(package: Path, tmp_path: Path
 
 
 def test_a_built_in_name_reads_no_entry_points(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slimectl.registry.registry.entry_points", lambda group: pytest.fail("read"))
+    monkeypatch.setattr("slimectl.registry.entry_points", lambda group: pytest.fail("read"))
     registry = Registry("codec", "slimectl.codecs", {"json": Part("json:dumps", binary=False)})
     assert "json" in registry
     assert (registry.load("json")([1]), registry.fact("json", "binary"), registry.package("json")) == (

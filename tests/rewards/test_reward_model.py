@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.fsdp.critic import FsdpCritic
+from slimectl.policies.fsdp.policy import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.rewards import verifier
 from slimectl.rewards.reward_model import _Model

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from slimectl.data.run_dir import RunDir, write_text
+from slimectl.data.atomic_replace import write_text
+from slimectl.data.run_dir import RunDir
 from slimectl.errors import CheckpointError
 from slimectl.runtime.recorder import RunRecorder, load_state
 from slimectl.settings import Settings

@@ -18,7 +18,7 @@ import torch
 from slimectl import builders
 from slimectl.api.models import Sampler, Trainer
 from slimectl.api.stages import evaluate, load_settings, prompts, score
-from slimectl.cli.curve import closing_words
+from slimectl.cli.run import closing_words
 from slimectl.data.records import sample_to_json
 from slimectl.errors import SlimectlError
 from slimectl.recipes import Recipe

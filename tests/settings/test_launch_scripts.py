@@ -19,8 +19,7 @@ from slimectl.cli.app import app
 from slimectl.errors import SettingsError
 from slimectl.settings.keys import setting_names
 from slimectl.settings.launch_scripts.conversion import canonical
-from slimectl.settings.launch_scripts.dialects import DIALECTS
-from slimectl.settings.launch_scripts.reading import Reading, read
+from slimectl.settings.launch_scripts.reading import DIALECTS, Reading, read
 from slimectl.settings.launch_scripts.writing import flag_table, settings_file
 from slimectl.settings.layers import from_file
 from slimectl.settings.loading import resolve

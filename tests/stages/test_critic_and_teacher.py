@@ -15,8 +15,7 @@ from stages.passes import set_loss_weights, training_batch
 from slimectl.algorithms.registry import policy_loss
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import RecordError
-from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
-from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS

@@ -15,8 +15,7 @@ from workshop import Workshop
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import DivergedError
 from slimectl.hooks.user_hooks import UserHooks
-from slimectl.policies.fsdp.critic import FsdpCritic
-from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.policy import FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.stages.finite_check import FiniteCheck

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from slimectl.transport.background import Background
+from slimectl.transport.client import Background
 from slimectl.transport.http import LONGEST_MESSAGE, backoff_s, error_message, parsed
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.data.run_dir import write_text
+from slimectl.data.atomic_replace import write_text
 from slimectl.errors import CheckpointError
 from slimectl.weight_sync import delta_apply
 from slimectl.weight_sync.delta import snapshot, write_delta

@@ -16,8 +16,7 @@ from slimectl.engines.http import weight_client
 from slimectl.engines.http.weight_client import SharedMemoryBlock
 from slimectl.engines.server.schema import RequestBody
 from slimectl.engines.server.weight_updates import shared_tensors
-from slimectl.engines.sglang.payloads import flatten, pickled
-from slimectl.engines.sglang.weight_client import SglangWorkers
+from slimectl.engines.sglang.weight_client import SglangWorkers, flatten, pickled
 from slimectl.errors import BackendError, StorageError
 from slimectl.weight_sync.memory import TensorSync
 

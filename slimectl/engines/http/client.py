@@ -14,8 +14,8 @@ from slimectl.engines.http.request import PendingRequest
 from slimectl.engines.limits import check_prompt
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.protocols import INCOMPLETE, NamedTensors, OnTokens, WeightUpdateClient
-from slimectl.transport.background import Background
-from slimectl.transport.request import get
+from slimectl.transport.client import Background
+from slimectl.transport.http import get
 from slimectl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:

@@ -13,12 +13,10 @@ from typing import Any
 import aiohttp
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
-from slimectl.engines.http.api import ServerApi
+from slimectl.engines.http.api import ServerApi, generate
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
-from slimectl.engines.http.stream import generate
 from slimectl.errors import BackendError
-from slimectl.transport.http import backoff_s, short
-from slimectl.transport.request import UNREACHABLE, request
+from slimectl.transport.http import backoff_s, request, short
 from slimectl.types import Completion
 
 COOLDOWN_S = 1.0
@@ -230,7 +228,7 @@ class Dispatch:
                 self._asking[id(flight)] = url, limit
                 headers = self._keys.headers(url, self._api.generate_path)
                 await generate(self._session, url, flight, api=self._api, headers=headers)
-        except (*UNREACHABLE, Unavailable) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, Unavailable) as error:
             if limit.expired() and self.balance.knows(url):
                 raise BackendError(
                     f"engine at {url}: no whole answer within {self._request_timeout_s:.0f} s "

@@ -1,9 +1,10 @@
-"""Launch commands of SGLang and sglang-router."""
+"""The SGLang that is installed: its flags (`[sglang.args]`, any field of its ServerArgs) and its launch; its router."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,48 @@ from typing import Any
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
-from slimectl.engines.sglang.args import BOOTSTRAP, flags, interpreter, router_interpreter
+from slimectl.engines.supervisor.installed import InstalledServer, installed_version
 from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.errors import BackendError
 from slimectl.redaction import is_secret_name
+
+BOOTSTRAP = Path(__file__).parent / "bootstrap"
+
+SGLANG = InstalledServer(
+    section="sglang",
+    packages=("sglang",),
+    # They pin the torch and transformers that slimectl works with.
+    oldest=(0, 5, 18),
+    newest=(0, 5, 21),
+    script=BOOTSTRAP / "launch_server.py",
+    owned={
+        "model_path": "model.path",
+        "host": "engine.num_engines",
+        "port": "engine.num_engines",
+        "tp_size": "cluster.rollout_num_gpus_per_engine",
+        "dtype": "engine.dtype",
+        "device": "engine.device",
+        "context_length": "rollout.max_context_len",
+        "weight_version": "the weights that are pushed",
+        "disaggregation_mode": "sglang.prefill_num_servers or sglang.server_groups",
+    },
+    help_command="python -m sglang.launch_server --help",
+    on_gpu="sglang>=0.5.18,<0.5.22",
+)
+
+interpreter, flags = SGLANG.interpreter, SGLANG.flags
+
+
+def router_interpreter(python: str | None) -> str:
+    """Return the Python that runs sglang-router: `python`, else this one. Raises BackendError if it has none."""
+    path = python or sys.executable
+    if installed_version(path, "sglang-router", setting="sglang.python") is None:
+        raise BackendError(
+            f"engine.router: {path} has no sglang-router; run: {path} -m pip install sglang-router==0.3.2, "
+            f"or set engine.router = none"
+        )
+    return path
+
 
 HIDDEN_FLAGS, HIDDEN_KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
 """Environment variables that pass secrets to bootstrap/launch_server.py, which no command line may show: flags of

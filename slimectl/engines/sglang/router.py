@@ -8,15 +8,14 @@ from typing import Any
 
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
-from slimectl.transport.http import Reply
-from slimectl.transport.request import request
+from slimectl.transport.http import Reply, request
 
 POLL_S = 0.2
 REPLY_TIMEOUT_S = 10.0
 
 
 class Router:
-    """Router process and the workers behind it. `server` comes from recipes.router_server.
+    """Router process and the workers behind it. `server` comes from launch.router_server.
 
     It forwards generation requests only: aborts, pauses and weights go to the workers themselves.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slimectl.errors import BackendError
-from slimectl.transport.request import get
+from slimectl.transport.http import get
 
 ANSWER_S = 30.0
 RETRY_S = 0.5

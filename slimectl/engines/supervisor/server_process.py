@@ -19,7 +19,7 @@ from pathlib import Path
 from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, members, segments
 from slimectl.errors import BackendError
 from slimectl.stdio import logger
-from slimectl.transport.request import get
+from slimectl.transport.http import get
 
 TAIL_BYTES = 256 * 1024
 

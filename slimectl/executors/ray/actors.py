@@ -14,8 +14,8 @@ from typing import Any
 from ray import cloudpickle
 
 from slimectl.errors import DiedError
+from slimectl.executors.child_processes import attach_log_tail
 from slimectl.executors.local import close_hosted
-from slimectl.executors.logs import attach_log_tail
 from slimectl.executors.rank_group import GRACE_S
 from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray

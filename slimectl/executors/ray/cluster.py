@@ -17,7 +17,7 @@ from typing import Any
 
 from slimectl import stdio
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
-from slimectl.executors.logs import redirect
+from slimectl.executors.child_processes import redirect
 
 try:
     import ray

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slimectl.executors.logs import tail
+from slimectl.executors.child_processes import tail
 from slimectl.executors.ray.cluster import ActorLocation, ray
 
 LOOK_S = 1.0

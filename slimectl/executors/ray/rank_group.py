@@ -17,7 +17,7 @@ from typing import Any
 from ray import cloudpickle
 
 from slimectl.errors import BackendError, DiedError
-from slimectl.executors.logs import log_files
+from slimectl.executors.child_processes import log_files
 from slimectl.executors.rank_group import GRACE_S, RankGroupBase
 from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
 from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray

@@ -114,7 +114,7 @@ async def get(url: str, max_retries: int = 60, headers: Mapping[str, str] | None
 
 
 async def _ask(method: str, url: str, body: Any, max_retries: int, headers: Mapping[str, str] | None) -> Any:
-    from slimectl.transport.request import request
+    from slimectl.transport.http import request
 
     for attempt in range(1, max_retries + 1):
         try:

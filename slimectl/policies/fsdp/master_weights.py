@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from slimectl.architectures.lora import is_adapter
 from slimectl.errors import SettingsError
-from slimectl.policies.bfloat16_adamw import Bfloat16AdamW, ShardElements
 from slimectl.policies.fsdp.model import PackedModel, ParameterNames, Slot, decoder_layers, persistent_buffers
-from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions, ShardElements
 from slimectl.protocols import CheckpointFormat
 
 
@@ -184,17 +183,17 @@ class MasterWeights:
     def _load_frozen(self, slot: Slot, full: Tensor) -> None:
         compute_copy = self.parameters[slot.parameter].data
         self.assign(full, compute_copy, slot)
-        exact = torch.equal(slot.of(compute_copy).to(full.device, full.dtype), full)
+        exact = torch.equal(compute_copy[slot.index].to(full.device, full.dtype), full)
         # Experts share a tensor: once one of them is rounded, all have an original.
-        original = compute_copy if slot.index is None else self.tensors[slot.parameter]
+        original = compute_copy if slot.index is ... else self.tensors[slot.parameter]
         self.tensors[slot.parameter] = original if exact or original.dtype == torch.float32 else original.float()
-        if not exact or slot.index is not None:
+        if not exact or slot.index is not ...:
             self.assign(full, self.tensors[slot.parameter], slot)
 
     def assign(self, full: Tensor, local: Tensor, slot: Slot | None = None) -> None:
         """Copy `full`, or this rank's shard of it, into `local`; an expert's tensor into its part of `local`."""
         with torch.no_grad():
-            if slot is not None and slot.index is not None:
+            if slot is not None and isinstance(slot.index, tuple):
                 self._shard(self.shapes[slot.parameter]).assign_expert(full, local, *slot.index)
             elif self.mesh is None or (slot is not None and slot.parameter in self.buffers):
                 local.copy_(full)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -150,14 +151,10 @@ def decoder_layers(hf: Any) -> nn.ModuleList:
 
 @dataclass(frozen=True)
 class Slot:
-    """Destination of a checkpoint tensor: a parameter, or one expert's rows of a fused one."""
+    """Destination of a checkpoint tensor: `full[index]` of a parameter, which is all of it, or an expert's rows."""
 
     parameter: str
-    index: tuple[int, slice] | None = None
-
-    def of(self, full: Tensor) -> Tensor:
-        """Return the view of the whole parameter `full`."""
-        return full if self.index is None else full[self.index]
+    index: tuple[int, slice] | EllipsisType = ...
 
 
 def persistent_buffers(hf: nn.Module) -> dict[str, Tensor]:
@@ -201,7 +198,7 @@ class ParameterNames:
         """(alias, first name) of tied parameters."""
         published = set(self._published.values()) - self._published.keys()
         for alias, slot in self.slots.items():
-            if slot.index is None and slot.parameter != alias and alias not in published:
+            if slot.index is ... and slot.parameter != alias and alias not in published:
                 yield alias, slot.parameter
 
     def matched(self, tensors: Iterator[tuple[str, Tensor]], path: Path) -> Iterator[tuple[str, Slot, Tensor]]:

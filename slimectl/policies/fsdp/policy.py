@@ -1,17 +1,25 @@
-"""A Hugging Face causal language model as a policy."""
+"""Hugging Face models as policy, and as critic: one value per response token instead of a distribution.
+
+R response tokens · U states that predict them · H hidden width.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, read_tensors, write_float32
 from slimectl.policies.fsdp.model import PackedModel
+from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.trainer import FsdpTrainer
 from slimectl.protocols import CheckpointFormat
-from slimectl.types import TrainingSample
+from slimectl.types import TokenBatch, TrainingSample
 
 
 class FsdpPolicy(FsdpTrainer):
@@ -26,3 +34,112 @@ class FsdpPolicy(FsdpTrainer):
 
     def _wrap_model(self, hf: nn.Module) -> PackedModel:
         return PackedModel(hf, temperature=self.temperature)
+
+
+HEAD = "score"
+"""Module name of the head in transformers' sequence classifiers, [outputs, H]."""
+
+
+class PackedValues(PackedModel):
+    """The root module: values [R] of the states before the response tokens of the pack."""
+
+    def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        return layout.predictions.of_states(values_of(self.hidden(layout), self.hf)), None
+
+
+def values_of(hidden_UH: Tensor, hf: Any) -> Tensor:
+    """Value [U] of each hidden state, from the head that `add_head` added."""
+    weight_1H: Tensor = hf.get_submodule(HEAD).weight
+    return (hidden_UH.float() @ weight_1H.float().t())[:, 0]
+
+
+def add_head(hf: Any) -> dict[str, Tensor]:
+    """Add a value head to a model; returns its initial value by parameter name."""
+    width = hf.get_output_embeddings().weight.shape[1]
+    hf.add_module(HEAD, nn.Linear(width, 1, bias=False, device="meta"))
+    return {f"{HEAD}.weight": torch.zeros(1, width)}
+
+
+class FsdpCritic(FsdpTrainer):
+    """protocols.Critic: values on the backbone of `model_dir`, all parameters trained.
+
+    `options` are those of FsdpTrainer. The head starts at zero unless the checkpoint has one; checkpoints
+    store it as `score.weight`.
+    """
+
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        return self.of_rows(rows)
+
+    def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
+        return add_head(hf)
+
+    def _wrap_model(self, hf: nn.Module) -> PackedModel:
+        return PackedValues(hf)
+
+    def _unused_names(self, hf: Any) -> set[str]:
+        """Name of the LM head, unless it is tied to the embedding."""
+        head, embedding = hf.get_output_embeddings().weight, hf.get_input_embeddings().weight
+        return {name for name, parameter in hf.named_parameters() if parameter is head and head is not embedding}
+
+
+WEIGHT = f"{HEAD}.weight"
+
+
+class PolicyValueModel(PackedModel):
+    """The root module: log-probability of each response token of the pack, and the value before it, [R, 2]."""
+
+    def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        hidden_UH = self.hidden(layout)
+        logprobs_R, entropy_R = self.log_probs(hidden_UH, layout, entropy=entropy)
+        values_R = layout.predictions.of_states(values_of(hidden_UH, self.hf))
+        return torch.stack([logprobs_R, values_R], dim=1), entropy_R
+
+
+class FsdpActorCritic(FsdpPolicy):
+    """protocols.Policy with the `values` of protocols.Critic; losses read the current values as `predicted_T`.
+
+    The head starts at zero unless the checkpoint has one.
+    """
+
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        return [[log_prob for log_prob, _ in pairs] for pairs in self.of_rows(rows)]
+
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        return [[value for _, value in pairs] for pairs in self.of_rows(rows)]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights without the value head, which engines do not load."""
+        return (item for item in super().weights() if item[0] != WEIGHT)
+
+    def save(self, path: Path) -> None:
+        with self.memory.awake():
+            super().save(path)
+            head = self._full_tensor(WEIGHT)
+            if self.rank == 0:
+                write_float32(path / VALUE_HEAD, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
+        if self.ranks > 1:
+            dist.barrier()
+
+    def load(self, path: Path) -> None:
+        check_value_head(path)
+        super().load(path)
+        for _, head in read_tensors(path / VALUE_HEAD, {WEIGHT: self.masters.shapes[WEIGHT]}):
+            self.masters.assign(head, self.masters.tensors[WEIGHT])
+        self.masters.copy_to_model()
+
+    def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
+        return super()._add_modules(hf) | add_head(hf)
+
+    def _wrap_model(self, hf: nn.Module) -> PackedModel:
+        return PolicyValueModel(hf, temperature=self.temperature)
+
+    def _token_batch(
+        self,
+        rows: Sequence[TrainingSample],
+        names: Sequence[str],
+        layout: PackedBatch,
+        outputs_R2: Tensor,
+        entropy_R: Tensor | None,
+    ) -> TokenBatch:
+        tokens = super()._token_batch(rows, names, layout, outputs_R2[:, 0], entropy_R)
+        return dataclasses.replace(tokens, predicted_T=outputs_R2[:, 1])

@@ -218,8 +218,8 @@ class FsdpTrainer:
         fused = lru_cache(maxsize=LAYER_PARAMETERS)(self._full_tensor)
         with self.memory.awake():
             for name, slot in self.masters.in_checkpoint:
-                gather = self._full_tensor if slot.index is None else fused
-                full = slot.of(gather(slot.parameter)).float()
+                gather = self._full_tensor if slot.index is ... else fused
+                full = gather(slot.parameter)[slot.index].float()
                 if self.adapters is not None and (pair := self.adapters.pair(slot.parameter)):
                     full = self.adapters.options.merged(full, *map(self._full_tensor, pair))
                 yield name, full
@@ -389,6 +389,6 @@ class FsdpTrainer:
         fused = lru_cache(maxsize=LAYER_PARAMETERS)(gathered)
         for name in self._shapes():
             slot = self.masters.names.slots[name]
-            gather = gathered if slot.index is None else fused
+            gather = gathered if slot.index is ... else fused
             for moment, full in zip(MOMENTS, gather(slot.parameter), strict=True):
-                yield f"{moment}.{name}", slot.of(full)
+                yield f"{moment}.{name}", full[slot.index]

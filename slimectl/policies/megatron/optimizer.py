@@ -19,11 +19,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from slimectl.errors import SettingsError
-from slimectl.policies.bfloat16_adamw import Bfloat16AdamW
 from slimectl.policies.megatron.config import args_of, refuse_idle
 from slimectl.policies.megatron.master_weights import shard_elements
 from slimectl.policies.megatron.model import PackedGPT
-from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions
 
 _REFUSED = {
     "overlap_grad_reduce": "gradients are shared once a step, after all of its micro-batches",

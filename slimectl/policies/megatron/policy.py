@@ -1,23 +1,32 @@
-"""The Megatron-core policy: log-probabilities and gradients of any loss over them.
+"""The Megatron-core policy, and critics: the same model with one value per response token instead of a distribution.
 
-R response tokens of a pack.
+T tokens of this context-parallel rank · H hidden width · R response tokens of the pack · U states that predict them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
 
+from slimectl.architectures.mapping import ParamMapping
+from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, read_tensors, write_float32
 from slimectl.policies.lm_head import of_logits
 from slimectl.policies.megatron.batch import Batch
-from slimectl.policies.megatron.head import response_log_probs, response_logits
+from slimectl.policies.megatron.head import in_pack, response_log_probs, response_logits
+from slimectl.policies.megatron.master_weights import PARAM
+from slimectl.policies.megatron.model import PackedGPT
+from slimectl.policies.megatron.parameters import HEAD
 from slimectl.policies.megatron.trainer import MegatronTrainer
 from slimectl.policies.token_batch import available_columns, response_tokens
-from slimectl.protocols import CheckpointFormat, NamedTensors
+from slimectl.protocols import CheckpointFormat, NamedTensors, Weights
 from slimectl.types import Loss, Metrics, TrainingSample
 
 
@@ -71,3 +80,136 @@ class MegatronPolicy(MegatronTrainer):
     @property
     def _head_options(self) -> dict[str, Any]:
         return {"vocab_size": self.architecture.vocab_size, "temperature": self.temperature}
+
+
+NAME = "score.weight"
+"""Name of the head's weight in transformers' sequence classifiers, [outputs, H]."""
+
+
+class ValueHead(nn.Module):
+    """Maps each hidden state to one value; replicated on every tensor-parallel rank."""
+
+    def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype, device=device))
+
+    def forward(self, hidden_T1H: Tensor, batch: Batch) -> Tensor:
+        """Values [R] of the state before each response token, at the token that predicts it."""
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            # All ranks compute the same from here on: each keeps the gradient of its own tokens, none are summed.
+            hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
+        hidden_UH = hidden_T1H[:, 0][batch.predictions.sources_U]
+        values_U = (hidden_UH.float() @ self.weight.float().t())[:, 0]
+        return in_pack(batch.predictions.of_states(values_U), batch)
+
+
+class WithValueHead(MegatronTrainer):
+    """Adds a value head to the backbone of `model_dir`; it starts at zero unless the checkpoint has one."""
+
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        """One value per response token, without gradients."""
+
+        def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
+            return hidden.new_zeros(()), batch.by_row(rows, self.last.value_head(hidden, batch))
+
+        return self.of_rows(rows, finish)
+
+    @property
+    def _width(self) -> int:
+        return int(self.architecture.transformer["hidden_size"])
+
+    def _extra_links(self) -> list[ParamMapping]:
+        return [ParamMapping("value_head.weight", (NAME,), ((1, self._width),))]
+
+    def _add_modules(self, chunks: Sequence[PackedGPT]) -> None:
+        last = chunks[-1]
+        if last.post_process:
+            last.value_head = ValueHead(self._width, dtype=last.config.params_dtype, device=self.device)
+
+    def _open_weights(self, path: Path) -> Weights:
+        return _WithHead(self.checkpoint.open(path), self._width)
+
+
+class MegatronCritic(WithValueHead):
+    """Values on the backbone of `model_dir`, all parameters trained; `options` are those of MegatronTrainer.
+
+    Checkpoints store the head as `score.weight`.
+    """
+
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
+        """protocols.Policy.forward_backward; the loss reads the values, with their gradient, as `logprobs_T`."""
+        names = available_columns(rows)
+
+        def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            values_R = self.last.value_head(hidden, batch)
+            if not batch.members:
+                return values_R.sum(), {}
+            tokens = response_tokens(
+                rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=values_R, entropy_R=None
+            )
+            return loss(tokens)
+
+        return self.summed(rows, evaluate)
+
+    def _unused_names(self) -> set[str]:
+        return {HEAD}
+
+
+class _WithHead:
+    """Weights of a checkpoint, with a zero value head if it has none."""
+
+    def __init__(self, weights: Weights, width: int) -> None:
+        self._weights, self._width = weights, width
+
+    def forms(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {NAME: ((1, self._width), torch.float32), **self._weights.forms()}
+
+    def get(self, name: str) -> Tensor:
+        if name == NAME and NAME not in self._weights.forms():
+            return torch.zeros(1, self._width)
+        return self._weights.get(name)
+
+
+class WithSeparateValueHead:
+    """Weights of a checkpoint, with the value head from a separate file if there is one."""
+
+    def __init__(self, weights: Weights, file: Path) -> None:
+        self._weights, self._file = weights, file
+
+    def forms(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self._weights.forms()
+
+    def get(self, name: str) -> Tensor:
+        if name != NAME or not self._file.exists():
+            return self._weights.get(name)
+        ((_, head),) = read_tensors(self._file, {NAME: torch.Size(self.forms()[NAME][0])})
+        return head
+
+
+class MegatronActorCritic(WithValueHead, MegatronPolicy):
+    """protocols.Policy with the `values` of protocols.Critic; losses read the current values as `predicted_T`.
+
+    The head starts at zero unless the checkpoint has one; it is saved beside the model, as by the FSDP policy.
+    """
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights without the value head, which engines do not load."""
+        return (item for item in super().weights() if item[0] != NAME)
+
+    def save(self, path: Path) -> None:
+        with self.memory.awake():
+            super().save(path)
+            ((_, head),) = self.state.tensors([NAME], PARAM)
+            if dist.get_rank() == 0:
+                write_float32(path / VALUE_HEAD, {NAME: head.shape}, iter([(NAME, head)]))
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        check_value_head(path)
+        super().load(path)
+
+    def _open_weights(self, path: Path) -> Weights:
+        return WithSeparateValueHead(super()._open_weights(path), path / VALUE_HEAD)
+
+    def _predicted_values(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+        return self.last.value_head(hidden, batch)

@@ -24,16 +24,16 @@ from slimectl.errors import SettingsError
 from slimectl.policies.checkpoint import read_trainer
 from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of
-from slimectl.policies.megatron import checkpoint, model, optimizer, parallel, parameters, schedule
+from slimectl.policies.megatron import checkpoint, model, optimizer, parallel, parameters
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
 from slimectl.policies.megatron.hooks import UserFunctions
 from slimectl.policies.megatron.lora import Adapters
 from slimectl.policies.megatron.master_weights import PARAM, masters
 from slimectl.policies.megatron.moe import MoEAuxLossScaler
 from slimectl.policies.megatron.optimizer import OptimizerChoices
+from slimectl.policies.megatron.parallel import per_row, totals
 from slimectl.policies.megatron.parameters import DistributedParameters, checked_names, trained_links
 from slimectl.policies.megatron.routing_replay import RolloutRoutingReplay, RoutingReplay
-from slimectl.policies.megatron.schedule import per_row, totals
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
 from slimectl.policies.recompute import Recompute
 from slimectl.policies.routed_experts import RoutingShape
@@ -202,8 +202,8 @@ class MegatronTrainer:
     def weight_version(self) -> str:
         return str(self.step)
 
-    def run(self, rows: Sequence[TrainingSample], finish: schedule.Finish, *, forward_only: bool) -> list[Any]:
-        """Outputs of `finish` for this rank's share of the rows, on the last stage; see schedule.run.
+    def run(self, rows: Sequence[TrainingSample], finish: parallel.Finish, *, forward_only: bool) -> list[Any]:
+        """Outputs of `finish` for this rank's share of the rows, on the last stage; see parallel.run.
 
         Routing is recorded in a run without gradients and replayed in one with them; the engine's is replayed in both.
         """
@@ -241,12 +241,12 @@ class MegatronTrainer:
                 self.replay.record(rows, batch, chunk)
             return hidden
 
-        outputs = schedule.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
+        outputs = parallel.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
         if self.replay:
             self.replay.end(recorded=records)
         return outputs
 
-    def of_rows(self, rows: Sequence[TrainingSample], finish: schedule.Finish) -> list[list[float]]:
+    def of_rows(self, rows: Sequence[TrainingSample], finish: parallel.Finish) -> list[list[float]]:
         """Outputs of `finish` for every row, without gradients, on every rank."""
         return per_row(self.run(rows, finish, forward_only=True), len(rows))
 

@@ -10,13 +10,20 @@ from pathlib import Path
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
-from slimectl.settings.launch_scripts.dialects import DIALECTS
 from slimectl.settings.launch_scripts.documents import python_flags, yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, options
+from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
+from slimectl.settings.launch_scripts.roll import ROLL
 from slimectl.settings.launch_scripts.shell import Script
 from slimectl.settings.launch_scripts.shell_commands import Command
 from slimectl.settings.launch_scripts.shell_values import Field
 from slimectl.settings.launch_scripts.shell_variables import Note
+from slimectl.settings.launch_scripts.slime import SLIME
+from slimectl.settings.launch_scripts.trl import TRL
+from slimectl.settings.launch_scripts.verl import VERL
+
+DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (SLIME, VERL, TRL, OPENRLHF, ROLL)}
+
 
 PROGRAM = re.compile(r"[\w./~${}-]*\.py")
 MODULE = re.compile(r"\w+(\.\w+)+")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import serving
 
-from slimectl.engines.sglang.args import flags, interpreter, router_interpreter
-from slimectl.engines.sglang.launch import sglang_server
+from slimectl.engines.sglang.launch import flags, interpreter, router_interpreter, sglang_server
 from slimectl.errors import BackendError, SettingsError
 
 

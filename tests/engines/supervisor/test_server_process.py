@@ -20,7 +20,7 @@ import pytest
 
 from slimectl.engines.supervisor.server_process import ServerProcess, error_line
 from slimectl.errors import BackendError
-from slimectl.transport.request import get
+from slimectl.transport.http import get
 
 SERVER = """
     import http.server, os, subprocess, sys, threading, time

@@ -18,9 +18,9 @@ from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.policies.fsdp.critic import FsdpActorCritic
+from slimectl.policies.fsdp.policy import FsdpActorCritic
 from slimectl.policies.lora import LoraOptions, initial
-from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
+from slimectl.policies.megatron.policy import MegatronActorCritic, MegatronCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.recompute import Recompute
 

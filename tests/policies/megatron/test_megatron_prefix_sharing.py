@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slimectl.algorithms import prefix_trie
 from slimectl.architectures.parallel import ParallelLayout
-from slimectl.policies.megatron.critic import MegatronActorCritic
+from slimectl.policies.megatron.policy import MegatronActorCritic
 from slimectl.policies.optimizer import OptimizerOptions
 
 STILL = OptimizerOptions(lr=0.0, weight_decay=0.0)

@@ -15,8 +15,8 @@ from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.policies.fsdp.critic import FsdpActorCritic
-from slimectl.policies.megatron.critic import MegatronActorCritic
+from slimectl.policies.fsdp.policy import FsdpActorCritic
+from slimectl.policies.megatron.policy import MegatronActorCritic
 from slimectl.types import TrainingSample
 
 ModelDir = Callable[..., Path]

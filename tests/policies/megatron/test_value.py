@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slimectl.architectures.parallel import ParallelLayout
-from slimectl.policies.megatron.critic import MegatronCritic
+from slimectl.policies.megatron.policy import MegatronCritic
 
 ModelDir = Callable[..., Path]
 
