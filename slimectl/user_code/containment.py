@@ -23,6 +23,8 @@ LONGEST = 400
 EXIT_CODE = HookError.exit_code
 MODULE_PREFIX = "slimectl_hook_"
 """Prefix of the names of modules that are loaded from a user's file."""
+exit_at_once = os._exit
+"""os._exit as it is before calls of user code are refused, for a signal handler that interrupts user code."""
 
 _running: ContextVar[str] = ContextVar("running", default="")
 _user_modules: set[str] = set()
@@ -170,10 +172,9 @@ def _make_preventer(name: str, function: Callable[..., Any]) -> Callable[..., An
         if _is_users_module(frame.f_globals.get("__name__", "")):  # in a thread that user code started
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             stdio.logger.error(f"slimectl: a thread of a user's function called os.{name} ({place}); mend it there")
-            return original_exit(EXIT_CODE)
+            exit_at_once(EXIT_CODE)
         return function(*arguments)
 
-    original_exit = getattr(os._exit, "prevented", os._exit)
     prevented.prevented = function  # type: ignore[attr-defined]
     return prevented
 
@@ -191,4 +192,4 @@ def _leave_child(name: str) -> None:
     stdio.logger.error(
         f"slimectl: {name} forked this process, and its child came back; end it with os._exit, or use subprocess"
     )
-    getattr(os._exit, "prevented", os._exit)(EXIT_CODE)
+    exit_at_once(EXIT_CODE)
