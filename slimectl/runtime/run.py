@@ -27,6 +27,7 @@ from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState
 from slimectl.stdio import log_to_file, logger
+from slimectl.transport.shared_memory import remove_orphans
 
 
 class TrainingRun:
@@ -116,6 +117,7 @@ class TrainingRun:
                 self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=logger.warning)
             ending.enter_context(log_to_file(self.folder.path / "log.txt"))
             on_start()
+            remove_orphans()
             finished = yield from self._run_with_advice()
             if finished:
                 manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
