@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -79,6 +80,11 @@ def test_a_signal_to_all_processes_of_a_run_lets_the_round_end_and_saves(
     assert metrics_of(workshop).read_bytes() == whole
 
 
+def indices_by_round(workshop: Workshop) -> list[list[int]]:
+    files = sorted((workshop.folder / "runs" / "a").glob("step_*/samples.jsonl"))
+    return [sorted(json.loads(line)["index"] for line in file.read_text().splitlines()) for file in files]
+
+
 @pytest.mark.parametrize("place", ["round", "evaluation"])
 @pytest.mark.parametrize("async_level", [0, 1])
 def test_what_does_not_end_in_time_is_abandoned_and_the_round_before_is_saved(
@@ -103,6 +109,7 @@ def test_what_does_not_end_in_time_is_abandoned_and_the_round_before_is_saved(
     assert not list((workshop.folder / "runs" / "a").glob(".tmp-*"))
     (workshop.folder / "wait").unlink()
     workshop.slimectl("run", "--resume", "runs/a")
+    assert indices_by_round(workshop) == [[*range(16 * number, 16 * (number + 1))] for number in range(4)]
     if not async_level:
         lines, all_lines = metrics_of(workshop).read_bytes().splitlines(), whole.splitlines()
         assert lines == (all_lines[1:] if early else all_lines)
