@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import sysconfig
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -41,6 +43,7 @@ def contained(name: str) -> Iterator[None]:
     `name` identifies the code in errors, such as `score.custom_rm_path: own.py:reward`. Its exceptions pass unchanged.
     """
     _prevent_exits()
+    _report_threads()
     process, folder = os.getpid(), _working_directory()
     token = _running.set(name)
     try:
@@ -177,6 +180,33 @@ def _make_preventer(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     prevented.prevented = function  # type: ignore[attr-defined]
     return prevented
+
+
+# --- threads that user code starts ------------------------------------------------------------------------------------
+
+
+def _report_threads() -> None:
+    """Report an exception that ends a thread of user code in one line, as one of the function itself is."""
+    original = threading.excepthook
+    if hasattr(original, "reports_user_code"):
+        return
+
+    def report(arguments: threading.ExceptHookArgs) -> None:
+        error, frames = arguments.exc_value, traceback.walk_tb(arguments.exc_traceback)
+        lines = [
+            f"{frame.f_code.co_filename}:{line}"
+            for frame, line in frames
+            if _is_users_module(frame.f_globals.get("__name__", ""))
+        ]
+        if error is None or isinstance(error, SystemExit) or not lines:
+            original(arguments)
+            return
+        stdio.logger.error(
+            f"slimectl: a thread of a user's function raised {in_one_line(error)} ({lines[-1]}); mend it there"
+        )
+
+    report.reports_user_code = True  # type: ignore[attr-defined]
+    threading.excepthook = report
 
 
 def register_module(name: str) -> None:
