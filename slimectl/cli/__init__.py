@@ -27,6 +27,10 @@ def main() -> None:
 
         try:  # the help is written outside of every command
             app()
+        except SystemExit as end:
+            # Typer exits with 130 and without a word if any signal interrupts it while it reads the arguments.
+            cause = getattr(end.__context__, "__cause__", None)
+            raise (cause if isinstance(cause, KeyboardInterrupt) else end) from None
         finally:
             stdio.flush()
     except StorageError as error:
@@ -34,8 +38,8 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(EXIT_READER_GONE)
-    except KeyboardInterrupt as error:  # while commands are imported; later ones are handled by the command
-        stdio.say(f"slimectl: {error or 'interrupted'}")
+    except KeyboardInterrupt as error:  # before a command begins; later ones are handled by the command
+        stdio.say(f"slimectl: {str(error) or 'interrupted'}")
         sys.exit(getattr(error, "exit_code", EXIT_INTERRUPTED))
     finally:
         end_at_once()  # a late Ctrl-C must not interrupt the exit handlers of libraries

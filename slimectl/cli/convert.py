@@ -85,7 +85,6 @@ def convert(
 def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dry_run: bool) -> None:
     """Write the samples of slime's rollout dump as records."""
     from slimectl.cli.output import write_out
-    from slimectl.data.atomic_replace import refuse_existing
     from slimectl.data.hashing import content_hash
     from slimectl.data.manifest import Manifest
     from slimectl.data.slime_dumps import slime_samples
@@ -99,7 +98,10 @@ def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dr
         )
     if not source.is_file():
         raise SettingsError(f"{source}: no such file; give a dump of --save-debug-rollout-data")
-    refuse_existing(target, force=force)
+    if target.is_dir():
+        raise SettingsError(f"{target}: is a folder; the samples of a dump go into a file, such as samples.jsonl")
+    if target.exists() and not force:
+        raise SettingsError(f"{target}: exists already; add --force to replace it, or name another")
     if dry_run:
         stdio.emit(f"{source} -> {target} (samples)")
         return

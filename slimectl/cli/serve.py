@@ -107,7 +107,9 @@ def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int,
     from slimectl import builders
     from slimectl.builders import serving
     from slimectl.transport.listening import bound
+    from slimectl.transport.shared_memory import remove_orphans
 
+    remove_orphans()
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
     _import_models()
     key, drawn = serving.admin_key(settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from slimectl import stdio
@@ -66,11 +67,15 @@ class RoundInterrupt:
             handle_here(number, self._receive)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        from slimectl.runtime.grace import RoundAbandoned
+
         if self._timer is not None:
             self._timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if isinstance(error, RoundAbandoned) and self._first is not None:  # outside of what the run has recorded
+            raise Terminated(self._first) from error
 
     def _receive(self, number: int, _: Any) -> None:
         if self._over:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from slimectl.data.checks import shown
 from slimectl.data.records import sample_from_json
 from slimectl.errors import RecordError
 from slimectl.sandbox import torch_file
@@ -50,7 +51,13 @@ def slime_samples(path: Path) -> Iterator[Sample]:
         reason = outcome.error or outcome.status
         raise RecordError(f"{path}: not a rollout dump of slime's that can be read here: {reason}")
     for number, line in enumerate(outcome.stdout.splitlines()):
+        sample = json.loads(line)
+        if not isinstance(sample, dict):
+            raise RecordError(
+                f"{path}: sample {number}: expected an object, got {shown(sample)}; give a dump of "
+                f"--save-debug-rollout-data"
+            )
         try:
-            yield sample_from_json(json.loads(line), position=number)
+            yield sample_from_json(sample, position=number)
         except RecordError as error:
             raise RecordError(f"{path}: sample {number}: {error}") from None

@@ -24,6 +24,7 @@ from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.time_limits import reset_signals
 from slimectl.stdio import log_to_stderr
 from slimectl.user_code import ENDING
+from slimectl.user_code.containment import exit_at_once
 
 STOP_SIGNAL = signal.SIGUSR2
 """Signal by which the parent ends a worker: a scheduler sends SIGTERM to all processes of a job."""
@@ -272,6 +273,11 @@ def _set_up() -> None:
 
 
 def _exit(*_: Any) -> NoReturn:
-    """End the process with the clean-up of multiprocessing, but without freeing every module."""
-    util._exit_function()  # type: ignore[attr-defined]
-    os._exit(1)
+    """End the process with the clean-up of multiprocessing, but without freeing every module.
+
+    As a signal handler it may interrupt a user's function, which could catch whatever were raised here.
+    """
+    try:
+        util._exit_function()  # type: ignore[attr-defined]
+    finally:
+        exit_at_once(1)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class RoundAbandoned(KeyboardInterrupt):
-    """The time that a round got to end is over; raised in the middle of it."""
+    """The time that a round got to end is over; raised in the middle of it, or of the run's start."""
 
 
 class GracePeriod:
@@ -19,6 +19,7 @@ class GracePeriod:
     def __init__(self) -> None:
         self._shields = 0
         self._over = False
+        self._is_done = False
         self._callbacks: list[Callable[[], None]] = []
 
     def when_over(self, callback: Callable[[], None]) -> None:
@@ -32,6 +33,10 @@ class GracePeriod:
             callback()
         self._raise_if_over()
 
+    def finish(self) -> None:
+        """Raise nothing from here on: the last round has ended, and what follows closes the run's parts."""
+        self._is_done = True
+
     @contextmanager
     def shielded(self) -> Iterator[None]:
         """Finish the block before the round is abandoned."""
@@ -43,6 +48,6 @@ class GracePeriod:
         self._raise_if_over()
 
     def _raise_if_over(self) -> None:
-        if self._over and not self._shields:
+        if self._over and not self._shields and not self._is_done:
             self._over = False  # raised once: what follows saves and closes
             raise RoundAbandoned

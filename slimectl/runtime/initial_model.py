@@ -17,6 +17,7 @@ from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import SettingsError
 from slimectl.protocols import Policy
+from slimectl.runtime.grace import RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
@@ -131,10 +132,8 @@ class SftWarmup:
         steps = (report for report in train(samples, policy, sft, hooks=self.hooks) if report.is_step)
         for report in islice(steps, warmup.max_steps):
             if self.interrupted():
-                logger.warning(
-                    f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}"
-                )
-                raise KeyboardInterrupt
+                logger.warning("interrupted in the warm-up, which is to begin again")
+                raise RoundAbandoned
             train_metrics = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
             metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in train_metrics.items()}
             if too_long:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from slimectl.data.run_dir import RunDir
 from slimectl.errors import SlimectlError
 from slimectl.protocols import Progress
 from slimectl.runtime.evaluator import Evaluator
@@ -22,6 +23,13 @@ from slimectl.types import Sample, StepReport
 
 Reports = Generator[StepReport, None, bool]
 """The reports of a run, and whether it reached its end."""
+
+
+def abandonment(loss: str, folder: RunDir, resume_command: str) -> str:
+    """Say what a run abandoned, what its folder has saved, and how to go on."""
+    rounds = folder.checkpoints()
+    after = f"the last checkpoint is that of round {rounds[-1]}" if rounds else "there is no checkpoint yet"
+    return f"{loss} abandoned; {after}; go on with: {resume_command}"
 
 
 @dataclass
@@ -67,8 +75,9 @@ class ReportLoop:
                     yield report
                     return False
                 yield report
+            self._between_rounds = True
+            self.evaluator.evaluate()
             with self.grace.shielded():
-                self.evaluator.evaluate()
                 self._save(samples)
                 complete = True
         except RoundAbandoned:
@@ -129,9 +138,9 @@ class ReportLoop:
         folder, number = self.recorder.folder, self.state.rollout_id
         if self._between_rounds and number and number not in folder.checkpoints():
             self._save(samples)
-        rounds = folder.checkpoints()
-        after = f"the last checkpoint is that of round {rounds[-1]}" if rounds else "there is no checkpoint yet"
-        logger.warning(f"round {number + self._between_rounds} abandoned; {after}; go on with: {self.resume_command}")
+        is_last = self._between_rounds and number == self.settings.run.num_rollout
+        loss = f"the evaluation after round {number}" if is_last else f"round {number + self._between_rounds}"
+        logger.warning(abandonment(loss, folder, self.resume_command))
 
     @property
     def _reward_check(self) -> str:

@@ -17,9 +17,9 @@ from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Progress, StreamAbandoner
 from slimectl.runtime.evaluator import Evaluator
-from slimectl.runtime.grace import GracePeriod
+from slimectl.runtime.grace import GracePeriod, RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder
-from slimectl.runtime.report_loop import ReportLoop, Reports
+from slimectl.runtime.report_loop import ReportLoop, Reports, abandonment
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.runtime.run_parts import build_parts
 from slimectl.settings import Settings
@@ -27,6 +27,7 @@ from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState
 from slimectl.stdio import log_to_file, logger
+from slimectl.transport.shared_memory import remove_orphans
 
 
 class TrainingRun:
@@ -116,12 +117,8 @@ class TrainingRun:
                 self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=logger.warning)
             ending.enter_context(log_to_file(self.folder.path / "log.txt"))
             on_start()
-            executor = builders.executor(self.settings, logs=self.folder.path / "logs")
-            if isinstance(executor, StreamAbandoner):
-                self.grace.when_over(executor.abandon_streams)
-            with closing(executor):
-                self.executor = builders.tracked_executor(executor, self.settings, self.folder.path)
-                finished = yield from self._run_with_advice()
+            remove_orphans()
+            finished = yield from self._run_with_advice()
             if finished:
                 manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
             return finished
@@ -144,13 +141,25 @@ class TrainingRun:
             self.folder.discard()
 
     def _run_with_advice(self) -> Reports:
-        """Run; if training diverged, add to the error the last checkpoint and how to resume from it."""
+        """Run; of a start that is abandoned, and of training that diverged, say how to go on from which checkpoint."""
         try:
-            return (yield from self._run_with_restarts())
+            return (yield from self._run_on_executor())
+        except RoundAbandoned:
+            logger.warning(abandonment(f"round {self.state.rollout_id + 1}", self.folder, self._resume_command))
+            return False
         except DivergedError as error:
             rounds = self.folder.checkpoints()
             advice = f"the last checkpoint is {self.folder.step(rounds[-1])}" if rounds else "no checkpoint was saved"
             raise DivergedError(f"{error}; {advice}; go on with: {self._resume_command} -s train.lr=LOWER") from error
+
+    def _run_on_executor(self) -> Reports:
+        """Run on the processes or machines of an executor of its own."""
+        executor = builders.executor(self.settings, logs=self.folder.path / "logs")
+        if isinstance(executor, StreamAbandoner):
+            self.grace.when_over(executor.abandon_streams)
+        with closing(executor):
+            self.executor = builders.tracked_executor(executor, self.settings, self.folder.path)
+            return (yield from self._run_with_restarts())
 
     def _run_with_restarts(self) -> Reports:
         """Run; restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times."""
@@ -173,7 +182,7 @@ class TrainingRun:
         self.state = self.recorder.rewind(logger.warning)
         if self.state.rollout_id:
             logger.info(f"resuming {self.folder.path} after round {self.state.rollout_id}")
-        if total is not None and self.state.rollout_id >= total:
+        if total is not None and self.state.rollout_id >= total and self._is_evaluated:
             self.folder.prune(settings.run.keep_checkpoints)  # the run may have been killed before it pruned
             logger.info(f"all {total} rounds are done; raise run.num_rollout to go on")
             return True
@@ -208,7 +217,15 @@ class TrainingRun:
             waiting=loop.waiting,
         )
         ending.callback(reports.close)  # type: ignore[attr-defined] # a generator
-        return (yield from loop.consume(reports))
+        finished = yield from loop.consume(reports)
+        self.grace.finish()
+        return finished
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether the checkpoint has the evaluation of its round, which a signal may have abandoned."""
+        rounds = {number for number, _ in self.recorder.evaluations}
+        return not self.settings.eval.data or self.state.rollout_id in rounds
 
     def _expect_rounds(self) -> None:
         """Let progress measure from here on; the time of what came before says nothing of the rounds."""

@@ -149,6 +149,6 @@ def main() -> None:
     content = Reader(archive, folder).load()
     samples = content.get("samples") if isinstance(content, dict) else content
     if not isinstance(samples, list):
-        raise SystemExit("no list of samples in it")
+        raise ValueError("it has no list of samples")
     for sample in samples:
         print(json.dumps(plain(sample)))

@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import sysconfig
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -23,6 +25,8 @@ LONGEST = 400
 EXIT_CODE = HookError.exit_code
 MODULE_PREFIX = "slimectl_hook_"
 """Prefix of the names of modules that are loaded from a user's file."""
+exit_at_once = os._exit
+"""os._exit as it is before calls of user code are refused, for a signal handler that interrupts user code."""
 
 _running: ContextVar[str] = ContextVar("running", default="")
 _user_modules: set[str] = set()
@@ -39,6 +43,7 @@ def contained(name: str) -> Iterator[None]:
     `name` identifies the code in errors, such as `score.custom_rm_path: own.py:reward`. Its exceptions pass unchanged.
     """
     _prevent_exits()
+    _report_threads()
     process, folder = os.getpid(), _working_directory()
     token = _running.set(name)
     try:
@@ -170,12 +175,38 @@ def _make_preventer(name: str, function: Callable[..., Any]) -> Callable[..., An
         if _is_users_module(frame.f_globals.get("__name__", "")):  # in a thread that user code started
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             stdio.logger.error(f"slimectl: a thread of a user's function called os.{name} ({place}); mend it there")
-            return original_exit(EXIT_CODE)
+            exit_at_once(EXIT_CODE)
         return function(*arguments)
 
-    original_exit = getattr(os._exit, "prevented", os._exit)
     prevented.prevented = function  # type: ignore[attr-defined]
     return prevented
+
+
+# --- threads that user code starts ------------------------------------------------------------------------------------
+
+
+def _report_threads() -> None:
+    """Report an exception that ends a thread of user code in one line, as one of the function itself is."""
+    original = threading.excepthook
+    if hasattr(original, "reports_user_code"):
+        return
+
+    def report(arguments: threading.ExceptHookArgs) -> None:
+        error, frames = arguments.exc_value, traceback.walk_tb(arguments.exc_traceback)
+        lines = [
+            f"{frame.f_code.co_filename}:{line}"
+            for frame, line in frames
+            if _is_users_module(frame.f_globals.get("__name__", ""))
+        ]
+        if error is None or isinstance(error, SystemExit) or not lines:
+            original(arguments)
+            return
+        stdio.logger.error(
+            f"slimectl: a thread of a user's function raised {in_one_line(error)} ({lines[-1]}); mend it there"
+        )
+
+    report.reports_user_code = True  # type: ignore[attr-defined]
+    threading.excepthook = report
 
 
 def register_module(name: str) -> None:
@@ -191,4 +222,4 @@ def _leave_child(name: str) -> None:
     stdio.logger.error(
         f"slimectl: {name} forked this process, and its child came back; end it with os._exit, or use subprocess"
     )
-    getattr(os._exit, "prevented", os._exit)(EXIT_CODE)
+    exit_at_once(EXIT_CODE)

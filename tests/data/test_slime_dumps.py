@@ -63,6 +63,9 @@ def test_a_dump_becomes_samples_and_what_is_pickled_in_it_does_not_run(workshop:
     assert "a pickle, which could run code; --unpickle reads" in workshop.stderr
     workshop.slimectl("convert", "3.pt", "samples.jsonl", "--unpickle")
     assert workshop.stderr.strip() == "samples.jsonl: 2 samples"
+    workshop.slimectl("convert", "3.pt", "samples.jsonl", "--unpickle", code=2)
+    assert "samples.jsonl: exists already; add --force" in workshop.stderr
+    workshop.slimectl("convert", "3.pt", "samples.jsonl", "--unpickle", "--force")
     first, second = read_samples(workshop.folder / "samples.jsonl")
     assert not touched.exists()
     assert (first.group_index, first.index, first.tokens, first.loss_mask) == (4, 9, [5, 6, 7], [1, 0])
@@ -78,16 +81,38 @@ def test_other_stages_name_the_command_that_reads_a_dump(tmp_path: Path):
         next(read_samples(dumped(tmp_path / "3.pt", sample())))
 
 
-@pytest.mark.parametrize("content", [b"no archive", None], ids=["no archive", "weights"])
-def test_what_is_no_dump_is_refused_in_a_line(tmp_path: Path, content: bytes | None):
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"no archive", "BadZipFile"), ({"weight": torch.zeros(2)}, "it has no list of samples")],
+    ids=["no archive", "weights"],
+)
+def test_what_is_no_dump_is_refused_in_a_line(tmp_path: Path, content: Any, reason: str):
     path = tmp_path / "model.pt"
-    if content is None:
-        torch.save({"weight": torch.zeros(2)}, path)
-    else:
+    if isinstance(content, bytes):
         path.write_bytes(content)
-    with pytest.raises(RecordError, match="not a rollout dump of slime's that can be read here") as refusal:
+    else:
+        torch.save(content, path)
+    refusal = f"model.pt: not a rollout dump of slime's that can be read here: .*{reason}"
+    with pytest.raises(RecordError, match=refusal) as error:
         list(slime_samples(path))
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ([1, 2], "a list"), (None, "null"), ("text", "'text'"), ((1, (2, None)), "a list"), (torch.zeros(2), "a list"),
+        (7, "7"), (Ending.TRUNCATED, "'truncated'"), (b"bytes", "null"),
+    ],
+)  # fmt: skip
+def test_an_entry_that_is_no_sample_is_refused_in_a_line(tmp_path: Path, entry: Any, words: str):
+    path = dumped(tmp_path / "3.pt", sample(), entry)
+    samples = slime_samples(path)
+    assert next(samples).index == 9
+    with pytest.raises(RecordError) as error:
+        next(samples)
+    way_out = "give a dump of --save-debug-rollout-data"
+    assert str(error.value) == f"{path}: sample 1: expected an object, got {words}; {way_out}"
 
 
 def test_classes_are_inert_whatever_they_are_called(tmp_path: Path):

@@ -10,13 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slimectl.errors import HookError
 from slimectl.executors import worker_pool
 from slimectl.executors.worker_pool import WorkerDiedError, WorkerPool, WorkerStuckError
+from slimectl.user_code import converted
 
 
 @pytest.fixture
@@ -161,6 +164,49 @@ def test_the_end_of_the_pool_ends_calls_under_way_and_cancels_those_that_wait(tm
         waiting.result(0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+class BusyWhenFreed:
+    """An exception in its __del__ cannot be raised: Python prints its traceback."""
+
+    def __del__(self) -> None:
+        deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline:
+            pass
+
+
+def catches_everything(file: Path) -> None:
+    file.touch()
+    while True:
+        with suppress(BaseException):
+            BusyWhenFreed()
+
+
+def runs_as_user_code(file: Path) -> None:
+    with converted("score.custom_rm_path: mine.py:reward"):
+        catches_everything(file)
+
+
+def fails_once_it_exists(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+    with converted("score.custom_rm_path: mine.py:reward"):
+        raise ValueError("no")
+
+
+def test_a_failing_reward_ends_a_busy_one_beside_it_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker_pool, "GRACE_S", 20.0)
+    pool = WorkerPool(2)
+    busy = pool.submit(runs_as_user_code, tmp_path / "busy", timeout_s=None)
+    with pytest.raises(HookError, match="raised ValueError: no"):
+        pool.submit(fails_once_it_exists, tmp_path / "busy", timeout_s=None).result()
+    pool.close()
+    with pytest.raises(WorkerDiedError) as death:
+        busy.result(0)
+    assert death.value.exit_code == 1  # it ended itself, and was not killed
+    assert capfd.readouterr().err == ""
 
 
 def test_a_program_that_does_not_close_its_pool_ends(tmp_path: Path):

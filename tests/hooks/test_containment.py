@@ -154,6 +154,27 @@ def test_an_exit_in_a_thread_is_an_error_with_words(tmp_path: Path):
     )
 
 
+def test_an_exception_in_a_thread_is_one_line(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import threading\n"
+        "def fails(): int('one')\n"
+        "def f(sample):\n"
+        "    thread = threading.Thread(target=fails); thread.start(); thread.join(); return 1\n"
+    )
+    code = (
+        f"from slimectl.user_code import Hook; import threading\n"
+        f"hook = Hook({str(tmp_path / 'mine.py:f')!r}, setting='s', offers=('sample',))\n"
+        f"print(hook({{'sample': 1}}), hook({{'sample': 1}}))\n"
+        f"ours = threading.Thread(target=int, args=('two',)); ours.start(); ours.join()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    message = "raised ValueError: invalid literal for int() with base 10: 'one'"
+    line = f"slimectl: a thread of a user's function {message} ({tmp_path}/mine.py:2); mend it there"
+    assert result.stdout == "1 1\n"
+    assert result.stderr.splitlines()[:2] == [line, line]
+    assert "'two'" in result.stderr.splitlines()[-1]  # a bug of slimectl's keeps its traceback
+
+
 def test_a_child_that_comes_back_from_a_fork_does_not_go_on(tmp_path: Path):
     (tmp_path / "mine.py").write_text("import os\ndef f(sample):\n    return os.fork() and os.wait()[1]\n")
     hook = f"Hook({str(tmp_path / 'mine.py:f')!r}, setting='s', offers=('sample',))"

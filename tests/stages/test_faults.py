@@ -183,15 +183,27 @@ def machine_of_the_ranks(machines: Any) -> Any:
     raise AssertionError("no machine has two ranks")
 
 
-@pytest.mark.parametrize("how", ["interrupt twice", "kill"])
-def test_nothing_is_left_running_when_the_run_is_ended(workshop: Workshop, how: str, tmp_path: Path):
+def shared_blocks(owner: ForkedProcess) -> list[Path]:
+    """The blocks of shared memory of a process."""
+    return [*Path("/dev/shm").glob(f"slimectl_{owner.pid}_*")]
+
+
+@pytest.mark.parametrize("how", ["interrupt twice", "kill", "kill the group"])
+def test_nothing_is_left_when_the_run_is_ended(workshop: Workshop, how: str):
     permit(workshop, 1)
     # Of the tests here this one has servers that begin as for users.
-    process = started(workshop, *ROUNDS, "--name", "a", "--engines", "2", fork_children=how != "kill")
+    options = {"fork_children": how != "kill", "new_session": how == "kill the group"}
+    process = started(workshop, *ROUNDS, "--name", "a", "--engines", "2", "-s", "sync.transport=tensor", **options)
     until(lambda: rounds_done(workshop, "a") == 1, process=process)
     left = psutil.Process(process.pid).children(recursive=True)
     assert len(left) >= 2
-    if how == "kill":
+    assert len(shared_blocks(process)) == 1
+    if how == "kill the group":
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert len(shared_blocks(process)) == 1  # nobody is left who could remove it: the next run does
+        workshop.slimectl("run", *ROUNDS, "-s", "run.num_rollout=1", "--name", "b")
+    elif how == "kill":
         process.kill()
         process.wait()
     else:
@@ -201,4 +213,4 @@ def test_nothing_is_left_running_when_the_run_is_ended(workshop: Workshop, how: 
         assert process.wait(timeout=300) in (130, 0)
     _, alive = psutil.wait_procs(left, timeout=300)
     assert not alive
-    assert not [name for name in os.listdir("/dev/shm") if str(process.pid) in name]
+    assert not shared_blocks(process)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from workshop import Workshop, killed, set_up
+from workshop import REWARD, Workshop, killed, set_up
 
 KILLS_AT_BYTES = (0, 1, 900, 2000, 3500, 5000)
 """Sizes of metrics.jsonl at which the run is killed: before the first line, and somewhere in each later round."""
@@ -45,6 +49,72 @@ def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(
         last = Path("step_000006") / "policy" / file
         assert (broken / last).read_bytes() == (whole / last).read_bytes()
     assert not list(broken.glob(".tmp-*"))
+
+
+LAST_ROUND = 2
+KILL = """
+
+import os, sys
+from pathlib import Path
+
+def kill(event, arguments):
+    \"\"\"Kill this process at the event that POINT names: kind, end of the path, lines of the last round by then.\"\"\"
+    global point
+    if not point or event != point[0]:
+        return
+    path = arguments[event == "os.symlink"]
+    if str(path).endswith("runs/broken/" + point[1]):
+        awaited, point = point, None
+        metrics = Path("runs/broken/metrics.jsonl")
+        if (metrics.read_text() if metrics.exists() else "").count('"rollout_id": 2') == int(awaited[2]):
+            os.kill(os.getpid(), 9)
+        point = awaited
+
+point = os.environ.get("POINT", "").split()
+sys.addaudithook(kill)
+"""
+KILLS_IN_THE_LAST_ROUND = (
+    "os.mkdir .tmp-step_000001 0",
+    "open perf.jsonl 1",
+    "open metrics.jsonl 1",  # for the evaluation
+    "os.mkdir .tmp-step_000002/policy 2",
+    "os.rename .tmp-step_000002 2",
+    "os.symlink .tmp-latest 2",
+    "os.rename .tmp-latest 2",
+    "os.rename .tmp-manifest.json 2",
+)
+"""Where runs are killed in the last of two rounds, one after the other: event, file, lines of that round by then."""
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What a run ends with; perf.jsonl has times, and so its size is no matter."""
+    files = [run / "metrics.jsonl", *sorted(run.rglob("*.safetensors")), *sorted(run.rglob("samples.jsonl"))]
+    states = [json.loads(path.read_text()) for path in sorted(run.rglob("state.json"))]
+    for state in states:
+        del state["sizes"]["perf.jsonl"]
+    return {
+        "digests": {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
+        "states": states,
+        "latest": os.readlink(run / "latest"),
+        "counts": json.loads((run / "manifest.json").read_text())["counts"],
+        "names": sorted(path.name for path in run.iterdir()),
+    }
+
+
+def test_kills_in_the_last_round_leave_no_trace_in_what_the_run_ends_with(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+):
+    (workshop.folder / "reward.py").write_text(REWARD + KILL)
+    rounds = ("-s", f"run.num_rollout={LAST_ROUND}", "-s", "eval.before_train=false")
+    workshop.slimectl("run", "--name", "whole", *rounds)
+    command = ["run", "--name", "broken", *rounds]
+    for point in KILLS_IN_THE_LAST_ROUND:
+        monkeypatch.setenv("POINT", point)
+        assert workshop.start(*command, stderr=subprocess.DEVNULL).wait(timeout=300) == -signal.SIGKILL, point
+        command = ["run", "--resume", "runs/broken"]
+    monkeypatch.delenv("POINT")
+    workshop.slimectl("run", "--resume", "runs/broken")
+    assert outcome(workshop.folder / "runs" / "broken") == outcome(workshop.folder / "runs" / "whole")
 
 
 TENSOR = ["cluster.actor_num_gpus_per_node=2", "megatron.tensor_model_parallel_size=2"]

@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from slimectl.engines.http import weight_client
 from slimectl.engines.http.weight_client import SharedMemoryBlock
 from slimectl.engines.server.schema import RequestBody
 from slimectl.engines.server.weight_updates import shared_tensors
 from slimectl.engines.sglang.weight_client import SglangWorkers, flatten, pickled
 from slimectl.errors import BackendError, StorageError
+from slimectl.transport import shared_memory
 from slimectl.weight_sync.memory import TensorSync
 
 TENSORS = [
@@ -152,9 +152,8 @@ def test_a_push_writes_every_tensor_once_into_memory_that_the_next_push_uses_aga
 def test_what_does_not_fit_into_shared_memory_is_said_before_it_kills(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(StorageError, match=r"/dev/shm: \d+ MiB are free, a message of weights takes \d+"):
         SharedMemoryBlock(2**60)
-    monkeypatch.setattr(
-        weight_client, "SHARED_MEMORY", "/nowhere"
-    )  # a system without it: memory is asked for as it is needed
+    # A system without the folder: memory is asked for as it is needed.
+    monkeypatch.setattr(shared_memory, "FOLDER", Path("/nowhere"))
     assert SharedMemoryBlock(8).size == 8
 
 

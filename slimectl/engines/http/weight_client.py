@@ -10,12 +10,10 @@ import io
 import json
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,9 @@ from torch import Tensor
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.errors import BackendError, StorageError
+from slimectl.transport import shared_memory
 from slimectl.transport.http import Reply, parsed
+from slimectl.transport.shared_memory import SharedMemoryFile, free_bytes
 
 NamedTensor = tuple[str, Tensor]
 
@@ -40,7 +40,6 @@ IDLE_TIMEOUT_S = 10.0
 """Seconds that a paused engine may take to end its last answers before its prefix cache is flushed."""
 UPDATE_PATH = "/update_weights"
 """A path that takes the admin key, as every request of a push does."""
-SHARED_MEMORY = "/dev/shm"
 RESERVED_BYTES = 16 * 2**20
 """Bytes of shared memory that are allocated at once."""
 
@@ -191,7 +190,7 @@ class HttpWorkers:
         if not self.shares_memory:
             yield None
             return
-        block = _UNUSED.pop(most_bytes, None) or SharedMemoryBlock(min(most_bytes, _free_bytes()))
+        block = _UNUSED.pop(most_bytes, None) or SharedMemoryBlock(min(most_bytes, free_bytes()))
         block.clear()
         self._lent = block
         try:
@@ -310,12 +309,15 @@ class SharedMemoryBlock:
     """
 
     def __init__(self, size: int) -> None:
-        _check_room(size)
+        shared_memory.remove_orphans()
+        if free_bytes() < size:  # containers often have 64 MiB
+            raise _no_room(size)
         self.size = size
         # Twice the size, of which only what is used is allocated: alignment takes less than the tensors' bytes.
-        self._memory = SharedMemory(create=True, size=max(1, 2 * size))
+        self._file = SharedMemoryFile(2 * size)
+        self._memory = self._file.memory
         self._used = self._end = self._reserved = 0
-        self.free = weakref.finalize(self, _release, self._memory)
+        self.free = weakref.finalize(self, self._file.close)
 
     def clear(self) -> None:
         """Begin a message; the tensors of the last one will be overwritten."""
@@ -352,12 +354,11 @@ class SharedMemoryBlock:
 
     def _reserve(self, end: int) -> None:
         """Allocate the pages up to `end`: a write without room for its page would kill the process, by SIGBUS."""
-        if end <= self._reserved or not os.path.isdir(SHARED_MEMORY):
+        if end <= self._reserved:
             return
         goal = min(-(-end // RESERVED_BYTES) * RESERVED_BYTES, self._memory.size)
         try:
-            with open(os.path.join(SHARED_MEMORY, self._memory.name.lstrip("/")), "r+b") as file:
-                os.posix_fallocate(file.fileno(), self._reserved, goal - self._reserved)
+            self._file.allocate(self._reserved, goal)
         except OSError as error:
             raise _no_room(goal - self._reserved) from error
         self._reserved = goal
@@ -367,27 +368,7 @@ _UNUSED: dict[int, SharedMemoryBlock] = {}
 """The block of this process's last push, by the bytes that were asked for, until the next push takes it."""
 
 
-def _release(memory: SharedMemory) -> None:
-    memory.close()
-    memory.unlink()
-
-
-def _free_bytes() -> int:
-    """Return the free space of /dev/shm; without limit on a system that has none."""
-    if not os.path.isdir(SHARED_MEMORY):
-        return sys.maxsize
-    status = os.statvfs(SHARED_MEMORY)
-    return status.f_bavail * status.f_frsize
-
-
-def _check_room(size: int) -> None:
-    """Check the free space of /dev/shm, of which containers often have 64 MiB."""
-    if _free_bytes() < size:
-        raise _no_room(size)
-
-
 def _no_room(size: int) -> StorageError:
-    return StorageError(
-        f"{SHARED_MEMORY}: {_free_bytes() / 2**20:.0f} MiB are free, a message of weights takes {size / 2**20:.0f};"
-        " give the container more shared memory, or lower sync.update_weight_buffer_size"
-    )
+    room = f"{free_bytes() / 2**20:.0f} MiB are free, a message of weights takes {size / 2**20:.0f}"
+    remedy = "give the container more shared memory, or lower sync.update_weight_buffer_size"
+    return StorageError(f"{shared_memory.FOLDER}: {room}; {remedy}")

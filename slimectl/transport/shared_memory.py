@@ -1,0 +1,95 @@
+"""Shared memory that other processes of this machine open by name; later ones remove that of a killed owner."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import sys
+from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+FOLDER = Path("/dev/shm")
+PREFIX = "slimectl_"
+"""Prefix of the names of blocks; the owner's process id follows, for whoever looks into the folder."""
+
+
+class SharedMemoryFile:
+    """A block of shared memory; its owner holds a lock on the file until it closes the block.
+
+    The lock is flock's, which the kernel releases however the owner ends; by it `remove_orphans` knows blocks in use.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._pid = os.getpid()
+        while True:
+            name = f"{PREFIX}{self._pid}_{secrets.token_hex(4)}"
+            self.memory = SharedMemory(name, create=True, size=max(1, nbytes))
+            self._lock = _locked(FOLDER / name, wait=True) if FOLDER.is_dir() else None
+            if self._lock is None or _is_named(FOLDER / name, self._lock):
+                return
+            self.close()  # removed as an orphan between its creation and its lock
+
+    def allocate(self, start: int, end: int) -> None:
+        """Allocate the pages from byte `start` to `end`. Raises OSError if there is no room."""
+        if self._lock is not None:
+            os.posix_fallocate(self._lock, start, end - start)
+
+    def close(self) -> None:
+        """Remove the block; what others have mapped of it stays theirs, and so does it in a forked child."""
+        self.memory.close()
+        if os.getpid() != self._pid:
+            return
+        with suppress(FileNotFoundError):
+            self.memory.unlink()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_orphans() -> None:
+    """Remove this user's blocks whose owners have ended without closing them, as by kill -9."""
+    with suppress(OSError):
+        for path in FOLDER.glob(f"{PREFIX}*"):
+            lock = _locked(path, wait=False)
+            if lock is not None:
+                try:
+                    if _is_named(path, lock):
+                        path.unlink()
+                finally:
+                    os.close(lock)
+
+
+def free_bytes() -> int:
+    """Return the free space of shared memory; without limit on a system that has no folder for it."""
+    if not FOLDER.is_dir():
+        return sys.maxsize
+    status = os.statvfs(FOLDER)
+    return status.f_bavail * status.f_frsize
+
+
+def _locked(path: Path, *, wait: bool) -> int | None:
+    """Return a descriptor of a block that is locked; None if it is in use, or is no block of this user's."""
+    try:
+        # Neither a symbolic link nor a pipe, whose open would block for ever: any user may create one there.
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} is not a block of this user")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _is_named(path: Path, descriptor: int) -> bool:
+    """Return whether the open file still has its name."""
+    with suppress(OSError):
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    return False

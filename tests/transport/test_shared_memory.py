@@ -1,0 +1,65 @@
+"""A block of shared memory goes with its owner, or with the next process that looks, however its owner ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slimectl.transport.shared_memory import FOLDER, PREFIX, SharedMemoryFile, remove_orphans
+
+OWNER = """
+import sys
+from slimectl.transport.shared_memory import SharedMemoryFile
+print(SharedMemoryFile(64).memory.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def owner() -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process of a group of its own that has a block, and the block's file."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        yield process, FOLDER / process.stdout.readline().strip()
+
+
+def test_the_block_of_a_killed_group_is_removed_by_the_next_process(owner: tuple[subprocess.Popen[str], Path]):
+    process, block = owner
+    remove_orphans()
+    assert block.exists()  # in use
+    os.killpg(process.pid, signal.SIGKILL)  # with multiprocessing's resource tracker, which removes it otherwise
+    process.wait()
+    assert block.exists()
+    remove_orphans()
+    assert not block.exists()
+
+
+def test_a_block_in_use_stays_though_its_owner_opens_and_closes_it_again():
+    block = SharedMemoryFile(64)
+    file = FOLDER / block.memory.name
+    file.read_bytes()
+    remove_orphans()
+    assert file.exists()
+    block.close()
+    assert not file.exists()
+
+
+def test_what_is_no_block_stays(tmp_path: Path):
+    link, pipe = (FOLDER / f"{PREFIX}{os.getpid()}_{kind}" for kind in ("link", "pipe"))
+    link.symlink_to(tmp_path)
+    os.mkfifo(pipe)
+    try:
+        remove_orphans()
+        assert link.is_symlink()
+        assert pipe.is_fifo()
+    finally:
+        link.unlink()
+        pipe.unlink()
