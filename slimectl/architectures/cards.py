@@ -58,16 +58,31 @@ def aliases(cards: Path) -> dict[str, str]:
 
 
 def path_of(name: str) -> Path:
-    """Return the file of a card, by its name or an alias in any case. Raises SettingsError with the nearest name."""
+    """Return the file of a card, by its name, an alias or an id of a hub, in any spelling.
+
+    Raises SettingsError with the nearest name.
+    """
     cards = names()
     if name in cards:
         return folder() / f"{name}.toml"
-    lowered = {known.lower(): card for known, card in [*aliases(folder()).items(), *((card, card) for card in cards)]}
-    if (card := lowered.get(name.lower())) is None:
-        matches = difflib.get_close_matches(name.lower(), lowered, n=1)
+    known = aliases(folder()) | {card: card for card in cards}
+    card = next((card for each, card in known.items() if spelling(each) == spelling(name)), None)
+    if card is None:
+        lowered = {each.lower(): card for each, card in known.items()}
+        matches = difflib.get_close_matches(name.rpartition("/")[2].lower(), lowered, n=1)
         hint = f"did you mean {lowered[matches[0]]}?" if matches else f"known are {', '.join(cards)}"
         raise SettingsError(f"model.card: no card {name!r}; {hint}")
     return folder() / f"{card}.toml"
+
+
+def spelling(name: str) -> str:
+    """Return what two spellings of a model's name share: no organisation, no capitals, dots between digits alone.
+
+    >>> spelling("meta-llama/Llama-3.1_8B"), spelling("llama3-1-8b")
+    ('llama3.1.8b', 'llama3.1.8b')
+    """
+    text = re.sub(r"(?<=\d)[^a-z0-9]+(?=\d)", ".", name.rpartition("/")[2].lower())
+    return re.sub(r"[^a-z0-9.]+|(?<!\d)\.|\.(?!\d)", "", text)
 
 
 def load(name: str) -> dict[str, Any]:

@@ -6,7 +6,9 @@ import json
 import os
 import secrets
 import string
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -37,18 +39,45 @@ def roll_metrics(metrics: Metrics, *, prompts_per_round: int) -> Metrics:
 
 
 def check_trackers(settings: Settings) -> None:
-    """Check, without loading any library, that the trackers can start.
+    """Check that the trackers can start, loading no library but those that have arguments in track.kwargs.
 
     Raises MissingExtraError for a library that is not installed, BackendError for a package that is broken,
-    SettingsError for a shared run that is to be offline.
+    SettingsError for an argument of track.kwargs that a tracker does not take, or a shared run that is to be offline.
     """
     for name in settings.track.with_:
         library = TRACKERS.fact(name, "library")
         if library is not None and find_spec(library) is None:
             raise MissingExtraError(library, extra=library, wanted_by="track.with")
+        if settings.track.kwargs.get(name):
+            _check_arguments(name, settings)
+            reveal(settings.track.kwargs[name], setting=f"track.kwargs.{name}")
     _check_shared_mode(settings)
-    if settings.track.prometheus_port is not None and find_spec("prometheus_client") is None:
-        raise MissingExtraError("prometheus_client", extra="prometheus", wanted_by="track.prometheus_port")
+    reveal(settings.track.api_key, setting="track.api_key")
+    if settings.track.prometheus_port is not None:
+        if find_spec("prometheus_client") is None:
+            raise MissingExtraError("prometheus_client", extra="prometheus", wanted_by="track.prometheus_port")
+        from slimectl.trackers.prometheus import check_address
+
+        check_address(settings.track.prometheus_host, settings.track.prometheus_port)
+
+
+def check_tracker_arguments(settings: Settings) -> None:
+    """Raise SettingsError for an argument of track.kwargs that a tracker whose library is installed does not take."""
+    for name in settings.track.kwargs:
+        library = TRACKERS.fact(name, "library")
+        if library is None or find_spec(library) is not None:
+            _check_arguments(name, settings)
+
+
+def _check_arguments(name: str, settings: Settings) -> None:
+    """Raise SettingsError for an argument of track.kwargs that the tracker does not take."""
+    from slimectl.trackers.arguments import accepted_arguments, check_arguments
+    from slimectl.trackers.base import starting
+
+    with starting(name, way_out=f"repair its library, or drop {name} from track.with"), redirect_stdout(sys.stderr):
+        accepted = accepted_arguments(TRACKERS.load(name))
+    if accepted is not None:
+        check_arguments(f"track.kwargs.{name}", settings.track.kwargs[name], accepted)
 
 
 def _check_shared_mode(settings: Settings) -> None:
@@ -176,6 +205,8 @@ def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:
     from slimectl.trackers.base import starting
 
     make = TRACKERS.load(name)
+    if settings.track.kwargs.get(name):
+        _check_arguments(name, settings)
     arguments = reveal(settings.track.kwargs.get(name, {}), setting=f"track.kwargs.{name}")
     if TRACKERS.is_third_party(name) and (cls := getattr(make, "settings_class", None)):
         arguments["settings"] = settings.part_section(name, cls)

@@ -232,7 +232,9 @@ class TrackSettings(Section):
     def _name_the_tracker(cls, values: Any) -> Any:
         """Put arguments that name no tracker under the only library's in `with`, as ROLL's files mean them."""
         kwargs = values.get("kwargs") if isinstance(values, dict) else None
-        if not isinstance(kwargs, dict) or all(isinstance(arguments, dict) for arguments in kwargs.values()):
+        if not isinstance(kwargs, dict) or not kwargs:
+            return values
+        if any(name in TRACKERS and isinstance(arguments, dict) for name, arguments in kwargs.items()):
             return values
         trackers = values.get("with", values.get("with_", []))
         libraries = {trackers} if isinstance(trackers, str) else {name for name in trackers if name not in OWN_TRACKERS}

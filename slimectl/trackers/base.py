@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from slimectl.errors import BackendError, SettingsError, SlimectlError
 from slimectl.protocols import NO_PROGRESS, Progress, Tracker
 from slimectl.stdio import logger
@@ -129,7 +131,10 @@ class FaultTolerantTracker:
 
 
 def first_line(error: BaseException) -> str:
-    """First non-empty line of an error's message, or the name of its type."""
+    """First non-empty line of an error's message, or the name of its type; of a refused field its name and why."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

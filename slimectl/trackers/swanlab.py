@@ -13,13 +13,14 @@ from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
+from slimectl.trackers.arguments import Accepted, fields, parameters
 from slimectl.trackers.base import TrackedRun, starting
 from slimectl.trackers.history import History, Point, log_records
 from slimectl.types import TableRow
 
 WAY_OUT = 'set SWANLAB_API_KEY (or run `swanlab login`), or track.mode = "offline", or drop swanlab from track.with'
 
-NAMES = {"experiment_name": "name", "logdir": "log_dir"}
+NAMES = {"experiment_name": "name", "logdir": "log_dir", "notes": "description"}
 """Older names of arguments, which swanlab.init ignores beside the present ones."""
 
 HELD_BACK_S = 0.75
@@ -57,8 +58,10 @@ class SwanlabTracker:
             if login_kwargs:
                 swanlab.login(**{"relogin": True, **login_kwargs})
             kwargs = {NAMES.get(name, name): value for name, value in kwargs.items()}
+            settings = kwargs.pop("settings", {})
             # The console belongs to the user and is not recorded.
-            init_kwargs = {"settings": swanlab.Settings(terminal={"proxy_type": "none"}), **arguments, **kwargs}
+            settings = {**settings, "terminal": {"proxy_type": "none", **settings.get("terminal", {})}}
+            init_kwargs = {**arguments, **kwargs, "settings": swanlab.Settings(**settings)}
             self._run = swanlab.init(**init_kwargs)
             # The service refuses steps that it has; the file of a killed process may lack the last ones.
             files = Path(init_kwargs["log_dir"]).glob(f"run-*/run-{init_kwargs['id']}.swanlab")
@@ -68,6 +71,14 @@ class SwanlabTracker:
                 history = History.read("swanlab", lambda: points, by_axis=False)
             self.skips_held, self.keeps_lines = history is not None, history is None
             self._history = history or History()
+
+    @staticmethod
+    def accepted_arguments() -> Accepted:
+        """Return the arguments of `swanlab.init`, which ignores others, under both their names, and `login_kwargs`."""
+        import swanlab
+
+        tables = {"login_kwargs": parameters(swanlab.login), "settings": fields(swanlab.Settings)}
+        return parameters(swanlab.init) | dict.fromkeys(NAMES) | tables
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         metrics = self._history.missing(metrics, step)

@@ -10,6 +10,7 @@ from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
+from slimectl.trackers.arguments import Accepted, parameters
 from slimectl.trackers.base import TrackedRun, starting
 from slimectl.types import TableRow
 
@@ -35,6 +36,13 @@ class TensorboardTracker:
             self.cut_back = Path(folder).resolve() == (run.folder / "tensorboard").resolve()
             purge = None if self.cut_back or run.resumed_at is None else run.resumed_at + 1
             self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": purge, **kwargs})
+
+    @staticmethod
+    def accepted_arguments() -> Accepted:
+        """Return the arguments of `SummaryWriter`."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return parameters(SummaryWriter)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._axes |= {name: value for name, value in metrics.items() if name.endswith("/step")}

@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from slimectl.errors import MissingExtraError
+from slimectl.trackers.arguments import Accepted, parameters
 from slimectl.trackers.base import TrackedRun, starting
 from slimectl.trackers.history import History, points_of
 from slimectl.types import TableRow
@@ -51,6 +52,13 @@ class TrackioTracker:
                 history = History.read("trackio", lambda: points_of(_rows(arguments), step="step"))
             self.skips_held, self.keeps_lines = history is not None, history is None
             self._history = history or History()
+
+    @staticmethod
+    def accepted_arguments() -> Accepted:
+        """Return the arguments of `trackio.init`."""
+        import trackio
+
+        return parameters(trackio.init)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         if metrics := self._history.missing(metrics, step):

@@ -13,6 +13,7 @@ from typing import Any
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
 from slimectl.stdio import logger
+from slimectl.trackers.arguments import Accepted, fields, parameters
 from slimectl.trackers.base import Identity, TrackedRun, first_line, starting
 from slimectl.trackers.history import History, log_records, points_of
 from slimectl.types import TableRow
@@ -68,6 +69,13 @@ class WandbTracker:
             self.skips_held, self.keeps_lines = history is not None, history is None
             self._history = history or History()
             self._run = wandb.init(**arguments, settings=settings)
+
+    @staticmethod
+    def accepted_arguments() -> Accepted:
+        """Return the arguments of `wandb.init`."""
+        import wandb
+
+        return parameters(wandb.init) | {"settings": fields(wandb.Settings)}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         metrics = self._history.missing(metrics, step)

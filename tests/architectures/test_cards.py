@@ -349,12 +349,31 @@ def test_suggested_layouts_are_legal_and_fit(name: str, gpus: int):
 @pytest.mark.parametrize(
     ("alias", "name"),
     [("deepseek-r1", "deepseek-v3"), ("DeepSeek-V3.1", "deepseek-v3"), ("glm4.6", "glm4.5-355B-A32B"),
-     ("GLM4.7-355B-A32B", "glm4.5-355B-A32B"), ("glm-z1-9B", "glm4-9B"), ("Qwen3-4B", "qwen3-4B")],
+     ("GLM4.7-355B-A32B", "glm4.5-355B-A32B"), ("glm-z1-9B", "glm4-9B"), ("Qwen3-4B", "qwen3-4B"),
+     ("GLM-4.6", "glm4.5-355B-A32B"), ("GLM-4.7", "glm4.5-355B-A32B"), ("GLM-4.7-Flash", "glm4.7-30B-A3B"),
+     ("zai-org/GLM-4.6", "glm4.5-355B-A32B"), ("THUDM/GLM-Z1-9B-0414", "glm4-9B"), ("Llama-3-70B", "llama3-70B"),
+     ("meta-llama/Meta-Llama-3-70B", "llama3-70B"), ("meta-llama/Llama-3.1-8B", "llama3.1-8B-Instruct"),
+     ("deepseek-ai/DeepSeek-R1", "deepseek-v3"), ("deepseek_v3_1", "deepseek-v3"), ("Qwen/Qwen3-4B", "qwen3-4B"),
+     ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4B-Instruct-2507"), ("QWEN2.5 7B instruct", "qwen2.5-7B"),
+     ("moonshotai/Moonlight-16B-A3B-Instruct", "moonlight"), ("Qwen/Qwen3.5-4B", "qwen3.5-4B")],
 )  # fmt: skip
 def test_a_card_is_found_by_the_names_of_its_other_models(alias: str, name: str):
     assert cards.path_of(alias).stem == name
 
 
-def test_an_alias_names_one_card_and_no_other():
-    listed = [alias.lower() for name in cards.names() for alias in cards.load(name).get("aliases", [])]
-    assert len(set(listed) - {name.lower() for name in cards.names()}) == len(listed)
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("Qwen/Qwen3-40B", "qwen3-4B"),
+        ("meta-llama/Llama-3.1-70B", "llama3-70B"),
+        ("deepseek-ai/DeepSeek-V4", "deepseek-v3"),
+    ],
+)
+def test_a_model_without_a_card_leads_to_the_nearest(unknown: str, nearest: str):
+    with pytest.raises(SettingsError, match=f"no card '{unknown}'; did you mean {nearest}"):
+        cards.path_of(unknown)
+
+
+def test_every_name_in_any_spelling_means_one_card():
+    listed = [alias for name in cards.names() for alias in [name, *cards.load(name).get("aliases", [])]]
+    assert len({cards.spelling(each) for each in listed}) == len(listed)

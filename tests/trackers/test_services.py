@@ -17,8 +17,10 @@ from workshop import Workshop
 
 from slimectl import builders
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
+from slimectl.registry import TRACKERS
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
+from slimectl.trackers.arguments import accepted_arguments
 from slimectl.trackers.base import Identity, TrackedRun
 from slimectl.trackers.swanlab import SwanlabTracker
 from slimectl.trackers.wandb import WandbTracker
@@ -154,13 +156,13 @@ def test_swanlab_takes_the_names_that_roll_gives_its_arguments(tmp_path: Path, m
     import swanlab
 
     logins: list[dict[str, Any]] = []
-    monkeypatch.setattr(swanlab, "login", lambda **arguments: logins.append(arguments))
+    monkeypatch.setattr(swanlab, "login", lambda api_key, relogin: logins.append({"api_key": api_key}))
     monkeypatch.setenv("MY_KEY", KEY)
     arguments = f'logdir = "{tmp_path / "logs"}", experiment_name = "first", login_kwargs = {{api_key = "env:MY_KEY"}}'
     track(tmp_path, "track.with=['swanlab']", f"track.tracker_kwargs={{{arguments}}}")
     [start] = [record.start for record in swanlab_records(tmp_path / "logs") if record.HasField("start")]
     assert start.name == "first"
-    assert logins == [{"relogin": True, "api_key": KEY}]
+    assert logins == [{"api_key": KEY}]
     assert KEY.encode() not in everything_in(tmp_path)
 
 
@@ -209,9 +211,50 @@ def test_one_that_cannot_start_stops_the_run_with_the_way_out(name: str, tmp_pat
         builders.start_trackers(settings(f"track.with=['{name}']", f"track.dir={blocked}"), tmp_path)
 
 
-def test_an_argument_that_the_library_does_not_take_is_a_wrong_setting(tmp_path: Path):
-    with pytest.raises(SettingsError, match=r"track\.kwargs\.wandb: .*notez"):
-        builders.start_trackers(settings("track.with=['wandb']", 'track.kwargs.wandb={notez = "x"}'), tmp_path)
+@pytest.mark.parametrize(
+    ("tracker", "arguments", "words"),
+    [
+        ("wandb", '{notez = "x"}', r"wandb\.notez: no such argument; did you mean notes\?"),
+        ("wandb", "{settings = {silentt = true}}", r"wandb\.settings\.silentt: .*did you mean silent\?"),
+        ("swanlab", '{experiment_nam = "x"}', r"swanlab\.experiment_nam: .*did you mean experiment_name\?"),
+        ("swanlab", '{login_kwargs = {hots = "x"}}', r"swanlab\.login_kwargs\.hots: .*did you mean host\?"),
+        ("swanlab", "{settings = {terminal = {typo = 1}}}", r"swanlab\.settings\.terminal\.typo: .*max_length"),
+        ("swanlab", "{settings = 1}", r"swanlab\.settings: 1 is no table"),
+        ("tensorboard", '{logdir = "x"}', r"tensorboard\.logdir: .*did you mean log_dir\?"),
+        ("mlflow", '{uri = "x"}', r"mlflow\.uri: .*give one: experiment_name"),
+        ("trackio", '{spaceid = "x"}', r"trackio\.spaceid: .*did you mean space_id\?"),
+        ("jsonl", '{file = "x"}', r"jsonl\.file: no such argument; drop it, or give one: path"),
+        ("stdout", '{file = "x"}', r"stdout\.file: no such argument; drop it: it takes none"),
+    ],
+)
+def test_an_argument_that_the_tracker_does_not_take_is_refused(
+    tmp_path: Path, tracker: str, arguments: str, words: str
+):
+    mistaken = settings(f"track.with=['{tracker}', 'wandb']", f"track.kwargs={{{tracker} = {arguments}}}")
+    for start in (builders.check_trackers, lambda mistaken: builders.start_trackers(mistaken, tmp_path)):
+        with pytest.raises(SettingsError, match=rf"^track\.kwargs\.{words}"):
+            start(mistaken)
+
+
+def test_a_value_that_the_library_does_not_take_is_named(tmp_path: Path):
+    short = settings("track.with=['swanlab']", "track.kwargs={settings = {terminal = {max_length = 9}}}")
+    with pytest.raises(BackendError, match=r"swanlab cannot start: terminal\.max_length: Input should be"):
+        builders.start_trackers(short, tmp_path)
+
+
+def test_every_trackers_arguments_are_checked():
+    assert all(accepted_arguments(TRACKERS.load(name)) is not None for name in TRACKERS.parts)
+
+
+def test_swanlab_keeps_the_console_to_the_user_beside_settings_of_the_users(tmp_path: Path):
+    import swanlab
+
+    [tracker] = builders.start_trackers(
+        settings("track.with=['swanlab']", "track.kwargs={settings = {terminal = {max_length = 999}}}"), tmp_path
+    )
+    terminal = swanlab.get_run()._ctx.config.settings.terminal
+    tracker.close()
+    assert (terminal.proxy_type, terminal.max_length) == ("none", 999)
 
 
 @pytest.mark.parametrize(
