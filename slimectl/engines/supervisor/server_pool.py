@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from queue import SimpleQueue
 from typing import Any
 
 from slimectl.engines.supervisor.health import (
@@ -34,6 +34,32 @@ LEAVE_S = 10.0
 
 class RestartLimitReached(BackendError):
     """Error: a server died after all restarts were used."""
+
+
+Outcome = tuple[int, Any, BaseException | None]
+"""Number of a server, and what a call for it returned or raised."""
+
+
+def _in_threads(
+    call: Callable[[Any], Any], servers: Sequence[Any]
+) -> tuple[list[threading.Thread], SimpleQueue[Outcome]]:
+    """Call a function for each server in a thread of its own; return the threads, and the queue of their outcomes.
+
+    No futures: an exception of a signal that comes in `Condition.__enter__` (CPython 3.11) leaves the lock of one taken
+    for ever, and its thread blocked, for which a pool waits even at the end of the process. This queue is one of C.
+    """
+    outcomes: SimpleQueue[Outcome] = SimpleQueue()
+
+    def run(number: int, server: Any) -> None:
+        try:
+            outcomes.put((number, call(server), None))
+        except BaseException as error:
+            outcomes.put((number, None, error))
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(servers)]
+    for thread in threads:
+        thread.start()
+    return threads, outcomes
 
 
 class ServerPool:
@@ -87,21 +113,25 @@ class ServerPool:
     def start(self) -> None:
         """Start all servers concurrently. Raises the first error, after stopping all of them."""
         parts = self._parts()
-        pool = ThreadPoolExecutor(max_workers=len(parts))
+        threads, outcomes = _in_threads(self._start_part, parts)
+        urls: dict[int, str] = {}
         try:
-            starts = [pool.submit(self._start_part, part) for part in parts]
-            for done in as_completed(starts):
-                done.result()
-            for member, start in zip(self._members, starts, strict=False):
-                member.url, member.up = start.result(), True
+            while len(urls) < len(parts):
+                number, url, error = outcomes.get()
+                if error is not None:
+                    raise error
+                urls[number] = str(url)
+            for number, member in enumerate(self._members):
+                member.url, member.up = urls[number], True
             if self._router is not None:
-                self._router_url = starts[-1].result()
+                self._router_url = urls[len(self._members)]
                 self._route()
         except BaseException:
             self.close()  # which ends what is still starting
             raise
         finally:
-            pool.shutdown()
+            for thread in threads:
+                thread.join()
         self._announce_change()
         if self._watch:
             self._monitor = threading.Thread(target=self._monitor_loop, name="slimectl-fleet", daemon=True)
@@ -146,8 +176,8 @@ class ServerPool:
             member.up = False
 
     def _stop_all(self) -> None:
-        with ThreadPoolExecutor(max_workers=len(self._members) + 1) as pool:
-            list(pool.map(stop_quietly, self._parts()))
+        for thread in _in_threads(stop_quietly, self._parts())[0]:
+            thread.join()
 
     def _parts(self) -> list[Server]:
         servers: list[Server] = [member.server for member in self._members]
