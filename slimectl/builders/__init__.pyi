@@ -35,6 +35,7 @@ from slimectl.builders.models import token_decoder as token_decoder
 from slimectl.builders.models import tokenizer as tokenizer
 from slimectl.builders.models import version_of as version_of
 from slimectl.builders.policies import check_policy as check_policy
+from slimectl.builders.policies import check_training as check_training
 from slimectl.builders.policies import critic as critic
 from slimectl.builders.policies import frozen as frozen
 from slimectl.builders.policies import policy as policy
@@ -49,6 +50,7 @@ from slimectl.builders.servers import server_pool as server_pool
 from slimectl.builders.servers import start_engines as start_engines
 from slimectl.builders.shared_run import tracked_executor as tracked_executor
 from slimectl.builders.streaming import stream_answer as stream_answer
+from slimectl.builders.trackers import check_tracker_arguments as check_tracker_arguments
 from slimectl.builders.trackers import check_trackers as check_trackers
 from slimectl.builders.trackers import evaluation_trackers as evaluation_trackers
 from slimectl.builders.trackers import flush_trackers as flush_trackers

@@ -111,6 +111,10 @@ class EmbeddedBackend(EngineBackend):
     in_process = True
     reads_torch_dist = True
 
+    def check(self, settings: Settings) -> None:
+        if settings.cluster.executor == "local":
+            device(settings.engine.device)
+
     def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
         import torch
         from transformers import AutoConfig

@@ -72,6 +72,10 @@ class RayBackend(ExecutorBackend):
     def check(self, settings: Settings) -> None:
         if find_spec("ray") is None:
             raise MissingExtraError("ray", extra="ray", wanted_by='cluster.executor = "ray"')
+        if settings.cluster.ray_address is not None:
+            from slimectl.executors.ray.cluster import check_address
+
+            check_address(settings.cluster.ray_address)
         if problems := list(placement(settings).problems()):
             raise SettingsError("\n".join(problems))
 

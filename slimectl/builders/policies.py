@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from slimectl.builders.models import device, model_folder
+from slimectl.architectures import cards
+from slimectl.architectures.config import with_defaults
+from slimectl.builders.models import device, is_gguf, model_folder
 from slimectl.builders.trainers import Role, policy_backend
 from slimectl.errors import SlimectlError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
@@ -98,6 +102,28 @@ def check_policy(settings: Settings) -> None:
     policy_backend(settings).check(settings)
 
 
+def check_training(settings: Settings) -> None:
+    """Check names of layers and parameters, arguments, schedule and adapters against the model, without its weights.
+
+    Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
+    """
+    check_policy(settings)
+    path, card = settings.model.path, settings.model.card
+    if path is not None and is_gguf(path):
+        return  # its configuration is known once it is converted
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if path is not None:
+            folder = model_folder(path)
+        else:
+            config = with_defaults(cards.load(str(card))["config"])
+            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        steps = settings.train.lr_decay_iters or total_steps(settings)
+        lr = None if steps else settings.train.lr  # the end of a schedule may follow from a file of samples
+        options = _options(settings, folder, steps, lr, True)
+        policy_backend(settings).check_training(settings, folder, options)
+
+
 def _check_models(settings: Settings) -> None:
     """Check that the models of the algorithm exist, and the functions that [train] names."""
     check_hooks(settings, *TRAINING_HOOKS)
@@ -120,8 +146,21 @@ def _build(
     **source: Any,
 ) -> Any:
     """Build the model of one rank: a policy, or with `values` a critic; `source` may have a checkpoint's reader."""
+    shared = _options(settings, folder, total_steps, lr, trains)
+    options = settings.algorithm.critic_options
+    shares_critic = trains and options is not None and options.shared
+    if not values:
+        shared["temperature"] = settings.policy_temperature
+    role: Role = "critic" if values else "actor_critic" if shares_critic else "policy"
+    return policy_backend(settings).build(settings, folder, role=role, store_prefix=store_prefix, **shared, **source)
+
+
+def _options(
+    settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool
+) -> dict[str, Any]:
+    """Return the options of a model that every trainer takes, without the temperature."""
     train = settings.train
-    shared: dict[str, Any] = {
+    return {
         "optimizer": _optimizer(settings, total_steps, lr),
         "max_tokens_per_pack": train.max_tokens_per_gpu,
         "batching": _batching(settings, folder),
@@ -133,12 +172,6 @@ def _build(
         "device": device(train.device),
         "seed": settings.run.seed,
     }
-    options = settings.algorithm.critic_options
-    shares_critic = trains and options is not None and options.shared
-    if not values:
-        shared["temperature"] = settings.policy_temperature
-    role: Role = "critic" if values else "actor_critic" if shares_critic else "policy"
-    return policy_backend(settings).build(settings, folder, role=role, store_prefix=store_prefix, **shared, **source)
 
 
 def _batching(settings: Settings, folder: Path) -> BatchingOptions:

@@ -50,9 +50,23 @@ def check_trackers(settings: Settings) -> None:
             raise MissingExtraError(library, extra=library, wanted_by="track.with")
         if settings.track.kwargs.get(name):
             _check_arguments(name, settings)
+            reveal(settings.track.kwargs[name], setting=f"track.kwargs.{name}")
     _check_shared_mode(settings)
-    if settings.track.prometheus_port is not None and find_spec("prometheus_client") is None:
-        raise MissingExtraError("prometheus_client", extra="prometheus", wanted_by="track.prometheus_port")
+    reveal(settings.track.api_key, setting="track.api_key")
+    if settings.track.prometheus_port is not None:
+        if find_spec("prometheus_client") is None:
+            raise MissingExtraError("prometheus_client", extra="prometheus", wanted_by="track.prometheus_port")
+        from slimectl.trackers.prometheus import check_address
+
+        check_address(settings.track.prometheus_host, settings.track.prometheus_port)
+
+
+def check_tracker_arguments(settings: Settings) -> None:
+    """Raise SettingsError for an argument of track.kwargs that a tracker whose library is installed does not take."""
+    for name in settings.track.kwargs:
+        library = TRACKERS.fact(name, "library")
+        if library is None or find_spec(library) is not None:
+            _check_arguments(name, settings)
 
 
 def _check_arguments(name: str, settings: Settings) -> None:

@@ -49,6 +49,12 @@ class PolicyBackend:
         Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
         """
 
+    def check_training(self, settings: Settings, folder: Path, options: Mapping[str, Any]) -> None:
+        """Check what is trained against the model in a folder of which only config.json is read.
+
+        `options` are those of `build`. Raises SettingsError or CheckpointError.
+        """
+
     def packing(self, settings: Settings, folder: Path) -> Packing | None:
         """Return how the trainer of a model directory packs rows, for perf metrics; None if that is its own affair."""
         return None
@@ -65,6 +71,16 @@ class PolicyBackend:
 
 class FsdpBackend(PolicyBackend):
     """The Hugging Face module, in one process or sharded by FSDP2."""
+
+    def check_training(self, settings: Settings, folder: Path, options: Mapping[str, Any]) -> None:
+        from slimectl.policies.fsdp.preflight import check_training
+
+        check_training(
+            folder,
+            recompute=_recompute(settings),
+            rollout_routing_replay=settings.train.use_rollout_routing_replay,
+            **{name: options[name] for name in ("freeze", "train_only", "lora")},
+        )
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
         train = settings.train
@@ -122,6 +138,21 @@ class MegatronBackend(PolicyBackend):
         if settings.train.lora_rank is not None:
             chosen(linear_layers(family.links(config)), settings.train.lora_targets)
 
+    def check_training(self, settings: Settings, folder: Path, options: Mapping[str, Any]) -> None:
+        from slimectl.policies.megatron.preflight import check_training
+
+        check_training(
+            folder,
+            layout=layout(settings),
+            args=settings.megatron.args,
+            recompute=_recompute(settings),
+            distributed_optimizer=settings.megatron.use_distributed_optimizer,
+            optimizer_cpu_offload=_offloads_optimizer(settings),
+            routing_replay=settings.megatron.use_routing_replay,
+            rollout_routing_replay=settings.train.use_rollout_routing_replay,
+            **{name: options[name] for name in ("dtype", "optimizer", "freeze", "train_only", "lora")},
+        )
+
     def packing(self, settings: Settings, folder: Path) -> Packing:
         from slimectl.architectures.config import read_config
         from slimectl.architectures.registry import family_of
@@ -155,7 +186,7 @@ class MegatronBackend(PolicyBackend):
             share_prefixes=settings.train.share_prompt_prefix,
             recompute=_recompute(settings),
             distributed_optimizer=megatron.use_distributed_optimizer,
-            optimizer_cpu_offload=megatron.optimizer_cpu_offload or settings.train.offload == "optimizer",
+            optimizer_cpu_offload=_offloads_optimizer(settings),
             routing_replay=megatron.use_routing_replay,
             rollout_routing_replay=_replays_rollouts(settings, role, options),
             user_functions=_user_functions(settings, store_prefix),
@@ -168,6 +199,10 @@ class MegatronBackend(PolicyBackend):
 def _replays_rollouts(settings: Settings, role: Role, options: Mapping[str, Any]) -> bool:
     """Return whether a model replays the engine's routing: the policy does, frozen models and critics route freely."""
     return settings.train.use_rollout_routing_replay and role != "critic" and bool(options["trains"])
+
+
+def _offloads_optimizer(settings: Settings) -> bool:
+    return settings.megatron.optimizer_cpu_offload or settings.train.offload == "optimizer"
 
 
 def _recompute(settings: Settings) -> Recompute:

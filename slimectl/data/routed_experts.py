@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 Routing = dict[str, Any]
 """{"shape": [I, L, k], "dtype": "uint8" or "uint16", "data": base64 of the experts in this order, little-endian}."""
 
-NO_EXPERTS = "train.use_rollout_routing_replay: this model has no experts to route to; set it to false"
+
+def no_experts(setting: str) -> str:
+    """Return the message for a setting that replays the routing of a model without experts."""
+    return f"{setting}: this model has no experts to route to; set it to false"
+
+
+NO_EXPERTS = no_experts("train.use_rollout_routing_replay")
 
 ITEM_BYTES = {"uint8": 1, "uint16": 2}
 MOST_EXPERTS_OF_UINT8 = 256

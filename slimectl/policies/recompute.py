@@ -49,11 +49,14 @@ def recompute_layers(layers: nn.ModuleList, options: Recompute) -> None:
     for layer in layers:
         mlp = layer.get_submodule("mlp")
         kinds["moe" if hasattr(mlp, "experts") else "mlp"].append(mlp)
+    check_modules(options, mlp=bool(kinds["mlp"]), moe=bool(kinds["moe"]))
     for kind, modules in kinds.items():
-        if options.includes(kind) and not modules:
-            raise SettingsError(
-                f"train.recompute_modules: {kind}, but this model has no {'experts' if kind == 'moe' else 'dense MLP'};"
-                " leave it out"
-            )
         for module in modules if options.includes(kind) else ():
             module.forward = recomputed(module.forward)
+
+
+def check_modules(options: Recompute, *, mlp: bool, moe: bool) -> None:
+    """Raise SettingsError for a module that no layer has; `mlp` and `moe` say which the model has."""
+    for kind, name, present in (("mlp", "dense MLP", mlp), ("moe", "experts", moe)):
+        if options.includes(kind) and not present:
+            raise SettingsError(f"train.recompute_modules: {kind}, but this model has no {name}; leave it out")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.data.routed_experts import NO_EXPERTS, decoded, routed_tokens
+from slimectl.data.routed_experts import decoded, no_experts, routed_tokens
 from slimectl.errors import RecordError, SettingsError
 from slimectl.types import TrainingSample
 
@@ -33,11 +33,11 @@ class RoutingShape:
     experts: int
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> RoutingShape:
-        """Read config.json. Raises SettingsError for a model without experts."""
+    def of_config(cls, config: Mapping[str, Any], *, setting: str = "train.use_rollout_routing_replay") -> RoutingShape:
+        """Read config.json. Raises SettingsError, which names the `setting`, for a model without experts."""
         experts = max(config.get(key) or 0 for key in EXPERT_COUNTS)
         if not experts or not config.get("num_experts_per_tok"):
-            raise SettingsError(NO_EXPERTS)
+            raise SettingsError(no_experts(setting))
         return cls(int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]), int(experts))
 
     def check(self, rows: Sequence[TrainingSample]) -> None:

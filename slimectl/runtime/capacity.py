@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,14 @@ def configuration(settings: Settings) -> dict[str, Any] | None:
     if path is not None:
         return None if builders.is_gguf(path) else cards.language_model(read_config(builders.model_folder(path)))
     return None if card is None else cards.language_model(with_defaults(cards.load(card)["config"]))
+
+
+def is_readable(settings: Settings) -> bool:
+    """Return whether the model's configuration can be read; the check of the model says why it cannot."""
+    try:
+        return configuration(settings) is not None
+    except SlimectlError:
+        return False
 
 
 def shape_of(settings: Settings) -> str:
@@ -79,6 +89,8 @@ def memory(settings: Settings, *, with_engine: bool = True) -> str:
 
 def disk(settings: Settings) -> str:
     """Compare the checkpoints that a run keeps with the space that is free. Raises StorageError if they do not fit."""
+    for setting, folder in _written_folders(settings):
+        check_folder(setting, folder)
     free = free_space(Path(settings.run.dir))
     model = _planned_model(settings)
     if model is None:
@@ -92,6 +104,31 @@ def disk(settings: Settings) -> str:
     if needed > free:
         raise StorageError(f"run.dir: {settings.run.dir}: {text}; free space, or lower run.keep_checkpoints")
     return f"{text} in {settings.run.dir}"
+
+
+def _written_folders(settings: Settings) -> Iterator[tuple[str, Path]]:
+    """Yield the folders that settings name for files of a run."""
+    yield "run.dir", Path(settings.run.dir)
+    if settings.track.dir is not None:
+        yield "track.dir", Path(settings.track.dir)
+    arguments = settings.track.kwargs
+    if log_dir := arguments.get("tensorboard", {}).get("log_dir"):
+        yield "track.kwargs.tensorboard.log_dir", Path(log_dir)
+    if path := arguments.get("jsonl", {}).get("path"):
+        yield "track.kwargs.jsonl.path", Path(path).parent
+    if settings.sync.update_weight_disk_dir is not None:
+        yield "sync.update_weight_disk_dir", Path(settings.sync.update_weight_disk_dir)
+
+
+def check_folder(setting: str, folder: Path) -> None:
+    """Raise StorageError where a folder cannot be made, or not be written to."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise StorageError(f"{setting}: {existing} is no folder; give another")
+    if not os.access(existing, os.W_OK):
+        raise StorageError(f"{setting}: {existing} cannot be written to; give another folder")
 
 
 def free_space(folder: Path) -> int:

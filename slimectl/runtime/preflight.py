@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 
 from slimectl import builders
@@ -12,17 +12,13 @@ from slimectl.data.io import is_pipe
 from slimectl.data.prompts import ordered_rows
 from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_library
 from slimectl.hooks import HOOKS, check_hooks, hooks
-from slimectl.runtime.capacity import disk, memory, shape_of
+from slimectl.runtime.capacity import disk, is_readable, memory, shape_of
+from slimectl.runtime.first_prompts import check_grading, check_source, first_prompts, shown
 from slimectl.runtime.machine import CheckResult
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
+from slimectl.settings.score import ScoreSettings
 from slimectl.stages.evaluate import resolve_dataset_settings
-from slimectl.types import Prompt
-
-ROWS = 8
-"""Rows of every prompt source that are read."""
-SHOWN = 48
-"""Characters of a prompt or label in a line."""
 
 Check = Callable[[Settings], str]
 """A check that returns a description, empty if there is nothing to check. It raises SlimectlError if it fails."""
@@ -52,7 +48,13 @@ def of_values(settings: Settings) -> Iterator[CheckResult]:
         "reward": score.rm_type or score.rm or score.custom_rm_path,
         "data": settings.rollout.data,
     }
-    yield from preflight(settings, ["hooks", *(name for name, value in named.items() if value), DATASETS])
+    yield from preflight(
+        settings, ["hooks", *(name for name, value in named.items() if value), DATASETS, "tracker arguments"]
+    )
+    if named["model"] and find_spec("torch") and (settings.train.backend != "megatron" or find_spec("megatron")):
+        # On this machine or another: devices are not compared.
+        train = settings.train.model_copy(update={"device": "auto"})
+        yield from preflight(settings.model_copy(update={"train": train}), ["training"])
 
 
 def _results(name: str, check: Check, settings: Settings) -> Iterator[CheckResult]:
@@ -87,24 +89,9 @@ def _data(settings: Settings) -> str:
     if not settings.rollout.data:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
     builders.check_pipes(settings)
-    lines = [_first_row(settings, source) for source in (*settings.rollout.data, *settings.sft_warmup.data)]
+    lines = [check_source(settings, source) for source in settings.rollout.data]
+    lines += [check_source(settings, source, demonstrations=True) for source in settings.sft_warmup.data]
     return "; ".join(lines)
-
-
-def _first_row(settings: Settings, source: str) -> str:
-    """Read the first rows of a source; describe the first."""
-    if is_pipe(source):
-        return f"{source}: a pipe, which is not read"
-    rows = _first_prompts(settings, source)
-    label = "no label" if rows[0].label is None else f"label {_shown(rows[0].label)}"
-    return f"{source}: {_shown(rows[0].text or rows[0].source_location)}, {label}"
-
-
-def _first_prompts(settings: Settings, source: str) -> list[Prompt]:
-    rows = list(islice(builders.prompts(settings, [source], shuffle=False), ROWS))
-    if not rows:
-        raise SettingsError(f"{source}: no rows; give a prompt source that has some")
-    return rows
 
 
 def _first_sample(path: str) -> str:
@@ -112,35 +99,39 @@ def _first_sample(path: str) -> str:
     if path == "-" or is_pipe(path):
         return "stdin or a pipe, which is not read"
     for _, row in islice(ordered_rows([path]), 1):
-        return f"{path}: {', '.join(row) if isinstance(row, dict) else _shown(row)}"
+        return f"{path}: {', '.join(row) if isinstance(row, dict) else shown(row)}"
     raise RecordError(f"{path}: no rows; look at what the stage before said")
 
 
-def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
-
-
 def _reward(settings: Settings) -> str:
-    """Build the grader; without one in the settings, the first prompts must name theirs."""
+    """Build the grader, and grade empty answers to the first prompts of rollout.data."""
+    return _reward_of(settings, settings.rollout.data)
+
+
+def _reward_of(settings: Settings, sources: Sequence[str]) -> str:
+    """Build the grader and try it; without one in the settings, the first prompts must name theirs."""
     score = settings.score
-    builders.reward(settings)
+    grader = builders.reward(settings)
     if score.custom_rm_path:
         return score.custom_rm_path
-    if score.rm_type or score.rm:
-        return score.rm_type or " + ".join(f"{part.get('weight', 1):g} x {part['type']}" for part in score.rm)
-    if Need.REWARDS not in settings.algorithm.needs:
+    is_named = bool(score.rm_type or score.rm)
+    if not is_named and Need.REWARDS not in settings.algorithm.needs:
         return ""
     if settings.has_agent or settings.rollout.function_path:
-        return "by the agent or the rollout function, or none"
-    for source in settings.rollout.data:
-        for prompt in [] if is_pipe(source) else _first_prompts(settings, source):
-            if not prompt.metadata.get("rm_type"):
-                raise SettingsError(
-                    f"score.rm_type: no reward is named, neither in the settings nor in the rows of {source}; give "
-                    f"--rm-type, score.rm or score.custom_rm_path"
-                )
-    return "by metadata.rm_type of the prompts"
+        return _named(score) if is_named else "by the agent or the rollout function, or none"
+    for source in sources:
+        prompts = [] if is_pipe(source) else first_prompts(settings, source)
+        if not is_named and not all(prompt.metadata.get("rm_type") for prompt in prompts):
+            raise SettingsError(
+                f"score.rm_type: no reward is named, neither in the settings nor in the rows of {source}; give "
+                f"--rm-type, score.rm or score.custom_rm_path"
+            )
+        check_grading(grader, prompts)
+    return _named(score) if is_named else "by metadata.rm_type of the prompts"
+
+
+def _named(score: ScoreSettings) -> str:
+    return score.rm_type or " + ".join(f"{part.get('weight', 1):g} x {part['type']}" for part in score.rm)
 
 
 def _hooks(settings: Settings) -> str:
@@ -155,13 +146,22 @@ def _hooks(settings: Settings) -> str:
 
 def _trainer(settings: Settings) -> str:
     builders.check_policy(settings)
+    if is_readable(settings):
+        builders.check_training(settings)
     ranks = settings.cluster.ranks
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {builders.device(settings.train.device)}"
     return f"{settings.train.backend}, {settings.algorithm.name}, {where}"
 
 
+def _training(settings: Settings) -> str:
+    if is_readable(settings):
+        builders.check_training(settings)
+    return settings.train.backend
+
+
 def _engine(settings: Settings) -> str:
     builders.check_engine(settings)
+    builders.keys(settings, ())
     urls = len(settings.engine.url)
     if urls:
         return f"{settings.engine.backend}, {urls} running server{'s' if urls > 1 else ''}, not asked yet"
@@ -178,12 +178,17 @@ def _trackers(settings: Settings) -> str:
     return ", ".join(settings.track.with_)
 
 
+def _tracker_arguments(settings: Settings) -> str:
+    builders.check_tracker_arguments(settings)
+    return ", ".join(settings.track.kwargs)
+
+
 def _dataset_rows(settings: Settings, *, dataset: str) -> str:
-    return _first_row(resolve_dataset_settings(settings, dataset), settings.eval.sources[dataset])
+    return check_source(resolve_dataset_settings(settings, dataset), settings.eval.sources[dataset], evaluation=True)
 
 
 def _dataset_reward(settings: Settings, *, dataset: str) -> str:
-    return _reward(resolve_dataset_settings(settings, dataset))
+    return _reward_of(resolve_dataset_settings(settings, dataset), [settings.eval.sources[dataset]])
 
 
 CHECKS: Mapping[str, Check] = {
@@ -192,9 +197,11 @@ CHECKS: Mapping[str, Check] = {
     "reward": _reward,
     "hooks": _hooks,
     "trainer": _trainer,
+    "training": _training,
     "engine": _engine,
     "executor": _executor,
     "trackers": _trackers,
+    "tracker arguments": _tracker_arguments,
     "memory": memory,
     "training memory": partial(memory, with_engine=False),
     "disk": disk,

@@ -273,6 +273,10 @@ class Grader:
             return self._sum.patience_s
         return sum(grade.patience_s for grade in self._verifiers.values())
 
+    def is_custom(self, sample: Sample) -> bool:
+        """Return whether a function of the user's grades the sample."""
+        return self._user_reward_for(sample) is not None
+
     def bounds(self, sample: Sample) -> tuple[float, float] | None:
         """Return the verifier's (lowest, highest) reward; None for another key of a dict, or without a verifier."""
         if self._user_reward_for(sample) or self.settings.score.reward_key not in (None, "score"):

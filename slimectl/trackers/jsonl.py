@@ -22,6 +22,7 @@ class JsonlTracker:
         self.path = Path(path) if path else run.folder / "tracked.jsonl"
         self.cut_back = path is None
         with storage_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,11 +44,7 @@ class PrometheusTracker:
         try:
             self._server, self._thread = start_http_server(port, host, self._registry)
         except OSError as error:
-            reason = error.strerror or first_line(error)
-            raise BackendError(
-                f"track.prometheus_port: {host}:{port} cannot be opened: {reason}; set another port, or 0 for any "
-                "free one"
-            ) from error
+            raise _not_opened(host, port, error) from error
         logger.info(f"metrics for Prometheus at http://{host}:{self._server.server_port}/metrics")
 
     @property
@@ -78,6 +75,24 @@ class PrometheusTracker:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise BackendError for an address that cannot be opened now."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as endpoint:
+            endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            endpoint.bind(address)
+    except OSError as error:
+        raise _not_opened(host, port, error) from error
+
+
+def _not_opened(host: str, port: int, error: OSError) -> BackendError:
+    reason = error.strerror or first_line(error)
+    return BackendError(
+        f"track.prometheus_port: {host}:{port} cannot be opened: {reason}; set another port, or 0 for any free one"
+    )
 
 
 def prometheus_name(name: str) -> str:

@@ -131,3 +131,15 @@ def test_settings_of_ones_own_come_from_a_file_and_are_explained(tmp_path: Path)
     assert answer("settings", "explain", "custom.max_turns")[1].startswith("custom.NAME = VALUE")
     file.write_text("- 1\n")
     assert answer("settings", "show", "--custom-config", str(file))[2].endswith("such as `max_turns: 4`\n")
+
+
+def test_validate_names_what_the_trainer_and_the_trackers_refuse():
+    code, _, err = answer(
+        "settings", "validate", "-s", "model.card=tiny", "-s", "train.freeze_params_name_list=['nothing']",
+        "-s", "track.with=['jsonl']", "-s", "track.kwargs={jsonl={bogus=1}}",
+    )  # fmt: skip
+    assert code == 2
+    assert [line.split(";")[0] for line in err.splitlines()] == [
+        "slimectl: track.kwargs.jsonl.bogus: no such argument",
+        "slimectl: 'nothing' matches no parameter",
+    ]

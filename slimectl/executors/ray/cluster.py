@@ -155,17 +155,23 @@ def _print_lines(data: dict[str, Any], ignore_prefix: bool) -> None:
         stdio.say(line)
 
 
-def _check_reachable(address: str) -> None:
-    """Check that somebody listens at the address: Ray itself would try for minutes. Raises BackendError."""
-    if address == "auto":
-        return
+def check_address(address: str) -> None:
+    """Raise SettingsError unless it is host:port or auto."""
     if "://" in address:
         raise SettingsError(
             f"cluster.ray_address: {address}: give host:port of the head, from a machine of the cluster"
         )
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if address != "auto" and (not host or not port.isdigit()):
         raise SettingsError(f"cluster.ray_address: {address}: give host:port of the head, or auto")
+
+
+def _check_reachable(address: str) -> None:
+    """Check that somebody listens at the address: Ray itself would try for minutes. Raises BackendError."""
+    check_address(address)
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
     deadline, error = time.monotonic() + REACH_S, None
     while time.monotonic() < deadline:
         try:

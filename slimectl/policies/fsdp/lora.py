@@ -11,25 +11,28 @@ from torch import Tensor, nn
 
 from slimectl.architectures.lora import chosen, halves
 from slimectl.policies.fsdp.model import decoder_layers
-from slimectl.policies.lora import LoraOptions, initial
+from slimectl.policies.lora import LoraOptions, base_of, initial, read_adapter
 
 
 class Adapters:
     """Adds A [K, I] and B [O, K] of every adapted layer to the model as parameters."""
 
     def __init__(self, hf: nn.Module, options: LoraOptions, *, seed: int) -> None:
-        """Raises SettingsError if a target names no linear layer."""
+        """Raises SettingsError if a target names no linear layer, CheckpointError if `options.load` does not fit."""
         self.options = options
         inside = set(decoder_layers(hf).modules())
         layers = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m in inside}
         self.layers = set(chosen(layers, options.targets))
         self.initial: dict[str, Tensor] = {}
-        """Initial values of the parameters, by name."""
+        """Initial values of the parameters, by name: random, or of the adapter to start from."""
         for name in (name for name in layers if name in self.layers):
             self._adapt(layers[name])
             shapes = (options.rank, layers[name].in_features), (layers[name].out_features, options.rank)
             for half, shape in zip(halves(name), shapes, strict=True):
                 self.initial[half] = initial(half, shape, seed=seed)
+        if options.load is not None:
+            base_of(options.load, options, parameter_names=self.initial)
+            self.initial |= read_adapter(options.load, {name: tensor.shape for name, tensor in self.initial.items()})
 
     def _adapt(self, layer: nn.Linear) -> None:
         rank, scale = self.options.rank, self.options.scale

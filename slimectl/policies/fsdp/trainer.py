@@ -96,10 +96,6 @@ class FsdpTrainer:
         if lora is not None:
             self.adapters = Adapters(hf, lora, seed=seed)
             added |= self.adapters.initial
-            if lora.load is not None:
-                base_of(lora.load, lora, parameter_names=self.adapters.initial)
-                shapes = {name: tensor.shape for name, tensor in self.adapters.initial.items()}
-                added |= dict(read_adapter(lora.load, shapes))
         self.model = self._wrap_model(hf)
         present_names = [name for name, _ in hf.named_parameters()]
         names = set() if lora is not None else trainable_names(present_names, freeze=freeze, train_only=train_only)

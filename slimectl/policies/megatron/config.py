@@ -19,7 +19,7 @@ from slimectl.architectures.config import Architecture
 from slimectl.architectures.parallel import SETTINGS, ParallelLayout
 from slimectl.errors import SettingsError
 from slimectl.policies.megatron.rotary import softmax_scale
-from slimectl.policies.recompute import Recompute
+from slimectl.policies.recompute import Recompute, check_modules
 
 ARGUMENT_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 """Configuration classes whose fields [megatron.args] may set."""
@@ -155,6 +155,9 @@ def transformer_config(
     """
     check_args(args or {})
     _check_against_model(args or {}, architecture)
+    experts, layers = (architecture.transformer.get(name) for name in ("num_moe_experts", "moe_layer_freq"))
+    dense = not experts or (0 in layers if isinstance(layers, list) else (layers or 1) > 1)
+    check_modules(recompute or Recompute(), mlp=dense, moe=bool(experts))
     kind = MLATransformerConfig if architecture.mla else TransformerConfig
     values = {
         **_ALWAYS,

@@ -46,6 +46,14 @@ class OptimizerChoices:
 
 def wrapped(chunks: Sequence[PackedGPT], choices: OptimizerChoices) -> list[DistributedDataParallel]:
     """Wrap the chunks for float32 main gradients. Raises SettingsError for an unsupported argument."""
+    config, gradients = chunks[0].config, gradient_config(choices)
+    return [
+        DistributedDataParallel(config, gradients, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+
+
+def gradient_config(choices: OptimizerChoices) -> DistributedDataParallelConfig:
+    """Return the configuration of gradients. Raises SettingsError for an unsupported argument."""
     args = choices.args or {}
     for name in (name for name in args if args[name] and name in _REFUSED):
         raise SettingsError(f"megatron.args.{name}: is not possible ({_REFUSED[name]}); drop it")
@@ -55,16 +63,24 @@ def wrapped(chunks: Sequence[PackedGPT], choices: OptimizerChoices) -> list[Dist
         **args_of(args, DistributedDataParallelConfig),
     }
     refuse_idle(args_of(args, DistributedDataParallelConfig), DistributedDataParallelConfig(), acting=_REFUSED)
-    config = chunks[0].config
-    return [
-        DistributedDataParallel(config, DistributedDataParallelConfig(**fields), chunk, disable_bucketing=i > 0)
-        for i, chunk in enumerate(chunks)
-    ]
+    return DistributedDataParallelConfig(**fields)
 
 
 def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, choices: OptimizerChoices) -> Any:
     """Build mcore's optimizer for the parameters that require gradients."""
-    config = chunks[0].config
+    config = optimizer_config(chunks[0].config, options, choices)
+    # Without gradients: views of float32 parameters would not be leaves, which optimizers on the CPU refuse.
+    with torch.no_grad():
+        # Gloo groups serve checkpoints of an old format only.
+        optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    if options.state_dtype == "bfloat16":
+        _round_moments(optimizer)
+    set_options(optimizer, options)
+    return optimizer
+
+
+def optimizer_config(config: Any, options: OptimizerOptions, choices: OptimizerChoices) -> OptimizerConfig:
+    """Return the configuration of the optimizer of a model with this TransformerConfig. Raises SettingsError."""
     fields = {
         "lr": options.lr,
         "min_lr": options.min_lr,
@@ -83,14 +99,10 @@ def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, 
         **args_of(choices.args or {}, OptimizerConfig),
     }
     refuse_idle(args_of(choices.args or {}, OptimizerConfig), OptimizerConfig(), acting=_REFUSED)
-    # Without gradients: views of float32 parameters would not be leaves, which optimizers on the CPU refuse.
-    with torch.no_grad():
-        # Gloo groups serve checkpoints of an old format only.
-        optimizer = get_megatron_optimizer(_config(fields), list(chunks), use_gloo_process_groups=False)
-    if options.state_dtype == "bfloat16":
-        _round_moments(optimizer)
-    set_options(optimizer, options)
-    return optimizer
+    try:
+        return OptimizerConfig(**fields)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise SettingsError(f"megatron-core refuses the configuration: {' '.join(str(error).split())}") from error
 
 
 def set_options(optimizer: Any, options: OptimizerOptions) -> None:
@@ -115,13 +127,6 @@ def _round_moments(optimizer: Any) -> None:
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             part.optimizer = Bfloat16AdamW(part.optimizer.param_groups, offsets=shard_offsets(part))
-
-
-def _config(fields: dict[str, Any]) -> OptimizerConfig:
-    try:
-        return OptimizerConfig(**fields)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise SettingsError(f"megatron-core refuses the configuration: {' '.join(str(error).split())}") from error
 
 
 def inners(optimizer: Any) -> list[Any]:

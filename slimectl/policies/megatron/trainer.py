@@ -131,7 +131,10 @@ class MegatronTrainer:
         choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
         self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute)
         self.balance = MoEAuxLossScaler(self.chunks)
-        self.replay = None if not routing_replay else RoutingReplay(self.chunks)
+        self.replay = None
+        if routing_replay:
+            RoutingShape.of_config(config, setting="megatron.use_routing_replay")
+            self.replay = RoutingReplay(self.chunks)
         if rollout_routing_replay:
             self.replay = RolloutRoutingReplay(self.chunks, RoutingShape.of_config(config))
         self._read_weights(self.model_dir)

@@ -1,0 +1,104 @@
+"""Checks of the first prompts of a source: reads, renders and grades them."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from slimectl import builders
+from slimectl.data.io import is_pipe
+from slimectl.errors import SettingsError
+from slimectl.runtime.capacity import is_readable
+from slimectl.settings import Settings
+from slimectl.stages.grader import Grader
+from slimectl.types import Prompt, Sample, Status
+
+ROWS = 8
+"""Rows of every source that are read."""
+SHOWN = 48
+"""Characters of a prompt or label in a line."""
+
+
+def first_prompts(settings: Settings, source: str, *, demonstrations: bool = False) -> list[Prompt]:
+    """Read the first prompts of a source. Raises SettingsError if it has none."""
+    rows = builders.prompts(settings, [source], shuffle=False, demonstrations=demonstrations)
+    if prompts := list(islice(rows, ROWS)):
+        return prompts
+    raise SettingsError(f"{source}: no rows; give a prompt source that has some")
+
+
+def check_source(settings: Settings, source: str, *, evaluation: bool = False, demonstrations: bool = False) -> str:
+    """Read and render the first prompts of a source, with their answers for `demonstrations`; describe the first.
+
+    Raises RecordError or SettingsError for what would stop a run: a template that cannot render them, a demonstration
+    without an answer, a source of which no prompt fits.
+    """
+    if is_pipe(source):
+        return f"{source}: a pipe, which is not read"
+    prompts = first_prompts(settings, source, demonstrations=demonstrations)
+    if (tokenizer := _tokenizer(settings)) is not None and not settings.rollout.function_path:
+        if demonstrations:
+            _render_demonstrations(settings, tokenizer, prompts)
+        elif not settings.has_agent:
+            _render(settings, tokenizer, prompts, evaluation=evaluation)
+    label = "no label" if prompts[0].label is None else f"label {shown(prompts[0].label)}"
+    return f"{source}: {shown(prompts[0].text or prompts[0].source_location)}, {label}"
+
+
+def _tokenizer(settings: Settings) -> Any | None:
+    """Return the tokenizer of a model that is there already; None for one that is made or converted first."""
+    path = settings.model.path
+    if path is None or not is_readable(settings) or not builders.has_tokenizer(folder := builders.model_folder(path)):
+        return None
+    return builders.tokenizer(folder)
+
+
+def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evaluation: bool) -> None:
+    from slimectl.data.chat import render
+    from slimectl.stages.long_prompts import drop_long, prompt_excess
+
+    rollout, context = settings.rollout, builders.context_length(settings, Path(str(settings.model.path)))
+    excess = {}
+    for prompt in prompts:
+        tokens = render(
+            prompt,
+            tokenizer,
+            apply_chat_template=rollout.apply_chat_template,
+            template_kwargs=rollout.apply_chat_template_kwargs,
+        )
+        excess[prompt.index] = prompt_excess(len(tokens), rollout, context, evaluation=evaluation)
+    if len(prompts) < ROWS:  # of a longer source others may fit
+        list(drop_long(prompts, lambda prompt: prompt, lambda prompt: excess[prompt.index]))
+
+
+def _render_demonstrations(settings: Settings, tokenizer: Any, prompts: list[Prompt]) -> None:
+    from slimectl.stages.rollout import demonstrations
+
+    list(demonstrations(prompts, tokenizer, settings.rollout))
+
+
+def check_grading(grader: Grader, prompts: list[Prompt]) -> None:
+    """Grade an empty answer to every prompt by the verifier that the settings or the prompt name.
+
+    Raises RecordError for a label that the verifier cannot use. Functions of the user's and servers are not called.
+    """
+    for prompt in prompts:
+        sample = Sample(
+            group_index=prompt.index,
+            index=prompt.index,
+            prompt=prompt.text,
+            label=prompt.label,
+            metadata=dict(prompt.metadata),
+            extra=dict(prompt.extra),
+            status=Status.COMPLETED,
+        )
+        if not grader.is_custom(sample) and not (verifier := grader.verifier_of(sample)).is_async:
+            verifier.explain(sample)
+
+
+def shown(value: object) -> str:
+    """Return a value as JSON, cut off at SHOWN characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
