@@ -11,7 +11,7 @@ from typing import Any
 
 from slimectl.data.hashing import sample_seed
 from slimectl.data.images import images_of
-from slimectl.data.json_values import plain_number
+from slimectl.data.json_values import plain_number, plain_sample, plain_value
 from slimectl.data.records import refused_path
 from slimectl.errors import HookError, RecordError
 from slimectl.hooks.args import FlatSettings
@@ -104,7 +104,7 @@ async def apply_sample_hooks(sample: Sample, rollout_id: int | None, evaluation:
         result = as_sample(result)
         if result is not None and not isinstance(result, Sample):
             raise function.returned(result, "a Sample or None")
-        sample = sample if result is None else result
+        sample = plain_sample(sample) if result is None else result
         check_lengths(function, sample)
     return sample
 
@@ -147,6 +147,8 @@ def process_all(groups: list[Group], source: GroupSource, *, settings: Settings)
     result = function({"args": args, "settings": args, "all_samples": groups, "data_source": source})
     if result is not None:
         raise function.returned(result, "nothing")
+    for sample in flatten(groups):
+        plain_sample(sample)
 
 
 class UserRollout:
@@ -235,6 +237,7 @@ class UserRollout:
                 )
 
     def _check_metrics(self, metrics: Any) -> Metrics:
+        metrics = plain_value(metrics)
         fit = isinstance(metrics, dict) and all(
             isinstance(name, str) and is_number(value) for name, value in metrics.items()
         )

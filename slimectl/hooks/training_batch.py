@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from slimectl.data.json_values import kind_of
+from slimectl.data.json_values import kind_of, plain_numbers, plain_value
 from slimectl.errors import HookError
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.registry import required_hook
@@ -56,6 +56,7 @@ def apply_sample_filter(samples: Sequence[Sample], *, settings: Settings) -> Non
     if result is not None:
         raise function.returned(result, "nothing; set sample.remove_sample of those that are to be left out")
     for sample in samples:
+        sample.remove_sample = plain_value(sample.remove_sample)
         if not isinstance(sample.remove_sample, bool):
             value = kind_of(sample.remove_sample)
             raise HookError(
@@ -76,7 +77,7 @@ def post_process_rewards(samples: Sequence[Sample], *, settings: Settings) -> tu
 
 
 def _check_rewards(function: Hook, name: str, values: Any, count: int) -> list[float]:
-    numbers = to_list(values)
+    numbers = plain_numbers(values)
     if len(numbers) != count:
         raise HookError(
             f"{function.setting}: {function.path} returned {len(numbers)} {name} for {count} samples; one each"
@@ -118,7 +119,7 @@ def convert_samples(samples: list[Sample], *, settings: Settings) -> list[Sample
 
 def _to_sample(function: Hook, data: Mapping[str, Any], i: int, base: Sample) -> Sample:
     """Return row `i` of the train data as a sample."""
-    tokens, length = [int(token) for token in to_list(data["tokens"][i])], int(data["response_lengths"][i])
+    tokens, length = [int(token) for token in plain_numbers(data["tokens"][i])], int(data["response_lengths"][i])
     if not 0 <= length <= len(tokens):
         raise HookError(f"{CONVERT}: {function.path}: row {i}: {length} response tokens of {len(tokens)} tokens")
     fields: dict[str, Any] = dict.fromkeys(SAMPLE_FIELDS.values())
@@ -129,7 +130,7 @@ def _to_sample(function: Hook, data: Mapping[str, Any], i: int, base: Sample) ->
     for name, field in (("group_indices", "group_index"), ("rollout_ids", "rollout_id")):
         if name in data:
             fields[field] = int(data[name][i])
-    reward = float(to_list(data["rewards"])[i])
+    reward = float(plain_numbers(data["rewards"])[i])
     return replace(base, tokens=tokens, response_length=length, reward=reward, **fields)
 
 
@@ -220,17 +221,10 @@ def custom_advantages(
 
 def checked_numbers(function: Hook, name: str, values: Any, i: int, length: int) -> list[float]:
     """Return the values of sample `i` as R finite numbers. Raises HookError for anything else."""
-    numbers = to_list(values)
+    numbers = plain_numbers(values)
     if len(numbers) != length or not all(map(is_number, numbers)):
         raise HookError(
             f"{function.setting}: {function.path}: {name} of sample {i}: must be {length} finite numbers, one a "
             "response token"
         )
     return [float(number) for number in numbers]
-
-
-def to_list(values: Any) -> list[Any]:
-    """Return a tensor, an array or a sequence as a list; a single value as a list of one."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    return list(values) if isinstance(values, list | tuple) else [values]

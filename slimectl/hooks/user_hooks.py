@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from slimectl.data.json_values import plain_number, plain_value
 from slimectl.hooks import rollout, training_batch
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.registry import is_set, required_hook
@@ -113,15 +114,18 @@ def user_eval_log(
 
 def _skips_default_log(function: Hook, settings: Settings, arguments: Mapping[str, Any]) -> bool:
     args = FlatSettings(settings)
-    result = function({"args": args, "settings": args, **arguments})
+    result = plain_value(function({"args": args, "settings": args, **arguments}))
     if result is not None and not isinstance(result, bool):
         raise function.returned(result, "True to skip the default log, else False")
     return bool(result)
 
 
 def _check_numbers(function: Hook, metrics: Metrics) -> Metrics:
-    """Return the metrics. Raises HookError for names or values that no tracker accepts."""
+    """Return the metrics as plain numbers. Raises HookError for names or values that no tracker accepts."""
+    numbers = {}
     for name, value in metrics.items():
-        if not isinstance(name, str) or not isinstance(value, int | float) or math.isinf(value):
+        number = plain_number(value)
+        if not isinstance(name, str) or number is None or math.isinf(number):
             raise function.returned(value, f"numbers only: the metric {name!r} is none")
-    return metrics
+        numbers[name] = number
+    return numbers

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slimectl.data.images import images_of
-from slimectl.data.json_values import kind_of
+from slimectl.data.json_values import kind_of, plain_sample, plain_value
 from slimectl.errors import HookError
 from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.in_flight import Group, InFlightGroups
@@ -121,7 +121,7 @@ class UserDataSource:
         """Write the state of the source into the sampling state. Raises HookError if it is not JSON."""
         source_state = self._call("save", rollout_id)
         try:
-            self._state.source = json.loads(json.dumps(source_state, allow_nan=False))
+            self._state.source = json.loads(json.dumps(plain_value(source_state), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise HookError(
                 f"{SOURCE}: {self._name}.save returned what is not JSON ({error}); return numbers, texts, lists and "
@@ -174,7 +174,7 @@ class UserDataSource:
                 f"rollout.n_samples_per_prompt is {n}"
             )
         self._state.position += 1
-        group = [copy.deepcopy(sample) for sample in source_group]
+        group = [plain_sample(copy.deepcopy(sample)) for sample in source_group]
         for i, sample in enumerate(group):
             if not getattr(self._source, "keeps_numbers", False):
                 sample.group_index, sample.index = index, index * n + i

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from slimectl.data.json_values import plain_sample, plain_value
 from slimectl.types import Sample, SamplingParams
 
 PARAMETERS = {
@@ -78,6 +79,7 @@ def _as_json(name: str, value: Any) -> Any:
 
 def _as_field(name: str, value: Any) -> Any:
     """Return a value of a request as that of the field."""
+    value = plain_value(value)
     if name == "logit_bias" and isinstance(value, Mapping):
         return tuple((int(token), float(bias)) for token, bias in value.items())
     if isinstance(_DEFAULTS[name], tuple):
@@ -106,15 +108,17 @@ def sampling_params(values: Mapping[str, Any] | SamplingParams | None, base: Sam
 
 
 def as_sample(value: Any) -> Any:
-    """Return an object with the attributes of a sample as a Sample; anything else unchanged."""
-    if isinstance(value, Sample) or not all(hasattr(value, name) for name in ("tokens", "response_length", "status")):
+    """Return a sample with plain numbers, and an object with its attributes as one; anything else unchanged."""
+    if isinstance(value, Sample):
+        return plain_sample(value)
+    if not all(hasattr(value, name) for name in ("tokens", "response_length", "status")):
         return value
     values = dict(value.to_dict() if hasattr(value, "to_dict") else vars(value))
     values["status"] = getattr(values["status"], "value", values["status"])
     for name in ("spec_info", "prefix_cache_info"):  # objects of counters there
         if name in values and not isinstance(values[name], dict | None):
             values[name] = vars(values[name])
-    return Sample.from_dict({name: value for name, value in values.items() if value is not None})
+    return plain_sample(Sample.from_dict({name: value for name, value in values.items() if value is not None}))
 
 
 def as_groups(groups: Any) -> Any:
