@@ -74,8 +74,12 @@ def score(
     """Attach a reward to every sample: what [score] names, or `reward`, a function of one sample.
 
     A `reference` also attaches its log-probabilities. A sample that cannot be graded (no label) goes to `skip`; without
-    one, RecordError is raised.
+    one, RecordError is raised, and so it is for one that was sampled at another temperature than the reference has.
     """
+    if reference is not None:
+        from slimectl.stages.training_batch import require_sampling_temperature
+
+        samples = (require_sampling_temperature(sample, settings) for sample in samples)
     grader = builders.reward(settings) if reward is None else reward
     with closing(builders.executor(settings, trains=False)) as executor:
         yield from score_stage(

@@ -65,17 +65,27 @@ def require_temperature(samples: Sequence[Sample], settings: Settings) -> None:
     algorithm, expected = settings.algorithm, settings.policy_temperature
     names_key = algorithm.trains_on == "rollouts"
     for sample in samples:
-        if names_key and sample.rollout_temperature not in (None, expected):
-            raise RecordError(
-                f"sample {sample.index}: was sampled at temperature {sample.rollout_temperature:g}, and "
-                f"rollout.temperature is {expected:g}; add -s rollout.temperature={sample.rollout_temperature:g}"
-            )
+        require_sampling_temperature(sample, settings)
         if Need.REFERENCE in algorithm.needs and sample.ref_temperature not in (None, expected):
             key = "rollout.temperature is" if names_key else f"{algorithm.name} takes them at"
             raise RecordError(
                 f"sample {sample.index}: ref_log_probs are at temperature {sample.ref_temperature:g}, and {key} "
                 f"{expected:g}; run `slimectl score --reference` with -s rollout.temperature={expected:g}"
             )
+
+
+def require_sampling_temperature(sample: Sample, settings: Settings) -> Sample:
+    """Return a sample whose temperature is that at which log-probabilities of its answer are computed.
+
+    Raises RecordError for another. Demonstrations and preferences have none, nor have answers of other programs.
+    """
+    expected, sampled = settings.policy_temperature, sample.rollout_temperature
+    if settings.algorithm.trains_on == "rollouts" and sampled is not None and sampled != expected:
+        raise RecordError(
+            f"sample {sample.index}: was sampled at temperature {sampled:g}, and rollout.temperature is {expected:g}; "
+            f"add -s rollout.temperature={sampled:g}"
+        )
+    return sample
 
 
 def build_sft_batch(

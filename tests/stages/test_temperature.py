@@ -27,15 +27,26 @@ def test_rollout_score_and_train_agree_on_it_or_name_both(workshop: Workshop):
     workshop.slimectl("rollout", "--data", "prompts.jsonl", *model, "--temperature", "0.5", "--out", "s.jsonl")
     first = json.loads((workshop.folder / "s.jsonl").read_text().splitlines()[0])
     assert first["rollout_temperature"] == 0.5
-    workshop.slimectl("score", "s.jsonl", *reward, *cool, "--reference", str(workshop.model), "--out", "r.jsonl")
+    reference = ["--reference", str(workshop.model), "--out", "r.jsonl"]
+    both = "was sampled at temperature 0.5, and rollout.temperature is 1; add -s rollout.temperature=0.5"
+    workshop.slimectl("score", "s.jsonl", *reward, *reference, code=3)
+    assert workshop.stderr == f"slimectl: s.jsonl:1: sample 0: {both}\n"
+    workshop.slimectl("score", "s.jsonl", *reward, *cool, *reference)
     whole = ["-s", "run.rollout_batch_size=8", "-s", "algorithm.kl_loss_coef=0.1"]
     workshop.slimectl("train", "r.jsonl", *model, *whole, "--save", "refused", code=3)
-    both = "was sampled at temperature 0.5, and rollout.temperature is 1; add -s rollout.temperature=0.5"
     assert both in workshop.stderr
     out = workshop.slimectl("train", "r.jsonl", *model, *whole, *cool, "--save", "saved")
     metrics = json.loads(out.splitlines()[0])["metrics"]
     assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-4
     assert metrics["train/kl_loss"] < 1e-6  # the reference is the policy
+
+
+def test_a_reference_for_pairs_has_temperature_one_whatever_the_answers_had(workshop: Workshop):
+    row = {"prompt": "ab", "tokens": [97, 98, 99], "response_length": 1, "response": "c", "rollout_temperature": 0.5}
+    (workshop.folder / "s.jsonl").write_text(json.dumps(row) + "\n")
+    pairs = ["-s", "algorithm.name=dpo", "-s", "score.rm_type=random"]
+    out = workshop.slimectl("score", "s.jsonl", *pairs, "--reference", str(workshop.model))
+    assert json.loads(out)["ref_temperature"] == 1.0
 
 
 @pytest.mark.parametrize(
