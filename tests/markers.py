@@ -21,6 +21,7 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/checkpoints/test_megatron_files.py": (PROCESSES, SLOW),
     "tests/cli/": (PROCESSES,),
     "tests/cli/test_bad_input.py::test_a_full_disk": (SLOW,),
+    "tests/cli/test_completion.py::test_zsh": (SLOW,),
     "tests/cli/test_convert_command.py": (SLOW,),
     "tests/cli/test_pipes.py": (SLOW,),
     "tests/cli/test_score_command.py::test_a_reward_that_hangs": (SLOW,),
