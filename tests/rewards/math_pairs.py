@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from random import Random
 
+from formula_pairs import formulas
+
 Pair = tuple[str, str, bool]
 """(label, answer, whether they are the same in value)."""
 
@@ -400,6 +402,7 @@ FAMILIES: tuple[Callable[[Random], Iterator[Pair]], ...] = (
     names,
     polynomials,
     functions,
+    formulas,
 )
 
 

@@ -53,6 +53,20 @@ DAPO = [
     (r"1\frac{1}{2}", "Answer: 1 1/2", "1 1/2", 1.0),
     ("12", "Answer: 1 2", "1 2", -1.0),
     ("2", "Answer: 2 million", "2 million", -1.0),
+    ("2000000", "Answer: 2 million", "2 million", -1.0),  # the rule knows no words for numbers
+    ("2 million", r"Answer: 2\text{ million}", r"2\text{ million}", 1.0),
+    ("8", "Answer: 8 factorial", "8 factorial", -1.0),
+    ("7", "Answer: 7 minus pi", "7 minus pi", -1.0),
+    ("42", "Answer: 42.", "42.", 1.0),
+    ("42", "Answer: 42...", "42...", -1.0),
+    ("42", "Answer: 42…", "42…", -1.0),
+    ("0.333", "Answer: $0.333...$", "$0.333...$", -1.0),
+    ("42", r"Answer: $42\ldots$", r"$42\ldots$", 1.0),  # which the rule removes
+    ("42", "Answer: 43 = 42", "43 = 42", 1.0),  # the rule takes what stands behind the last equals sign
+    ("42", "Answer: 42_7", "42_7", -1.0),
+    ("1010_2", "Answer: 1010_3", "1010_3", -1.0),
+    ("1/10", "Answer: 3:30", "3:30", -1.0),
+    ("BA", "Answer: AB", "AB", -1.0),
     ("42", "Answer: 42<|im_end|>", "42", 1.0),
     ("42", "Answer: 42 <|eot_id|>\n<|end_of_text|>", "42", 1.0),
     ("42", "Answer: 42</s>" + "</s>" * 20, "42", 1.0),

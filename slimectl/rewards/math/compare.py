@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -11,6 +10,7 @@ from slimectl.rewards.math.answers import parse_answer, region_of
 from slimectl.rewards.math.latex import tidy
 from slimectl.rewards.math.leaves import Answer
 from slimectl.rewards.math.regions import same_region
+from slimectl.rewards.math.spelling import spelling
 from slimectl.rewards.math.values import constant_value, equal_values, proportional
 
 _LOCK = threading.RLock()
@@ -29,7 +29,7 @@ def same_answer(label: str, answer: str) -> bool:
     """
     with _LOCK:
         label, answer = tidy(label), tidy(answer)
-        if _spelling(label) == _spelling(answer) != "":
+        if spelling(label) == spelling(answer) != "":
             return True
         try:
             return _same(parse_answer(label), parse_answer(answer))
@@ -155,17 +155,11 @@ def _same_ratios(first: Answer, second: Answer) -> bool:
 
 
 def _same_text(first: Answer, second: Answer) -> bool:
-    return _spelling(first.text) == _spelling(second.text) != ""
+    return spelling(first.text) == spelling(second.text) != ""
 
 
 def _same_words(first: Answer, second: Answer) -> bool:
-    return _spelling(first.text).casefold() == _spelling(second.text).casefold()
-
-
-def _spelling(text: str) -> str:
-    """The text without blanks, but for those between two numbers: 1 2 is not 12."""
-    text = re.sub(r"\{(\w)\}", r" \1", text.strip())
-    return re.sub(r"(?<=[\w.])\s+(?=[\d.])", "_", text).replace(" ", "").replace("\n", "")
+    return spelling(first.text).casefold() == spelling(second.text).casefold()
 
 
 _SAME: dict[str, Callable[[Answer, Answer], bool]] = {

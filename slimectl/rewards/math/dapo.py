@@ -27,6 +27,7 @@ _SPECIAL_TOKENS = re.compile(r"(?:\s*(?:<[|｜][^<>|｜\n]{1,40}[|｜]>|</s>|<eo
 """What ends a turn, where a decoder has left it in the text."""
 
 _QUOTIENT = re.compile(r"([-+]?)(?:(\d+) )?(\\?[A-Za-z]+|\d+)/(\\?[A-Za-z]+|\d+)")
+_DOTS = re.compile(r"\\l?dots(?![A-Za-z])")
 _ARTICLE = re.compile(r"^(?:an?|the)\s+(?=[A-Za-z]{2})", re.IGNORECASE)
 
 
@@ -38,9 +39,10 @@ class Dapo(Verifier):
     {'score': 1.0, 'acc': 1.0, 'pred': '5.0'}
 
     Yu et al. 2025, arXiv:2503.14476, sec. 3.1 (rule-based reward, 1 or -1), with the normalisation of Lewkowycz et al.
-    2022, arXiv:2206.14858, app. D.1, in spirit: units, LaTeX's spaces and sizes, \text, $ and thousands separators are
-    ignored, as are special tokens at the end, and of an equation only the right side counts. Numbers are compared as
-    numbers, anything else as text, case-sensitively. Only the last 300 characters are read. `source="boxed"`, which is
+    2022, arXiv:2206.14858, app. D.1, in spirit: units, LaTeX's spaces and sizes, \text, $, thousands separators and
+    \ldots are ignored, as are special tokens at the end, and of an equation only the right side counts (43 = 42 is 42).
+    Numbers are compared as numbers, anything else as text, case-sensitively: that rule has no words for numbers, so
+    2 million is not 2000000, and 42... is not 42. Only the last 300 characters are read. `source="boxed"`, which is
     what `boxed_dapo` means, reads the last \boxed{} there instead of the line. Without an answer `pred` is "".
     """
 
@@ -93,7 +95,7 @@ def canonical(text: str) -> str:
     text = (text if boxed is None else boxed).strip(_EMPHASIS)
     if formula := _FORMULA.search(text):
         text = formula[1] or formula[2]
-    text = normalized(text.rpartition("=")[2])
+    text = normalized(_DOTS.sub("", text.rpartition("=")[2]))
     text = _SHORT_FRACTION.sub(
         lambda match: rf"\frac{{{_without_braces(match[1])}}}{{{_without_braces(match[2])}}}", text
     )

@@ -83,5 +83,6 @@ def normalized(text: str) -> str:
     >>> [normalized(text) for text in (r"5\text{ cm}", r"1{,}234", r"50\%", r"90^\circ", r"\text{Yes}.")]
     ['5', '1234', '50', '90', 'Yes']
     """
-    text = re.sub(r"\s*\\degree\s*", " ", without_unit(tidy(text))).strip().rstrip(".").strip()
+    text = re.sub(r"\s*\\degree\s*", " ", without_unit(tidy(text))).strip()
+    text = re.sub(r"(?<!\.)\.$", "", text).strip()  # an ellipsis is no full stop: 42... is not 42
     return re.sub(r"[, ]", "", text) if _GROUPED.fullmatch(text) else text
