@@ -84,7 +84,7 @@ class FsdpBackend(PolicyBackend):
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
         train = settings.train
-        return Packing(train.max_tokens_per_gpu, settings.cluster.ranks, train.share_prompt_prefix)
+        return Packing(train.max_tokens_per_gpu, settings.cluster.ranks, train.shares_prefixes)
 
     def build(
         self,
@@ -106,7 +106,7 @@ class FsdpBackend(PolicyBackend):
             checkpoint or ModelCheckpoint(),
             recompute=_recompute(settings),
             offload=settings.train.offload,
-            share_prefixes=settings.train.share_prompt_prefix,
+            share_prefixes=settings.train.shares_prefixes,
             rollout_routing_replay=_replays_rollouts(settings, role, options),
             freeze_vision_tower=settings.train.freeze_vision_tower,
             **options,
@@ -133,8 +133,14 @@ class MegatronBackend(PolicyBackend):
             raise SettingsError(
                 f'train.backend: "megatron" does not train {family.name}, whose images it cannot read; give "fsdp"'
             )
-        for problem in problems(layout(settings), family.architecture(config).transformer, settings.cluster.ranks):
+        transformer = family.architecture(config).transformer
+        for problem in problems(layout(settings), transformer, settings.cluster.ranks):
             raise SettingsError(problem)
+        obstacle = prefix_obstacle(transformer, settings.megatron.args)
+        if settings.train.share_prompt_prefix and obstacle:
+            raise SettingsError(
+                f"train.share_prompt_prefix: true has no effect ({obstacle}); set it to none, which shares where it can"
+            )
         if settings.train.lora_rank is not None:
             chosen(linear_layers(family.links(config)), settings.train.lora_targets)
 
@@ -161,7 +167,7 @@ class MegatronBackend(PolicyBackend):
         transformer = family_of(config).architecture(config).transformer
         obstacle = prefix_obstacle(transformer, megatron.args)
         tokens, ranks = settings.train.max_tokens_per_gpu * parallel.context, parallel.data(settings.cluster.ranks)
-        return Packing(tokens, ranks, settings.train.share_prompt_prefix and not obstacle)
+        return Packing(tokens, ranks, settings.train.shares_prefixes and not obstacle)
 
     def build(
         self,
@@ -183,7 +189,7 @@ class MegatronBackend(PolicyBackend):
             folder,
             checkpoint or ModelCheckpoint(),
             layout=layout(settings),
-            share_prefixes=settings.train.share_prompt_prefix,
+            share_prefixes=settings.train.shares_prefixes,
             recompute=_recompute(settings),
             distributed_optimizer=megatron.use_distributed_optimizer,
             optimizer_cpu_offload=_offloads_optimizer(settings),

@@ -145,9 +145,15 @@ class TrainSettings(Section):
     gradient_checkpointing: bool = False
     """The same as recompute_granularity = "full"."""
 
-    share_prompt_prefix: bool = True
+    share_prompt_prefix: bool | None = None
     """Compute once what several samples of a step begin with: the prompt of a group, the turns before a fork. Loss and
-    gradient stay the same; max_tokens_per_gpu counts the tokens that are computed."""
+    gradient stay the same; max_tokens_per_gpu counts the tokens that are computed. Where not given, wherever a model's
+    tokens are computed alike for all samples; true is refused elsewhere."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether samples share the tokens that they begin with, where that is possible."""
+        return self.share_prompt_prefix is not False
 
 
 class MegatronSettings(Section):

@@ -35,6 +35,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "argument of the model": args(hidden_size=99),
     "argument of latent attention": args(q_lora_rank=3),
     "argument that LoRA does not allow": args(moe_shared_expert_overlap=True) | LORA,
+    "shared beginnings": args(hidden_dropout=0.1) | {"train.share_prompt_prefix": True},
     "nothing frozen on Megatron": MEGATRON | {"train.freeze_params_name_list": ["nothing"]},
     "half of a matrix frozen": MEGATRON | {"train.freeze_params_name_list": ["q_proj"]},
     "experts recomputed on Megatron": MEGATRON

@@ -151,7 +151,7 @@ def test_hooks_read_old_attributes():
     assert (args.eval.skip_before_train, args.eval_skip_before_train, args.eval.before_train) == (True, True, False)
     assert (args.warmup.lr, args.warmup_lr, args.sft_warmup_lr, args.sft_warmup.until_accuracy) == (0.5, 0.5, 0.5, 0.25)
     assert (args.policy, args.train.policy, args.kind, args.engine.kind) == ("fsdp", "fsdp", "embedded", "embedded")
-    assert (args.sglang.groups, args.groups, args.share_prompts) == ([], [], True)
+    assert (args.sglang.groups, args.groups, args.share_prompts) == ([], [], None)
     with pytest.raises(AttributeError, match=r"args.backend: backend stands in several sections; use args.SECTION.KEY"):
         args.backend  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'polcy'"):

@@ -44,7 +44,7 @@ class _Reader:
     """Reads the tokens of a formula from left to right."""
 
     def __init__(self, text: str) -> None:
-        self._tokens = [token for token in _TOKEN.findall(text) if not token.isspace()]
+        self._tokens: list[str] = [token for token in _TOKEN.findall(text) if not token.isspace()]
         self._at = self._depth = 0
 
     def sequence(self, end: str) -> list[str]:
