@@ -171,13 +171,18 @@ def summarize(
 ) -> Metrics:
     """Return the metrics of one dataset: rewards, accuracy, unbiased pass@k, avg@n, maj@n, lengths, truncation.
 
-    maj@n needs a sample with an `answer`; [track] may enable more. Raises RecordError without samples.
+    An attempt that an agent divided into several samples counts once, as in training: with the mean of their rewards,
+    the sum of their lengths, and the answer of the last one. maj@n needs a sample with an `answer`; [track] may enable
+    more. Raises RecordError without samples.
     """
     if not samples:
         raise RecordError(f"eval.data.{name}: no prompts; give a source that has some")
-    rewards = [reward_number(sample, reward_key) for sample in samples]
+    attempts = _attempts(samples)
+    rewards = [statistics.fmean(reward_number(part, reward_key) for part in parts) for parts in attempts]
     right = [value >= success_threshold for value in rewards]
-    lengths = [sample.response_length for sample in samples]
+    lengths = [sum(part.response_length for part in parts) for parts in attempts]
+    cut = [any(part.status is Status.TRUNCATED for part in parts) for parts in attempts]
+    samples = [parts[-1] for parts in attempts]
     metrics = {
         f"eval/{name}": statistics.fmean(rewards),
         f"eval/{name}_avg_reward": statistics.fmean(rewards),
@@ -185,7 +190,7 @@ def summarize(
         f"eval/{name}_min_reward": min(rewards),
         f"eval/{name}_samples": float(len(samples)),
         f"eval/{name}_accuracy": statistics.fmean(right),
-        f"eval/{name}-truncated_ratio": statistics.fmean(sample.status is Status.TRUNCATED for sample in samples),
+        f"eval/{name}-truncated_ratio": statistics.fmean(cut),
         f"eval/{name}/response_len/mean": statistics.fmean(lengths),
         f"eval/{name}/response_len/median": float(statistics.median(lengths)),
         f"eval/{name}/response_len/max": float(max(lengths)),
@@ -196,6 +201,14 @@ def summarize(
             metrics[f"eval/{name}_{kind}_stderr"] = error
     metrics |= count_failures(f"eval/{name}/", samples) | _group_metrics(name, samples, right, answer)
     return metrics | optional_metrics(f"eval/{name}/", samples, rewards, right, track or TrackSettings())
+
+
+def _attempts(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Return the samples of each attempt; an agent may have made several of one."""
+    attempts: dict[tuple[int, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        attempts[sample.group_index, sample.trajectory_id].append(sample)
+    return list(attempts.values())
 
 
 def _standard_error(samples: Sequence[Sample], values: Sequence[float]) -> float | None:

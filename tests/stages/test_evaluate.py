@@ -102,6 +102,20 @@ def test_one_answer_a_prompt_has_no_pass_rates():
     assert (found["eval/m_max_reward"], found["eval/m_min_reward"]) == (1.0, 0.0)
 
 
+def test_the_branches_of_an_attempt_count_once():
+    """Two attempts at a prompt, the first of three branches: a half of the answers is right, not three quarters."""
+    branches = [sample(0, 1.0, rollout_id=0, response="1 2 3") for _ in range(3)]
+    metrics = summarize("m", [*branches, sample(1, 0.0), sample(2, 1.0, group=1), sample(3, 1.0, group=1)])
+    plain = summarize("m", [sample(0, 1.0), sample(1, 0.0), sample(2, 1.0, group=1), sample(3, 1.0, group=1)])
+    assert {name: value for name, value in metrics.items() if "len" not in name} == {
+        name: value for name, value in plain.items() if "len" not in name
+    }
+    assert (metrics["eval/m_samples"], metrics["eval/m_accuracy"], metrics["eval/m-avg@2"]) == (4, 0.75, 0.75)
+    assert metrics["eval/m/response_len/max"] == 3 * plain["eval/m/response_len/max"]
+    half_right = [sample(0, reward, rollout_id=0) for reward in (1.0, 0.0)]
+    assert summarize("m", half_right)["eval/m"] == 0.5
+
+
 def test_standard_errors_count_every_prompt_once():
     found = summarize("m", [sample(0, 1.0), sample(1, 0.5), sample(2, 0.0, group=1), sample(3, 0.0, group=1)])
     # The prompts' means are 0.5 and 0 (accuracy), 0.75 and 0 (reward); their deviations over sqrt(2) prompts.
