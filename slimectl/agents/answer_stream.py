@@ -11,7 +11,7 @@ from typing import Any
 from slimectl.agents.answer import GrowingAnswer, Reply
 from slimectl.agents.chat_request import RequestRefused
 from slimectl.data.answers import ParsedAnswer
-from slimectl.data.chat_messages import call_ids
+from slimectl.data.chat_responses import call_ids
 from slimectl.data.tool_calls import ToolCall
 
 Event = tuple[str | None, str]

@@ -15,12 +15,18 @@ from slimectl.agents.chat_request import (
     RequestRefused,
     schema_text,
 )
-from slimectl.data.chat_messages import (
+from slimectl.data.chat_messages import checked_text, template_message
+from slimectl.data.chat_responses import (
+    CHAT,
+    COMPLETION,
+    OPENING,
+    ApiKind,
     assistant_message,
-    checked_text,
-    template_message,
+    chat_log_probs,
+    finish_reason,
+    message_delta,
+    token_log_prob,
     token_usage,
-    written_calls,
 )
 from slimectl.data.tool_calls import ToolCall
 
@@ -107,7 +113,7 @@ def chat_response(reply: Reply) -> dict[str, Any]:
         }
         for i, answer in enumerate(reply.answers)
     ]
-    return {**_head(reply, "chat.completion", "chatcmpl"), "choices": choices, "usage": usage(reply)}
+    return {**_frame(reply, CHAT, choices, complete=True), "usage": usage(reply)}
 
 
 def completion_response(reply: Reply) -> dict[str, Any]:
@@ -116,25 +122,21 @@ def completion_response(reply: Reply) -> dict[str, Any]:
         {"index": i, "text": answer.completion.text, "finish_reason": _finish(answer), "logprobs": None}
         for i, answer in enumerate(reply.answers)
     ]
-    return {**_head(reply, "text_completion", "cmpl"), "choices": choices, "usage": usage(reply)}
+    return {**_frame(reply, COMPLETION, choices, complete=True), "usage": usage(reply)}
 
 
 class ChatEventWriter(EventWriter):
     """Writes the chunks of a streamed chat: its role, its parts, each call as a whole, its end with the usage."""
 
     def begin(self) -> Iterator[Event]:
-        yield self._chunk({"role": "assistant", "content": ""})
+        yield self._chunk(OPENING)
 
     def _new_parts(
         self, reasoning: str | None, content: str, calls: Sequence[ToolCall], ids: Sequence[str]
     ) -> Iterator[Event]:
-        if reasoning:
-            yield self._chunk({"reasoning_content": reasoning})
-        if content:
-            yield self._chunk({"content": content})
-        for call in written_calls(calls, ids):
-            yield self._chunk({"tool_calls": [{"index": self._call_count, **call}]})
-            self._call_count += 1
+        if delta := message_delta(reasoning, content, calls, ids, first_call=self._call_count):
+            yield self._chunk(delta)
+            self._call_count += len(calls)
 
     def end(self, reply: Reply) -> Iterator[Event]:
         [answer] = reply.answers
@@ -150,8 +152,8 @@ class ChatEventWriter(EventWriter):
     def _chunk(
         self, delta: dict[str, Any], end: Mapping[str, Any] = MappingProxyType({"finish_reason": None}), **values: Any
     ) -> Event:
-        head = _head(self.reply, "chat.completion.chunk", "chatcmpl")
-        return None, json.dumps({**head, "choices": [{"index": 0, "delta": delta, **end}], **values})
+        choice = {"index": 0, "delta": delta, **end}
+        return None, json.dumps({**_frame(self.reply, CHAT, [choice], complete=False), **values})
 
 
 class CompletionEventWriter(EventWriter):
@@ -172,7 +174,7 @@ class CompletionEventWriter(EventWriter):
 
     def _chunk(self, text: str, finish: str | None, **values: Any) -> Event:
         choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
-        return None, json.dumps({**_head(self.reply, "text_completion", "cmpl"), "choices": [choice], **values})
+        return None, json.dumps({**_frame(self.reply, COMPLETION, [choice], complete=False), **values})
 
 
 def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
 
 
 def _finish(answer: Answer) -> str:
-    return "length" if answer.is_cut else "tool_calls" if answer.parts.tool_calls else "stop"
+    return finish_reason(answer.parts, is_cut=answer.is_cut)
 
 
 def _log_probs(reply: Reply, answer: Answer) -> dict[str, Any]:
@@ -190,15 +192,12 @@ def _log_probs(reply: Reply, answer: Answer) -> dict[str, Any]:
     if not reply.request.log_probs:
         return {"logprobs": None}
     scored = zip(answer.completion.tokens, answer.completion.log_probs, strict=True)
-    content: list[dict[str, Any]] = [
-        {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
-        for token, log_prob in scored
-    ]
-    return {"logprobs": {"content": content, "refusal": None}}
+    entries = [token_log_prob(f"token_id:{token}", log_prob, None) for token, log_prob in scored]
+    return {"logprobs": chat_log_probs([(entry, []) for entry in entries])}
 
 
-def _head(reply: Reply, kind: str, prefix: str) -> dict[str, Any]:
-    return {"id": f"{prefix}-{reply.identity}", "object": kind, "created": reply.created, "model": reply.model}
+def _frame(reply: Reply, kind: ApiKind, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
+    return kind.frame(reply.identity, reply.created, reply.model, choices, complete=complete)
 
 
 def usage(reply: Reply) -> dict[str, Any]:

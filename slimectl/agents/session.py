@@ -16,7 +16,7 @@ from slimectl.agents.answer import Answer, AnswerReader, Reply
 from slimectl.agents.answer_stream import AnswerStream
 from slimectl.agents.chat_request import ChatRequest, RequestRefused, answer_message
 from slimectl.agents.trajectory_tree import Continuation, TrajectoryTree, Turn
-from slimectl.data.chat_messages import call_ids
+from slimectl.data.chat_responses import call_ids
 from slimectl.errors import SettingsError
 from slimectl.protocols import OnTokens
 from slimectl.types import Completion, Sample, SamplingParams

@@ -1,15 +1,11 @@
-"""Messages of OpenAI's chat API: read as chat templates take them, and written from an answer of the policy."""
+"""Messages of OpenAI's chat API, read as chat templates take them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from slimectl.data.answers import ParsedAnswer
-from slimectl.data.tool_calls import ToolCall
 
 
 class MessageError(ValueError):
@@ -83,37 +79,3 @@ def function_call(name: Any, arguments: Any, call_id: Any) -> dict[str, Any]:
         with contextlib.suppress(ValueError, RecursionError):  # else the template shows the text as it stands
             arguments = json.loads(arguments)
     return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
-
-
-def call_ids(calls: Sequence[ToolCall]) -> tuple[str, ...]:
-    """Return the id of each call: the model's own, or a new one."""
-    return tuple(call.call_id or f"call_{uuid.uuid4().hex[:24]}" for call in calls)
-
-
-def assistant_message(parts: ParsedAnswer, ids: Sequence[str]) -> dict[str, Any]:
-    """Return an answer as the message that a client gets; its content is null where it only calls tools."""
-    message: dict[str, Any] = {"role": "assistant", "content": parts.content}
-    if parts.reasoning is not None:
-        message["reasoning_content"] = parts.reasoning
-    if parts.tool_calls:
-        message["content"] = parts.content or None
-        message["tool_calls"] = written_calls(parts.tool_calls, ids)
-    return message
-
-
-def written_calls(calls: Sequence[ToolCall], ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Return calls as a message to a client has them, with their arguments as text."""
-    return [
-        {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call, call_id in zip(calls, ids, strict=True)
-    ]
-
-
-def token_usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Return the counts of tokens of a response; `cached` ones of the prompt were not computed again."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from slimectl.data.chat_responses import chat_log_probs, token_log_prob
 from slimectl.data.growing_text import UNFINISHED
 from slimectl.engines.embedded.detokenizer import TokenBytes
 from slimectl.engines.embedded.scheduler import TopTokens
@@ -93,15 +94,12 @@ def _by_text(score: TokenLogProb, vocabulary: TokenBytes) -> dict[str, float | N
     return named
 
 
-def chat_log_probs(scores: Sequence[TokenLogProb], vocabulary: TokenBytes) -> dict[str, Any]:
+def chat_scores(scores: Sequence[TokenLogProb], vocabulary: TokenBytes) -> dict[str, Any]:
     """Return the `logprobs` of a chat's choice."""
 
     def entry(token: int, log_prob: float | None) -> dict[str, Any]:
-        return {"token": vocabulary.text(token), "logprob": log_prob, "bytes": list(vocabulary.of(token))}
+        return token_log_prob(vocabulary.text(token), log_prob, vocabulary.of(token))
 
-    return {
-        "content": [
-            entry(score.token, score.log_prob) | {"top_logprobs": [entry(*pair) for pair in score.top or []]}
-            for score in scores
-        ]
-    }
+    return chat_log_probs(
+        [(entry(score.token, score.log_prob), [entry(*pair) for pair in score.top or []]) for score in scores]
+    )

@@ -12,11 +12,12 @@ from aiohttp import web
 from slimectl.data.answers import THINK, AnswerFormat, format_of
 from slimectl.data.chat import render
 from slimectl.data.chat_messages import MessageError, template_message
+from slimectl.data.chat_responses import CHAT, COMPLETION, ApiKind
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import prompt_log_probs
-from slimectl.engines.server.openai_format import CHAT, COMPLETION, ApiKind, ChatParser, Echo, ResponseFormatter
+from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter
 from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_openai
 from slimectl.engines.server.schema import RequestBody, read
 from slimectl.engines.server.state import LONG, SERVICE, STREAMED, EventStream, Service, dumped

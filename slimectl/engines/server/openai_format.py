@@ -9,29 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimectl.data.answers import AnswerFormat, ParsedAnswer
-from slimectl.data.chat_messages import assistant_message, call_ids, token_usage, written_calls
+from slimectl.data.chat_responses import OPENING, ApiKind, assistant_message, call_ids, message_delta, token_usage
 from slimectl.engines.embedded.detokenizer import TokenBytes
 from slimectl.engines.server.log_probs import (
     TokenLogProb,
     answer_log_probs,
-    chat_log_probs,
+    chat_scores,
     completion_log_probs,
 )
 from slimectl.engines.server.requests import RunningAnswer
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKind:
-    """Response fields that differ between the two endpoints."""
-
-    prefix: str
-    complete: str
-    chunk: str
-    chat: bool
-
-
-COMPLETION = ApiKind("cmpl", "text_completion", "text_completion", chat=False)
-CHAT = ApiKind("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +65,8 @@ class ResponseFormatter:
         echoes: Sequence[Echo] = (),
         parser: ChatParser | None = None,
     ) -> None:
-        self.rid = f"{kind.prefix}-{uuid.uuid4().hex}"
+        self._identity = uuid.uuid4().hex
+        self.rid = f"{kind.prefix}-{self._identity}"
         self._kind = kind
         self._n = n
         self._created = int(time.time())
@@ -95,13 +82,7 @@ class ResponseFormatter:
         """Characters of the tokens of each answer so far."""
 
     def frame(self, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
-        return {
-            "id": self.rid,
-            "object": self._kind.complete if complete else self._kind.chunk,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        return self._kind.frame(self._identity, self._created, self._model, choices, complete=complete)
 
     def whole(self, answers: list[RunningAnswer]) -> dict[str, Any]:
         choices = []
@@ -127,7 +108,7 @@ class ResponseFormatter:
         for answer in answers:
             end: dict[str, Any] = {"logprobs": None, "finish_reason": None}
             if self._kind.chat:
-                chunks.append({"index": answer.index, "delta": {"role": "assistant", "content": ""}, **end})
+                chunks.append({"index": answer.index, "delta": OPENING, **end})
             elif self._echoes:
                 echo = self._echo(answer)
                 log_probs = self._log_probs_of(answer, 0, 0, echo=echo)
@@ -157,17 +138,14 @@ class ResponseFormatter:
         """Return what is new of the assistant's message; a call is streamed when it is complete."""
         sent, parts = self._sent_parts.get(answer.index, NO_PARTS), self._parts(answer)
         self._sent_parts[answer.index] = parts
-        new: dict[str, Any] = {}
-        if reasoning := (parts.reasoning or "")[len(sent.reasoning or "") :]:
-            new["reasoning_content"] = reasoning
-        if content := parts.content[len(sent.content) :]:
-            new["content"] = content
-        if calls := parts.tool_calls[len(sent.tool_calls) :]:
-            first = len(sent.tool_calls)
-            new["tool_calls"] = [
-                {"index": first + i, **call} for i, call in enumerate(written_calls(calls, call_ids(calls)))
-            ]
-        return new
+        calls = parts.tool_calls[len(sent.tool_calls) :]
+        return message_delta(
+            (parts.reasoning or "")[len(sent.reasoning or "") :],
+            parts.content[len(sent.content) :],
+            calls,
+            call_ids(calls),
+            first_call=len(sent.tool_calls),
+        )
 
     def usage(self, answers: list[RunningAnswer]) -> dict[str, Any]:
         """Count tokens; a prompt with n answers counts once."""
@@ -201,7 +179,7 @@ class ResponseFormatter:
             return None
         scores = answer_log_probs(answer, start, end)
         if self._kind.chat:
-            return chat_log_probs(scores, self._vocabulary)
+            return chat_scores(scores, self._vocabulary)
         scores = [*(echo.log_probs if echo else []), *scores]
         log_probs = completion_log_probs(scores, self._vocabulary, offset=self._offsets.get(answer.index, 0))
         if scores:
