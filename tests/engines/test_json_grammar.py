@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from operator import ge, gt, le, lt
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,8 +146,21 @@ def test_the_tokens_that_may_follow_are_those_whose_bytes_may():
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"type": "string", "pattern": "a+"}, r"json_schema: \$: 'pattern' is not supported; leave it out"),
-        ({"properties": {"x": {"type": "integer", "minimum": 0}}}, r"\$.x: 'minimum' is not supported"),
+        ({"properties": {"x": {"type": "integer", "multipleOf": 3}}}, r"\$.x: 'multipleOf' is not supported"),
+        ({"pattern": r"(a)\1"}, r"json_schema: \$: pattern .* is not supported \(groupref\); leave it out"),
+        ({"pattern": "(?=a)"}, r"is not supported \(assert\)"),
+        ({"pattern": r"\bword"}, r"is not supported \(at\)"),
+        ({"pattern": "(?i:a)"}, r"is not supported \(subpattern\)"),
+        ({"pattern": "a{65}"}, "more than 64 repetitions"),
+        ({"pattern": "(a*)*"}, "repetitions of what may be empty"),
+        ({"pattern": "("}, "missing"),
+        ({"pattern": 3}, "pattern is no text of at most 1000 characters"),
+        ({"pattern": "a", "maxLength": 3}, "'maxLength' beside pattern is not supported"),
+        ({"minLength": -1}, "minLength and maxLength are no bounds"),
+        ({"maxLength": 10**6}, "more than 1000 characters are not counted"),
+        ({"type": "number", "minimum": 0.5}, "minimum 0.5 is no whole number"),
+        ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, "no number is within exclusiveMaximum, minimum"),
+        ({"type": "string", "minimum": 3}, "'minimum' is not supported"),
         ({"oneOf": [{}, {}]}, "'oneOf' is not supported"),
         ({"anyOf": [{}], "properties": {}}, "'properties' beside anyOf is not supported"),
         ({"type": "text"}, "type 'text' is none of string, integer"),
@@ -167,3 +182,57 @@ def test_what_a_grammar_cannot_keep_is_refused_with_its_place(schema: Any, reaso
 def test_a_schema_that_refers_to_itself_and_nothing_else_allows_nothing():
     assert not allows({"$ref": "#"}, "1")
     assert allows({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "null")
+
+
+def is_within(value: float, bounds: dict[str, int]) -> bool:
+    tests = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt, "exclusiveMaximum": lt}
+    return all(tests[name](value, bound) for name, bound in bounds.items())
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_numbers_keep_their_bounds(kind: str):
+    """Random bounds, and numbers near them: a text is of the grammar where its number is within."""
+    draw = random.Random(1)
+    for _ in range(40):
+        names = draw.sample(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], draw.randint(1, 3))
+        bounds = {name: draw.choice((draw.randint(-12, 12), draw.randint(-1200, 1200))) for name in names}
+        near = {bound + step for bound in bounds.values() for step in (-1, 0, 1)} | set(range(-15, 16))
+        texts = [str(number) for number in near]
+        if kind == "number":
+            texts += [f"{number}{decimals}" for number in near - {0} for decimals in (".0", ".5", ".05")] + [
+                "-0.5",
+                "0.5",
+            ]
+        right = [text for text in texts if is_within(json.loads(text), bounds)]
+        try:
+            automaton = Automaton(json_grammar({"type": kind, **bounds}))
+        except SettingsError:
+            assert right == [], bounds
+            continue
+        accepted = [text for text in texts if automaton.accepts(walked(automaton, automaton.start, text))]
+        assert accepted == right, bounds
+
+
+PATTERNS = {
+    r"^[a-z]{2,3}\d$": ["ab1", "abc9"], r"a+": ["a", "baab", "é a"], r"^(foo|ba[rz])?$": ["", "foo", "baz"],
+    r"^[^\"x]*$": ["", "q\\", "日本"], r"\d{3}-\d{4}$": ["555-1234", "1 555-1234"], r"^.{2}$": ["ab", "é\""],
+    r"^\w+@\w+\.com$": ["me@x.com"], r"^é[à-ü]$": ["éà"], r"^\s*x": ["  xy", "\tx"], r"^\D+$": ["ab", "é"],
+    r"^a\nb$": ["a\nb"], r"^(?:ab)+?$": ["ab", "abab"], r"^[A-Z][a-z]*(?: [A-Z][a-z]*)*$": ["Ab Cd"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_strings_keep_their_pattern(pattern: str):
+    others = ["", "x", '"', "ab", "ab1z", "foobar", "555-123", "me@x,com", "é", "éz", "a b", "1", "Ab cd", "\n"]
+    as_in_ecma = re.compile(re.sub(r"\$$", r"\\Z", pattern), re.ASCII)  # whose $ is not before a last line break
+    for text in PATTERNS[pattern] + others:
+        expected = as_in_ecma.search(text) is not None
+        assert allows({"pattern": pattern}, json.dumps(text, ensure_ascii=False)) == expected, text
+    assert all(map(as_in_ecma.search, PATTERNS[pattern]))
+
+
+def test_strings_keep_their_length_in_characters():
+    schema = {"type": "string", "minLength": 2, "maxLength": 3}
+    texts = {text: json.dumps(text, ensure_ascii=False) for text in ("", "é", "ab", "日本語", "abcd")}
+    assert [text for text, written in texts.items() if allows(schema, written)] == ["ab", "日本語"]
+    assert allows(schema, r'"\n\u00e9"')

@@ -11,7 +11,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slimectl.engines.embedded.grammar import EMPTY, Bytes, Choice, Node, Repeat, Rule, Sequential, literal
+from slimectl.engines.embedded.grammar import EMPTY, Choice, Node, Repeat, Rule, literal
+from slimectl.engines.embedded.json_numbers import bounded_number
+from slimectl.engines.embedded.json_regex import pattern_grammar
+from slimectl.engines.embedded.json_terminals import CHARACTER, INTEGER, NUMBER, SPACE, STRING, series
 from slimectl.errors import SettingsError
 
 ANNOTATIONS = {
@@ -19,68 +22,37 @@ ANNOTATIONS = {
     "$schema", "$id", "$defs", "definitions", "$anchor", "discriminator",
 }  # fmt: skip
 """Keywords that restrict nothing."""
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "minItems", "maxItems"},
+    "string": {"pattern", "minLength", "maxLength"},
+    "number": BOUNDS,
+    "integer": BOUNDS,
 }
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 MOST_NODES = 20_000
 MOST_ITEMS = 1000
-"""Largest minItems or maxItems: every count is a state of its own."""
+"""Largest count of items or characters: every count is a state of its own."""
 DEEPEST = 64
 
 
-def _ranges(*pairs: tuple[int, int]) -> Bytes:
-    return Bytes(frozenset(byte for low, high in pairs for byte in range(low, high + 1)))
-
-
-def _series(*parts: Node | str) -> Node:
-    return Sequential(tuple(literal(part) if isinstance(part, str) else part for part in parts))
-
-
-def _optional(node: Node) -> Node:
-    return Choice((EMPTY, node))
-
-
-SPACE = _optional(Choice((literal(" "), _series("\n", Repeat(Bytes(frozenset(b" \t")), 0, 24)))))
-"""Whitespace between two parts: none, a blank, or a new line and its indentation; a model cannot write it for ever."""
-DIGIT, TAIL = _ranges((0x30, 0x39)), _ranges((0x80, 0xBF))
-HEX = _ranges((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
-CHARACTER = Choice(
-    (
-        _ranges((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F)),
-        _series("\\", Bytes(frozenset(b'"\\/bfnrt'))),
-        _series("\\u", _ranges((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66)), HEX, HEX, HEX),
-        _series("\\u", Bytes(frozenset(b"dD")), _ranges((0x30, 0x37)), HEX, HEX),  # no half of a surrogate pair
-        _series(_ranges((0xC2, 0xDF)), TAIL),
-        _series(_ranges((0xE0, 0xE0)), _ranges((0xA0, 0xBF)), TAIL),
-        _series(_ranges((0xE1, 0xEC), (0xEE, 0xEF)), TAIL, TAIL),
-        _series(_ranges((0xED, 0xED)), _ranges((0x80, 0x9F)), TAIL),
-        _series(_ranges((0xF0, 0xF0)), _ranges((0x90, 0xBF)), TAIL, TAIL),
-        _series(_ranges((0xF1, 0xF3)), TAIL, TAIL, TAIL),
-        _series(_ranges((0xF4, 0xF4)), _ranges((0x80, 0x8F)), TAIL, TAIL),
-    )
-)
-STRING = _series('"', Repeat(CHARACTER), '"')
-INTEGER = _series(_optional(literal("-")), Choice((literal("0"), _series(_ranges((0x31, 0x39)), Repeat(DIGIT, 0, 19)))))
-EXPONENT = _series(Bytes(frozenset(b"eE")), _optional(Bytes(frozenset(b"+-"))), Repeat(DIGIT, 1, 2))
-NUMBER = _series(INTEGER, _optional(_series(".", Repeat(DIGIT, 1, 20))), _optional(EXPONENT))
 VALUE = Rule()
 """Any JSON."""
 
 
 def _listed(opening: str, item: Node, closing: str, low: int = 0, high: int | None = None) -> Node:
     """Return `low` to `high` items between brackets, divided by commas."""
-    empty = _series(opening, SPACE, closing)
+    empty = series(opening, SPACE, closing)
     if high == 0:
         return empty
-    more = Repeat(_series(SPACE, ",", SPACE, item), max(0, low - 1), None if high is None else high - 1)
-    full = _series(opening, SPACE, item, more, SPACE, closing)
+    more = Repeat(series(SPACE, ",", SPACE, item), max(0, low - 1), None if high is None else high - 1)
+    full = series(opening, SPACE, item, more, SPACE, closing)
     return full if low else Choice((empty, full))
 
 
 def _pair(key: Node, value: Node) -> Node:
-    return _series(key, SPACE, ":", SPACE, value)
+    return series(key, SPACE, ":", SPACE, value)
 
 
 OBJECT = _listed("{", _pair(STRING, VALUE), "}")
@@ -170,24 +142,42 @@ class _Compiler:
         return self.node(options[0], f"{at}.allOf[0]", depth + 1)
 
     def _typed(self, schema: Mapping[str, Any], keywords: set[str], at: str, depth: int) -> Node:
-        implied = [kind for kind, names in KEYWORDS.items() if names & keywords]
+        implied = [kind for kind, names in KEYWORDS.items() if names & keywords and kind != "integer"]
         types = _types(schema, at) or implied
         self._refuse(keywords - {"type"}.union(*(KEYWORDS.get(kind, set()) for kind in types)), at)
         if not types:
             return VALUE
         plain: dict[str, Node] = {
-            "string": STRING, "integer": INTEGER, "number": NUMBER, "null": literal("null"),
-            "boolean": Choice((literal("true"), literal("false"))),
+            "null": literal("null"), "boolean": Choice((literal("true"), literal("false"))),
         }  # fmt: skip
-        containers = {"object": self._object, "array": self._array}
-        return Choice(tuple(plain[kind] if kind in plain else containers[kind](schema, at, depth) for kind in types))
+        compilers = {
+            "object": self._object,
+            "array": self._array,
+            "string": self._string,
+            "number": self._number,
+            "integer": self._number,
+        }
+        kinds = [kind for kind in types if kind != "integer" or "number" not in types]  # which has integers
+        return Choice(tuple(plain[kind] if kind in plain else compilers[kind](schema, at, depth) for kind in kinds))
+
+    def _string(self, schema: Mapping[str, Any], at: str, depth: int) -> Node:
+        low, high = schema.get("minLength", 0), schema.get("maxLength")
+        if "pattern" in schema:
+            self._refuse({"minLength", "maxLength"} & set(schema), at, beside="pattern")
+            return series('"', pattern_grammar(schema["pattern"], at), '"')
+        if low == 0 and high is None:
+            return STRING
+        _check_counts(low, high, at, "minLength and maxLength", "characters")
+        return series('"', Repeat(CHARACTER, low, high), '"')
+
+    def _number(self, schema: Mapping[str, Any], at: str, depth: int) -> Node:
+        whole = "integer" in _listed_types(schema) and "number" not in _listed_types(schema)
+        bounds = {name: schema[name] for name in BOUNDS if name in schema}
+        return bounded_number(bounds, at, whole=whole) if bounds else INTEGER if whole else NUMBER
 
     def _array(self, schema: Mapping[str, Any], at: str, depth: int) -> Node:
         low, high = schema.get("minItems", 0), schema.get("maxItems")
-        if not (_is_count(low) and (high is None or (_is_count(high) and low <= high))):
-            raise SettingsError(f"json_schema: {at}: minItems and maxItems are no bounds")
-        if max(low, high or 0) > MOST_ITEMS:
-            raise SettingsError(f"json_schema: {at}: more than {MOST_ITEMS} items are not counted; leave the bound out")
+        _check_counts(low, high, at, "minItems and maxItems", "items")
         return _listed("[", self.node(schema.get("items", True), f"{at}.items", depth + 1), "]", low, high)
 
     def _object(self, schema: Mapping[str, Any], at: str, depth: int) -> Node:
@@ -198,7 +188,7 @@ class _Compiler:
         declared = {**properties, **{name: others for name in required if name not in properties}}
         if not declared:
             if others is False:
-                return _series("{", SPACE, "}")
+                return series("{", SPACE, "}")
             return _listed("{", _pair(STRING, self.node(others, f"{at}.additionalProperties", depth + 1)), "}")
         pairs = [
             (_pair(literal(json.dumps(name, ensure_ascii=False)), self.node(value, f"{at}.{name}", depth + 1)), name)
@@ -207,10 +197,10 @@ class _Compiler:
         after: Node = EMPTY  # the properties from here on: after others, and as the first
         first: Node = EMPTY
         for pair, name in reversed(pairs):
-            with_comma, alone = _series(SPACE, ",", SPACE, pair, after), _series(pair, after)
+            with_comma, alone = series(SPACE, ",", SPACE, pair, after), series(pair, after)
             first = alone if name in required else Choice((alone, first))
             after = with_comma if name in required else Choice((with_comma, after))
-        return _series("{", SPACE, first, SPACE, "}")
+        return series("{", SPACE, first, SPACE, "}")
 
 
 def _types(schema: Mapping[str, Any], at: str) -> list[str] | None:
@@ -234,6 +224,19 @@ def _is_a(value: Any, types: list[str]) -> bool:
         "integer": isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
     }
     return any(kinds[kind] for kind in types)
+
+
+def _listed_types(schema: Mapping[str, Any]) -> list[str]:
+    types = schema.get("type", [])
+    return [types] if isinstance(types, str) else list(types)
+
+
+def _check_counts(low: Any, high: Any, at: str, names: str, what: str) -> None:
+    """Raise SettingsError for bounds that are no counts, or that are larger than are counted."""
+    if not (_is_count(low) and (high is None or (_is_count(high) and low <= high))):
+        raise SettingsError(f"json_schema: {at}: {names} are no bounds")
+    if max(low, high or 0) > MOST_ITEMS:
+        raise SettingsError(f"json_schema: {at}: more than {MOST_ITEMS} {what} are not counted; leave the bound out")
 
 
 def _is_count(value: Any) -> bool:

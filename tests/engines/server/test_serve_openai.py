@@ -305,8 +305,8 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, "response_format.type: 'xml'"),
         (
             "/v1/completions",
-            {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "a"}}}},
-            "json_schema: $: 'pattern' is not supported",
+            {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"multipleOf": 2}}}},
+            "json_schema: $: 'multipleOf' is not supported",
         ),
         (
             "/v1/completions",
