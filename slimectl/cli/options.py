@@ -297,7 +297,7 @@ def print_settings(resolution: Resolved, *, only_changed: bool = False) -> None:
             stdio.emit(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
 
 
-def print_preflight(resolution: Resolved, *checks: str, samples: str | None = None) -> None:
+def print_preflight(resolution: Resolved, *checks: str, samples: str | None = None, new_run: bool = False) -> None:
     """Print the results of these checks (runtime/preflight.py) and the settings that differ from their defaults.
 
     Raises SlimectlError, with the exit code of the first check that failed.
@@ -305,7 +305,7 @@ def print_preflight(resolution: Resolved, *checks: str, samples: str | None = No
     from slimectl.runtime.preflight import preflight
 
     results = []
-    for result in preflight(resolution.settings, checks, samples=samples):
+    for result in preflight(resolution.settings, checks, samples=samples, new_run=new_run):
         results.append(result)
         stdio.emit(str(result))
     stdio.emit("")

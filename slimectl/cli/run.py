@@ -63,7 +63,7 @@ def run(
             from slimectl.runtime.preflight import OF_RUN
 
             say_settings()
-            print_preflight(result, *OF_RUN)
+            print_preflight(result, *OF_RUN, new_run=resume is None and not options.force)
             return
         run_to_end(result, options, selected, resume=resume, lock=lock, on_start=say_settings)
 

@@ -55,7 +55,9 @@ def train(
         if in_folder and options.samples != "-":
             resolution = options.resolve(flags | {"rollout.data": [options.samples]})
         if options.dry_run:
-            print_preflight(resolution, "model", "trainer", "hooks", "training memory", samples=options.samples)
+            checks = ("model", "trainer", "hooks", "training memory")
+            new_run = in_folder and resume is None and not options.force
+            print_preflight(resolution, *checks, samples=options.samples, new_run=new_run)
         elif in_folder:
             _train_in_folder(options, resolution, save=save, load=load, resume=resume, lock=lock)
         else:

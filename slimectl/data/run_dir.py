@@ -177,6 +177,14 @@ class RunDir:
                 f"give the run another folder with -s run.name=ANOTHER{old}"
             )
 
+    def check_free(self) -> None:
+        """Raise SettingsError if the folder holds a run with any output."""
+        if ownership.is_run(self.path) and self._has_output():
+            raise SettingsError(
+                f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
+                f"or -s run.name=ANOTHER"
+            )
+
     def start(
         self,
         settings_toml: str,
@@ -191,12 +199,9 @@ class RunDir:
         if a run exists already and not `force`, or if the folder is not a run's.
         """
         self.check_start()
+        if not force:
+            self.check_free()
         if ownership.is_run(self.path):
-            if self._has_output() and not force:
-                raise SettingsError(
-                    f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
-                    f"or -s run.name=ANOTHER"
-                )
             self._clear(warn)
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)

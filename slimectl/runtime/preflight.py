@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 
 from slimectl import builders
 from slimectl.data.io import is_pipe
 from slimectl.data.prompts import ordered_rows
+from slimectl.data.run_dir import RunDir
 from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_library
 from slimectl.hooks import HOOKS, check_hooks, hooks
 from slimectl.runtime.capacity import disk, is_readable, memory, shape_of
@@ -24,11 +26,16 @@ Check = Callable[[Settings], str]
 """A check that returns a description, empty if there is nothing to check. It raises SlimectlError if it fails."""
 
 
-def preflight(settings: Settings, names: Sequence[str], *, samples: str | None = None) -> Iterator[CheckResult]:
+def preflight(
+    settings: Settings, names: Sequence[str], *, samples: str | None = None, new_run: bool = False
+) -> Iterator[CheckResult]:
     """Run the checks of these names: keys of CHECKS, and DATASETS for rows and reward of every dataset of [eval].
 
-    `samples` is the input file of a command that has one. Nothing is written, and no weight is read.
+    `samples` is the input file of a command that has one; a `new_run` needs a free folder. Nothing is written, and no
+    weight is read.
     """
+    if new_run:
+        yield from _results("folder", _folder, settings)
     if samples is not None:
         yield from _results("samples", lambda _: _first_sample(samples), settings)
     for name in names:
@@ -72,6 +79,13 @@ def _results(name: str, check: Check, settings: Settings) -> Iterator[CheckResul
             yield CheckResult(name, False, line, error.exit_code)
         return
     yield CheckResult(name, True if detail else None, detail or "none")
+
+
+def _folder(settings: Settings) -> str:
+    folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
+    folder.check_start()
+    folder.check_free()
+    return str(folder.path)
 
 
 def _model(settings: Settings) -> str:

@@ -74,6 +74,8 @@ def test_the_examples_run_and_quiet_leaves_only_what_is_on_stdout(command: list[
     for line in examples(command):
         if command[0] in ("run", "convert", "serve", "bench"):
             line += " --dry-run"
+        if command[0] == "run":
+            line += " --name another"  # than the run that is there
         if command[0] == "view":
             line += " --html view.html"
         words = shlex.split(line.replace(" > ", " ").removeprefix("slimectl "))
@@ -116,7 +118,7 @@ def test_help_builds_no_settings_and_imports_no_torch():
 def test_dry_run_checks_everything_prints_what_differs_from_the_defaults_and_touches_nothing(workshop: Workshop):
     before = sorted(workshop.folder.rglob("*"))
     checks, _, settings = workshop.slimectl("run", "--dry-run", "-s", "train.lr=0.5").decode().partition("\n\n")
-    assert [line[:6].strip() for line in checks.splitlines()] == ["ok"] * 12
+    assert [line[:6].strip() for line in checks.splitlines()] == ["ok"] * 13
     assert re.search(r"model +\S+: llama, 2 layers, ", checks)
     assert re.search(r'data +prompts.jsonl: "say one", label "one"\n', checks)
     assert re.search(r"reward +reward.py:reward\n", checks)
@@ -133,4 +135,4 @@ def test_dry_run_finds_all_that_is_wrong_at_once(workshop: Workshop):
     out = workshop.slimectl("run", "--dry-run", *words, code=1)
     failed = [line.split()[1] for line in out.decode().splitlines() if line.startswith("FAIL")]
     assert failed == ["model", "data", "reward", "reward"]
-    assert workshop.stderr.endswith("slimectl: 4 of 12 checks failed: model, data, reward, reward of small\n")
+    assert workshop.stderr.endswith("slimectl: 4 of 13 checks failed: model, data, reward, reward of small\n")

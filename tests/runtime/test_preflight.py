@@ -131,6 +131,16 @@ def test_a_dry_run_finds_folders_that_cannot_be_made(
         TrainingRun(settings).execute(settings_toml(settings))
 
 
+def test_a_dry_run_finds_a_folder_that_holds_a_run(model_dir: Callable[[str], Path], folder: Path, tmp_path: Path):
+    settings = settings_of(folder, model_dir("llama"), **{"run.dir": str(tmp_path)})
+    assert [result.fine for result in preflight(settings, [], new_run=True)] == [True]
+    TrainingRun(settings).execute(settings_toml(settings))
+    [result] = preflight(settings, [], new_run=True)
+    with pytest.raises(SlimectlError) as refusal:
+        TrainingRun(settings).execute(settings_toml(settings))
+    assert (result.fine, result.detail) == (False, str(refusal.value))
+
+
 @pytest.mark.parametrize(
     "extra",
     [
