@@ -31,11 +31,17 @@ def metrics(
 
     if naming not in (None, "slime", "roll"):
         raise SettingsError(f"--naming {naming}: give slime or roll")
+    matches = [
+        metric
+        for metric in CATALOGUE
+        if (pattern is None or pattern in metric.name) and naming in (None, metric.naming)
+    ]
+    if not matches:
+        raise SettingsError(f"{pattern}: no metric has this in its name; `slimectl metrics` lists all")
     if markdown and not as_json:
         print("| name | unit | axis | definition |\n|---|---|---|---|")
-    for metric in CATALOGUE:
-        if (pattern is None or pattern in metric.name) and naming in (None, metric.naming):
-            print(json.dumps(asdict(metric)) if as_json else _row(metric) if markdown else _entry(metric))
+    for metric in matches:
+        print(json.dumps(asdict(metric)) if as_json else _row(metric) if markdown else _entry(metric))
 
 
 def _entry(metric: Metric) -> str:

@@ -35,6 +35,12 @@ def test_lists_are_an_object_a_line():
     assert {"check": "python", "fine": True}.items() <= lines("doctor")[0].items()
 
 
+def test_a_word_of_no_metric_is_an_error():
+    result = CliRunner().invoke(app, ["metrics", "nothing_like_it"], catch_exceptions=False)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "nothing_like_it: no metric has this in its name" in result.stderr
+
+
 def test_settings_have_their_value_and_origin_and_no_secret(monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in os.environ if name.startswith("SLIMECTL_")]:
         monkeypatch.delenv(name)
