@@ -55,7 +55,7 @@ def evaluate(
     if not settings.eval.data:
         raise SettingsError("eval.data: no datasets are given; add --data NAME=PROMPTS")
     if options.dry_run:
-        print_preflight(resolution, "model", "engine", "datasets", "hooks")
+        print_preflight(resolution, "model", "engine", "datasets", "hooks", "trackers")
         return
     import json
 

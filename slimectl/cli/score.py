@@ -48,6 +48,10 @@ def score(
     """
     resolution = options.resolve({"score.custom_rm_path": custom_rm_path, "score.explain": explain or None})
     if options.dry_run:
+        if reference is not None:
+            from slimectl.builders import model_folder
+
+            model_folder(reference, setting="--reference")
         print_preflight(resolution, "reward", "hooks", samples=options.samples)
         return
     settings, samples, out = resolution.settings, options.samples, options.out

@@ -75,7 +75,7 @@ def serve(options: ServeOptions, common: CommonOptions) -> None:
         leave_with_parent()
     resolution = common.resolve()
     if common.dry_run:
-        print_preflight(resolution, "model")
+        print_preflight(resolution, "model", "engine")
         return
     number, clean = _serve_until_signal(resolution.settings, options)
     # SIGTERM is the usual end of a server.

@@ -55,7 +55,11 @@ def train(
         if in_folder and options.samples != "-":
             resolution = options.resolve(flags | {"rollout.data": [options.samples]})
         if options.dry_run:
-            checks = ("model", "trainer", "hooks", "training memory")
+            if save is not None:
+                from slimectl.data.atomic_replace import refuse_existing
+
+                refuse_existing(save, force=options.force)
+            checks = ["model", "trainer", "hooks", "training memory", *(["trackers", "disk"] if in_folder else [])]
             new_run = in_folder and resume is None and not options.force
             print_preflight(resolution, *checks, samples=options.samples, new_run=new_run)
         elif in_folder:

@@ -79,6 +79,13 @@ def _render_demonstrations(settings: Settings, tokenizer: Any, prompts: list[Pro
     list(demonstrations(prompts, tokenizer, settings.rollout))
 
 
+def check_training_samples(settings: Settings, path: str) -> None:
+    """Read the first samples, demonstrations or preferences of a file as training does. Raises RecordError."""
+    if (tokenizer := _tokenizer(settings)) is not None:
+        rows = builders.training_samples(settings, path, tokenizer, on_error="stop", report=lambda error: None)
+        list(islice(rows, ROWS))
+
+
 def check_grading(grader: Grader, prompts: list[Prompt]) -> None:
     """Grade an empty answer to every prompt by the verifier that the settings or the prompt name.
 

@@ -15,7 +15,7 @@ from slimectl.data.run_dir import RunDir
 from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_library
 from slimectl.hooks import HOOKS, check_hooks, hooks
 from slimectl.runtime.capacity import disk, is_readable, memory, shape_of
-from slimectl.runtime.first_prompts import check_grading, check_source, first_prompts, shown
+from slimectl.runtime.first_prompts import check_grading, check_source, check_training_samples, first_prompts, shown
 from slimectl.runtime.machine import CheckResult
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
@@ -37,7 +37,8 @@ def preflight(
     if new_run:
         yield from _results("folder", _folder, settings)
     if samples is not None:
-        yield from _results("samples", lambda _: _first_sample(samples), settings)
+        trains = "trainer" in names
+        yield from _results("samples", partial(_first_sample, path=samples, trains=trains), settings)
     for name in names:
         if name != DATASETS:
             yield from _results(name, CHECKS[name], settings)
@@ -108,11 +109,16 @@ def _data(settings: Settings) -> str:
     return "; ".join(lines)
 
 
-def _first_sample(path: str) -> str:
-    """Read the first row of a samples file, or of demonstrations and preferences; describe its keys."""
+def _first_sample(settings: Settings, *, path: str, trains: bool) -> str:
+    """Read the first row of a samples file, or of demonstrations and preferences; describe its keys.
+
+    Of what `trains` the first rows are read as training does.
+    """
     if path == "-" or is_pipe(path):
         return "stdin or a pipe, which is not read"
     for _, row in islice(ordered_rows([path]), 1):
+        if trains:
+            check_training_samples(settings, path)
         return f"{path}: {', '.join(row) if isinstance(row, dict) else shown(row)}"
     raise RecordError(f"{path}: no rows; look at what the stage before said")
 

@@ -136,3 +136,22 @@ def test_dry_run_finds_all_that_is_wrong_at_once(workshop: Workshop):
     failed = [line.split()[1] for line in out.decode().splitlines() if line.startswith("FAIL")]
     assert failed == ["model", "data", "reward", "reward"]
     assert workshop.stderr.endswith("slimectl: 4 of 13 checks failed: model, data, reward, reward of small\n")
+
+
+BOGUS = ["-s", "track.with=['jsonl']", "-s", "track.kwargs={jsonl={bogus=1}}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "problem"),
+    [
+        (["train", "prompts.jsonl", "--algorithm", "dpo"], 3, "prompts.jsonl:1: no key 'chosen'"),
+        (["train", "prompts.jsonl", "--algorithm", "sft", "--save", "."], 2, ".: exists already; add --force"),
+        (["train", "prompts.jsonl", "--algorithm", "sft", "--name", "a", *BOGUS], 2, "jsonl.bogus: no such argument"),
+        (["eval", *BOGUS], 2, "track.kwargs.jsonl.bogus: no such argument"),
+        (["score", "prompts.jsonl", "--reference", "nowhere"], 1, "nowhere: no such model directory"),
+        (["serve", "-s", "engine.device=cuda"], 2, "device: cuda is asked for, but torch sees no GPU"),
+    ],
+)
+def test_dry_runs_of_every_stage_find_what_it_refuses(workshop: Workshop, words: list[str], code: int, problem: str):
+    output = workshop.slimectl(*words, "-c", "slimectl.toml", "--dry-run", code=code).decode()
+    assert problem in output + workshop.stderr

@@ -54,7 +54,7 @@ def test_the_settings_file_of_this_folder_is_named_where_no_other_was_given(work
     assert values == {"score.rm_type": '"exact"'}
     workshop.slimectl("run", "-s", "run.num_rollout=1", "-s", "eval.interval=none")
     assert workshop.stderr.startswith(said)
-    workshop.slimectl("run", "slimectl.toml", "--dry-run")
+    workshop.slimectl("run", "slimectl.toml", "--name", "another", "--dry-run")
     assert workshop.stderr == ""
 
 
