@@ -13,6 +13,7 @@ from slimectl import builders
 from slimectl.protocols import Executor, Progress
 from slimectl.registry.garbage import collection_paused, frozen_objects
 from slimectl.runtime.initial_model import SftWarmup, prepare_model
+from slimectl.runtime.process_memory import keep_freed_memory
 from slimectl.runtime.profiling import RoundProfiler
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
@@ -55,6 +56,7 @@ def build_parts(
     A new model is made, and warmed up on labels, before. `ending` closes what is built, the last part first.
     """
     settings, folder = recorder.settings, recorder.folder
+    keep_freed_memory()
     ending.callback(gc.unfreeze)
     with frozen_objects():
         model = prepare_model(settings, folder)
