@@ -126,7 +126,6 @@ class Decode:
         self,
         cache: Cache,
         positions_B: Tensor,
-        longest: int,
         *,
         heads: int,
         dtype: torch.dtype,
@@ -138,7 +137,7 @@ class Decode:
         self._cache = cache
         self._heads = heads
         self._slots = positions_B.shape[0]
-        self._tokens = min(-(-longest // 16) * 16, cache.tokens)
+        self._tokens = cache.tokens
         self._rows = cache.rows(positions_B)
         self._spans = spans
         device = positions_B.device
@@ -163,7 +162,7 @@ class Decode:
         kv_heads = (all_heads - heads) // 2
         group = heads // kv_heads
         self._cache.append(layer, self._rows, qkv_NHD[:, heads:])
-        keys, values = self._cache.views(layer, slots=self._slots, tokens=self._tokens)
+        keys, values = self._cache.views(layer, slots=self._slots)
         query_BKGD = qkv_NHD[:, :heads].view(rows, kv_heads, group, head_dim)
         if self._fused:
             out_BKGD = F.scaled_dot_product_attention(query_BKGD, keys, values, attn_mask=self._mask)
