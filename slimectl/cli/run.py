@@ -12,6 +12,7 @@ import typer
 from slimectl import stdio
 from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, toml_value, with_options
 from slimectl.errors import SettingsError
+from slimectl.registry.garbage import frozen_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -108,9 +109,11 @@ def run_to_end(
     from slimectl.cli.signals import RoundInterrupt
     from slimectl.errors import StorageError
     from slimectl.runtime.grace import GracePeriod
-    from slimectl.runtime.run import TrainingRun
     from slimectl.settings.keys import settings_toml
     from slimectl.settings.secret import check_complete
+
+    with frozen_objects():
+        from slimectl.runtime.run import TrainingRun
 
     def say_settings() -> None:
         on_start()

@@ -5,6 +5,7 @@ T input tokens · R response tokens, sample by sample · U states that predict �
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,19 @@ class PackLayout:
     targets_R: np.ndarray
     paths: list[np.ndarray]
     """Input position of each token that a forward pass reads of a row."""
+
+    def padded(self, multiple: int) -> PackLayout:
+        """Return the layout with a sequence of its own of unused tokens, up to a multiple of so many tokens."""
+        tokens = len(self.tokens_T)
+        missing = -tokens % multiple
+        if not missing:
+            return self
+        return dataclasses.replace(
+            self,
+            tokens_T=np.concatenate([self.tokens_T, np.zeros(missing, dtype=np.int64)]),
+            positions_T=np.concatenate([self.positions_T, np.arange(missing)]),
+            spans=[*self.spans, Span(tokens, missing, np.zeros(0, dtype=np.int64))],
+        )
 
     def predictions(self) -> Predictions:
         """Return what the language-model head computes."""

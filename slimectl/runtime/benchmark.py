@@ -25,6 +25,7 @@ from slimectl.data.ownership import MANIFEST
 from slimectl.errors import EXIT_INTERRUPTED, DiedError, SettingsError, SlimectlError, Terminated
 from slimectl.protocols import NoProgress
 from slimectl.recipes import benchmark
+from slimectl.registry.garbage import frozen_objects
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.user_code import handle_here
 
@@ -190,10 +191,11 @@ def run_to_target(task: benchmark.BenchmarkTask, values: Mapping[str, Any]) -> I
 
     The run is left at the first evaluation that reaches the target, and then saves nothing.
     """
-    from slimectl.runtime.run import TrainingRun
     from slimectl.settings.keys import settings_toml
 
     settings, clock = task.settings(values), PhaseClock()
+    with frozen_objects():
+        from slimectl.runtime.run import TrainingRun
     job = TrainingRun(settings, progress=clock)
 
     def evaluations() -> Iterator[Evaluation]:

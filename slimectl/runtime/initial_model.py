@@ -17,6 +17,7 @@ from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import SettingsError
 from slimectl.protocols import Policy
+from slimectl.registry.garbage import collection_paused
 from slimectl.runtime.grace import RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
@@ -116,7 +117,8 @@ class SftWarmup:
         tokenizer = builders.tokenizer(model)
         rollout = self.settings.rollout.model_copy(update={"temperature": 1.0})  # labels are no samples of the policy
         imitating = self.settings.model_copy(update={"rollout": rollout})
-        policy = builders.policy(imitating, model, total_steps=None, lr=warmup.lr, executor=self.executor)
+        with collection_paused():
+            policy = builders.policy(imitating, model, total_steps=None, lr=warmup.lr, executor=self.executor)
         sync = side.sync(policy)
         batches = self.settings.train.model_copy(
             update={"global_batch_size": warmup.batch_size, "num_steps_per_rollout": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from slimectl import builders
 from slimectl.protocols import Executor, Progress
+from slimectl.registry.garbage import collection_paused, frozen_objects
 from slimectl.runtime.initial_model import SftWarmup, prepare_model
+from slimectl.runtime.process_memory import keep_freed_memory
 from slimectl.runtime.profiling import RoundProfiler
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
@@ -53,15 +56,19 @@ def build_parts(
     A new model is made, and warmed up on labels, before. `ending` closes what is built, the last part first.
     """
     settings, folder = recorder.settings, recorder.folder
-    model = prepare_model(settings, folder)
-    service = rounds.service(model, executor=executor, folder=folder.path)
+    keep_freed_memory()
+    ending.callback(gc.unfreeze)
+    with frozen_objects():
+        model = prepare_model(settings, folder)
+        service = rounds.service(model, executor=executor, folder=folder.path)
     if service is not None:
         ending.callback(service.close)
         service.report_to(progress)
     warmup = SftWarmup(settings, folder, recorder, recorder.hooks, executor, interrupted)
     with progress.phase("warm-up" if settings.sft_warmup.data else "load"):
         model_folder = warmup.run(model, service)
-    models = rounds.models(model_folder, executor=executor)
+    with collection_paused():
+        models = rounds.models(model_folder, executor=executor)
     ending.callback(models.close)
     recorder.critic = models.separate_critic
     recorder.load(models.policy)

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from slimectl.checkpoints.create import byte_tokenizer
+from slimectl.engines.embedded import token_sampler
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
 from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.embedded.token_sampler import Batch, sample_tokens
@@ -41,6 +42,28 @@ def test_the_draw_inverts_the_cumulative_distribution() -> None:
     edges = [0.05, 0.45, 0.55, 0.80]  # by hand: the running sum of PROBS
     assert tokens.tolist() == [sum(u >= edge for edge in edges) for u in uniforms.tolist()]
     torch.testing.assert_close(log_probs, torch.tensor(PROBS).log()[tokens])
+
+
+def test_a_wide_vocabulary_is_drawn_as_its_cumulative_distribution_says_and_never_a_token_without_weight() -> None:
+    torch.manual_seed(0)
+    weights = torch.rand(200, 8192)
+    weights[:, torch.randperm(8192)[:8000]] = 0
+    weights[0] = 0
+    weights[0, 5000] = 1  # of the whole block no other token can be drawn
+    uniforms = torch.rand(200, 1)
+    uniforms[1], uniforms[2] = 0.0, 1 - 2.0**-24
+    tokens = token_sampler._draw(weights, uniforms)
+    assert (weights.gather(1, tokens) > 0).all()
+    assert tokens[0].item() == 5000
+    for row in (1, 2):
+        drawable = weights[row].nonzero().squeeze(1)
+        assert tokens[row].item() == drawable[0 if row == 1 else -1]
+    edges = weights.double().cumsum(-1)
+    wanted = uniforms * edges[:, -1:]
+    before = torch.where(tokens > 0, edges.gather(1, (tokens - 1).clamp(min=0)), 0.0)
+    assert (before - 1e-3 <= wanted).all()
+    assert (wanted <= edges.gather(1, tokens) + 1e-3).all()
+    assert torch.equal(token_sampler._draw(weights[7:9], uniforms[7:9]), tokens[7:9])  # whatever the other rows are
 
 
 def test_frequencies_pass_a_chi_square_test() -> None:

@@ -5,18 +5,26 @@ L layers · S slots · T tokens · K key-value heads · D head dimension · N ro
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+SHRINK_RATIO = 0.75
+"""Share of the token capacity below which the longest sequence must be for the cache to shrink."""
+
 
 class Cache:
-    """Tensor [L, 2, S, K, T, D] that grows on demand; slots 0, 1, 2 … are the running sequences.
+    """Tensor [L, 2, S, K, T, D] that grows and shrinks on demand; slots 0, 1, 2 … are the running sequences.
 
-    The tokens of a head are contiguous: attention reads memory in long runs, twice as fast as token by token.
+    The tokens of a head are contiguous: attention reads memory in long runs, twice as fast as token by token. So are
+    the slots that it reads, of which it reads the whole token capacity: the product of a part of every slot copies that
+    part first, which takes as long as the product.
     """
 
     def __init__(self, layers: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._slab = torch.zeros(layers, 2, 0, heads, 0, head_dim, dtype=dtype, device=device)
+        self._storage = torch.zeros(0, dtype=dtype, device=device)
+        self._slab = self._storage.view(layers, 2, 0, heads, 0, head_dim)
 
     @property
     def heads(self) -> int:
@@ -27,20 +35,36 @@ class Cache:
         """Token capacity of a slot."""
         return self._slab.shape[4]
 
-    def reserve(self, *, slots: int, tokens: int, max_slots: int, max_tokens: int) -> None:
-        """Grow to the requested slots and tokens, at least doubling what is too small, within the limits."""
-        layers, _, old_slots, heads, old_tokens, head_dim = self._slab.shape
-        if slots <= old_slots and tokens <= old_tokens:
-            return
+    def reserve(self, *, slots: int, tokens: int, used: int, max_slots: int, max_tokens: int) -> None:
+        """Make room for `tokens` tokens in `slots` slots, of which the first `used` are kept.
+
+        The token capacity follows the longest sequence, up and down; slots at least double, up to `max_slots`.
+        """
+        _, _, old_slots, _, old_tokens, _ = self._slab.shape
+        new_slots, new_tokens = old_slots, old_tokens
         if slots > old_slots:
-            slots = min(max(slots, 2 * old_slots), max_slots)
-        if tokens > old_tokens:
-            tokens = min(max(-(-tokens // 64) * 64, 2 * old_tokens), -(-max_tokens // 16) * 16)
-        slots, tokens = max(slots, old_slots), max(tokens, old_tokens)
-        # Zeros: masked positions are still multiplied by their zero weight, and must be finite.
-        grown = self._slab.new_zeros(layers, 2, slots, heads, tokens, head_dim)
-        grown[:, :, :old_slots, :, :old_tokens] = self._slab
-        self._slab = grown
+            new_slots = min(max(slots, 2 * old_slots), max_slots)
+        if tokens > old_tokens or tokens <= SHRINK_RATIO * old_tokens:
+            step = 16 * max(1, tokens // 64)
+            new_tokens = min(-(-tokens // step) * step, -(-max_tokens // 16) * 16)
+        if (new_slots, new_tokens) != (old_slots, old_tokens):
+            self._resize(new_slots, new_tokens, used)
+
+    def _resize(self, slots: int, tokens: int, used: int) -> None:
+        """Lay the cache out anew, in the same memory where that suffices: new pages cost more than copies."""
+        old = self._slab
+        shape = (*old.shape[:2], slots, old.shape[3], tokens, old.shape[5])
+        if math.prod(shape) > self._storage.numel():
+            # Zeros: masked positions are still multiplied by their zero weight, and must be finite.
+            self._storage = old.new_zeros(math.prod(shape))
+        self._slab = self._storage[: math.prod(shape)].view(shape)
+        if not used:
+            return
+        # Keys or values of a layer move away from those that are still to be moved.
+        moves = list(zip(old.flatten(0, 1), self._slab.flatten(0, 1), strict=True))
+        for source, target in reversed(moves) if self._slab.numel() > old.numel() else moves:
+            kept = (slice(used), slice(None), slice(min(old.shape[4], tokens)))
+            target[kept] = source[kept].clone()
 
     def put(self, first: int, count: int, keys_values_L2KTD: Tensor, *, at: int) -> None:
         """Copy keys and values into `count` slots from `first` on, as the tokens from `at` on."""
@@ -68,6 +92,6 @@ class Cache:
         """Write one token's keys and values for each slot at the indices `rows`."""
         self._slab[layer].view(-1, keys_values_N2KD.shape[-1]).index_put_((rows,), keys_values_N2KD)
 
-    def views(self, layer: int, *, slots: int, tokens: int) -> Tensor:
-        """Return views of keys, then values [2, S, K, T, D] of the first slots and tokens."""
-        return self._slab[layer, :, :slots, :, :tokens]
+    def views(self, layer: int, *, slots: int) -> Tensor:
+        """Return views of keys, then values [2, S, K, T, D] of the first slots, each in one piece of memory."""
+        return self._slab[layer, :, :slots]

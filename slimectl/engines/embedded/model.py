@@ -25,6 +25,8 @@ from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl")
+ROWS = 16
+"""A decoding step of more packed rows computes a multiple of this: oneDNN builds kernels for each number of rows."""
 CHUNK_LOGITS = 2**23
 """Logits in memory at once when token log-probabilities are computed: 32 MiB in float32."""
 
@@ -72,7 +74,7 @@ class TokenScores:
 
 
 class Inputs(NamedTuple):
-    """Last token of each sequence and its position; `longest` bounds their lengths, `longest_slot` those of the slots.
+    """Last token of each sequence and its position; `longest` bounds their lengths.
 
     `offsets_B` are the tokens that a sequence reads from `spans`; None if none reads any. `rope_shift_B` is added to
     positions for the rotary embedding: images take fewer positions than tokens; None without images.
@@ -81,10 +83,24 @@ class Inputs(NamedTuple):
     tokens_B: Tensor
     positions_B: Tensor
     longest: int
-    longest_slot: int
     offsets_B: Tensor | None = None
     spans: Sequence[Span] = ()
     rope_shift_B: Tensor | None = None
+
+    def padded(self, rows: int) -> Inputs:
+        """Return the inputs with further rows at position 0."""
+        if not rows:
+            return self
+
+        def longer(part: Tensor) -> Tensor:
+            return F.pad(part, (0, rows))
+
+        return self._replace(
+            tokens_B=longer(self.tokens_B),
+            positions_B=longer(self.positions_B),
+            offsets_B=None if self.offsets_B is None else longer(self.offsets_B),
+            rope_shift_B=None if self.rope_shift_B is None else longer(self.rope_shift_B),
+        )
 
 
 class Model:
@@ -183,12 +199,20 @@ class Model:
         rope = self._rope.section_rows(pictures.positions_3N, attend.longest)
         return attend, tokens_N, *self._hidden(stream_NE, rope, attend)
 
-    def decode(self, inputs: Inputs, cache: Cache) -> tuple[Tensor, Tensor | None]:
-        """Return logits [B, V] after one more token in each of the first B slots, and the tokens' experts [B, L, k]."""
+    def padded_rows(self, rows: int) -> int:
+        """Return the number of rows with which a step of `rows` rows costs least."""
+        return -(-rows // ROWS) * ROWS if self.weights.packs and rows > ROWS else rows
+
+    def decode(self, inputs: Inputs, cache: Cache, *, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Return logits [B, V] after one more token in each of the first B slots, and the tokens' experts [B, L, k].
+
+        `rows` slots are computed, those behind B for nothing: they must be free.
+        """
+        count = len(inputs.tokens_B)
+        inputs = inputs.padded(rows - count)
         attend = Decode(
             cache,
             inputs.positions_B,
-            inputs.longest_slot,
             heads=self.heads,
             dtype=self._dtype,
             offsets_B=inputs.offsets_B,
@@ -199,7 +223,7 @@ class Model:
             positions_B = positions_B + inputs.rope_shift_B
         rope = self._rope.rows(positions_B, inputs.longest)
         stream_BE, experts_BLk = self._hidden(self._embedded(inputs.tokens_B), rope, attend)
-        return self._logits(stream_BE), experts_BLk
+        return self._logits(stream_BE)[:count], None if experts_BLk is None else experts_BLk[:count]
 
     def _embedded(self, tokens_N: Tensor) -> Tensor:
         return F.embedding(tokens_N, self.weights.embedding_VE)

@@ -89,13 +89,16 @@ class Runner:
 
     def _logits(self, batch: Batch, admitted: Admitted) -> Tensor:
         """Return logits of the next token: decoded for running sequences, then those after the new prompts."""
+        decoding = len(batch.sequences) - sum(map(len, admitted.values()))
+        rows = decoding if admitted else self.model.padded_rows(decoding)  # else the slots behind are not free
+        slots = max(len(batch.sequences), rows)
         self._cache.reserve(
-            slots=len(batch.sequences),
+            slots=slots,
             tokens=batch.longest_slot,
-            max_slots=self.scheduler.max_running,
+            used=decoding,
+            max_slots=max(self.scheduler.max_running, slots),
             max_tokens=self._max_context,
         )
-        decoding = len(batch.sequences) - sum(map(len, admitted.values()))
         logits = [self._admit(admitted, slot=decoding)] if admitted else []
         if decoding:
             self.stats.decode_tokens += decoding
@@ -103,12 +106,11 @@ class Runner:
                 batch.tokens_B[:decoding],
                 batch.positions_B[:decoding],
                 batch.longest,
-                batch.longest_slot,
                 None if batch.offsets_B is None else batch.offsets_B[:decoding],
                 shared_spans([sequence.shared for sequence in batch.sequences[:decoding]], device=self._device),
                 None if batch.rope_shift_B is None else batch.rope_shift_B[:decoding],
             )
-            logits_BV, experts_BLk = self.model.decode(inputs, self._cache)
+            logits_BV, experts_BLk = self.model.decode(inputs, self._cache, rows=rows)
             logits.insert(0, logits_BV)
             if experts_BLk is not None:
                 for sequence, row_1Lk in zip(batch.sequences[:decoding], experts_BLk.cpu().split(1), strict=True):

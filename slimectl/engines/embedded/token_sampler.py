@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.engines.embedded.logit_adjustments import adjustments
@@ -17,6 +18,9 @@ from slimectl.types import SamplingParams
 
 SMALLEST = torch.finfo(torch.float32).tiny
 """Lower bound of a token's probability, so that the log of a drawn token stays finite after an underflow."""
+
+BLOCK, BLOCKS = 128, 32
+"""Tokens of a block that is drawn first, and the number of blocks from which that is faster."""
 
 WINDOW = 1024
 """Number of likeliest tokens that are examined before the whole vocabulary is sorted."""
@@ -86,11 +90,28 @@ def _mask_excluded(logits_BV: Tensor, probs_BV: Tensor, batch: Batch) -> Tensor:
 
 def _draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     """Return the first token whose cumulative weight exceeds u times the total."""
+    if weights_BV.device.type == "cpu" and weights_BV.shape[1] >= BLOCKS * BLOCK and weights_BV.shape[1] % BLOCK == 0:
+        return _draw_by_block(weights_BV, uniforms_B1)
     # A parallel float32 scan (CUDA) need not be monotone; on the CPU sums are carried in float64 already.
     exact = torch.float64 if weights_BV.is_cuda else torch.float32
     cumulative_BV = weights_BV.cumsum(-1, dtype=exact)
     tokens_B1 = torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:], right=True)
     return tokens_B1.clamp_(max=weights_BV.shape[1] - 1)  # beyond the end only where the weights are not numbers
+
+
+def _draw_by_block(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """Draw a block of tokens by its sum, then a token of the block: a scan of the whole vocabulary has no vectors."""
+    rows, vocabulary = weights_BV.shape
+    blocks_BNK = weights_BV.reshape(rows, -1, BLOCK)
+    ends_BN = blocks_BNK.sum(-1).cumsum(-1)
+    wanted_B1 = uniforms_B1 * ends_BN[:, -1:]
+    block_B1 = torch.searchsorted(ends_BN, wanted_B1, right=True).clamp_(max=ends_BN.shape[1] - 1)
+    scan_BK = blocks_BNK.gather(1, block_B1[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1)
+    rest_B1 = wanted_B1 - F.pad(ends_BN, (1, 0)).gather(1, block_B1)
+    # Rounding must lead neither before the first nor behind the last token of the block that has a weight.
+    rest_B1 = torch.minimum(rest_B1.clamp_(min=0), scan_BK[:, -1:] * (1 - 2.0**-23))
+    token_B1 = block_B1 * BLOCK + torch.searchsorted(scan_BK, rest_B1, right=True)
+    return token_B1.clamp_(max=vocabulary - 1)
 
 
 def _filter(probs_BV: Tensor, batch: Batch) -> Tensor:

@@ -95,7 +95,8 @@ class Weights:
         self._config = config = config.get_text_config()
         self._head_dim = head_dim
         self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self._packs = can_pack(dtype, device)
+        self.packs = can_pack(dtype, device)
+        """Whether linear layers have packed copies."""
         self.places: dict[str, TensorSlot] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self.embedding_VE = self._tensor("model.embed_tokens.weight", vocabulary, hidden)
@@ -106,7 +107,7 @@ class Weights:
             self.vision = VisionTower(vision, tensor=self._tensor, linear=self._linear)
         if self.tied:
             self.head = Linear(
-                hidden, [vocabulary], bias=False, packs=self._packs, weight_OI=self.embedding_VE, **self._tensor_options
+                hidden, [vocabulary], bias=False, packs=self.packs, weight_OI=self.embedding_VE, **self._tensor_options
             )
             self.places["model.embed_tokens.weight"].linear = self.head
         else:
@@ -169,7 +170,7 @@ class Weights:
 
     def _linear(self, inputs: int, outputs: dict[str, int], *, bias: bool) -> Linear:
         """Create one linear layer for the projections named in `outputs`, each with its width."""
-        linear = Linear(inputs, list(outputs.values()), bias=bias, packs=self._packs, **self._tensor_options)
+        linear = Linear(inputs, list(outputs.values()), bias=bias, packs=self.packs, **self._tensor_options)
         for kind, views in (("weight", linear.parts), ("bias", linear.bias_parts)):
             for name, view in zip(outputs, views, strict=False):
                 self.places[f"{name}.{kind}"] = TensorSlot(view, tuple(view.shape), linear)

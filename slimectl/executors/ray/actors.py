@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import threading
 from collections import defaultdict
@@ -20,6 +19,7 @@ from slimectl.executors.rank_group import GRACE_S
 from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray
 from slimectl.executors.ray.failures import death_reason, tail_at
+from slimectl.registry.garbage import frozen_objects
 
 THREADS = 32
 """Calls and streams of one object at the same time."""
@@ -40,13 +40,8 @@ class ObjectActor:
 
     def build(self, pickled: bytes) -> tuple[str, Any]:
         def construct() -> None:
-            # What is built imports some thousand modules; collections would look at their objects again and again.
-            gc.disable()
-            try:
+            with frozen_objects():  # what is built imports some thousand modules
                 self._hosted = cloudpickle.loads(pickled)()
-            finally:
-                gc.freeze()
-                gc.enable()
 
         return self._answer(construct)
 

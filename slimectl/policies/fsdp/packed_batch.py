@@ -79,9 +79,13 @@ def build_packed_batch(
     dtype: torch.dtype,
     device: torch.device,
     processor: Callable[[], ImageProcessor] | None = None,
+    row_multiple: int = 1,
 ) -> PackedBatch:
-    """Build the layout of `pack`; attention masks and patches have `dtype`. `processor` reads images."""
-    layout = lay_out(rows, pack)
+    """Build the layout of `pack`; attention masks and patches have `dtype`. `processor` reads images.
+
+    Tokens that nothing is predicted from are added up to a multiple of `row_multiple`.
+    """
+    layout = lay_out(rows, pack).padded(row_multiple)
     order, causal, branches = _grid(layout.spans, dtype=dtype, device=device)
     # On the host: on a GPU the number of real rows would be waited for.
     (real_N,) = np.nonzero(order >= 0)

@@ -41,6 +41,7 @@ from slimectl.policies.fsdp.routing_replay import ExpertReplay
 from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lm_head import of_logits
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
+from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
 from slimectl.policies.recompute import Recompute
 from slimectl.policies.token_batch import available_columns, merge_metrics, read_metrics, response_tokens
@@ -96,6 +97,11 @@ class FsdpTrainer:
         if lora is not None:
             self.adapters = Adapters(hf, lora, seed=seed)
             added |= self.adapters.initial
+        self.compute_dtype = DTYPES.get(dtype, torch.float32)
+        self.row_multiple = 1
+        if is_faster(self.device, self.compute_dtype):
+            use_onednn(hf)
+            self.row_multiple = 1 if self.replay is not None else ROWS  # every token has its own experts to replay
         self.model = self._wrap_model(hf)
         present_names = [name for name, _ in hf.named_parameters()]
         names = set() if lora is not None else trainable_names(present_names, freeze=freeze, train_only=train_only)
@@ -107,7 +113,6 @@ class FsdpTrainer:
             self.model, dtype=dtype, device=self.device, mesh=mesh, added=added, offload=offload
         )
         self.memory = HostMemory()
-        self.compute_dtype = DTYPES.get(dtype, torch.float32)
         self.masters.read(checkpoint, self.model_dir)
         dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
         trained = list(self.masters.trained.values())
@@ -348,6 +353,7 @@ class FsdpTrainer:
             dtype=self.compute_dtype,
             device=self.device,
             processor=partial(processor_of, str(self.model_dir)),
+            row_multiple=self.row_multiple,
         )
         if self.replay is not None:
             self.replay.set(rows, layout)
