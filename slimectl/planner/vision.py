@@ -99,14 +99,14 @@ class VisionTower:
         patches = run.image_tokens * (run.tokens // run.seq_len) * self.merge**2
         per_patch, formula = c * self.patch_values, f"{patches:,} patches x (pixels c W {c * self.patch_values:,}"
         if trained:
-            block = self.recomputed(run) if run.recompute != "full" else c * E
+            block = self._block_bytes(run) if run.recompute != "full" else c * E
             norm = (4 + 2 * c) * E + 4
             outer = 2 * 4 * E // self.heads + norm + 2 * c * E
             per_patch += self.blocks * block + outer
             formula += f" + {self.blocks} blocks x {counted(block)} + rotary angles and merger {counted(outer)}"
         return Figure("vision activations", patches * per_patch, "bytes", f"{formula}) bytes")
 
-    def recomputed(self, run: Run) -> int:
+    def _block_bytes(self, run: Run) -> int:
         """Bytes per patch that a block saves: two norms, attention with its fused projection, and the gated MLP."""
         E, c = self.width, run.bytes
         return 2 * ((4 + 2 * c) * E + 4) + 7 * c * E + 4 * self.heads + 4 * c * self.inner
