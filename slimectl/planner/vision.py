@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }  # fmt: skip
-"""Values of transformers for what a vision_config leaves out; tests/planner/test_vision.py compares them."""
+"""Values of transformers for what a vision_config leaves out; tests/planner/test_vision_tower.py compares them."""
 
 
 @dataclass(frozen=True)
