@@ -79,7 +79,7 @@ CASES = {
     "words": Case(shape("qwen2", 256, 704, 2, 4, 2, 65536, tie_word_embeddings=True), 256, 8),
     "adapted": Case(shape("qwen3", 1024, 4096, 6, 16, 4, 8192), 512, 1, lora_rank=16),
     "ppo": Case(shape("qwen3", 512, 1536, 4, 8, 2, 8192), 512, 1, ppo=True),
-    "vision": Case(VISION, 512, 4, ("float32",), ("none", "full"), ("fsdp",), prompt=448, tokens_per_image=400),
+    "vision": Case(VISION, 512, 4, ("float32",), ("none", "full"), ("fsdp",), prompt=448, tokens_per_image=256),
     "vision, trained": Case(
         VISION,
         512,
@@ -88,7 +88,7 @@ CASES = {
         ("none", "full"),
         ("fsdp",),
         prompt=448,
-        tokens_per_image=400,
+        tokens_per_image=256,
         freezes_tower=False,
     ),
     "experts": Case(shape("qwen3_moe", 384, 1024, 4, 6, 2, 4096, **EXPERTS), 512, 4, policies=("megatron",)),
