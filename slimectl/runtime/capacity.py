@@ -84,7 +84,7 @@ def disk(settings: Settings) -> str:
     model = _planned_model(settings)
     if model is None:
         return f"{sized(free)} free in {settings.run.dir}"
-    trained = sum(part.count for part in model.adapters or model.parts)
+    trained = count(model.all[0].trained)
     size = MASTER_BYTES * count(model.parts) + ADAM_BYTES * trained
     kept = _checkpoints(settings)
     # The one that is written stands beside those that are kept.
