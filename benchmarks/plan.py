@@ -40,6 +40,15 @@ class Case:
     lora_rank: int | None = None
     ppo: bool = False
     """With a critic that learns first, and a reference that is asked."""
+    tokens_per_image: int = 0
+    """Of a model with a vision tower: tokens of the image of every prompt; 0 for no image."""
+    freezes_tower: bool = True
+
+    @property
+    def side(self) -> int:
+        """Pixels of a side of the image."""
+        vision = self.config["vision_config"]
+        return int(self.tokens_per_image**0.5) * vision["patch_size"] * vision["spatial_merge_size"]
 
 
 def shape(
@@ -53,12 +62,35 @@ def shape(
 
 
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+VISION = {
+    "model_type": "qwen2_5_vl", "tie_word_embeddings": True,
+    "text_config": shape(
+        "qwen2_5_vl_text", 384, 1024, 4, 6, 2, 8192, bos_token_id=256, eos_token_id=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+    ),
+    "vision_config": {
+        "depth": 6, "hidden_size": 256, "intermediate_size": 704, "num_heads": 4, "out_hidden_size": 384,
+        "patch_size": 8, "spatial_merge_size": 2, "window_size": 64, "fullatt_block_indexes": [2, 5],
+    },
+}  # fmt: skip
 CASES = {
     "deep": Case(shape("qwen3", 384, 1024, 8, 6, 2, 8192), 512, 4, recomputes=("none", "full")),
     "wide": Case(shape("llama", 768, 2048, 3, 12, 12, 4096), 1024, 1),
     "words": Case(shape("qwen2", 256, 704, 2, 4, 2, 65536, tie_word_embeddings=True), 256, 8),
     "adapted": Case(shape("qwen3", 1024, 4096, 6, 16, 4, 8192), 512, 1, lora_rank=16),
     "ppo": Case(shape("qwen3", 512, 1536, 4, 8, 2, 8192), 512, 1, ppo=True),
+    "vision": Case(VISION, 512, 4, ("float32",), ("none", "full"), ("fsdp",), prompt=448, tokens_per_image=256),
+    "vision, trained": Case(
+        VISION,
+        512,
+        4,
+        ("float32",),
+        ("none", "full"),
+        ("fsdp",),
+        prompt=448,
+        tokens_per_image=256,
+        freezes_tower=False,
+    ),
     "experts": Case(shape("qwen3_moe", 384, 1024, 4, 6, 2, 4096, **EXPERTS), 512, 4, policies=("megatron",)),
 }
 
@@ -84,11 +116,12 @@ def foreseen(trial: Trial) -> float:
     case = CASES[trial.case]
     model = plan.model_of(
         with_defaults(case.config), lora_rank=case.lora_rank, lora_targets=TrainSettings().lora_targets,
-        critic=case.ppo, reference=case.ppo,
+        critic=case.ppo, reference=case.ppo, freeze_vision_tower=case.freezes_tower,
     )  # fmt: skip
     run = Run(
         1, policy=trial.policy, dtype=trial.dtype, recompute=trial.recompute, seq_len=case.length,  # type: ignore[arg-type]
         max_tokens_per_gpu=case.length * case.sequences, response_share=1 - case.prompt / case.length, device="cpu",
+        images=min(1, case.tokens_per_image), tokens_per_image=case.tokens_per_image,
     )  # fmt: skip
     return memory.peak(
         memory.figures(model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models)
@@ -111,15 +144,14 @@ def measured(trial: Trial) -> int:
     # One token more than is computed: the last predicts nothing. Groups of one: nothing is shared.
     response = case.length + 1 - case.prompt
     rows = [
-        TrainingSample(
-            [(7 * g + i) % 4096 for i in range(case.length + 1)], response, [1.0 / response] * response, group=g
-        )
+        TrainingSample(tokens_of(case, g), response, [1.0 / response] * response, group=g, images=images_of(trial, g))
         for g in range(2 * case.sequences)
     ]
     options: dict[str, Any] = {
         "optimizer": OptimizerOptions(lr=1e-6),
         "max_tokens_per_pack": case.length * case.sequences,
         "dtype": trial.dtype,
+        "freeze_vision_tower": case.freezes_tower,
     }
     maker, critic_maker = makers_of(trial, options)
     torch.nn.functional.linear(torch.ones(64, 64, requires_grad=True), torch.ones(64, 64)).sum().backward()
@@ -139,6 +171,37 @@ def measured(trial: Trial) -> int:
             learner.forward_backward(rows, NegativeLogProb())
             learner.optim_step()
     return peak_resident() - before
+
+
+def tokens_of(case: Case, group: int) -> list[int]:
+    """The tokens of a row; behind the first stand those of its image."""
+    tokens = [(7 * group + i) % 4096 for i in range(case.length + 1)]
+    if case.tokens_per_image:
+        from slimectl.checkpoints.create import VISION_TOKENS, byte_tokenizer
+
+        image = byte_tokenizer(tuple(VISION_TOKENS.values())).convert_tokens_to_ids(VISION_TOKENS["image_token_id"])
+        tokens = [0 if token == image else token for token in tokens]
+        tokens[1 : 1 + case.tokens_per_image] = [image] * case.tokens_per_image
+    return tokens
+
+
+def images_of(trial: Trial, group: int) -> list[dict[str, str]]:
+    """The image of a row, decoded already: a processor keeps patches of up to 64 MiB for every user of its process."""
+    case = CASES[trial.case]
+    if not case.tokens_per_image:
+        return []
+    import base64
+    import io
+
+    import PIL.Image
+
+    from slimectl.data.images import processor_of
+
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (case.side, case.side), (group, 0, 0)).save(buffer, format="PNG")
+    image = {"bytes": base64.b64encode(buffer.getvalue()).decode()}
+    processor_of(trial.model).patches(image)
+    return [image]
 
 
 def makers_of(trial: Trial, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -204,7 +267,7 @@ def main() -> None:
     if options.trial:
         print(measured(Trial(**json.loads(options.trial))))
         return
-    print(f"{'case':<8} {'policy':<9} {'dtype':<9} {'recompute':<9} {'foreseen':>9} {'measured':>9}  ratio")
+    print(f"{'case':<15} {'policy':<9} {'dtype':<9} {'recompute':<9} {'foreseen':>9} {'measured':>9}  ratio")
     for name, case in CASES.items():
         if options.case not in (None, name):
             continue
@@ -219,7 +282,7 @@ def main() -> None:
                         trial = Trial(name, policy, dtype, recompute, str(model))
                         formula, real = foreseen(trial), in_own_process(trial)
                         print(
-                            f"{name:<8} {policy:<9} {dtype:<9} {recompute:<9} {formula / 2**20:>5.0f} MiB"
+                            f"{name:<15} {policy:<9} {dtype:<9} {recompute:<9} {formula / 2**20:>5.0f} MiB"
                             f" {real / 2**20:>5.0f} MiB  {formula / real:.2f}",
                             flush=True,
                         )

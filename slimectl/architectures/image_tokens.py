@@ -46,13 +46,19 @@ class ImageTokens:
     def spans(self, tokens: Sequence[int], grids: Sequence[Grid]) -> list[tuple[int, int]]:
         """Return start and end of every image in `tokens`, in their order.
 
-        Later placeholders are ordinary tokens: a model may sample one. Raises RecordError if tokens and images differ.
+        Later placeholders are ordinary tokens: a model may sample one. Raises RecordError if tokens and images differ,
+        also where the last image is smaller than its places.
+
+        >>> ImageTokens(token=9, merge=2).spans([1, 9, 9, 2, 9], [(1, 2, 4)])
+        [(1, 3)]
         """
-        spans, end = [], 0
+        spans, end = list[tuple[int, int]](), 0
         for number, grid in enumerate(grids):
             count = self.count(grid)
             start = next((i for i in range(end, len(tokens)) if tokens[i] == self.token), None)
-            if start is None or any(token != self.token for token in tokens[start : start + count]):
+            following = None if start is None else next(iter(tokens[start + count : start + count + 1]), None)
+            is_smaller = following == self.token and number == len(grids) - 1
+            if start is None or is_smaller or any(token != self.token for token in tokens[start : start + count]):
                 raise RecordError(
                     f"image {number} is {count} tokens for this model, and the tokens have another number of places"
                     " for it: they were made by another image processor; sample them anew"

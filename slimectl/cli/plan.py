@@ -19,6 +19,7 @@ from slimectl.planner.placement import Placement, divisibility_warnings
 
 if TYPE_CHECKING:
     from slimectl.planner.plan import Plan
+    from slimectl.planner.vision import VisionTower
     from slimectl.planner.workload import Run
     from slimectl.settings import Settings
 
@@ -27,6 +28,8 @@ def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -
     return typer.Option(name, help=help_text, rich_help_panel=panel, **limits)
 
 
+TOKENS_PER_IMAGE = 256
+"""Tokens of an image of 448 by 448 pixels, of which 28 by 28 are a token."""
 LAYOUT, TRAINING, ENGINE = "Layout of the ranks; where none is given, one that fits is looked for", "Training", "Engine"
 BESIDE, PLACEMENT = "What learns, and what stands beside it on the same ranks", "Placement"
 CHECK = "Check"
@@ -73,6 +76,13 @@ class PlanOptions:
     ] = None
     max_tokens: Annotated[int, option("--max-tokens-per-gpu", "Tokens that a rank takes at once", TRAINING, min=1)] = (
         8192
+    )
+    images: Annotated[int | None, option("--images", "Images of a sequence (vision models)", TRAINING, min=0)] = None
+    tokens_per_image: Annotated[
+        int | None, option("--image-tokens", "Tokens of an image; 256 where not given", TRAINING, min=1)
+    ] = None
+    train_vision_tower: Annotated[bool, option("--train-vision-tower", "The vision tower is trained too", TRAINING)] = (
+        False
     )
     batch: Annotated[int, option("--batch", "Sequences of an optimizer step", TRAINING, min=1)] = 256
     gpu_memory: Annotated[float, option("--gpu-memory", "Memory of a GPU in GiB", TRAINING, min=0.1)] = 80
@@ -144,7 +154,9 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
         reference=options.reference,
         teacher=_teacher(options.teacher) if options.teacher else None,
         adapts_experts=options.backend == "megatron",
+        freeze_vision_tower=not options.train_vision_tower,
     )
+    _check_images(options, shape.tower)
     run = _planned_run(options, shape)
     estimates.check(shape, run)
     result = estimates.plan_run(
@@ -180,7 +192,7 @@ def _simulate(options: PlanOptions, result: Plan) -> list[str]:
         raise SettingsError("--simulate: simulates the policy alone; drop --critic, --reference and --teacher")
     targets = options.lora_target or _default_lora_targets()
     report = simulation(
-        configuration(options.card, options.model),
+        cards.language_model(configuration(options.card, options.model)),
         result.run,
         memory.peak(result.sections["training memory"]),
         lora=(options.lora_rank, targets) if options.lora_rank else None,
@@ -209,6 +221,27 @@ def _check_recompute_modules(options: PlanOptions) -> None:
             raise SettingsError(f"--recompute-module {module}: must be one of {', '.join(known)}")
 
 
+def _check_images(options: PlanOptions, tower: VisionTower | None) -> None:
+    """Raises SettingsError for images of a model that reads none, and for what does not train one that does."""
+    flags = {
+        "--images": options.images is not None,
+        "--image-tokens": options.tokens_per_image is not None,
+        "--train-vision-tower": options.train_vision_tower,
+    }
+    if tower is None:
+        for flag in (flag for flag, is_set in flags.items() if is_set):
+            raise SettingsError(f"{flag}: this model reads no images; leave it out, or plan a vision model")
+        return
+    if options.backend != "fsdp":
+        raise SettingsError("--backend megatron: does not train a vision model; add --backend fsdp")
+    if options.tokens_per_image is not None and not options.images:
+        raise SettingsError("--image-tokens: has no effect without images; add --images")
+    if options.simulate:
+        raise SettingsError("--simulate: does not simulate a vision tower; leave it out")
+    if options.train_vision_tower and options.lora_rank is not None:
+        raise SettingsError("--train-vision-tower: with --lora-rank adapters of the decoder learn alone; drop one")
+
+
 def _planned_run(options: PlanOptions, shape: Any) -> Run:
     """Return the run that is planned, in the layout that is given, or one that fits."""
     from slimectl.planner import plan as estimates
@@ -227,6 +260,8 @@ def _planned_run(options: PlanOptions, shape: Any) -> Run:
         recompute_modules=tuple(options.recompute_module or ("core_attn",)),
         state_dtype=options.state_dtype,
         offload=options.offload,
+        images=options.images or 0,
+        tokens_per_image=options.tokens_per_image or TOKENS_PER_IMAGE,
     )
     sizes = {
         "tensor": options.tp, "pipeline": options.pp, "virtual_pipeline": options.vpp, "context": options.cp,
@@ -250,13 +285,13 @@ def configuration(card: str | None, model: str | None) -> dict[str, Any]:
     if card is None and model is None:
         raise SettingsError("plan: which model? add --card NAME or --model DIR")
     if model is None:
-        return cards.language_model(with_defaults(cards.load(card or "")["config"]))
+        return with_defaults(cards.load(card or "")["config"])
     from slimectl.builders import model_folder
 
     config = read_config(model_folder(str(Path(model))))
     if card is not None:
         cards.check(card, config, location=model)
-    return cards.language_model(config)
+    return config
 
 
 def _teacher(name: str) -> dict[str, Any]:
@@ -342,7 +377,7 @@ def _layout_problems(settings: Settings) -> Iterator[str]:
     model = settings.model
     if settings.train.backend != "megatron" or (model.path is None and model.card is None):
         return
-    config = configuration(None if model.path else model.card, model.path)
+    config = cards.language_model(configuration(None if model.path else model.card, model.path))
     yield from problems(
         builders.layout(settings), family_of(config).architecture(config).transformer, settings.cluster.ranks
     )

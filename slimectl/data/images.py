@@ -137,7 +137,13 @@ class ImageProcessor:
         """Return the grid of an image from its header alone. Raises RecordError."""
         image = _open(read_image(source), source)
         width, height = image.size
-        if image.getexif().get(0x0112, 1) >= 5:  # a camera held upright: the picture is turned when it is decoded
+        try:
+            orientation = image.getexif().get(
+                0x0112, 1
+            )  # of a PNG it may stand behind the pixels, which are decoded then
+        except Exception as error:
+            raise _undecodable(source, error) from None
+        if orientation >= 5:  # a camera held upright: the picture is turned when it is decoded
             width, height = height, width
         patch, merge, size = self._processor.patch_size, self.tokens.merge, self._processor.size
         try:
@@ -230,7 +236,11 @@ def _decoded(data: bytes, source: ImageSource) -> Any:
     try:
         return _pillow().ImageOps.exif_transpose(opened).convert("RGB")
     except Exception as error:
-        raise RecordError(f"{_name(source)}: the image cannot be decoded: {error}") from None
+        raise _undecodable(source, error) from None
+
+
+def _undecodable(source: ImageSource, error: Exception) -> RecordError:
+    return RecordError(f"{_name(source)}: the image cannot be decoded: {error}")
 
 
 def _name(source: ImageSource) -> str:

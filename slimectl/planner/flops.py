@@ -7,7 +7,7 @@ table · S tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slimectl.architectures.config import Architecture
 from slimectl.planner.parameters import Part, ResidentModel, activated, count, policy_of
@@ -76,6 +76,16 @@ def _token(model: ResidentModel, seq_len: int) -> Figure:
     return Figure(name, value, "FLOP", f"{formula} + {pairs} x {layers} layers x {width:,} columns x {seq_len:,} / 2")
 
 
+def _image(model: ResidentModel, tokens: int) -> Figure:
+    """FLOPs of an image of so many tokens in the vision tower; a critic computes values before training."""
+    assert model.tower is not None
+    figure = model.tower.image_flops(tokens, trained=model.trains_tower)
+    if model.name == "critic":
+        values = model.tower.image_flops(tokens, trained=False)
+        figure = replace(figure, value=figure.value + values.value, formula=f"{figure.formula} + 2 x … for values")
+    return figure if model.name == "policy" else replace(figure, name=f"{figure.name}, {model.name}")
+
+
 @dataclass(frozen=True)
 class SequenceFlops:
     """FLOPs of a sequence of S tokens: per_token x S + per_pair x S^2 / 2, as a token attends to half of the others.
@@ -120,17 +130,27 @@ def flops_figures(
     recomputes: bool,
     tflops: float | None,
     mfu: float,
+    images: int = 0,
+    tokens_per_image: int = 0,
 ) -> list[Figure]:
-    """FLOPs of a token and of a step of `batch` sequences; its time on `world` GPUs of `tflops` at `mfu`."""
+    """FLOPs of a token, of an image, and of a step of `batch` sequences with so many images each; the time of a step on
+    `world` GPUs of `tflops` at `mfu`.
+    """
     tokens = [_token(model, seq_len) for model in models]
+    pictures = [_image(model, tokens_per_image) for model in models if model.tower and images]
     formula = " + ".join(counted(token.value) for token in tokens)
-    step = Figure(
-        "FLOPs per step", sum(token.value for token in tokens) * seq_len * batch, "FLOP",
-        f"{f'({formula})' if len(tokens) > 1 else formula} x {seq_len:,} tokens x {batch:,} sequences",
-    )  # fmt: skip
-    result = [*tokens, step]
+    value = sum(token.value for token in tokens) * seq_len * batch
+    formula = f"{f'({formula})' if len(tokens) > 1 else formula} x {seq_len:,} tokens x {batch:,} sequences"
+    if pictures:
+        value += sum(picture.value for picture in pictures) * images * batch
+        per_image = " + ".join(counted(picture.value) for picture in pictures)
+        formula += f" + {f'({per_image})' if len(pictures) > 1 else per_image} x {images * batch:,} images"
+    step = Figure("FLOPs per step", value, "FLOP", formula)
+    result = [*tokens, *pictures, step]
     if recomputes:
         recomputed = sum(_forward(model, seq_len) for model in models if model.trained) * seq_len * batch
+        towers = [model.tower for model in models if model.tower and model.trains_tower]
+        recomputed += sum(tower.image_flops(tokens_per_image, trained=False).value for tower in towers) * images * batch
         formula = f"full recomputation runs forward twice: {counted(step.value)} + {counted(recomputed)}"
         result.append(Figure("FLOPs per step, recomputation included", step.value + recomputed, "FLOP", formula))
     if tflops is not None:

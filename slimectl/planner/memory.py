@@ -19,8 +19,10 @@ def transient_memory(model: ResidentModel, run: Run, stage: int, gathered: float
     """
     last = run.policy == "fsdp" or stage == run.layout.pipeline - 1
     head = _head(model, run) if last else Figure("head", 0, "bytes", "on the last stage only")
+    tower = [model.tower.activations(run, trained=model.trains_tower)] if model.tower and run.images else []
     return [
         _activations(model.architecture, run, stage, last, inner=_inner(model, run, stage)),
+        *tower,
         head,
         _backward(model, run, stage, head.value, gathered),
     ]

@@ -12,10 +12,11 @@ from slimectl.architectures.lora import adapter_links, chosen, linear_layers
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.planner import workload as formatting
+from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import Figure
 
-Kind = Literal["embedding", "output", "attention", "mlp", "experts", "norms"]
-KINDS: tuple[Kind, ...] = ("embedding", "attention", "mlp", "experts", "norms", "output")
+Kind = Literal["embedding", "output", "attention", "mlp", "experts", "norms", "vision"]
+KINDS: tuple[Kind, ...] = ("embedding", "attention", "mlp", "experts", "norms", "output", "vision")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Part:
     """Rows that are padded to a multiple of the tensor-parallel size; 0 for none."""
     inner: int = 0
     """Of adapters: elements per token between A and B."""
+    tower: VisionTower | None = None
+    """Of the part that is a vision tower: its shape."""
+    frozen: bool = False
 
 
 def parts_of(links: Sequence[ParamMapping]) -> list[Part]:
@@ -44,6 +48,11 @@ def parts_of(links: Sequence[ParamMapping]) -> list[Part]:
         sums[0] += math.prod(shape)
         sums[1] += shape[0] if ".adapter.A." in link.megatron else 0
     return [Part(kind, layer, count, cut, rows, inner) for (kind, layer, cut, rows), (count, inner) in counts.items()]
+
+
+def tower_part(tower: VisionTower, *, frozen: bool) -> Part:
+    """Return the whole vision tower as a part."""
+    return Part("vision", None, tower.parameters, cut=False, tower=tower, frozen=frozen)
 
 
 def adapter_parts(links: Sequence[ParamMapping], rank: int, targets: Sequence[str]) -> list[Part]:
@@ -75,12 +84,12 @@ def count(parts: Sequence[Part], *kinds: Kind) -> int:
 
 
 def activated(parts: Sequence[Part], architecture: Architecture) -> int:
-    """Parameters that a token uses: of the experts, only the top k."""
-    experts = count(parts, "experts")
+    """Parameters of the decoder that a token uses: of the experts, only the top k."""
+    experts, decoder = count(parts, "experts"), count(parts) - count(parts, "vision")
     if not experts:
-        return count(parts)
+        return decoder
     topk = int(architecture.transformer["moe_router_topk"])
-    return count(parts) - experts + experts * topk // architecture.experts
+    return decoder - experts + experts * topk // architecture.experts
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,9 @@ def figures(
     if adapters:
         adapters_formula = f"adapters; {count(adapters) / count(parts):.2%} of the model, which stays as it is"
         result.append(Figure("trained parameters", count(adapters), "parameters", adapters_formula))
+    elif frozen := count(parts) - count(_unfrozen(parts)):
+        formula = f"{count(parts):,} - {frozen:,} of the vision tower, which stays as it is"
+        result.append(Figure("trained parameters", count(parts) - frozen, "parameters", formula))
     ranks = [local_params(parts, architecture, layout, stage) for stage in range(layout.pipeline)]
     largest = max(ranks, key=lambda rank: rank.all)
     formula = f"pipeline stage {ranks.index(largest)} of {layout.pipeline}: matrices / tensor {layout.tensor}"
@@ -166,6 +178,14 @@ class ResidentModel:
     trained: Sequence[Part] = ()
 
     @property
+    def tower(self) -> VisionTower | None:
+        return next((part.tower for part in self.parts if part.tower is not None), None)
+
+    @property
+    def trains_tower(self) -> bool:
+        return count(self.trained, "vision") > 0
+
+    @property
     def head(self) -> Literal["learns", "stays", "values"]:
         """Kind of the head, and whether its matrix is trained."""
         if self.name == "critic":
@@ -181,11 +201,15 @@ class ResidentModel:
 
 def policy_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> ResidentModel:
     """Build the policy; if there are adapters, only they are trained."""
-    return ResidentModel("policy", architecture, [*parts, *adapters], adapters or parts)
+    return ResidentModel("policy", architecture, [*parts, *adapters], adapters or _unfrozen(parts))
+
+
+def _unfrozen(parts: Sequence[Part]) -> list[Part]:
+    return [part for part in parts if not part.frozen]
 
 
 def critic_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> ResidentModel:
     """Build a critic on the same backbone; an untied LM head is in memory but not trained."""
     head = Part("output", None, int(architecture.transformer["hidden_size"]), cut=False)
-    backbone = [part for part in parts if part.kind != "output"]
+    backbone = [part for part in _unfrozen(parts) if part.kind != "output"]
     return ResidentModel("critic", architecture, [*parts, *adapters, head], [*(adapters or backbone), head])

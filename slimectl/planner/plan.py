@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slimectl.architectures.cards import language_model
 from slimectl.architectures.config import Architecture, Config
 from slimectl.architectures.parallel import SETTINGS, ParallelLayout, problems
 from slimectl.architectures.registry import family_of
 from slimectl.errors import SettingsError
 from slimectl.planner import flops, memory, parameters
-from slimectl.planner.parameters import Part, ResidentModel, adapter_parts, critic_of, parts_of, policy_of
+from slimectl.planner.parameters import Part, ResidentModel, adapter_parts, critic_of, parts_of, policy_of, tower_part
 from slimectl.planner.search import USABLE, fitting
+from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import GIB, Figure, Recompute, Run, sized
 
 Suggestion = tuple[ParallelLayout, Recompute]
@@ -29,6 +31,10 @@ class Model:
     parts: Sequence[Part]
     adapters: Sequence[Part] = ()
     other_models: Sequence[ResidentModel] = ()
+
+    @property
+    def tower(self) -> VisionTower | None:
+        return policy_of(self.architecture, self.parts).tower
 
     @property
     def all(self) -> list[ResidentModel]:
@@ -53,16 +59,21 @@ def model_of(
     reference: bool = False,
     teacher: Config | None = None,
     adapts_experts: bool = True,
+    freeze_vision_tower: bool = True,
 ) -> Model:
     """Build the model from the complete configurations of the policy and of a teacher.
 
-    Adapters leave experts out unless `adapts_experts`: the fsdp policy has them in fused parameters.
+    Adapters leave experts out unless `adapts_experts`: the fsdp policy has them in fused parameters. A vision tower is
+    a part of the model where the family reads images.
 
     Raises CheckpointError for an unknown family, SettingsError for an adapter target that matches no layer.
     """
-    family = family_of(config)
-    architecture, links = family.architecture(config), family.links(config)
+    language = language_model(config)
+    family, tower = family_of(language), VisionTower.of(config)
+    architecture, links = family.architecture(language), family.links(language)
     parts = parts_of(links)
+    if tower is not None:
+        parts.append(tower_part(tower, frozen=freeze_vision_tower))
     adapted = [link for link in links if adapts_experts or link.expert is None]
     adapters = adapter_parts(adapted, lora_rank, lora_targets) if lora_rank else []
     other_models = [critic_of(architecture, parts, adapters)] if critic else []
@@ -96,6 +107,11 @@ def _memory(model: Model, run: Run) -> list[Figure]:
 
 def check(model: Model, run: Run) -> None:
     """Raises SettingsError, one line, for a run that the trainer would refuse."""
+    if run.image_tokens > run.seq_len:
+        raise SettingsError(
+            f"--image-tokens {run.tokens_per_image}: {run.images} images of that are more than the {run.seq_len} tokens"
+            " of a sequence; raise --seq-len"
+        )
     for standing in model.all:
         _check(standing.architecture, run)
 
@@ -169,6 +185,7 @@ def plan_run(
             "arithmetic": flops.flops_figures(
                 model.all, seq_len=run.seq_len, batch=batch, world=run.world,
                 recomputes=run.recompute == "full", tflops=tflops, mfu=mfu,
+                images=run.images, tokens_per_image=run.tokens_per_image,
             ),
             "engine": flops.cache_figures(
                 parts, architecture, dtype_bytes=run.bytes, tensor=engine_tensor, memory_gib=memory_gib,

@@ -115,6 +115,14 @@ class Run:
     recompute_modules: Sequence[str] = ("core_attn",)
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     offload: Literal["optimizer", "parameters"] | None = None
+    images: int = 0
+    """Images of a sequence."""
+    tokens_per_image: int = 0
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of images among those of a sequence."""
+        return self.images * self.tokens_per_image
 
     @property
     def sharded(self) -> bool:

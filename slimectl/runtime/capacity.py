@@ -30,14 +30,14 @@ MASTER_BYTES, ADAM_BYTES = 4, 8
 
 
 def configuration(settings: Settings) -> dict[str, Any] | None:
-    """Return the configuration of the language model; None for a model that has to be converted first, or without one.
+    """Return the configuration of the model; None for a model that has to be converted first, or without one.
 
     Raises CheckpointError or SettingsError.
     """
     path, card = settings.model.path, settings.model.card
     if path is not None:
-        return None if builders.is_gguf(path) else cards.language_model(read_config(builders.model_folder(path)))
-    return None if card is None else cards.language_model(with_defaults(cards.load(card)["config"]))
+        return None if builders.is_gguf(path) else read_config(builders.model_folder(path))
+    return None if card is None else with_defaults(cards.load(card)["config"])
 
 
 def is_readable(settings: Settings) -> bool:
@@ -51,7 +51,8 @@ def is_readable(settings: Settings) -> bool:
 def shape_of(settings: Settings) -> str:
     """Describe a model: family, layers, parameters."""
     config = configuration(settings) or {}
-    described = f"{config.get('model_type')}, {config.get('num_hidden_layers')} layers"
+    language = cards.language_model(config)
+    described = f"{language.get('model_type')}, {language.get('num_hidden_layers')} layers"
     with suppress(CheckpointError):  # a family that the planner does not know
         described += f", {parameters(count(model_of(config).parts))} parameters"
     return described
@@ -95,7 +96,7 @@ def disk(settings: Settings) -> str:
     model = _planned_model(settings)
     if model is None:
         return f"{sized(free)} free in {settings.run.dir}"
-    trained = sum(part.count for part in model.adapters or model.parts)
+    trained = count(model.all[0].trained)
     size = MASTER_BYTES * count(model.parts) + ADAM_BYTES * trained
     kept = _checkpoints(settings)
     # The one that is written stands beside those that are kept.
@@ -163,7 +164,8 @@ def _planned_model(settings: Settings) -> Model | None:
             critic=critic is not None and not critic.shared,
             reference=Need.REFERENCE in algorithm.needs,
             adapts_experts=train.backend == "megatron",
-            teacher=cards.language_model(read_config(builders.model_folder(load))) if load else None,
+            teacher=read_config(builders.model_folder(load)) if load else None,
+            freeze_vision_tower=train.freeze_vision_tower,
         )
     except SlimectlError:  # the check of the model says it
         return None

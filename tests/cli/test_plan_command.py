@@ -76,6 +76,18 @@ def test_experts_and_the_modules_to_recompute_are_counted_under_fsdp():
     assert (code, "MLPs of experts 4ckF 49,152" in out) == (1, True)
 
 
+def test_images_are_counted_where_their_tower_is_frozen_and_where_it_is_trained():
+    words = ("--card", "tiny-vl", "--backend", "fsdp", "--gpus", "1", "--seq-len", "512", "--images", "1")
+    frozen, trained = (" ".join(plan(*words, *more)[1].split()) for more in ((), ("--train-vision-tower",)))
+    assert "vision 206,656" in frozen
+    assert "667,712 - 206,656 of the vision tower, which stays as it is" in frozen
+    # Forward multiplies once, backward twice more where weights are trained; 256 tokens are 1,024 patches.
+    assert "FLOPs per image 544 MFLOP 2 x (1,024 patches x 108 k + 256 tokens x 98.7 k" in frozen
+    assert "FLOPs per image 1.63 GFLOP 6 x (1,024 patches" in trained
+    assert "x (pixels c W 768) bytes" in frozen
+    assert "x (pixels c W 768 + 2 blocks x " in trained
+
+
 def test_a_layout_that_does_not_fit_is_shown_all_the_same():
     code, out, err = plan("--card", "qwen3-32B", "--tp", "8")
     assert (code, "peak per rank" in out) == (1, True)
@@ -105,6 +117,18 @@ def test_a_layout_that_does_not_fit_is_shown_all_the_same():
             "--lora-target: says nothing without adapters; add --lora-rank",
         ),
         (["--card", "qwen3-8B", "--backend", "fsdp", "--teacher", "deepseek-v3"], "--backend fsdp: there are"),
+        (["--card", "tiny-vl"], "--backend megatron: does not train a vision model; add --backend fsdp"),
+        (["--card", "qwen3-4B", "--images", "1"], "--images: this model reads no images"),
+        (["--card", "tiny-vl", "--backend", "fsdp", "--image-tokens", "64"], "--image-tokens: has no effect without"),
+        (["--card", "tiny-vl", "--backend", "fsdp", "--simulate"], "--simulate: does not simulate a vision tower"),
+        (
+            ["--card", "tiny-vl", "--backend", "fsdp", "--images", "9", "--seq-len", "512"],
+            "--image-tokens 256: 9 images of that are more than the 512 tokens of a sequence; raise --seq-len",
+        ),
+        (
+            ["--card", "tiny-vl", "--backend", "fsdp", "--lora-rank", "8", "--train-vision-tower"],
+            "--train-vision-tower: with --lora-rank adapters of the decoder learn alone",
+        ),
         ([], "plan: which model? add --card NAME or --model DIR"),
     ],
 )

@@ -122,9 +122,11 @@ def test_a_checkpoint_has_published_names_and_the_processor_and_goes_on(
 
 
 def test_tokens_that_do_not_fit_their_images_are_named_by_sample(folder: Path, rows: list[TrainingSample]):
-    bad = TrainingSample([259, 261, 261, 260, 65, 66], 1, [1.0], index=7, images=rows[0].images)
-    with pytest.raises(RecordError, match="sample 7: image 0 is 16 tokens for this model"):
-        new(folder).log_probs([bad])
+    for count in (2, 15, 17, 32):
+        tokens = [259, *[261] * count, 260, 65, 66]
+        bad = TrainingSample(tokens, 1, [1.0], index=7, images=rows[0].images)
+        with pytest.raises(RecordError, match="sample 7: image 0 is 16 tokens for this model"):
+            new(folder).log_probs([bad])
 
 
 def test_recomputation_bfloat16_adapters_and_critics_read_images(folder: Path, rows: list[TrainingSample]):

@@ -30,6 +30,17 @@ def test_what_fits_is_described():
     assert re.fullmatch(r"2 checkpoints of 10.1 MiB and the next, \S+ .iB free in runs", disk(settings()))
 
 
+def test_a_vision_tower_is_counted_and_its_optimizer_only_where_it_is_trained():
+    vision = ("model.card=tiny-vl",)
+    assert shape_of(settings(*vision)) == "qwen2_5_vl_text, 2 layers, 668 k parameters"
+    trained = (*vision, "train.freeze_vision_tower=false")
+    # 4 bytes x 667,712 and 8 bytes x 461,056 of the decoder alone; 12 bytes x 667,712.
+    assert disk(settings(*vision)).startswith("2 checkpoints of 6.06 MiB")
+    assert disk(settings(*trained)).startswith("2 checkpoints of 7.64 MiB")
+    # Gradients and moments of the tower: 12 bytes x 206,656.
+    assert peak_mib(memory(settings(*trained))) - peak_mib(memory(settings(*vision))) == pytest.approx(2.36, abs=1.1)
+
+
 def test_recomputation_and_shorter_packs_take_less():
     whole = peak_mib(memory(settings()))
     assert peak_mib(memory(settings("train.recompute_granularity=full"))) < whole

@@ -199,6 +199,13 @@ def test_what_slime_does_without_a_flag_is_set_where_it_is_done_otherwise_here(t
         ('declare -i N=20; export N; {} --num-rollout $N', 20),
         ('N=$(basename /a/21.sh .sh); {} --num-rollout $N', 21),
         ('{} "$@" --num-rollout 22', 22),
+        ('{} --num-rollout 23 "$@"', 23),
+        ('E=(); {} --num-rollout 24 "${{E[@]}}"', 24),
+        ("{} --num-rollout $(expr 5 \\* \\( 2 + 3 \\))", 25),
+        ("for N in $(seq 2 8 26); do :; done; {} --num-rollout $N", 26),
+        ("N=27; bash -lc \"{} --num-rollout $N\"", 27),
+        ("srun --nodes=1 bash -c 'N=28; {} --num-rollout $N'", 28),
+        ("read -r -d '' A <<EOF\n--num-rollout\n  29\nEOF\n{} $A", 29),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -214,6 +221,7 @@ def test_the_language_of_the_shell_is_followed(script: str, expected: int, tmp_p
         ("if nvidia-smi; then N=1; else N=2; fi\n{} --num-rollout $N", 2, "it depends on a condition"),
         ("{} --num-rollout $ROUNDS", 1, "ROUNDS is not set in the script or in the environment"),
         ("if [ $# -lt 1 ]; then exit 1; fi\nN=$1\n{} --num-rollout $N", 3, "1 is not set in the script"),
+        ("N=$(seq 1 0 5)\n{} --num-rollout $N", 2, "$(seq 1 0 5) is a command, and nothing of the script is executed"),
         ("read N < file\n{} --num-rollout $N", 2, "it is read from a file"),
         ("A=()\nnvidia-smi && A+=(--num-rollout 3)\n{} ${A[@]}", 2, "it depends on a condition"),
     ],
@@ -244,6 +252,91 @@ def test_images_of_verl_keep_their_column_and_their_tower(tmp_path: Path):
     text = f"python3 -m verl.trainer.main_ppo data.train_files=/d.parquet data.image_key=pictures {tower}\n"
     settings = settings_of(tmp_path, text)
     assert (settings["rollout.image_key"], settings["train.freeze_vision_tower"]) == ("pictures", False)
+
+
+def test_a_table_in_an_assignment_of_hydra_is_its_members(tmp_path: Path):
+    optim = "actor_rollout_ref.actor.optim='{lr: 2e-6, weight_decay: 0.05, betas: [0.9, 0.95]}'"
+    text = f"python3 -m verl.trainer.main_ppo data.train_files=/d.parquet data.train_batch_size=64 {optim}\n"
+    settings = settings_of(tmp_path, text)
+    assert [settings[f"train.{name}"] for name in ("lr", "weight_decay", "adam_beta2")] == [2e-6, 0.05, 0.95]
+
+
+YAML = """\
+base: &base {warmup_steps: 20, learning_rate: 1.0e-3}
+rollout_batch_size: 128
+response_length: ${oc.env:RESPONSE,4096}
+pretrain: ${oc.env:MODEL}
+actor_train:
+  training_args:
+    <<: *base
+    learning_rate: 2.0e-5
+"""
+
+
+def test_merged_mappings_and_variables_of_the_environment_in_yaml_are_followed(tmp_path: Path):
+    names = ("model.path", "rollout.max_response_len", "train.lr", "train.lr_warmup_iters")
+    settings = settings_of(tmp_path, YAML, "run.yaml", environ={"MODEL": "/m"})
+    assert [settings[name] for name in names] == ["/m", 4096, 2e-5, 20]
+    conversion = reading(tmp_path, YAML, "run.yaml", environ={"RESPONSE": "512"}).conversion
+    assert conversion.settings.rollout.max_response_len == 512
+    (omission,) = [omission for omission in conversion.omissions if omission.by_hand]
+    assert omission.reason == "${oc.env:MODEL} is resolved when that program runs; set model.path by hand"
+
+
+def test_a_secret_of_the_environment_in_yaml_is_a_reference(tmp_path: Path):
+    text = YAML + "exp_name: ${oc.env:WANDB_API_KEY}\n"
+    result = reading(tmp_path, text, "run.yaml", environ={"MODEL": "/m", "WANDB_API_KEY": "abcdef0123456789"})
+    assert "abcdef0123456789" not in settings_file(result.conversion, tmp_path / "run.yaml", [])
+
+
+@pytest.mark.parametrize("text", ["a: &a\n  <<: *a\n  x: 1\n", "a: &a {<<: &b {x: 1}}\nb: &c {<<: [*a, *a]}\n"])
+def test_mappings_that_merge_themselves_end_in_one_line(text: str, tmp_path: Path):
+    with pytest.raises(SettingsError, match=r"^[^\n]*run\.yaml"):
+        reading(tmp_path, text, "run.yaml")
+
+
+def test_a_pipeline_of_roll_reads_the_file_that_its_script_names(tmp_path: Path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "rlvr.yaml").write_text(YAML)
+    start = "python examples/start_rlvr_pipeline.py --config_path conf --config_name rlvr"
+    settings = settings_of(tmp_path, f"{start}\n", environ={"MODEL": "/m"})
+    assert (settings["run.rollout_batch_size"], settings["model.path"]) == (128, "/m")
+    settings = settings_of(tmp_path, f"{start} rollout_batch_size=16 response_length=64\n", environ={"MODEL": "/m"})
+    assert (settings["run.rollout_batch_size"], settings["rollout.max_response_len"]) == (16, 64)
+
+
+def test_a_switch_of_trl_that_is_turned_off_is_off(tmp_path: Path):
+    text = "trl grpo --model_name_or_path /m --dataset_name /d --num_generations 4"
+    assert settings_of(tmp_path, text)["train.dtype"] == "bfloat16"
+    assert "train.dtype" not in settings_of(tmp_path, f"{text} --no_bf16")  # float32, as here
+
+
+PROGRAM = """\
+import os
+from dataclasses import dataclass, field
+from trl import GRPOConfig, GRPOTrainer
+
+COMMON = dict(bf16=True, max_steps=2**5)
+
+@dataclass
+class Arguments:
+    lr: float = 3e-6
+    answers: int = field(default=8)
+    rank: int = 1
+
+arguments = Arguments(rank=16)
+config = GRPOConfig(learning_rate=arguments.lr, num_generations=arguments.answers, lora_r=arguments.rank, **COMMON)
+rows = load_dataset(os.environ["DATA"])["train"]
+trainer = GRPOTrainer(model=os.environ.get("MODEL", "small"), args=config, train_dataset=rows)
+"""
+
+
+def test_arguments_of_a_python_program_are_followed_through_dataclasses_tables_and_the_environment(tmp_path: Path):
+    settings = settings_of(tmp_path, PROGRAM, "run.py", environ={"DATA": "/d.jsonl"})
+    assert (settings["model.path"], settings["rollout.data"]) == ("small", ["/d.jsonl"])
+    assert (settings["train.lr"], settings["run.num_rollout"], settings["train.lora_rank"]) == (3e-6, 32, 16)
+    assert settings["train.dtype"] == "bfloat16"
+    assert settings_of(tmp_path, PROGRAM, "run.py", environ={"DATA": "/d", "MODEL": "/m"})["model.path"] == "/m"
 
 
 def test_supervised_training_of_verl_is_sft(tmp_path: Path):
@@ -287,6 +380,8 @@ def test_of_two_training_commands_one_is_picked_by_its_line(tmp_path: Path):
     with pytest.raises(SettingsError, match=r"run\.sh: has 2 training commands \(lines 1, 2\); pick one by --line N"):
         reading(tmp_path, text)
     assert settings_of(tmp_path, text, line=2)["run.num_rollout"] == 2
+    with pytest.raises(SettingsError, match=r"run\.sh:1: is started 2 times with other flags; read a copy that"):
+        reading(tmp_path, f"for N in 1 2; do {TRAIN} --num-rollout $N; done")
 
 
 def answer(*words: str) -> tuple[int, str, str]:

@@ -11,6 +11,7 @@ from slimectl.redaction import is_secret_name, remember
 from slimectl.settings.effects import ineffective
 from slimectl.settings.keys import DEFAULT_ALGORITHM, changed, keys_of
 from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.launch_scripts.shell_values import Field
 from slimectl.settings.layers import Layer, nested, parse_value
 from slimectl.settings.loading import ALTERNATIVES, examine
 from slimectl.settings.root import Settings
@@ -48,6 +49,10 @@ class Dialect:
     """Handles a flag that has no row."""
     form: str = "options"
     """How flags are written: options (`--lr 1e-6`) or hydra (`trainer.nnodes=1`)."""
+    negation: str = ""
+    """Prefix that turns a switch off (`--no_bf16`)."""
+    programs: str = ""
+    """Pattern of the names of programs that train, whatever their flags."""
     common: tuple[str, ...] = ()
     """Groups whose flags say nothing of which command trains, as conversions take them too."""
 
@@ -176,6 +181,7 @@ def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = Non
     """Convert the flags of a training command; `launcher` is the program that it starts."""
     conversion = Conversion(dialect)
     for flag in flags:
+        flag = _negated(dialect, flag)
         name = canonical(flag.name)
         earlier = conversion.flags.get(name)
         if earlier is not None and name not in REPEATABLE:
@@ -202,6 +208,15 @@ def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = Non
     _take_defaults(conversion)
     _check(conversion)
     return conversion
+
+
+def _negated(dialect: Dialect, flag: Flag) -> Flag:
+    """`--no_NAME` as NAME that is off, where the stack has such flags."""
+    name = canonical(flag.name)
+    rest = name.removeprefix(dialect.negation)
+    if rest == name or flag.values or name in dialect.rows or rest not in dialect.rows:
+        return flag
+    return Flag(rest, f"--{rest}", (Field("false", flag.place),), flag.place, flag.condition)
 
 
 REPEATABLE = ("eval_prompt_data", "rollout_sample_hook_path")

@@ -5,23 +5,30 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.flags import Flag, texts_of
 from slimectl.settings.launch_scripts.shell_values import Field, checked
+from slimectl.settings.launch_scripts.shell_variables import is_secret_variable
 from slimectl.settings.launch_scripts.shell_words import Place, read_text
 
 MAX_KEYS = 5_000
 MAX_DEPTH = 30
 MAX_BRACKETS = 100
 MAX_STEPS = 20_000
+MAX_EXPONENT = 64
+MAX_MERGED = 100
+"""Mappings that `<<` takes over in one place."""
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+ENVIRONMENT = re.compile(r"\$\{(?:oc\.)?env:(\w+)(?:,([^${}]*))?\}")
+"""OmegaConf's reference to a variable of the environment, and its default."""
 
 
-def yaml_flags(path: Path, name: str) -> list[Flag]:
+def yaml_flags(path: Path, name: str, environ: Mapping[str, str] = MappingProxyType({})) -> list[Flag]:
     """Every value of a YAML file as a flag with a dotted name. Raises SettingsError with the line of an error."""
     import yaml
 
@@ -41,7 +48,7 @@ def yaml_flags(path: Path, name: str) -> list[Flag]:
         flags.append(flag)
         if len(flags) > MAX_KEYS:
             raise SettingsError(f"{flag.place}: more than {MAX_KEYS} values; give a configuration")
-    return _resolved(flags)
+    return _resolved(flags, environ)
 
 
 def _refuse_nesting(text: str, name: str) -> None:
@@ -59,8 +66,8 @@ def _leaves(node: Any, prefix: str, file: str, depth: int) -> Iterator[Flag]:
 
     if depth > MAX_DEPTH:
         raise SettingsError(f"{file}:{node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep; write it flat")
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+    for key, value in _merged(node.value, file):
+        if not isinstance(key, yaml.ScalarNode):
             raise SettingsError(f"{file}:{key.start_mark.line + 1}: this key is not read; write NAME: VALUE")
         place = Place(file, key.start_mark.line + 1)
         name = f"{prefix}{key.value}"
@@ -76,6 +83,27 @@ def _leaves(node: Any, prefix: str, file: str, depth: int) -> Iterator[Flag]:
             yield Flag(name, f"{name}:", tuple(values), place, "" if values else NULL)
 
 
+def _merged(pairs: Sequence[tuple[Any, Any]], file: str) -> Iterator[tuple[Any, Any]]:
+    """The keys and values of a mapping: those of its own, then those that `<<` takes over from other mappings."""
+    import yaml
+
+    names: set[str] = set()
+    waiting: list[Sequence[tuple[Any, Any]]] = [pairs]
+    for taken in range(MAX_MERGED):
+        if not waiting:
+            return
+        for key, value in waiting.pop(0):
+            name = key.value if isinstance(key, yaml.ScalarNode) else ""
+            if name == "<<":
+                tables = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                waiting += [table.value for table in tables if isinstance(table, yaml.MappingNode)]
+            elif name not in names or not taken:
+                names.add(name)
+                yield key, value
+    mark = pairs[0][0].start_mark
+    raise SettingsError(f"{file}:{mark.line + 1}: << takes over more than {MAX_MERGED} mappings; write it flat")
+
+
 NULL = "it is null"
 
 
@@ -89,13 +117,20 @@ def _scalar(node: Any) -> list[str]:
     return [node.value]
 
 
-def _resolved(flags: list[Flag]) -> list[Flag]:
-    """Replace `${key}` by the value of that key; other resolvers are unknown, and nulls are left out."""
+def _resolved(flags: list[Flag], environ: Mapping[str, str]) -> list[Flag]:
+    """Replace `${key}` by the value of that key, `${oc.env:NAME,DEFAULT}` by the variable's; other resolvers are
+    unknown, and nulls are left out.
+    """
     by_name = {flag.name: flag for flag in flags}
     resolved: dict[str, Field] = {}
 
+    def variable(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        known = _variable(name, environ, None if default is None else default.strip(" '\""))
+        return match[0] if known is None else known
+
     def value(field: Field, depth: int = 0) -> Field:
-        full = field.text
+        full = checked(ENVIRONMENT.sub(variable, field.text), field.place)
         for name in REFERENCE.findall(full)[:MAX_DEPTH]:
             target = by_name.get(name)
             if target is None or len(target.values) != 1 or depth > MAX_DEPTH:
@@ -113,10 +148,15 @@ def _resolved(flags: list[Flag]) -> list[Flag]:
     return [Flag(flag.name, flag.spelling, tuple(value(item) for item in flag.values), flag.place) for flag in present]
 
 
+def _variable(name: str, environ: Mapping[str, str], default: Any) -> Any:
+    """The value of a variable of the environment; that of a secret is a reference, and never copied into settings."""
+    return f"env:{name}" if is_secret_variable(name) else environ.get(name, default)
+
+
 CONFIGURATIONS = re.compile(r"\w*(?:Config|Arguments|Trainer)$")
 
 
-def python_flags(path: Path, name: str) -> list[Flag]:
+def python_flags(path: Path, name: str, environ: Mapping[str, str] = MappingProxyType({})) -> list[Flag]:
     """The keyword arguments of the configurations in a Python file as flags; the file is parsed and never run."""
     text = read_text(path, name)
     try:
@@ -129,7 +169,7 @@ def python_flags(path: Path, name: str) -> list[Flag]:
         raise SettingsError(f"{name}: is nested too deeply for a configuration") from None
     flags: list[Flag] = []
     try:
-        source = _PythonFile(tree, name)
+        source = _PythonFile(tree, name, environ)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and CONFIGURATIONS.match(_called(node)):
                 flags += source.flags_of(node)
@@ -149,11 +189,16 @@ def _called(call: ast.Call) -> str:
 class _PythonFile:
     """Names of a module that are set once, to values that can be read without running it."""
 
-    def __init__(self, tree: ast.Module, name: str) -> None:
+    def __init__(self, tree: ast.Module, name: str, environ: Mapping[str, str]) -> None:
         self._name = name
+        self._environ = environ
         self._steps = 0
         self._values: dict[str, ast.expr | None] = {}
+        self._classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        attributes = [node for kind in self._classes.values() for node in kind.body]
         for node in ast.walk(tree):
+            if node in attributes:
+                continue
             targets = node.targets if isinstance(node, ast.Assign) else []
             if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For):
                 targets = [node.target]
@@ -172,7 +217,7 @@ class _PythonFile:
         for keyword in call.keywords:
             line = Place(self._name, keyword.value.lineno)
             if keyword.arg is None:
-                yield Flag("**", f"{kind} **", (Field("", line, "it is a table that the program makes"),), line)
+                yield from self._spread(kind, keyword.value, line)
                 continue
             name = keyword.arg.removeprefix("lora_") if prefix == "lora_" else keyword.arg
             node = self._dataset(keyword.value)
@@ -181,6 +226,19 @@ class _PythonFile:
             if isinstance(node, ast.Call) and CONFIGURATIONS.match(_called(node)):
                 continue
             yield Flag(f"{prefix}{name}", f"{keyword.arg} =", tuple(self._fields(node, line)), line)
+
+    def _spread(self, kind: str, node: ast.expr, line: Place) -> Iterator[Flag]:
+        """The arguments that `**TABLE` stands for."""
+        try:
+            table = self._evaluated(node, 0)
+        except (ValueError, TypeError, ArithmeticError):
+            table = None
+        if not isinstance(table, dict):
+            yield Flag("**", f"{kind} **", (Field("", line, "it is a table that the program makes"),), line)
+            return
+        for name, value in table.items():
+            if value is not None:
+                yield Flag(str(name), f"{name} =", tuple(Field(text, line) for text in texts_of(value)), line)
 
     def _dataset(self, node: ast.expr) -> ast.expr:
         """The path that `load_dataset(PATH)` reads, through names that are set once."""
@@ -227,7 +285,48 @@ class _PythonFile:
                 return "".join(str(self._evaluated(part, depth + 1)) for part in parts)
             case ast.FormattedValue(value=value, format_spec=None, conversion=-1):
                 return self._evaluated(value, depth + 1)
+            case ast.Dict(keys=keys, values=members) if None not in keys:
+                pairs = zip(keys, members, strict=True)
+                return {self._evaluated(key, depth + 1): self._evaluated(item, depth + 1) for key, item in pairs if key}
+            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords):
+                return {word.arg: self._evaluated(word.value, depth + 1) for word in keywords if word.arg}
+            case ast.Call(keywords=[], args=[ast.Constant(value=str() as name), *defaults]):
+                if ast.unparse(node.func) in ("os.environ.get", "os.getenv", "environ.get", "getenv"):
+                    default = self._evaluated(defaults[0], depth + 1) if defaults else None
+                    return _required(_variable(name, self._environ, default))
+            case ast.Subscript(value=table, slice=ast.Constant(value=str() as name)):
+                if ast.unparse(table) in ("os.environ", "environ"):
+                    return _required(_variable(name, self._environ, None))
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+                return self._evaluated(self._attribute(self._values.get(name), attribute), depth + 1)
         raise ValueError
+
+    def _attribute(self, call: ast.expr | None, name: str) -> ast.expr:
+        """The value of an attribute of `CLASS(…)`: as it is given there, else the default of a dataclass.
+
+        Raises ValueError for others.
+        """
+        if not isinstance(call, ast.Call) or (kind := self._classes.get(_called(call))) is None or call.args:
+            raise ValueError(name)
+        values = {word.arg: word.value for word in call.keywords}
+        if None in values:
+            raise ValueError(name)
+        for node in kind.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+                values.setdefault(node.target.id, node.value)
+        value = values.get(name)
+        if isinstance(value, ast.Call) and _called(value) == "field":
+            value = next((word.value for word in value.keywords if word.arg == "default"), None)
+        if value is None:
+            raise ValueError(name)
+        return value
+
+
+def _required(value: Any) -> Any:
+    """A value that is there. Raises ValueError for None."""
+    if value is None:
+        raise ValueError
+    return value
 
 
 def _function_name(name: str) -> str:
@@ -236,7 +335,7 @@ def _function_name(name: str) -> str:
 
 
 def _calculated(first: Any, operator: ast.operator, second: Any) -> Any:
-    """The sum, difference, product or quotient of two numbers, or two texts joined. Raises ValueError for others."""
+    """The result of an operator between two numbers, or two texts joined. Raises ValueError for others."""
     if isinstance(first, str) and isinstance(second, str) and isinstance(operator, ast.Add):
         return first + second
     if not isinstance(first, int | float) or not isinstance(second, int | float) or max(abs(first), abs(second)) > 1e18:
@@ -252,4 +351,6 @@ def _calculated(first: Any, operator: ast.operator, second: Any) -> Any:
             return first / second
         case ast.FloorDiv():
             return first // second
+        case ast.Pow() if abs(second) <= MAX_EXPONENT:
+            return first**second
     raise ValueError

@@ -82,8 +82,32 @@ def assignments(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
             loose.append(field)
             continue
         _, name, text = match.groups()
-        flags.append(Flag(name, f"{name} =", hydra_values(text, field), field.place))
+        table = _table_of(text, field)
+        members = {name: hydra_values(text, field)} if table is None else dict(_members(table, name, field))
+        flags += [Flag(key, f"{key} =", values, field.place) for key, values in members.items()]
     return flags, loose
+
+
+def _table_of(text: str, field: Field) -> dict[Any, Any] | None:
+    """The table that an assignment's value is, as in `optim={lr: 1e-6}`; None for other values."""
+    if field.problem or "${" in text or not text.startswith("{"):
+        return None
+    import yaml
+
+    try:
+        table = yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays the text that it is
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    return table if isinstance(table, dict) and table else None
+
+
+def _members(table: dict[Any, Any], name: str, field: Field) -> Iterator[tuple[str, tuple[Field, ...]]]:
+    """The values of a table by dotted name."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _members(value, f"{name}.{key}", field)
+        else:
+            yield f"{name}.{key}", tuple(Field(text, field.place) for text in texts_of(value))
 
 
 def hydra_values(text: str, field: Field) -> tuple[Field, ...]:

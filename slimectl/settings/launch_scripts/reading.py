@@ -67,14 +67,14 @@ def read(
         raise SettingsError(f"{path}: no such file; give a launch script, a YAML file or a Python file")
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
-        launch, notes = _document(path, yaml_flags(path, str(path)), dialects, stack), list[Note]()
+        launch, notes = _document(path, yaml_flags(path, str(path), environ), dialects, stack), list[Note]()
     elif path.suffix == ".py":
-        launch, notes = _document(path, python_flags(path, str(path)), dialects, stack), []
+        launch, notes = _document(path, python_flags(path, str(path), environ), dialects, stack), []
     else:
         script = Script(path, folder, environ)
         script.follow()
         launch, notes = _training_command(path, script.commands, dialects, stack, line), script.notes
-        launch = _with_configuration(launch, path, folder, notes)
+        launch = _with_configuration(launch, path, folder, notes, environ)
     return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
 
 
@@ -112,7 +112,12 @@ def _training_command(
     highest = max(launch.num_known for launch in launches.values())
     main = [launch for launch in launches.values() if launch.num_known * 2 >= highest]
     if len(main) > 1:
-        lines = ", ".join(str(launch.launcher.place.line) for launch in main if launch.launcher)
+        places = [launch.launcher.place.line for launch in main if launch.launcher]
+        lines = ", ".join(map(str, places))
+        if len(set(places)) == 1:
+            raise SettingsError(
+                f"{path}:{places[0]}: is started {len(main)} times with other flags; read a copy that starts it once"
+            )
         raise SettingsError(f"{path}: has {len(main)} training commands (lines {lines}); pick one by --line N")
     return main[0]
 
@@ -131,7 +136,10 @@ def _launch(command: Command, dialect: Dialect) -> Launch | None:
     program = command.fields[position]
     head = Field(program.text, command.place)
     launcher = Flag("launcher", "", (head, *loose), command.place)
-    return Launch(dialect, tuple(flags), _known(dialect, flags), launcher)
+    known = _known(dialect, flags)
+    if dialect.programs and re.search(dialect.programs, program.text):
+        known += FEWEST_FLAGS
+    return Launch(dialect, tuple(flags), known, launcher)
 
 
 def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
@@ -140,7 +148,7 @@ def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
         before = fields[position - 1].text if position else ""
         if "convert" in field.text and PROGRAM.fullmatch(field.text):
             return None
-        if PROGRAM.fullmatch(field.text) or (before == "-m" and MODULE.fullmatch(field.text)):
+        if PROGRAM.fullmatch(field.text) or (before in ("-m", "--module") and MODULE.fullmatch(field.text)):
             module = field.text.removesuffix(".py").replace("/", ".")
             if module in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
                 continue
@@ -152,7 +160,9 @@ def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
     return None
 
 
-def _with_configuration(launch: Launch, path: Path, root: Path, notes: list[Note]) -> Launch:
+def _with_configuration(
+    launch: Launch, path: Path, root: Path, notes: list[Note], environ: Mapping[str, str]
+) -> Launch:
     """Add the flags of a YAML file that the command names, before those of the command itself."""
     config_flags = options(launch.launcher.values[1:])[0] if launch.launcher and launch.dialect.form == "hydra" else ()
     named = {canonical(flag.name): flag for flag in (*launch.flags, *config_flags)}
@@ -174,7 +184,8 @@ def _with_configuration(launch: Launch, path: Path, root: Path, notes: list[Note
         notes.append(Note(place, line))
     else:
         relative = os.path.relpath(document, path.parent)
-        base = yaml_flags(document, str(document) if relative.startswith("..") else str(path.parent / relative))
+        shown = str(document) if relative.startswith("..") else str(path.parent / relative)
+        base = yaml_flags(document, shown, environ)
     return Launch(launch.dialect, (*base, *own_flags), launch.num_known, launch.launcher)
 
 

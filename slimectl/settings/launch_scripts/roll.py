@@ -254,4 +254,4 @@ def _settle_sizes(conversion: Conversion) -> None:
     conversion.put("train.global_batch_size", samples, *present, f"{TRAIN}device_mapping")
 
 
-ROLL = Dialect("roll", "ROLL", GROUPS, settle, unlisted)
+ROLL = Dialect("roll", "ROLL", GROUPS, settle, unlisted, form="hydra", programs=r"start_\w*pipeline")

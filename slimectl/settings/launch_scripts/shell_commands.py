@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from slimectl.settings.launch_scripts.shell_variables import Note, Variables, sh
 from slimectl.settings.launch_scripts.shell_words import Literal, Place, Substitution, Word, read_text
 
 MAX_CALLS = 40
+MAX_NUMBERS = 10_000
+"""Numbers that `seq` prints at most."""
+EXPRESSION = re.compile(r"\d{1,18}|[-+*/%()]")
+"""A word of `expr` in arithmetic with whole numbers."""
 SILENT = (
     "set", "shopt", "trap", "ulimit", "umask", "wait", "sleep", "echo", "printf", "true", ":", "pwd", "dirname",
     "basename", "realpath", "readlink", "cat",
@@ -119,8 +124,27 @@ class Commands(Variables):
             self._output(self._result(name, fields, command))
         if name in SILENT:
             return True
+        if (script := _inner_script(fields)) is not None:
+            return self._follow_inner(script)
         self.commands.append(Command(tuple(fields), command.place, self._condition))
         return None
+
+    def _follow_inner(self, script: Field) -> bool | None:
+        """Follow the text of `bash -c TEXT`, whose lines count from the command's own."""
+        if script.unknown:
+            self.notes.append(Note(script.place, f"bash -c {short(script.text)}: is not read, as {script.unknown}"))
+            return None
+        if self._calls >= MAX_CALLS:
+            raise SettingsError(f"{script.place}: bash -c more than {MAX_CALLS} deep; write the command itself")
+        self._calls += 1
+        try:
+            lines = "\n" * (script.place.line - 1) + script.text
+            return self._subshell(syntax.parse(lines, script.place.file))
+        except SettingsError as error:
+            self.notes.append(Note(script.place, f"bash -c {short(script.text)}: is not read: {error}"))
+            return None
+        finally:
+            self._calls -= 1
 
     def _output(self, field: Field) -> None:
         if self._outputs:
@@ -145,6 +169,11 @@ class Commands(Variables):
             return last.with_text(os.path.normpath(self._folder / last.text))
         if name == "cat" and command.stdin and not argv:
             return self._field(command.stdin[-1])
+        texts = [field.text for field in fields[1:]]
+        if name == "expr" and texts and all(EXPRESSION.fullmatch(text) for text in texts):
+            return self._arithmetic(Word((Literal(" ".join(texts), quoted=True),), place))
+        if name == "seq" and (numbers := _sequence(texts)) is not None:
+            return Field("\n".join(map(str, numbers)), place)
         return Field("", place, "" if name in SILENT and name != "cat" else NOT_EXECUTED)
 
     def _call(self, name: str, fields: list[Field]) -> bool | None:
@@ -243,6 +272,12 @@ class Commands(Variables):
         return True
 
     def _read(self, fields: list[Field], command: syntax.Simple) -> None:
+        texts = [field.text for field in fields[1:]]
+        names = [text for before, text in zip(["", *texts], texts, strict=False) if before != "-d" and text[:1] != "-"]
+        if fields[0].text == "read" and "-d" in texts and len(names) == 1 and command.stdin:
+            document = self._field(command.stdin[-1])  # `read -r -d '' NAME <<EOF` takes all of the document
+            self._variables[names[0]] = document.with_text(document.text.strip())
+            return
         for field in fields[1:]:
             if not field.text.startswith("-"):
                 self._variables[field.text] = Field("", command.place, f"it is read from a file ({command.place})")
@@ -265,6 +300,30 @@ class Commands(Variables):
         self._output(Field("", command.place, NOT_EXECUTED))
         self.commands.append(Command(tuple(argv), command.place, self._condition))
         return None
+
+
+def _inner_script(fields: Sequence[Field]) -> Field | None:
+    """The script of `bash -c TEXT`, which another command may start (`srun`, `docker run`); None for other commands."""
+    for shell, option, text in zip(fields, fields[1:], fields[2:], strict=False):
+        name = os.path.basename(shell.text)
+        if name in ("bash", "sh", "zsh") and re.fullmatch(r"-[a-z]*c", option.text):
+            return text
+    return None
+
+
+def _sequence(argv: list[str]) -> range | None:
+    """The numbers of `seq LAST`, `seq FIRST LAST` or `seq FIRST STEP LAST`; None for others and for very many.
+
+    >>> list(_sequence(["16", "8", "32"]))
+    [16, 24, 32]
+    """
+    if not 1 <= len(argv) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", text) for text in argv):
+        return None
+    first, *steps, last = [1, *map(int, argv)] if len(argv) == 1 else [int(text) for text in argv]
+    step = steps[0] if steps else 1
+    if step == 0 or abs(last - first) // abs(step) > MAX_NUMBERS:
+        return None
+    return range(first, last + (1 if step > 0 else -1), step)
 
 
 def _formatted(argv: list[Field], place: Place) -> Field:

@@ -142,7 +142,7 @@ class Variables(ABC):
             return Field(os.path.abspath(path), place)
         if name == "PWD":
             return Field(str(self._folder), place)
-        if SECRET.search(name) or (is_secret_name(name) and name.isidentifier()):
+        if is_secret_variable(name):
             return Field(f"env:{name}", place)  # a reference: the secret itself is never copied into settings
         return Field(self._environ[name], place) if name in self._environ else None
 
@@ -174,7 +174,10 @@ class Variables(ABC):
         fields: list[Field] = []
         open_field: list[Field] = []
         is_open = False
+        has_list = any(isinstance(part, Parameter) and _is_list(part) for part in word.parts)
         for part in word.parts:
+            if has_list and part == Literal("", quoted=True):
+                continue  # the quotes of "$@", which is no word where it is empty
             members = self._part(part, word.place)
             if not getattr(part, "quoted", False):
                 members = [piece for member in members for piece in _divided(member)]
@@ -315,6 +318,11 @@ class Variables(ABC):
                 return replace(field, unknown=f"a part of {short(field.text)!r} {error}")
             return field.with_text(field.text[start : start + count] if count >= 0 else field.text[start:count])
         return replace(field, unknown=f"the operator {operator} is not read")
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether a variable of the environment holds a secret, by its name."""
+    return bool(SECRET.search(name)) or (is_secret_name(name) and name.isidentifier())
 
 
 def _is_list(parameter: Parameter) -> bool:

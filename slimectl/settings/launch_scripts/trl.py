@@ -357,4 +357,4 @@ def _settle_sizes(conversion: Conversion) -> None:
         conversion.take_back("run.num_epoch", "max_steps goes before it")
 
 
-TRL = Dialect("trl", "TRL", GROUPS, settle, unlisted)
+TRL = Dialect("trl", "TRL", GROUPS, settle, unlisted, negation="no_")

@@ -1,0 +1,140 @@
+"""The vision tower in a plan: parameters, saved activations and FLOPs against transformers' tower and a real policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_activations import saved_bytes
+from torch.utils.flop_counter import FlopCounterMode
+from vision_models import CONFIG, IMAGE, image_file, image_prompt
+
+from slimectl.architectures import cards
+from slimectl.architectures.config import with_defaults
+from slimectl.checkpoints.create import create_model
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.data.images import processor_of
+from slimectl.planner import flops, memory, parameters, plan
+from slimectl.planner.vision import DEFAULTS, VisionTower
+from slimectl.planner.workload import Run
+from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.recompute import Recompute
+from slimectl.types import TrainingSample
+
+PUBLISHED = {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "in_chans": 3}
+"""What the 3B model of the family states of its tower beside the defaults."""
+WIDE = {
+    **CONFIG,
+    "vision_config": {
+        **CONFIG["vision_config"], "depth": 3, "hidden_size": 32, "intermediate_size": 72, "fullatt_block_indexes": [1],
+    },
+}  # fmt: skip
+
+
+def tower_of(config: dict[str, Any]) -> VisionTower:
+    tower = VisionTower.of(with_defaults(config))
+    assert tower is not None
+    return tower
+
+
+def hf_tower(vision: dict[str, Any], attention: str = "sdpa") -> Any:
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+
+    config = Qwen2_5_VLVisionConfig(**vision)
+    config._attn_implementation = attention
+    with torch.device("meta"):
+        return hf.Qwen2_5_VisionTransformerPretrainedModel(config)
+
+
+def test_defaults_are_those_of_transformers():
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+
+    config = Qwen2_5_VLVisionConfig().to_dict()
+    assert {name: config[name] for name in DEFAULTS} == DEFAULTS
+
+
+@pytest.mark.parametrize("vision", [{}, PUBLISHED, WIDE["vision_config"]], ids=["defaults", "3B", "wide"])
+def test_parameters_are_those_of_transformers(vision: dict[str, Any]):
+    count = sum(parameter.numel() for parameter in hf_tower(vision).parameters())
+    assert tower_of({**CONFIG, "vision_config": vision}).parameters == count
+
+
+def test_the_plan_of_the_card_counts_the_tower_and_trains_it_only_if_asked():
+    config = with_defaults(cards.load("tiny-vl")["config"])
+    frozen, trained = (plan.model_of(config, freeze_vision_tower=freeze).all[0] for freeze in (True, False))
+    decoder = cards.load("tiny-vl")["parameters"]
+    assert parameters.count(frozen.parts) == parameters.count(trained.parts) == decoder + 206_656
+    assert (parameters.count(frozen.trained), parameters.count(trained.trained)) == (decoder, decoder + 206_656)
+    run = Run(1, policy="fsdp", dtype="float32", seq_len=64, max_tokens_per_gpu=64)
+    optimizers = [
+        next(figure.value for figure in memory._resident_figures(model, run, 0) if figure.name == "optimizer")
+        for model in (frozen, trained)
+    ]
+    assert optimizers == [8 * decoder, 8 * (decoder + 206_656)]
+
+
+@pytest.mark.parametrize(("recompute", "trained"), [("none", False), ("none", True), ("full", True)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_saves_what_the_formula_says(dtype: Any, recompute: Any, trained: bool, tmp_path: Path):
+    """With images minus without, so that the decoder's own activations cancel."""
+    create_model(WIDE, tmp_path / "model", seed=1)
+    processor = processor_of(str(tmp_path / "model"))
+    images = [image_file(tmp_path / f"{seed}.png", width=64, height=96, seed=seed) for seed in range(2)]
+    prompts = [image_prompt(processor, [image]) for image in images]
+    policy = FsdpPolicy(
+        tmp_path / "model", HFCheckpoint(), optimizer=OptimizerOptions(), dtype=dtype, recompute=Recompute(recompute),
+        freeze_vision_tower=not trained,
+    )  # fmt: skip
+
+    def saved(tower_images: bool) -> int:
+        rows = [
+            TrainingSample(
+                prompt if tower_images else [token if token != IMAGE else group for token in prompt], 2, [1.0, 1.0],
+                group=group, images=(image,) if tower_images else (),
+            )
+            for group, (prompt, image) in enumerate(zip(prompts, images, strict=True))
+        ]  # fmt: skip
+        ((pack,),) = (policy._packs_of_rank(rows),)
+        return saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
+
+    length = len(prompts[0])
+    run = Run(
+        1, policy="fsdp", dtype=dtype, recompute=recompute, seq_len=length, max_tokens_per_gpu=2 * length, device="cpu",
+        images=1, tokens_per_image=8 * 12,
+    )  # fmt: skip
+    tower, tokens = tower_of(WIDE), 2 * 8 * 12
+    formula = tower.activations(run, trained=trained).value
+    if not trained:  # the pixels of the pack are held, but not by autograd; it saves the places of the tokens
+        formula -= run.bytes * 4 * tokens * tower.patch_values
+        assert (formula, saved(tower_images=True) - saved(tower_images=False)) == (0, 8 * tokens)
+        return
+    if recompute == "full":  # so are the angles
+        formula -= 4 * tokens * 2 * 4 * tower.width // tower.heads
+    assert saved(tower_images=True) - saved(tower_images=False) == pytest.approx(formula, rel=0.03)
+
+
+def test_flops_are_those_of_the_products_of_transformers_tower():
+    tower, model = tower_of(WIDE), hf_tower(WIDE["vision_config"], "eager")
+    grid = torch.tensor([[1, 16, 24]])
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.to_empty(device="cpu")
+        model(torch.zeros(16 * 24, tower.patch_values), grid_thw=grid)
+    assert tower.image_flops(8 * 12, trained=False).value == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+def test_a_step_counts_every_image_once_forward_and_thrice_if_it_is_trained():
+    config = with_defaults(WIDE)
+    options: dict[str, Any] = {"seq_len": 100, "batch": 4, "world": 1, "recomputes": False, "tflops": None, "mfu": 1}
+
+    def step(freeze: bool, images: int) -> float:
+        model = plan.model_of(config, freeze_vision_tower=freeze)
+        figures = flops.flops_figures(model.all, **options, images=images, tokens_per_image=16)
+        return next(figure.value for figure in figures if figure.name == "FLOPs per step")
+
+    image = tower_of(WIDE).image_flops(16, trained=False).value
+    assert step(True, 2) - step(True, 0) == pytest.approx(8 * image)
+    assert step(False, 2) - step(False, 0) == pytest.approx(3 * 8 * image)
