@@ -103,7 +103,9 @@ def test_a_short_request_does_not_wait_for_a_long_one(engine: Any):
         await asyncio.gather(ask("long", LONG), ask("short", dataclasses.replace(GREEDY, max_tokens=2)))
         return ended
 
-    assert asyncio.run(order()) == ["short", "long"]
+    # The long request is sent first: an engine that answers one after the other fails every time, one on a busy machine
+    # only where the short request arrives after the long answer.
+    assert any(asyncio.run(order()) == ["short", "long"] for _ in range(5))
 
 
 def test_a_log_probability_for_every_token_tempered_and_not_renormalised(engine: Any, model_dir: ModelDir):

@@ -49,7 +49,12 @@ class Troubled(Environment):
 
     def reset(self, task: Task) -> Observation:
         log = Path(self.arguments["log"])
-        is_first = not log.exists()
+        # Created by one episode only: two may begin at once.
+        is_first = True
+        try:
+            log.touch(exist_ok=False)
+        except FileExistsError:
+            is_first = False
         with log.open("a") as file:
             print(os.getpid(), file=file)
         self.deed = self.arguments["first" if is_first else "then"]

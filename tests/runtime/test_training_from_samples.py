@@ -230,7 +230,8 @@ def test_a_tracker_that_cannot_start_is_found_before_any_work(
 ) -> None:
     """No model is converted, created or loaded before it, no server started, and no folder stays."""
     monkeypatch.setattr("slimectl.runtime.run_parts.prepare_model", lambda *_: pytest.fail("a model was made"))
-    path = str(training.folder / "missing" / "tracked.jsonl")
+    (training.folder / "blocked").touch()  # a file, in which no folder can be made
+    path = str(training.folder / "blocked" / "tracked.jsonl")
     changes: dict[str, Any] = {"run.name": "untracked", "track.kwargs": {"jsonl": {"path": path}}}
     job = training.run(**changes)
     if not reads_file:
@@ -240,7 +241,7 @@ def test_a_tracker_that_cannot_start_is_found_before_any_work(
             "rollout.data": [training.file("words.jsonl")],
         }
         job = TrainingRun(load_settings(values=training.settings | changes | prompts | {"train.lr_decay_iters": 4}))
-    with pytest.raises(StorageError, match=r"missing/tracked.jsonl: No such file or directory"):
+    with pytest.raises(StorageError, match=r"blocked/tracked.jsonl: (File exists|Not a directory)"):
         job.execute("")
     assert not job.folder.path.exists()
 

@@ -400,9 +400,10 @@ def test_the_branches_of_a_program_are_a_tree_while_its_run_goes_on(page: Any, w
         page.keyboard.press("ArrowRight")
         page.wait_for_selector("h2:has-text('round 2')")
         assert process.wait(300) == 0
-    # The final evaluation has two samples of each prompt, whose rewards are the program's: there is no vote.
+    # The final evaluation has one attempt of two branches at each of three prompts, whose rewards are the program's:
+    # there is no vote.
     evaluation = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["metrics"]
-    assert evaluation["eval/small_samples"] == 6
+    assert evaluation["eval/small_samples"] == 3
     assert not any("maj" in name for name in evaluation)
 
 
