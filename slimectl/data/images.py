@@ -138,9 +138,7 @@ class ImageProcessor:
         image = _open(read_image(source), source)
         width, height = image.size
         try:
-            orientation = image.getexif().get(
-                0x0112, 1
-            )  # of a PNG it may stand behind the pixels, which are decoded then
+            orientation = image.getexif().get(0x0112, 1)  # a PNG may have it behind its pixels, which are decoded then
         except Exception as error:
             raise _undecodable(source, error) from None
         if orientation >= 5:  # a camera held upright: the picture is turned when it is decoded
