@@ -10,9 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-SHRINK_RATIO = 0.75
-"""Share of the token capacity below which the longest sequence must be for the cache to shrink."""
-
 
 class Cache:
     """Tensor [L, 2, S, K, T, D] that grows and shrinks on demand; slots 0, 1, 2 … are the running sequences.
@@ -38,15 +35,14 @@ class Cache:
     def reserve(self, *, slots: int, tokens: int, used: int, max_slots: int, max_tokens: int) -> None:
         """Make room for `tokens` tokens in `slots` slots, of which the first `used` are kept.
 
-        The token capacity follows the longest sequence, up and down; slots at least double, up to `max_slots`.
+        The token capacity is a function of `tokens` alone, for it decides how attention rounds: a resumed run, whose
+        cache has not seen the sequences before, gets the numbers of an undisturbed one. Slots at least double, up to
+        `max_slots`.
         """
         _, _, old_slots, _, old_tokens, _ = self._slab.shape
-        new_slots, new_tokens = old_slots, old_tokens
-        if slots > old_slots:
-            new_slots = min(max(slots, 2 * old_slots), max_slots)
-        if tokens > old_tokens or tokens <= SHRINK_RATIO * old_tokens:
-            step = 16 * max(1, tokens // 64)
-            new_tokens = min(-(-tokens // step) * step, -(-max_tokens // 16) * 16)
+        new_slots = old_slots if slots <= old_slots else min(max(slots, 2 * old_slots), max_slots)
+        step = 16 * max(1, tokens // 64)
+        new_tokens = min(-(-tokens // step) * step, -(-max_tokens // 16) * 16)
         if (new_slots, new_tokens) != (old_slots, old_tokens):
             self._resize(new_slots, new_tokens, used)
 
