@@ -1,6 +1,7 @@
-"""Advantages of a round, one function per family of algorithms; the registry says which algorithm uses which.
+"""Advantages of a round, one function per family of algorithms, from token-level rewards, returns and whitening.
 
-T tokens of one answer. An estimator reads a batch and the settings of its algorithm, and returns a tensor [T] per row.
+T tokens of one answer. The registry says which algorithm uses which estimator. An estimator reads a batch and the
+settings of its algorithm, and returns a tensor [T] per row.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.advantages import group_advantages, reinforce_returns, sequence_rewards, whitened
+from slimectl.algorithms.baselines import has_signal, normalize_rewards
 from slimectl.algorithms.kl import kl_estimate
+from slimectl.algorithms.metrics import mean_max_min
 from slimectl.algorithms.value_loss import generalized_advantages
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.settings.policy_gradient import PolicyGradient
@@ -48,12 +50,25 @@ class TrainingBatch:
     """Rewards of the whole round from that function, which metrics show in place of the samples' own."""
 
     normalized_rewards: list[float] = field(default_factory=list)
-    """The rewards after the comparison within groups, which is made once."""
+    """The rewards after the comparison within groups; as they are if nothing is compared."""
 
     @property
     def row_samples(self) -> list[Sample]:
         """The sample of each row."""
         return [self.samples[i] for i in self.positions]
+
+    @property
+    def rewards_differ(self) -> bool:
+        """Whether any two rewards of the round differ."""
+        return has_signal(self.rewards)[0]
+
+    @property
+    def any_group_differs(self) -> bool:
+        """Whether any two answers to the same prompt have different rewards."""
+        groups: dict[int, list[float]] = {}
+        for sample, reward in zip(self.samples, self.rewards, strict=True):
+            groups.setdefault(sample.group_index, []).append(reward)
+        return any(has_signal(rewards)[0] for rewards in groups.values())
 
 
 def estimate_advantages(
@@ -66,6 +81,8 @@ def estimate_advantages(
     """
     advantages = estimator(batch, algorithm)
     metrics: Metrics = {}
+    if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef:
+        metrics = mean_max_min("rollout/penalized_rewards", penalized_rewards(batch, algorithm))
     if Need.CRITIC in algorithm.needs:
         for row, advantages_T in zip(batch.rows, advantages, strict=True):
             row.returns = (advantages_T + _column(row.values)).tolist()
@@ -75,27 +92,12 @@ def estimate_advantages(
             for row, sample in zip(batch.rows, batch.row_samples, strict=True)
         ]
         values = torch.cat([kl_T[_mask(row) != 0] for kl_T, row in zip(divergences, batch.rows, strict=True)])
-        metrics = {"train/opd_reverse_kl": float(values.mean()) if len(values) else 0.0}
+        metrics["train/opd_reverse_kl"] = float(values.mean()) if len(values) else 0.0
         pairs = zip(advantages, divergences, strict=True)
         advantages = [advantages_T - teacher.kl_coef * kl_T for advantages_T, kl_T in pairs]
     if algorithm.whitens_advantages:
         advantages = whitened(advantages, [_mask(row) for row in batch.rows])
     return advantages, metrics
-
-
-def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
-    """Return rewards compared within their groups by the baseline of the algorithm; as they are without a baseline."""
-    if algorithm.baseline == "none":
-        return list(rewards)
-    return group_advantages(
-        rewards,
-        [sample.group_index for sample in samples],
-        [sample.trajectory_id for sample in samples],
-        baseline=algorithm.baseline,
-        std_normalization=algorithm.std_normalization,
-        # Tokens of the policy, also those that are not trained on: a removed sample still counts in the statistics.
-        lengths=[sum(sample.loss_mask or [1] * sample.response_length) for sample in samples],
-    )
 
 
 def penalized_rewards(batch: TrainingBatch, algorithm: PolicyGradient) -> list[float]:
@@ -187,3 +189,56 @@ def _mask(row: TrainingSample) -> Tensor:
 def _column(values: list[float] | None) -> Tensor:
     assert values is not None
     return torch.tensor(values, dtype=torch.float64)
+
+
+VARIANCE_EPSILON = 1e-8
+
+
+def discounted(rewards_T: Tensor, gamma: float) -> Tensor:
+    """Return G_t = r_t + gamma G_{t+1}, with 0 after the last token; [T] to [T]. Sutton & Barto 2018, eq. 3.9."""
+    returns_T = torch.empty_like(rewards_T)
+    following = rewards_T.new_zeros(())
+    for t in range(len(rewards_T) - 1, -1, -1):
+        following = rewards_T[t] + gamma * following
+        returns_T[t] = following
+    return returns_T
+
+
+def sequence_rewards(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_coef: float) -> Tensor:
+    """Return the reward of every token of one answer, [T]: -kl_coef kl, plus `reward` at the last unmasked token.
+
+    Ouyang et al. 2022, arXiv:2203.02155, eq. 2, token by token. A wholly masked answer gives zeros.
+    """
+    rewards_T = torch.zeros_like(mask_T) if kl_T is None else -kl_coef * kl_T * mask_T
+    positions = mask_T.nonzero()
+    if not len(positions):
+        return torch.zeros_like(mask_T)
+    rewards_T[positions[-1]] += reward
+    return rewards_T
+
+
+def reinforce_returns(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_coef: float, gamma: float) -> Tensor:
+    """Return the discounted returns of one answer, [T]; zero where masked.
+
+    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: the returns of `sequence_rewards`. Actions are the unmasked tokens:
+    what a tool wrote between them is no step, and discounts nothing.
+    """
+    is_action_T = mask_T != 0
+    returns_T = torch.zeros_like(mask_T)
+    rewards_T = sequence_rewards(reward, kl_T, mask_T, kl_coef=kl_coef)
+    returns_T[is_action_T] = discounted(rewards_T[is_action_T], gamma)
+    return returns_T
+
+
+def whitened(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+    """Normalize each [T] over all unmasked tokens: (x - mean) rsqrt(var + 1e-8), zero where masked.
+
+    Advantage normalisation (Andrychowicz et al. 2020, arXiv:2006.05990), over a global batch as in REINFORCE++ (Hu et
+    al. 2025, arXiv:2501.03262). The variance is Bessel-corrected. `values` must be a whole batch: whitening parts of it
+    gives other results. Fewer than two tokens have no scale and give zeros, as equal values do.
+    """
+    masked_values = torch.cat([value_T[mask_T != 0] for value_T, mask_T in zip(values, masks, strict=True)])
+    if len(masked_values) < 2 or bool((masked_values == masked_values[0]).all()):
+        return [torch.zeros_like(value_T) for value_T in values]
+    mean, scale = masked_values.mean(), torch.rsqrt(masked_values.var() + VARIANCE_EPSILON)
+    return [(value_T - mean) * scale * (mask_T != 0) for value_T, mask_T in zip(values, masks, strict=True)]

@@ -13,6 +13,11 @@ from typing import Any
 from slimectl.types import Metrics, Sample, Status
 
 
+def mean_max_min(name: str, values: Sequence[float]) -> Metrics:
+    """Return the mean of values under a name, and the largest and smallest under names below it."""
+    return {name: statistics.fmean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
+
+
 def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metrics:
     """Return reward, length, truncation and failure metrics of a round; `rewards` are of samples that have one."""
     lengths = [sample.response_length for sample in samples]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slimectl.algorithms.estimators import TrainingBatch, estimate_advantages, normalize_rewards
+from slimectl.algorithms.estimators import TrainingBatch, estimate_advantages
 from slimectl.algorithms.registry import ALGORITHMS
 from slimectl.protocols import Critic, Policy
 from slimectl.settings import Settings
@@ -68,9 +68,6 @@ def set_advantages(batch: TrainingBatch, settings: Settings, hooks: Hooks, rollo
     estimator = ALGORITHMS[algorithm.name].advantages
     if estimator is None:
         return {}
-    batch.normalized_rewards = batch.rewards
-    if Need.GROUPS in algorithm.needs and not batch.compared:
-        batch.normalized_rewards = normalize_rewards(batch.samples, batch.rewards, algorithm)
     metrics: Metrics = {}
     if hooks.advantages is not None:
         hooks.advantages(batch.rows, batch.row_samples, [batch.rewards[i] for i in batch.positions])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimectl.algorithms.advantages import has_signal
+from slimectl.algorithms.baselines import has_signal
 from slimectl.stages.score import reward_number
 from slimectl.types import Sample
 

@@ -6,9 +6,11 @@ import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from slimectl.algorithms.metrics import pass_at_k, pass_k_values
+from slimectl.algorithms.estimators import TrainingBatch
+from slimectl.algorithms.metrics import mean_max_min, pass_at_k, pass_k_values, rollout_metrics
 from slimectl.settings import Settings
 from slimectl.settings.run import TrackSettings
+from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
 
 LONG = 10_000
@@ -16,6 +18,15 @@ LONG = 10_000
 
 REPETITIVE = 10
 """zlib compression ratio above which a text counts as repetitive."""
+
+
+def batch_metrics(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> Metrics:
+    """Return the metrics of a round's samples and of the rows made of them, before its first step."""
+    rewards = batch.reported_rewards
+    if rewards is None:
+        rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
+    details = round_metrics(samples, rewards, batch.normalized_rewards, settings) | row_metrics(batch.rows)
+    return rollout_metrics(samples, rewards) | details
 
 
 def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
@@ -40,10 +51,6 @@ def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
     if {"rollout/log_probs", "rollout/ref_log_probs"} <= metrics.keys():
         metrics["rollout/kl"] = metrics["rollout/log_probs"] - metrics["rollout/ref_log_probs"]
     return metrics
-
-
-def mean_max_min(name: str, values: Sequence[float]) -> Metrics:
-    return {name: statistics.fmean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
 
 
 def round_metrics(

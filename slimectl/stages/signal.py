@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slimectl.algorithms.advantages import has_signal
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
@@ -68,24 +66,13 @@ def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> st
         return ""
     if not batch.samples:
         return "no sample was left to train on"
-    same = f"every reward was {batch.rewards[0]:g}" if not _differ(batch.rewards) else ""
+    same = f"every reward was {batch.rewards[0]:g}" if not batch.rewards_differ else ""
     weighted = ((row.advantages, row.loss_weights) for row in batch.rows)
     if not any(a and w for advantages, weights in weighted for a, w in zip(advantages, weights, strict=False)):
-        within = "" if _any_group_differs(batch) else "the rewards of every group were equal"
+        within = "" if batch.any_group_differs else "the rewards of every group were equal"
         return same or within or "every advantage was 0"
     if Need.TEACHER in algorithm.needs or hooks.advantages is not None or hooks.post_process_rows is not None:
         return ""
-    if Need.GROUPS in algorithm.needs and not batch.compared and not _any_group_differs(batch):
+    if Need.GROUPS in algorithm.needs and not batch.compared and not batch.any_group_differs:
         return same or "the rewards of every group were equal"
     return same if len(batch.rewards) > 1 else ""
-
-
-def _any_group_differs(batch: TrainingBatch) -> bool:
-    groups: dict[int, list[float]] = {}
-    for sample, reward in zip(batch.samples, batch.rewards, strict=True):
-        groups.setdefault(sample.group_index, []).append(reward)
-    return any(map(_differ, groups.values()))
-
-
-def _differ(rewards: Iterable[float]) -> bool:
-    return has_signal(list(rewards))[0]

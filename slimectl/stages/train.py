@@ -6,18 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from slimectl.algorithms.estimators import TrainingBatch, penalized_rewards
-from slimectl.algorithms.metrics import rollout_metrics
 from slimectl.protocols import NO_PROGRESS, Critic, Policy, Progress
 from slimectl.settings import Settings
-from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
 from slimectl.stages.hooks import NO_HOOKS, Hooks
-from slimectl.stages.metrics import mean_max_min, round_metrics, row_metrics
+from slimectl.stages.metrics import batch_metrics
 from slimectl.stages.optimizer_step import StepIndex, optimizer_step
 from slimectl.stages.recorded_rounds import sample_batches
 from slimectl.stages.round_timer import RoundTimer
-from slimectl.stages.score import reward_number
 from slimectl.stages.signal import NO_SIGNAL, SignalCount, missing_signal
 from slimectl.stages.training_batch import build_training_batch
 from slimectl.types import Metrics, RolloutBatch, Sample, StepReport, TrainingSample
@@ -125,8 +121,9 @@ def _train_batch(
         attach_model_outputs(waiting, models, settings.algorithm, hooks, several_steps=several_steps)
         with timer.time("perf/advantages_time"):
             metrics |= set_advantages(data, settings, hooks, state.rollout_id)
-        state.signal.add(missing_signal(data, settings, hooks))
-        metrics |= _batch_metrics(batch, data, settings, state)
+        reason = missing_signal(data, settings, hooks)
+        state.signal.add(reason)
+        metrics |= ({NO_SIGNAL: 1.0} if reason else {}) | batch_metrics(batch.samples, data, settings)
     for i, minibatch in enumerate(minibatches or [[]]):
         report = _step_report(minibatch, models, settings, hooks, state, step_in_round=i)
         if i == 0:
@@ -138,20 +135,6 @@ def _train_batch(
         if report.last_step_of_round:
             report.timings |= _round_timings(models)
         yield report
-
-
-def _batch_metrics(batch: RolloutBatch, data: TrainingBatch, settings: Settings, state: TrainState) -> Metrics:
-    """Return the metrics of a round's samples and rows, before its first step."""
-    metrics: Metrics = {NO_SIGNAL: 1.0} if state.signal.in_a_row else {}
-    rewards = data.reported_rewards
-    if rewards is None:
-        rewards = [reward_number(s, settings.score.reward_key) for s in batch.samples if s.reward is not None]
-    metrics |= rollout_metrics(batch.samples, rewards)
-    metrics |= round_metrics(batch.samples, rewards, data.normalized_rewards, settings)
-    algorithm = settings.algorithm
-    if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef and data.rows:
-        metrics |= mean_max_min("rollout/penalized_rewards", penalized_rewards(data, algorithm))
-    return metrics | row_metrics(data.rows)
 
 
 def _round_timings(models: Models) -> Metrics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slimectl.algorithms.advantages import has_signal
+from slimectl.algorithms.baselines import has_signal, normalize_rewards
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.metrics import zero_std_groups
 from slimectl.data.images import images_of
@@ -120,6 +120,9 @@ def build_policy_batch(
         rewards=rewards if shaped is None else list(shaped),
         compared=shaped is not None,
     )
+    batch.normalized_rewards = batch.rewards
+    if Need.GROUPS in algorithm.needs and not batch.compared:
+        batch.normalized_rewards = normalize_rewards(samples, rewards, algorithm)
     for i, sample in enumerate(samples):
         if sample.group_index in groups:
             _require_columns(sample, algorithm)

@@ -13,7 +13,8 @@ from algorithms import plain
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.advantages import group_advantages, reinforce_returns, whitened
+from slimectl.algorithms.baselines import group_advantages
+from slimectl.algorithms.estimators import reinforce_returns, whitened
 from slimectl.algorithms.importance_sampling import (
     engine_mismatch_metrics,
     importance_weights,

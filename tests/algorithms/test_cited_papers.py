@@ -29,6 +29,7 @@ OURS = {
     "check_tokens": "a check of shapes",
     "count_failures": "a count",
     "agent_metrics": "means and counts",
+    "mean_max_min": "a mean and bounds",
     "zero_std_groups": "a count",
     "assign_to_ranks": "karmarkar_karp has the method",
     "group_advantages": "puts together functions that cite",

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from slimectl.algorithms.baselines import normalize_rewards
 from slimectl.algorithms.estimators import (
     TrainingBatch,
     critic_relative,
     estimate_advantages,
     group_relative,
     group_relative_tokens,
-    normalize_rewards,
     reinforce,
     without_rewards,
 )

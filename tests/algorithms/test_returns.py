@@ -1,8 +1,16 @@
 import pytest
 import torch
 
-from slimectl.algorithms.advantages import discounted, reinforce_returns, whitened
-from slimectl.algorithms.estimators import TrainingBatch, penalized_rewards
+from slimectl.algorithms.estimators import (
+    TrainingBatch,
+    discounted,
+    estimate_advantages,
+    penalized_rewards,
+    reinforce,
+    reinforce_returns,
+    whitened,
+)
+from slimectl.algorithms.metrics import mean_max_min
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.types import TrainingSample
 
@@ -57,3 +65,20 @@ def test_rewards_less_the_divergence_are_those_of_whole_answers():
     # Divergences 0.5 and 0.25 of the tokens that are trained on; the sample without a row does not count.
     algorithm = ALGORITHMS["rloo"].model_validate({"name": "rloo", "kl_coef": 0.1})
     assert penalized_rewards(batch, algorithm) == pytest.approx([1.0 - 0.075, -1.0 - 0.05])
+
+
+def test_penalized_rewards_are_among_the_metrics_if_a_divergence_is_charged():
+    rows = [TrainingSample([1, 2], 1, [1.0], old_log_probs=[-1.0], ref_log_probs=[ref]) for ref in (-1.5, -1.0, -0.5)]
+    batch = TrainingBatch(rows, [0, 1, 2], positions=[0, 1, 2], rewards=[3.0, 1.0, 2.0])
+    batch.normalized_rewards = batch.rewards
+    charged = ALGORITHMS["reinforce_plus_plus"].model_validate({"kl_coef": 0.5})
+    # Divergences 0.5, 0 and -0.5: rewards 3 - 0.25, 1, 2 + 0.25.
+    _, metrics = estimate_advantages(batch, charged, reinforce)
+    assert metrics == mean_max_min("rollout/penalized_rewards", [2.75, 1.0, 2.25])
+    assert metrics == {
+        "rollout/penalized_rewards": 2.0,
+        "rollout/penalized_rewards/max": 2.75,
+        "rollout/penalized_rewards/min": 1.0,
+    }
+    free = ALGORITHMS["reinforce_plus_plus"].model_validate({"kl_coef": 0})
+    assert estimate_advantages(batch, free, reinforce)[1] == {}

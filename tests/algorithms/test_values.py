@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slimectl.algorithms.advantages import discounted, sequence_rewards
+from slimectl.algorithms.estimators import discounted, sequence_rewards
 from slimectl.algorithms.losses import SftLoss
 from slimectl.algorithms.value_loss import (
     PolicyAndValueLoss,

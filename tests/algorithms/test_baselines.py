@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.advantages import (
+from slimectl.algorithms.baselines import (
     group_advantages,
     group_normalized,
+    has_signal,
     leave_one_out,
     length_weighted,
     mean_normalized,
@@ -124,3 +125,21 @@ def test_rewards_over_their_mean_weigh_rare_success_more():
     assert mean_normalized(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(RecordError, match=r"a reward of -1: algorithm\.name maxrl"):
         mean_normalized(torch.tensor([-1.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1.0, 0.0], (True, "")),
+        ([0.25, 0.25 + 1e-5], (True, "")),
+        ([1.0, 1.0, 1.0], (False, "zero_std_1.0")),
+        ([0, 0], (False, "zero_std_0.0")),
+        ([-0.0, 0.0], (False, "zero_std_0.0")),
+        ([0.1 + 0.2, 0.3], (False, "zero_std_0.3")),
+        ([0.123456] * 2, (False, "zero_std_0.1235")),
+        ([0.7], (False, "zero_std_0.7")),
+        ([], (False, "empty")),
+    ],
+)
+def test_a_group_has_signal_if_its_rewards_differ(rewards, expected):
+    assert has_signal(rewards) == expected
