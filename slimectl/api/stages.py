@@ -141,10 +141,15 @@ class Evaluation:
         self._trackers: list[Tracker] = []
         self._datasets: dict[str, tuple[Settings, Iterator[Prompt], RewardFn, Agent | None]] = {}
         for name, source in settings.eval.sources.items():
-            own = resolve_dataset_settings(settings, name)
-            check_hooks(own, "rollout.", "score.")
-            questions = builders.prompts(own, [source], shuffle=False)
-            self._datasets[name] = own, questions, builders.reward(own), builders.agent(own)
+            dataset_settings = resolve_dataset_settings(settings, name)
+            check_hooks(dataset_settings, "rollout.", "score.")
+            questions = builders.prompts(dataset_settings, [source], shuffle=False)
+            self._datasets[name] = (
+                dataset_settings,
+                questions,
+                builders.reward(dataset_settings),
+                builders.agent(dataset_settings),
+            )
 
     def __enter__(self) -> Self:
         self._trackers = builders.evaluation_trackers(self._settings)

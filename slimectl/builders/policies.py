@@ -215,8 +215,8 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
         peaks = [*on_ranks(policy, measured_peak, device(train.device), train.dtype)]
     elif train.dtype != "float32" and device(train.device) == "cuda":
         peaks = on_ranks(policy, device_peak)
-    known = [peak for peak in peaks if peak is not None]
-    rate = ArithmeticRate(model_flops(model.all[0]), settings.cluster.ranks, min(known) if known else None)
+    measured = [peak for peak in peaks if peak is not None]
+    rate = ArithmeticRate(model_flops(model.all[0]), settings.cluster.ranks, min(measured) if measured else None)
     return RoundTimer(log_memory=log_memory, rate=rate, pack=_packer(settings, folder), progress=progress)
 
 

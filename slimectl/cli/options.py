@@ -39,8 +39,8 @@ def set_log_level(level: str | None) -> str | None:
     """Apply --log-level to this process and those that it starts. Raises BadParameter for an unknown level."""
     if level is not None:
         if level.lower() not in stdio.LEVELS:
-            known = ", ".join(stdio.LEVELS)
-            raise typer.BadParameter(f"{level!r} is none of {known}")
+            levels = ", ".join(stdio.LEVELS)
+            raise typer.BadParameter(f"{level!r} is none of {levels}")
         os.environ[stdio.LOG_LEVEL] = level.lower()
         stdio.log_to_stderr()
     return level

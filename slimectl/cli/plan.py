@@ -213,12 +213,12 @@ def _check_recompute_modules(options: PlanOptions) -> None:
         return
     from slimectl.settings.train import RecomputeModule
 
-    known = get_args(RecomputeModule)
+    modules = get_args(RecomputeModule)
     if options.recompute != "selective":
         raise SettingsError("--recompute-module: has no effect alone; add --recompute selective")
     for module in options.recompute_module:
-        if module not in known:
-            raise SettingsError(f"--recompute-module {module}: must be one of {', '.join(known)}")
+        if module not in modules:
+            raise SettingsError(f"--recompute-module {module}: must be one of {', '.join(modules)}")
 
 
 def _check_images(options: PlanOptions, tower: VisionTower | None) -> None:

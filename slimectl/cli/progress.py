@@ -126,9 +126,9 @@ class ProgressBar:
             speed = f"{seconds_text(statistics.median(durations))} a {self._each}" if durations else ""
         remaining = f"{duration(seconds)} so far"
         if self._total is not None and (durations if self._each else done):
-            begun = now - self._mark if self._each else 0.0
+            running_s = now - self._mark if self._each else 0.0
             mean = statistics.fmean(durations) if self._each else 1 / rate
-            remaining = f"{duration(max((self._total - self.done) * mean - begun, 0.0))} left"
+            remaining = f"{duration(max((self._total - self.done) * mean - running_s, 0.0))} left"
         return [f"{self.done}{total} {self._unit}", "".join(phase), speed, remaining, *self._figures]
 
     def bar(self, width: int) -> str:

@@ -245,8 +245,8 @@ def _time_lines(run: dict[str, Any]) -> Iterator[str]:
 def _checkpoint_lines(run: dict[str, Any]) -> Iterator[str]:
     names = list(run["checkpoints"])
     saved = [name for name in names if "policy" in run["checkpoints"][name]]
-    kept = [name for name in names if "samples.jsonl" in run["checkpoints"][name]]
-    for title, rounds in (("checkpoints", saved), ("samples of", kept)):
+    with_samples = [name for name in names if "samples.jsonl" in run["checkpoints"][name]]
+    for title, rounds in (("checkpoints", saved), ("samples of", with_samples)):
         if rounds:
             first = f"{rounds[0]} to " if len(rounds) > 1 else ""
             yield _named(title, f"{first}{rounds[-1]}" + (f" ({len(rounds)})" if len(rounds) > 2 else ""))

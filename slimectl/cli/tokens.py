@@ -61,7 +61,7 @@ def tokens_text(view: Mapping[str, Any], name: str, *, coloured: bool | None = N
     elif name == "version":
         text = _versions(view, texts, coloured)
     else:
-        colour = next((each for each in view["colours"] if each["name"] == name), None)
+        colour = next((colour_scale for colour_scale in view["colours"] if colour_scale["name"] == name), None)
         if colour is None:
             return f"{visible(''.join(texts))}\n(no {name}: {LACKING.get(name, 'the record has none')})"
         text = _heat(colour, texts, view["authors"]) if coloured else _plain(colour, texts)

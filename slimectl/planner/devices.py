@@ -70,8 +70,8 @@ def peak_flops(name: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe"), peak_flops("Quadro")
     (989400000000000.0, 756000000000000.0, None)
     """
-    words = set(re.split(r"[^A-Za-z0-9]+", name))
-    matches = [known for known in PEAK_TFLOPS if set(known.split()) <= words]
+    name_words = set(re.split(r"[^A-Za-z0-9]+", name))
+    matches = [known for known in PEAK_TFLOPS if set(known.split()) <= name_words]
     return PEAK_TFLOPS[max(matches, key=len)] * 1e12 if matches else None
 
 

@@ -98,10 +98,10 @@ def disk(settings: Settings) -> str:
         return f"{sized(free)} free in {settings.run.dir}"
     trained = count(model.all[0].trained)
     size = MASTER_BYTES * count(model.parts) + ADAM_BYTES * trained
-    kept = _checkpoints(settings)
+    checkpoints = _checkpoints(settings)
     # The one that is written stands beside those that are kept.
-    needed = size * (kept + 1)
-    text = f"{kept} checkpoint{'s' if kept > 1 else ''} of {sized(size)} and the next, {sized(free)} free"
+    needed = size * (checkpoints + 1)
+    text = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''} of {sized(size)} and the next, {sized(free)} free"
     if needed > free:
         raise StorageError(f"run.dir: {settings.run.dir}: {text}; free space, or lower run.keep_checkpoints")
     return f"{text} in {settings.run.dir}"

@@ -75,9 +75,9 @@ def registered_in(registry: Registry) -> tuple[AfterValidator, WithJsonSchema]:
             raise PydanticCustomError(UNKNOWN_PART, "{message}", {"message": registry.unknown(name)})
         return name
 
-    own = {"enum": sorted(registry.parts)}
+    choices = {"enum": sorted(registry.parts)}
     return AfterValidator(check), WithJsonSchema(
-        {"anyOf": [own, {"type": "string", "description": f"{registry.kind} of another package"}]}
+        {"anyOf": [choices, {"type": "string", "description": f"{registry.kind} of another package"}]}
     )
 
 

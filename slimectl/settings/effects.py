@@ -276,7 +276,7 @@ def superseded(settings: Settings, origins: Mapping[str, str], ranks: Mapping[st
         key = ".".join(name.split(".")[:2])
         later = [switch for switch in switches if ranks.get(switch, -1) > ranks.get(key, -1)]
         if later:
-            switch = max(later, key=lambda each: ranks[each])
+            switch = max(later, key=lambda candidate: ranks[candidate])
             drops[name] = f"{origins[switch]} sets {switch}"
         elif origins.get(key) == "environment" and key.partition(".")[0] in AMBIENT:
             drops[name] = f"nothing needs the environment's {key}"

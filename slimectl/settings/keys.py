@@ -125,7 +125,7 @@ OTHER_NAMES = {
 }  # fmt: skip
 """Setting -> its names in other programs (TRL, verl, OpenRLHF, transformers)."""
 
-_BY_OTHER_NAME = {other: key for key, names in OTHER_NAMES.items() for other in names}
+_BY_OTHER_NAME = {other_name: key for key, names in OTHER_NAMES.items() for other_name in names}
 
 
 def suggestion(name: str, available: Sequence[str], *, elsewhere: Sequence[str] = ()) -> str | None:
@@ -138,9 +138,9 @@ def suggestion(name: str, available: Sequence[str], *, elsewhere: Sequence[str] 
     part is the name's. Those `elsewhere` are not compared by similarity.
     """
     leaf = name.rpartition(".")[2].lower().replace("-", "_")
-    other = _BY_OTHER_NAME.get(leaf)
-    if other is not None and other in {*available, *elsewhere}:
-        return other
+    other_name = _BY_OTHER_NAME.get(leaf)
+    if other_name is not None and other_name in {*available, *elsewhere}:
+        return other_name
     near = difflib.get_close_matches(name, available, n=1, cutoff=0.6)
     return aliases.current_name(near[0]) if near else next(iter(keys_of_leaf(leaf, [*available, *elsewhere])), None)
 

@@ -50,7 +50,7 @@ def examine(layers: Sequence[Layer]) -> tuple[Resolved, list[str]]:
     ranks: dict[str, int] = {}
     errors: list[str] = []
     for rank, layer in enumerate(layers):
-        _drop_other_algorithm(layer, merged, origins, {each.origin for each in layers if each.is_recipe})
+        _drop_other_algorithm(layer, merged, origins, {entry.origin for entry in layers if entry.is_recipe})
         values = _current_values(layer, merged, errors)
         errors += _replace_alternatives(values, layer, merged, origins)
         for (section, name), value in values.items():

@@ -264,5 +264,5 @@ def table_of(samples: Iterable[Sample], rows: int, *, reward_key: str | None = N
             "label": "" if sample.label is None else str(sample.label),
             "reward": reward_number(sample, reward_key),
         }
-        for _, _, sample in sorted(ranked, key=lambda each: each[:2])[:rows]
+        for _, _, sample in sorted(ranked, key=lambda entry: entry[:2])[:rows]
     ]

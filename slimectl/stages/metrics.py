@@ -5,13 +5,16 @@ from __future__ import annotations
 import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.metrics import mean_max_min, pass_at_k, pass_k_values, rollout_metrics
 from slimectl.settings import Settings
 from slimectl.settings.run import TrackSettings
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
+
+if TYPE_CHECKING:
+    from slimectl.algorithms.estimators import TrainingBatch
 
 LONG = 10_000
 """Characters at the end of an answer that are checked for repetition; shorter answers count as not repetitive."""

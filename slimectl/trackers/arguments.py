@@ -37,11 +37,11 @@ def accepted_arguments(tracker: Callable[..., object]) -> Accepted | None:
     """
     if declared := getattr(tracker, "accepted_arguments", None):
         return cast(Accepted, declared())
-    _, *others = inspect.signature(tracker).parameters.values()  # the first is the run
-    if any(each.kind is each.VAR_KEYWORD for each in others):
+    _, *parameters = inspect.signature(tracker).parameters.values()  # the first is the run
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
     section = {"settings"} if getattr(tracker, "settings_class", None) else set()  # which is no argument of the user's
-    return dict.fromkeys(each.name for each in others if _has_name(each) and each.name not in section)
+    return dict.fromkeys(each.name for each in parameters if _has_name(each) and each.name not in section)
 
 
 def check_arguments(setting: str, arguments: Mapping[str, Any], accepted: Accepted) -> None:

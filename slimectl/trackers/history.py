@@ -65,8 +65,8 @@ def points_of(rows: Iterable[Mapping[str, Any]], step: str = "train/step") -> It
     """Yield the points of rows of metrics; `step` is the key of the train step, which rows of others lack."""
     for row in rows:
         if step in row:
-            own = {"train/step": row[step], **row}
-            yield from ((name, row[step], own.get(axis_of(name))) for name in own)
+            step_row = {"train/step": row[step], **row}
+            yield from ((name, row[step], step_row.get(axis_of(name))) for name in step_row)
 
 
 def log_records(file: Path) -> Iterator[bytes]:

@@ -117,7 +117,13 @@ def joined_run(identity: Identity, folder: Path, label: str, settings: Mapping[s
     run = None
     # The driver's wandb service, which wandb puts into the environment, takes one process a run.
     os.environ.pop("WANDB_SERVICE", None)
-    own = {**_defaults(identity), **settings, "x_label": label, "x_primary": False, "x_update_finish_state": False}
+    run_settings = {
+        **_defaults(identity),
+        **settings,
+        "x_label": label,
+        "x_primary": False,
+        "x_update_finish_state": False,
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         run = wandb.init(
@@ -126,7 +132,7 @@ def joined_run(identity: Identity, folder: Path, label: str, settings: Mapping[s
             id=identity.run_id,
             mode="shared",
             dir=str(folder.resolve()),
-            settings=own,
+            settings=run_settings,
         )
     except Exception as error:  # a chart must not stop a run
         logger.warning(f"track.mode: {label} cannot join the run at wandb: {first_line(error)}; training goes on")

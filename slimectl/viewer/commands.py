@@ -80,12 +80,12 @@ def _overrides(settings: Settings, file: SamplesFile) -> tuple[list[str], list[s
     """Return the options by which an evaluation's sampling and grading differ from those of the run's rounds."""
     if file.dataset is None or file.dataset not in settings.eval.datasets:
         return [], []
-    own = resolve_dataset_settings(settings, file.dataset)
-    sampling = {name: getattr(own.rollout, name) for name in OF_ROLLOUT}
-    sampling |= {name: value for name in OF_EVAL if (value := getattr(own.eval, name)) is not None}
+    dataset_settings = resolve_dataset_settings(settings, file.dataset)
+    sampling = {name: getattr(dataset_settings.rollout, name) for name in OF_ROLLOUT}
+    sampling |= {name: value for name in OF_EVAL if (value := getattr(dataset_settings.eval, name)) is not None}
     if sampling.get("temperature") == 0:  # rollout refuses it: greedy is the most likely token at any temperature
         sampling |= {"temperature": settings.rollout.temperature, "top_k": 1}
-    grading = {name: getattr(own.score, name) for name in OF_SCORE}
+    grading = {name: getattr(dataset_settings.score, name) for name in OF_SCORE}
     return _options("rollout", settings.rollout, sampling), _options("score", settings.score, grading)
 
 

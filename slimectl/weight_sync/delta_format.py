@@ -189,7 +189,7 @@ class Difference:
 
 def difference(old_B: Any, new_B: Any, width: int, *, first: int = 0) -> Difference:
     """Compare two chunks of bytes, of numbers `width` bytes wide; `first` is the index of their first number."""
-    numbers, each = f"<u{width}", 8 // width
+    numbers, per_word = f"<u{width}", 8 // width
     if len(old_B) % 8:
         old_N, new_N = old_B.view(numbers), new_B.view(numbers)
         indices_C = np.flatnonzero(old_N != new_N)
@@ -199,7 +199,7 @@ def difference(old_B: Any, new_B: Any, width: int, *, first: int = 0) -> Differe
     words_W = np.flatnonzero(old_W != new_W)
     old_W, new_W = old_W.take(words_W), new_W.take(words_W)
     places_C = np.flatnonzero((old_W ^ new_W).view(numbers) != 0)
-    indices_C = words_W.take(places_C // each) * each + places_C % each
+    indices_C = words_W.take(places_C // per_word) * per_word + places_C % per_word
     return Difference(indices_C + first, old_W.view(numbers).take(places_C), new_W.view(numbers).take(places_C))
 
 

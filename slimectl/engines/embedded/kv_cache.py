@@ -59,8 +59,8 @@ class Cache:
         # Keys or values of a layer move away from those that are still to be moved.
         moves = list(zip(old.flatten(0, 1), self._slab.flatten(0, 1), strict=True))
         for source, target in reversed(moves) if self._slab.numel() > old.numel() else moves:
-            kept = (slice(used), slice(None), slice(min(old.shape[4], tokens)))
-            target[kept] = source[kept].clone()
+            region = (slice(used), slice(None), slice(min(old.shape[4], tokens)))
+            target[region] = source[region].clone()
 
     def put(self, first: int, count: int, keys_values_L2KTD: Tensor, *, at: int) -> None:
         """Copy keys and values into `count` slots from `first` on, as the tokens from `at` on."""

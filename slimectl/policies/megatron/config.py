@@ -131,7 +131,9 @@ def refuse_idle(args: Mapping[str, Any], config: Any, *, acting: Iterable[str] =
 def _refuse_other_families(args: Mapping[str, Any], kind: type) -> None:
     """Raises SettingsError for an argument that only models with latent attention have."""
     for name in args:
-        if not any(name in field_names(each) for each in (kind, OptimizerConfig, DistributedDataParallelConfig)):
+        if not any(
+            name in field_names(config_class) for config_class in (kind, OptimizerConfig, DistributedDataParallelConfig)
+        ):
             raise SettingsError(f"megatron.args.{name}: has no effect (the model has no latent attention); drop it")
 
 
