@@ -8,7 +8,7 @@ demonstrations and on preferences) is run once undisturbed.
 An attack then kills a run of that mode at a named point (an open, rename, mkdir or removal in its folder) or at a
 random moment, and resumes it. It has survived if no exit code but a documented one was seen, nobody saw a traceback,
 metrics, weights, optimizer and state are those of the undisturbed run to the last bit, `latest` is right, and no
-process, half-written file or shared memory is left. The part `folders` is in odd_folders.py.
+process, half-written file or shared memory is left. The part `folders` is in odd_folders.py and odd_targets.py.
 """
 
 from __future__ import annotations
@@ -334,8 +334,12 @@ def main() -> int:
         workshop = set_up(folder / "work", folder / "model")
         if arguments.part == "folders":
             from odd_folders import attack_folders
+            from odd_targets import attack_targets
 
-            return attack_folders(workshop, draw, arguments.seed)
+            campaign = Campaign("odd folders", seed=arguments.seed)
+            attack_folders(workshop, draw, campaign)
+            attack_targets(workshop, campaign)
+            return campaign.finish()
         (workshop.folder / "reward.py").write_text(REWARD)
         pairs = [
             {"prompt": f"say {word}", "chosen": word, "rejected": "no"} for word in ("one", "two", "three", "four")

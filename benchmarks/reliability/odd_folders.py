@@ -1,8 +1,8 @@
-"""Odd run folders, and odd targets of other commands: is every file of the user's still there, byte for byte?
+"""Odd run folders: is every file of the user's still there, byte for byte?
 
-Part `folders` of kills.py. Each folder meets `run`, `run --force` and `run --resume`; each target meets the command
-that would write it. Survived: an exit code of 0, 1, 2 or 4, no traceback, at most a few lines, and every file that the
-user put there, links included, is what it was.
+With odd_targets.py the part `folders` of kills.py. Each folder meets `run`, `run --force` and `run --resume`. Survived:
+an exit code of 0, 1, 2 or 4, no traceback, at most a few lines, and every file that the user put there, links included,
+is what it was.
 """
 
 from __future__ import annotations
@@ -318,9 +318,8 @@ def held(case: Case, lock: Path) -> None:
     case.endings.append(end)
 
 
-def attack_folders(workshop: Workshop, draw: random.Random, seed: int) -> int:
+def attack_folders(workshop: Workshop, draw: random.Random, campaign: Campaign) -> None:
     """Every base folder under every command, in an order drawn from the seed."""
-    campaign = Campaign("odd folders", seed=seed)
     workshop.slimectl("run", "--name", "template", *TINY)
     with tempfile.TemporaryDirectory() as name:
         template = Path(name) / "template"
@@ -339,8 +338,6 @@ def attack_folders(workshop: Workshop, draw: random.Random, seed: int) -> int:
                 for end in case.endings:
                     end()
             campaign.record(command, title, survived=not faults, observation="; ".join(faults))
-    attack_targets(workshop, campaign)
-    return campaign.finish()
 
 
 def attacked(case: Case, command: list[str]) -> list[str]:
@@ -363,14 +360,3 @@ def content(path: Path) -> object:
     if path.is_symlink():
         return os.readlink(path)
     return path.read_bytes() if path.is_file() else None
-
-
-def attack_targets(workshop: Workshop, campaign: Campaign) -> None:
-    """Folders and files of the user's where other commands write."""
-    from odd_targets import TARGETS
-
-    for title, (command, build) in TARGETS.items():
-        case = Case(workshop, workshop.folder, title.replace(" ", "-"))
-        build(case)
-        faults = attacked(case, [word.format(case=case.name, model=workshop.model) for word in command])
-        campaign.record("other commands' targets", title, survived=not faults, observation="; ".join(faults))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from odd_folders import Case
+from campaign import Campaign
+from odd_folders import Case, attacked
+from workshop import Workshop
 
-Build = Callable[["Case"], object]
+Build = Callable[[Case], object]
 TARGETS: dict[str, tuple[list[str], Build]] = {}
 CONVERT = ["convert", "{model}", "{case}", "--force", "--no-verify"]
 TRAIN = ["train", "samples.jsonl", "--model", "{model}", "--save", "{case}", "--force", "-s", "algorithm.name=sft"]
@@ -139,3 +139,12 @@ def score_beside_a_users_manifest(case: Case) -> None:
 def rollout_beside_a_users_staging_file(case: Case) -> None:
     case.put(case.workshop.folder / f".tmp-{case.name}")
     case.put(case.workshop.folder / f".tmp-{case.name}.manifest.json")
+
+
+def attack_targets(workshop: Workshop, campaign: Campaign) -> None:
+    """Folders and files of the user's where other commands write."""
+    for title, (command, build) in TARGETS.items():
+        case = Case(workshop, workshop.folder, title.replace(" ", "-"))
+        build(case)
+        faults = attacked(case, [word.format(case=case.name, model=workshop.model) for word in command])
+        campaign.record("other commands' targets", title, survived=not faults, observation="; ".join(faults))
