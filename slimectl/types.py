@@ -229,7 +229,7 @@ class Sample:
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in _SAMPLE_FIELDS or hasattr(Sample, name):  # a property refuses
-                object.__setattr__(self, name, value)
+                _set_attribute(self, name, value)
             else:
                 self.extra[name] = value
 
@@ -311,6 +311,7 @@ class Sample:
         self.status = FINISHED.get(str(reason), self.status)
 
 
+_set_attribute = object.__setattr__
 _SAMPLE_FIELDS = {sample_field.name: None for sample_field in fields(Sample)}
 """Names of a sample's fields, in their order."""
 

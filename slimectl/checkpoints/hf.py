@@ -15,6 +15,7 @@ from torch import Tensor
 from slimectl.checkpoints.resumable_write import HashedFile, file_bytes, grouped, one_ahead, write_parts
 from slimectl.checkpoints.safetensors_io import SafetensorsFile, TensorMemory, TensorSpec, nbytes, write_safetensors
 from slimectl.checkpoints.validate import UnfusedExperts
+from slimectl.data.hashing import Digest
 from slimectl.errors import CheckpointError
 from slimectl.model_files import check_file, copy_file, plain_name, read_json
 from slimectl.protocols import NamedTensors, Weights
@@ -168,8 +169,8 @@ def _write_index(path: Path, names: Sequence[str], members: Sequence[Iterable[st
         (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None) -> dict[str, str]:
-    """Write the weights to the existing directory `path`, the index last; returns the SHA-256 of the shards.
+def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None) -> dict[str, Digest]:
+    """Write the weights to the existing directory `path`, the index last; returns the digests of the shards.
 
     Two tensors are in memory at a time. Shards have at most `max_shard_bytes` (None: the result of `file_bytes`);
     complete ones of an interrupted call are kept.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -30,14 +31,24 @@ UNUSED_REFERENCES = 3
 
 
 class TensorMemory:
-    """Blocks of memory that are handed out again once no tensor uses them.
+    """Memory for tensors that are read one after another: the file itself, mapped while a tensor uses that part of it.
 
-    A tensor and its views refer to the block below them; a block to which the list alone refers is unused.
+    What does not lie there as numbers are aligned is read into blocks, which are handed out again once no tensor uses
+    them: a tensor and its views refer to the block below them, and an unused block has no reference but the list's.
     """
 
     def __init__(self) -> None:
         self._blocks: list[Any] = []
         self._lock = Lock()
+
+    def read(self, file: BinaryIO, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the tensor at byte `start` of the file; changes of it stay in memory. Raises EOFError."""
+        size = nbytes((shape, dtype))
+        if size >= LEAST_BYTES and start % dtype.itemsize == 0 and start + size <= os.fstat(file.fileno()).st_size:
+            before = start % mmap.ALLOCATIONGRANULARITY
+            mapped = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=start - before)
+            return torch.frombuffer(mapped, dtype=torch.uint8, offset=before).view(dtype).view(shape)
+        return read_into(file, start, self.empty(shape, dtype))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of undefined values; its storage has exactly its size."""
@@ -100,15 +111,27 @@ def buffer(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
+def read_into(file: BinaryIO, start: int, tensor: Tensor) -> Tensor:
+    """Fill a tensor with the bytes at `start` of the file, and return it. Raises EOFError."""
+    file.seek(start)
+    view = buffer(tensor)
+    while view:  # a read call returns at most 2 GiB
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise EOFError(f"{len(view)} bytes are missing")
+        view = view[count:]
+    return tensor
+
+
 class SafetensorsFile:
-    """A safetensors file. It is not memory-mapped: mapped pages would count as memory of the process.
+    """A safetensors file, of which no more is mapped than the tensors in use: mapped pages count as memory.
 
     Raises CheckpointError if the file is cut short or not of this format.
     """
 
     def __init__(self, path: Path, memory: TensorMemory | None = None) -> None:
         self.path = path
-        self._empty = memory.empty if memory else _empty
+        self._memory = memory
 
     @cached_property
     def _header(self) -> tuple[int, dict[str, tuple[int, TensorSpec]]]:
@@ -147,23 +170,13 @@ class SafetensorsFile:
     def get(self, name: str) -> Tensor:
         begin, tensors = self._header
         start, (shape, dtype) = tensors[name]
-        tensor = self._empty(shape, dtype)
-        if not tensor.numel():
-            return tensor
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(begin + start)
-            view, filled = buffer(tensor), 0
-            # A read call returns at most 2 GiB.
-            while filled < len(view):
-                count = file.readinto(view[filled:])
-                if not count:
-                    raise self._damaged_error(f"{name}: {len(view) - filled} bytes are missing")
-                filled += count
-        return tensor
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                if self._memory is not None:
+                    return self._memory.read(file, begin + start, shape, dtype)
+                return read_into(file, begin + start, torch.empty(shape, dtype=dtype))
+        except EOFError as error:
+            raise self._damaged_error(f"{name}: {error}") from None
 
 
 def _parse_entry(entry: dict[str, Any]) -> tuple[int, TensorSpec]:

@@ -18,7 +18,7 @@ from slimectl.checkpoints.torch_dist.writer import write_torch_dist
 from slimectl.checkpoints.validate import UnfusedExperts, ValidatedWeights
 from slimectl.conversions.logit_check import check_logits
 from slimectl.conversions.sources import DTYPES, Source, open_source, resolve_source
-from slimectl.data.hashing import content_hash
+from slimectl.data.hashing import Digest, content_hash
 from slimectl.data.manifest import Manifest, check_integrity, integrity_error, settings_hash
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files
@@ -148,7 +148,7 @@ def convert_checkpoint(
     return {**counts, **numbers, "dtype": quantize or shown_dtype, "verified": verify, **source_facts, **check_result}
 
 
-Ends = tuple[Weights, Callable[[Path], Weights], Callable[[Path, Weights], Mapping[str, str]]]
+Ends = tuple[Weights, Callable[[Path], Weights], Callable[[Path, Weights], Mapping[str, Digest]]]
 
 
 def _reader_and_writer(source: Source, options: ConvertOptions, max_bytes: int | None) -> Ends:
@@ -159,7 +159,7 @@ def _reader_and_writer(source: Source, options: ConvertOptions, max_bytes: int |
         accounted = ValidatedWeights(weights, model, source.location)
         cast: Weights = CastWeights(accounted, DTYPES[options.dtype]) if options.dtype else accounted
 
-        def write(path: Path, target_weights: Weights) -> Mapping[str, str]:
+        def write(path: Path, target_weights: Weights) -> Mapping[str, Digest]:
             chunks = chunks_of(target_weights, model, accounted.carried)
             return write_torch_dist(path, chunks, max_file_bytes=max_bytes, objects=extra_states(model))
 

@@ -158,7 +158,7 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
         if folder:
             copy_companions(folder, into)
 
-    return Source("torch_dist", str(path), TorchDistWeights(path, model), raw, model, companions)
+    return Source("torch_dist", str(path), TorchDistWeights(path, model, TensorMemory()), raw, model, companions)
 
 
 def _check_agreement(first_path: Path, first: Config, second_path: Path, second: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from slimectl.types import Status
 Check = Callable[[Any], Any]
 NUMBERS = frozenset({int, float})
 FLOATS = frozenset({float})
+INTEGERS = frozenset({int})
 STATUSES = {status.value: status for status in Status}
 LARGEST_ID = 2**63 - 1
 
@@ -109,15 +111,18 @@ def texts(value: Any) -> list[str]:
 
 
 def token_ids(value: Any) -> list[int]:
-    ids: list[int] = _all_of(value, frozenset({int}), "token ids")
-    if ids and (min(ids) < 0 or (sum(ids) > LARGEST_ID and max(ids) > LARGEST_ID)):
-        raise ValueError(f"{shown(min(ids) if min(ids) < 0 else max(ids))} is no token id")
+    ids: list[int] = _all_of(value, INTEGERS, "token ids")
+    try:
+        array("I", ids)  # in range, in one pass
+    except OverflowError:
+        if min(ids) < 0 or max(ids) > LARGEST_ID:
+            raise ValueError(f"{shown(min(ids) if min(ids) < 0 else max(ids))} is no token id") from None
     return ids
 
 
 def mask_values(value: Any) -> list[int]:
-    mask: list[int] = _all_of(value, frozenset({int}), "0 and 1")
-    if not set(mask) <= {0, 1}:
+    mask: list[int] = _all_of(value, INTEGERS, "0 and 1")
+    if mask.count(1) + mask.count(0) != len(mask):
         raise ValueError(f"{shown(next(v for v in mask if v not in (0, 1)))} is neither 0 nor 1")
     return mask
 
@@ -131,10 +136,11 @@ def floats(value: Any) -> list[float]:
 
 def float32_numbers(value: Any) -> list[float]:
     """A list of numbers, each rounded to float32."""
-    numbers = floats(value)
+    are_floats = type(value) is list and FLOATS.issuperset(map(type, value))
+    numbers = value if are_floats else floats(value)
     rounded = nearest_float32(numbers)
     if not math.isfinite(sum(rounded)):
-        large = next((number for number, near in zip(numbers, rounded, strict=True) if math.isinf(near)), None)
+        large = next((number for number, near in zip(floats(numbers), rounded, strict=True) if math.isinf(near)), None)
         if large is not None:
             raise ValueError(f"{large:g} is too large for float32")
     return rounded

@@ -1,4 +1,4 @@
-"""Manifests: provenance of an output file or folder, and the check of a folder against its own: sizes and SHA-256."""
+"""Manifests: provenance of an output file or folder, and the check of a folder against its own: sizes and hashes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import socket
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from slimectl import __version__
 from slimectl.data.atomic_replace import write_text
+from slimectl.data.hashing import SHA256, XXH3, Digest, damage_hash, new_hash
 from slimectl.data.ownership import MANIFEST
 from slimectl.errors import CheckpointError
 from slimectl.model_files import check_file, open_file, read_json
@@ -91,19 +92,26 @@ def _now() -> str:
 
 
 HASHED_BYTES = 1024**3
-"""Folders up to this size are hashed on every open: at 1.5 GB/s that is faster than reading the weights."""
+"""Folders up to this size are hashed on every open: that is faster than reading the weights."""
 SMALL_BYTES = 32 * 1024**2
 """Files up to this size (config, tokenizer) are hashed in larger folders too."""
 HASHING_THREADS = 4
 """Files that are hashed at once, each on a core; hashlib lets go of the interpreter's lock."""
 
-Files = dict[str, tuple[int, str]]
-"""Size in bytes and SHA-256 by file name."""
+Files = dict[str, tuple[int, Digest]]
+"""Size in bytes and digest by file name."""
+ALGORITHMS = (SHA256, XXH3)
 
 
-def sha256(path: Path) -> str:
+def file_digest(path: Path) -> Digest:
+    """Return the SHA-256 of a file of up to SMALL_BYTES, for people to compare; of a larger one a faster hash."""
+    algorithm = SHA256 if path.stat().st_size <= SMALL_BYTES else damage_hash()[0]
+    return algorithm, _hexdigest(path, algorithm)
+
+
+def _hexdigest(path: Path, algorithm: str) -> str:
     with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        return hashlib.file_digest(file, partial(new_hash, algorithm)).hexdigest()  # type: ignore[arg-type]
 
 
 def integrity_error(folder: Path) -> str | None:
@@ -156,8 +164,9 @@ def _files(manifest: dict[str, Any]) -> Files | None:
         return None
     files: Files = {}
     for name, entry in listed.items():
-        size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(size, int) or not isinstance(digest, str):
+        fields = entry if isinstance(entry, dict) else {}
+        size, digest = fields.get("bytes"), next((item for item in fields.items() if item[0] in ALGORITHMS), None)
+        if not isinstance(size, int) or digest is None or not isinstance(digest[1], str):
             return None
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
             raise CheckpointError(f"{MANIFEST} names {name!r:.80}, which is no file of its folder")
@@ -178,25 +187,25 @@ def _stamps(root: Path, files: Files) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=64)
-def _first_error(root: Path, files: tuple[tuple[str, tuple[int, str]], ...], full: bool, _: Any) -> str | None:
+def _first_error(root: Path, files: tuple[tuple[str, tuple[int, Digest]], ...], full: bool, _: Any) -> str | None:
     """The defect of the first file that does not match; `_` is the cache key."""
     return _hash_error(root, files, full=full)
 
 
-def _hash_error(root: Path, files: Iterable[tuple[str, tuple[int, str]]], *, full: bool) -> str | None:
+def _hash_error(root: Path, files: Iterable[tuple[str, tuple[int, Digest]]], *, full: bool) -> str | None:
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         errors = pool.map(lambda file: _file_error(root, *file, full=full), files)
         return next((error for error in errors if error), None)
 
 
-def _file_error(root: Path, name: str, entry: tuple[int, str], *, full: bool) -> str | None:
-    size, digest = entry
+def _file_error(root: Path, name: str, entry: tuple[int, Digest], *, full: bool) -> str | None:
+    size, (algorithm, digest) = entry
     try:
         actual_size = check_file(root / name).st_size
     except FileNotFoundError:
         return f"{name} is missing"
     if actual_size != size:
         return f"{name} has {actual_size} bytes, not {size}"
-    if (full or size <= SMALL_BYTES) and sha256(root / name) != digest:
-        return f"{name} does not match its SHA-256"
+    if (full or size <= SMALL_BYTES) and _hexdigest(root / name, algorithm) != digest:
+        return f"{name} does not match its checksum"
     return None

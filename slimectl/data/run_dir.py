@@ -28,8 +28,9 @@ from slimectl.data.atomic_replace import (
     write_text,
     writing,
 )
+from slimectl.data.hashing import Digest
 from slimectl.data.locks import Lock
-from slimectl.data.manifest import integrity_error, sha256
+from slimectl.data.manifest import file_digest, integrity_error
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.errors import CheckpointError, SettingsError
 
@@ -38,7 +39,7 @@ STEP = re.compile(r"step_(\d{6,})$")
 
 def write_folder(
     target: Path,
-    fill: Callable[[Path], Mapping[str, str] | None],
+    fill: Callable[[Path], Mapping[str, Digest] | None],
     *,
     manifest_fields: dict[str, Any] | None = None,
     resume: str | None = None,
@@ -46,8 +47,8 @@ def write_folder(
 ) -> None:
     """Write the folder `target` atomically: complete or not at all.
 
-    `fill` writes into a staging folder beside it (and may return known SHA-256 digests by file); the files are
-    fsynced, a manifest with `manifest_fields`, sizes and SHA-256 is added, the folder renamed, the parent fsynced. An
+    `fill` writes into a staging folder beside it (and may return known digests by file); the files are
+    fsynced, a manifest with `manifest_fields`, sizes and digests is added, the folder renamed, the parent fsynced. An
     older `target` stays until the new one is complete; the user's files in it move into the new one.
 
     `resume` identifies the work. With it an interruption leaves the staging folder, and the next call with the same
@@ -79,7 +80,7 @@ def write_folder(
             raise
 
 
-def _sign(staged: Path, hashes: Mapping[str, str], manifest_fields: dict[str, Any]) -> None:
+def _sign(staged: Path, hashes: Mapping[str, Digest], manifest_fields: dict[str, Any]) -> None:
     """Sync every file of a staging folder to disk and list it in the manifest."""
     (staged / RESUME).unlink(missing_ok=True)
     files = {}
@@ -87,7 +88,8 @@ def _sign(staged: Path, hashes: Mapping[str, str], manifest_fields: dict[str, An
         with file.open("rb+") as handle:
             os.fsync(handle.fileno())
         name = str(file.relative_to(staged))
-        files[name] = {"bytes": file.stat().st_size, "sha256": hashes.get(name) or sha256(file)}
+        algorithm, digest = hashes.get(name) or file_digest(file)
+        files[name] = {"bytes": file.stat().st_size, algorithm: digest}
     write_text(staged / MANIFEST, json.dumps({**manifest_fields, "files": files}, indent=2) + "\n")
     (staged / STAGED).unlink(missing_ok=True)
     for folder in [path for path in staged.rglob("*") if path.is_dir()] + [staged]:

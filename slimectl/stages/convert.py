@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.data.atomic_replace import refuse_existing
+from slimectl.data.hashing import Digest
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import CheckpointError
 from slimectl.protocols import NO_PROGRESS, Progress
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
     from slimectl.protocols import Weights
 
-Hashes = Mapping[str, str]
-"""File name to SHA-256."""
+Hashes = Mapping[str, Digest]
+"""Digest by file name."""
 
 
 class HashingWeights:

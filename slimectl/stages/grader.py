@@ -116,7 +116,10 @@ class PerSampleReward:
 
 def failed(samples: Sequence[Sample]) -> bool:
     """Whether all samples have failed."""
-    return all(sample.status is Status.FAILED for sample in samples)
+    for sample in samples:  # noqa: SIM110  a generator costs more than its comparisons
+        if sample.status is not Status.FAILED:
+            return False
+    return True
 
 
 def _zero_rewards(samples: Sequence[Sample]) -> list[Any]:
@@ -154,6 +157,7 @@ class Grader:
         self._user_rewards: dict[str, RewardFunction] = {}
         self._verifiers: dict[str, Verifier] = {}
         self._prepared: set[str] = set()
+        self._agent_may_grade = settings.has_agent and not settings.names_verifier
         score = settings.score
         if score.rm and score.rm_type:
             raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
@@ -222,7 +226,7 @@ class Grader:
 
     def has_agent_rewards(self, samples: Sequence[Sample]) -> bool:
         """Return whether these rewards are the agent's: it gave them, and neither settings nor prompts name another."""
-        if not self.settings.has_agent or self.settings.names_verifier:
+        if not self._agent_may_grade:
             return False
         return all(
             sample.reward is not None and not sample.custom_rm_path and not sample.metadata.get("rm_type")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vision_models import vision_model
 
+from slimectl.checkpoints.safetensors_io import TensorMemory
+from slimectl.checkpoints.torch_dist.archive import load_tensor
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk, write_torch_dist
@@ -136,6 +140,35 @@ def test_any_box_is_put_together_from_chunks_of_any_cut(tmp_path: Path):
     reader = TorchDistReader(tmp_path)
     assert torch.equal(reader.read("a", (0, 0, 0), (2, 6, 8)), whole)
     assert torch.equal(reader.read("a", (1, 2, 3), (1, 3, 5)), whole[1:2, 2:5, 3:8])
+
+
+def test_archives_are_read_where_they_lie_with_checksums_or_without(tmp_path: Path):
+    values = torch.randn(1024, 600).bfloat16()
+    chunks = [Chunk(key, (1024, 600), (0, 0), (1024, 600), values.dtype, lambda: values) for key in ("a", "b")]
+    write_torch_dist(tmp_path, chunks)
+    locations = [location for _, location in sorted(TorchDistReader(tmp_path)._metadata.storage_data.items(), key=str)]
+    data = bytearray((tmp_path / "__0_0.distcp").read_bytes())
+    assert [location.offset % 64 for location in locations] == [0, 0]
+    for location in locations:  # as any program of torch reads them
+        archive = io.BytesIO(data[location.offset : location.offset + location.length])
+        assert torch.equal(torch.load(archive), values)
+    mapped = TorchDistReader(tmp_path, TensorMemory()).read("b", (0, 0), (1024, 600))
+    assert torch.equal(mapped, values)
+    mapped.zero_()
+    assert (tmp_path / "__0_0.distcp").read_bytes() == data
+    assert torch.equal(TorchDistReader(tmp_path).read("b", (0, 0), (1024, 600)), values)
+    assert torch.serialization.get_crc32_options()
+
+
+def test_archive_with_checksums_or_at_an_odd_place_is_read_too(tmp_path: Path):
+    for values in (torch.randn(1024, 600), torch.randn(600, 1024).t(), torch.arange(10)[2:5]):
+        for place in (0, 1):
+            archive = io.BytesIO()
+            torch.save(values.contiguous(), archive)
+            (tmp_path / "file").write_bytes(bytes(place) + archive.getvalue())
+            with (tmp_path / "file").open("rb") as file:
+                form: dict[str, Any] = {"shape": tuple(values.shape), "dtype": values.dtype}
+                assert torch.equal(load_tensor(file, place, len(archive.getvalue()), **form), values)
 
 
 def test_cast_keeps_what_routers_need_exact(tmp_path: Path):

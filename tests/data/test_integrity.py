@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from shutil import copytree
 from typing import Any
 
 import pytest
+import xxhash
 
 from slimectl.builders import model_folder
 from slimectl.conversions import convert_checkpoint
@@ -50,11 +52,11 @@ def test_a_flipped_byte_is_refused_and_the_message_says_how_to_go_on(name: str, 
     assert model_folder(str(model)) == model
     flip(model / name)
     expected = (
-        f"{model}: {name} does not match its SHA-256 in {model}/manifest.json; copy or convert it again, or, if you"
+        f"{model}: {name} does not match its checksum in {model}/manifest.json; copy or convert it again, or, if you"
         f" changed it yourself, remove {model}/manifest.json"
     )
     assert refused(model) == expected
-    with pytest.raises(CheckpointError, match="does not match its SHA-256"):
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
         convert_checkpoint(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (model / "manifest.json").unlink()
@@ -83,9 +85,9 @@ def test_a_step_of_a_run_is_known_by_the_manifest_above_its_policy(converted: Pa
     assert model_folder(str(tmp_path / "latest")) == tmp_path / "latest" / "policy"
     flip(step / "policy" / "model.safetensors")
     for path in (step, step / "policy", tmp_path / "latest"):
-        assert "policy/model.safetensors does not match its SHA-256" in refused(path)
+        assert "policy/model.safetensors does not match its checksum" in refused(path)
         assert "elsewhere and use that" in refused(path)
-    with pytest.raises(CheckpointError, match="does not match its SHA-256"):
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
         convert_checkpoint(step, tmp_path / "out")
 
 
@@ -103,6 +105,36 @@ def test_large_weights_are_hashed_where_it_is_asked_and_by_every_conversion(
     flip(model / "model.safetensors")
     flip(model / "tokenizer.json")
     assert "tokenizer.json does not match" in refused(model)
+
+
+def test_weights_have_a_fast_checksum_small_files_sha256_and_either_is_compared(model: Path):
+    manifest = json.loads((model / "manifest.json").read_text())
+    weights, config = model / "model.safetensors", model / "config.json"
+    assert manifest["files"][weights.name] == {
+        "bytes": weights.stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest(weights.read_bytes())
+    }  # fmt: skip
+    assert manifest["files"][config.name]["sha256"] == hashlib.sha256(config.read_bytes()).hexdigest()
+    # As slimectl 0.1 wrote it.
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    manifest["files"][weights.name] = {"bytes": weights.stat().st_size, "sha256": digest}
+    (model / "manifest.json").write_text(json.dumps(manifest))
+    assert check_integrity(model, full=True)
+    flip(weights)
+    assert "model.safetensors does not match its checksum" in refused(model)
+
+
+def test_a_large_file_of_a_folder_has_the_fast_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(integrity, "SMALL_BYTES", 3)
+
+    def fill(staged: Path) -> None:
+        for name in ("abc", "abcd"):
+            (staged / name).write_text(name)
+
+    write_folder(tmp_path / "step", fill)
+    files = json.loads((tmp_path / "step" / "manifest.json").read_text())["files"]
+    assert files["abc"] == {"bytes": 3, "sha256": hashlib.sha256(b"abc").hexdigest()}
+    assert files["abcd"] == {"bytes": 4, "xxh3_128": xxhash.xxh3_128_hexdigest(b"abcd")}
+    assert integrity_error(tmp_path / "step") is None
 
 
 def test_a_conversion_says_that_its_source_matched_only_where_there_was_a_manifest(model: Path, tmp_path: Path):

@@ -22,7 +22,7 @@ def test_a_written_folder_is_whole_and_a_changed_byte_is_seen(tmp_path: Path):
     write_folder(tmp_path / "step", fill)
     assert integrity_error(tmp_path / "step") is None
     (tmp_path / "step" / "policy" / "weights").write_bytes(b"1235")
-    assert "SHA-256" in str(integrity_error(tmp_path / "step"))
+    assert "checksum" in str(integrity_error(tmp_path / "step"))
     (tmp_path / "step" / "policy" / "weights").write_bytes(b"123")
     assert integrity_error(tmp_path / "step") == "policy/weights has 3 bytes, not 4"
     (tmp_path / "step" / "policy" / "weights").unlink()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import sys
 import zipfile
 from math import prod
 from typing import IO, Any, BinaryIO, cast
@@ -17,7 +18,14 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.torch_dist.pickle_tree import Construction, Persistent, UnsafePickleError, parse_pickle
+from slimectl.checkpoints.safetensors_io import TensorMemory
+from slimectl.checkpoints.torch_dist.pickle_tree import (
+    Construction,
+    Persistent,
+    Reference,
+    UnsafePickleError,
+    parse_pickle,
+)
 
 MAX_DIRECTORY_BYTES = 64 * 1024
 """torch.save writes about 600 bytes of directory for a tensor."""
@@ -27,6 +35,11 @@ _STORAGES = (
     "DoubleStorage", "FloatStorage", "HalfStorage", "BFloat16Storage", "LongStorage", "IntStorage", "ShortStorage",
     "CharStorage", "ByteStorage", "BoolStorage", "UntypedStorage", "Float8_e4m3fnStorage", "Float8_e5m2Storage",
 )  # fmt: skip
+_STORAGE = {
+    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
+}  # fmt: skip
+"""Names of the storages of numbers that models have most."""
 _DTYPES = ("float8_e4m3fn", "float8_e5m2")
 TENSOR_NAMES = frozenset({
     ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), ("collections", "OrderedDict"),
@@ -68,12 +81,25 @@ class FileRange(io.RawIOBase):
         return int(count)
 
 
-def load_tensor(file: BinaryIO, start: int, length: int, *, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Load the tensor of an archive inside a file. Raises ValueError for any other content, shape or dtype."""
+def load_tensor(
+    file: BinaryIO,
+    start: int,
+    length: int,
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    memory: TensorMemory | None = None,
+) -> Tensor:
+    """Load the tensor of an archive inside a file, into `memory` if it is given.
+
+    Raises ValueError for any other content, shape or dtype.
+    """
     if prod(shape) * dtype.itemsize > length:
         raise ValueError(f"{length} bytes for a tensor {list(shape)} of {dtype}")
     view = FileRange(file, start, length)
-    check_archive(view, length)
+    data_start = check_archive(view, length, shape=shape, dtype=dtype)
+    if data_start is not None:
+        return (memory or TensorMemory()).read(file, start + data_start, shape, dtype)
     view.seek(0)
     values = torch.load(cast("IO[bytes]", view), map_location="cpu", weights_only=True)
     if not isinstance(values, Tensor) or values.layout != torch.strided or values.is_quantized:
@@ -86,15 +112,45 @@ def load_tensor(file: BinaryIO, start: int, length: int, *, shape: tuple[int, ..
     return values
 
 
-def check_archive(view: FileRange, length: int) -> None:
-    """Raises ValueError (or what zipfile raises) unless this is a plain tensor's archive."""
+def check_archive(view: FileRange, length: int, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+    """Return where the numbers of a contiguous tensor of that form begin; None for one that torch has to rebuild.
+
+    Raises ValueError (or what zipfile raises) unless this is a plain tensor's archive.
+    """
     with _open_archive(view, length) as archive:
-        pickles = [entry for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        pickles = [entry for name, entry in entries.items() if name.endswith("data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
             raise ValueError("no pickle of a tensor")
+        for entry in entries.values():  # torch.save writes 0 where it was told to leave checksums out
+            entry.CRC = None  # type: ignore[assignment]
         tree = parse_pickle(archive.read(pickles[0]), allowed=TENSOR_NAMES, persistent=True)
-    if not _is_tensor(tree):
-        raise UnsafePickleError("something else where a tensor belongs")
+        if not _is_tensor(tree):
+            raise UnsafePickleError("something else where a tensor belongs")
+        folder, storage = pickles[0].filename.removesuffix("data.pkl"), _whole_storage(tree, shape, dtype)
+        order, data = entries.get(f"{folder}byteorder"), entries.get(f"{folder}data/{storage}")
+        if storage is None or data is None or data.file_size != prod(shape) * dtype.itemsize:
+            return None
+        if order is None or order.file_size > len("little") or archive.read(order).decode() != sys.byteorder:
+            return None
+    header = struct.Struct("<4s5H3L2H")
+    view.seek(data.header_offset)
+    signature, *_, name_bytes, extra_bytes = header.unpack(view.read(header.size))
+    start: int = data.header_offset + header.size + name_bytes + extra_bytes
+    return start if signature == b"PK\3\4" and start + data.file_size <= length else None
+
+
+def _whole_storage(tree: Construction, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """Return the name of the storage that a contiguous tensor of that form fills; None for any other tensor."""
+    if tree.reference.name != "_rebuild_tensor_v2":
+        return None
+    persistent, offset, size, stride = tree.arguments[:4]
+    match persistent.name:
+        case ("storage", Reference(module="torch", name=kind), str(name), _, _):
+            strides = torch.empty(shape, device="meta").stride()
+            is_whole = (kind, offset, size, stride) == (_STORAGE.get(dtype), 0, shape, strides)
+            return name if is_whole else None
+    return None
 
 
 def check_stored(view: FileRange, length: int) -> None:

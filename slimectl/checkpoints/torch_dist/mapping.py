@@ -15,7 +15,7 @@ from slimectl.architectures.config import read_config
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.torch_dist_keys import KeyStyle, ShardKey
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.checkpoints.safetensors_io import TensorSpec
+from slimectl.checkpoints.safetensors_io import TensorMemory, TensorSpec
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk
@@ -35,9 +35,9 @@ class TorchDistWeights:
     One Megatron parameter is in memory at a time. Raises CheckpointError for missing, extra and misshapen tensors.
     """
 
-    def __init__(self, folder: Path, model: Model) -> None:
+    def __init__(self, folder: Path, model: Model, memory: TensorMemory | None = None) -> None:
         self._model = model
-        self._reader = TorchDistReader(folder)
+        self._reader = TorchDistReader(folder, memory)
         self._last: tuple[ParamMapping | None, dict[str, Tensor]] = (None, {})
 
     @cached_property

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimectl.checkpoints.safetensors_io import TensorMemory
 from slimectl.checkpoints.torch_dist.archive import load_tensor
 from slimectl.checkpoints.torch_dist.metadata import newest, read_metadata
 from slimectl.errors import CheckpointError
@@ -23,8 +24,8 @@ Ints = tuple[int, ...]
 class TorchDistReader:
     """Reads without Megatron or a process group, one chunk at a time, independent of the layout that wrote it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = newest(folder)
+    def __init__(self, folder: Path, memory: TensorMemory | None = None) -> None:
+        self.folder, self._memory = newest(folder), memory
         self._last: tuple[Any, Tensor] | None = None
 
     @cached_property
@@ -103,7 +104,8 @@ class TorchDistReader:
                 size = os.fstat(file.fileno()).st_size
                 if size < location.offset + location.length:
                     raise ValueError(f"{size} bytes, {key} ends at {location.offset + location.length}: cut short")
-                return load_tensor(file, location.offset, location.length, shape=shape, dtype=dtype)
+                form: dict[str, Any] = {"shape": shape, "dtype": dtype, "memory": self._memory}
+                return load_tensor(file, location.offset, location.length, **form)
         except CheckpointError:
             raise
         except Exception as error:

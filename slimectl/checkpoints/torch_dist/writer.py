@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,9 +14,13 @@ from torch import Tensor
 
 from slimectl.checkpoints.resumable_write import HashedFile, file_bytes, grouped, one_ahead, write_parts
 from slimectl.checkpoints.torch_dist.metadata import write_metadata
+from slimectl.data.hashing import Digest
 
 COMMON_STATE = {"checkpoint_version": 3.0, "iteration": 0}
 """Content of common.pt that Megatron-LM requires for an untrained model."""
+
+ALIGNMENT = 64
+"""Bytes of which every archive begins at a multiple, as its numbers do within it: they can be read where they lie."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ class Chunk:
 
 def write_torch_dist(
     folder: Path, chunks: Sequence[Chunk], *, max_file_bytes: int | None = None, objects: Sequence[str] = ()
-) -> dict[str, str]:
-    """Write all chunks and their metadata; returns the SHA-256 of the .distcp files.
+) -> dict[str, Digest]:
+    """Write all chunks and their metadata; returns the digests of the .distcp files.
 
     `objects` are keys of objects that are not tensors and that mcore requires; None is stored. Two chunks are in memory
     at a time. Files have at most `max_file_bytes`; complete ones of an interrupted call are kept.
@@ -53,7 +58,8 @@ def write_torch_dist(
     def write(i: int, file: HashedFile) -> list[tuple[int, int]]:
         return _write_file(file, groups[i]) if i < len(groups) else _write_empty_object(file)
 
-    locations, hashes = write_parts(folder, names, write)
+    with _without_crc32():
+        locations, hashes = write_parts(folder, names, write)
     located_chunks = [
         (chunk, name, *location)
         for group, name, file in zip(groups, names, locations, strict=False)
@@ -66,10 +72,22 @@ def write_torch_dist(
     return hashes
 
 
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Let torch.save leave out its checksums, which no reader of torch looks at: they cost as much as the writing."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 def _write_file(file: HashedFile, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
     """Write the chunks; returns offset and length of each archive."""
     locations = []
     for chunk, loaded in zip(chunks, one_ahead(chunk.load for chunk in chunks), strict=True):
+        file.write(bytes(-file.tell() % ALIGNMENT))
         start = file.tell()
         tensor = loaded.reshape(chunk.sizes)
         assert tensor.dtype == chunk.dtype, chunk.key
