@@ -32,6 +32,7 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/engines/server/test_serve_limits.py": (PROCESSES, SLOW),
     "tests/engines/sglang/test_hidden_keys.py": (PROCESSES,),
     "tests/engines/sglang/test_sglang_args.py": (PROCESSES, SGLANG, SLOW),
+    "tests/engines/sglang/test_sglang_disaggregation.py": (PROCESSES, SGLANG, SLOW),
     "tests/engines/sglang/test_sglang_client.py::test_another_model": (SLOW,),
     "tests/engines/sglang/test_sglang_groups.py::test_a_role_becomes_flags": (PROCESSES, SGLANG, SLOW),
     "tests/engines/supervisor/": (PROCESSES,),

@@ -70,6 +70,17 @@ class SglangBackend(InstalledBackend):
             args=self.server_args(settings),
         )
 
+    def check(self, settings: Settings) -> None:
+        super().check(settings)
+        if settings.cluster.executor == "local":
+            from slimectl.engines.sglang.disaggregation import check_transfer
+
+            specs = self.specs(settings, Path("model"))
+            python = self.installed().interpreter(settings.sglang.python)
+            check_transfer(
+                specs[0].args, python, device=device(settings.engine.device), roles=[spec.role for spec in specs]
+            )
+
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
         from slimectl.engines.http.request import NO_WEIGHTS
         from slimectl.engines.sglang.launch import sglang_server

@@ -201,6 +201,7 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
             "sglang.server_groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine "
             "itself"
         )
+    yield from _disaggregation_contradictions(settings)
     if engine.router not in ("auto", "none") and not ENGINES.fact(engine.backend, "takes_router", True):
         yield (
             f"engine.router: {engine.router}: sglang-router does not forward to {engine.backend}; set engine.router = "
@@ -213,6 +214,22 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
         )
     if cluster.executor != "local" and "-" in settings.rollout.data:
         yield "rollout.data: - is stdin, which no actor can read; write the prompts to a file"
+
+
+def _disaggregation_contradictions(settings: Settings) -> Iterator[str]:
+    """Conflicts of prefill/decode disaggregation with other settings."""
+    prefills = any(group.get("role") == "prefill" for group in settings.sglang.server_groups)
+    if not (settings.sglang.prefill_num_servers or prefills):
+        return
+    if settings.engine.router == "none":
+        yield (
+            "engine.router: none, but sglang-router pairs the servers that prefill with those that decode; leave it out"
+        )
+    if settings.train.use_rollout_routing_replay:
+        yield (
+            "train.use_rollout_routing_replay and sglang.prefill_num_servers exclude each other: SGLang 0.5.21 hands "
+            "no experts of the prompt from prefill to decode; drop one"
+        )
 
 
 def _hook_conflicts(settings: Settings) -> Iterator[str]:

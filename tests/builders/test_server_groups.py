@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slimectl.builders.servers import _router_policy, _server, _specs
-from slimectl.errors import SettingsError
+from slimectl.engines.sglang.disaggregation import check_transfer
+from slimectl.errors import BackendError, SettingsError
 from slimectl.settings.layers import Layer
 from slimectl.settings.loading import resolve
 
@@ -33,10 +35,39 @@ def test_alike_servers_are_behind_a_router_that_knows_prefixes():
 def test_prefill_and_decode_are_servers_of_their_own():
     settings = given(engine={"backend": "sglang", "num_engines": 3}, sglang={"prefill_num_servers": 1})
     specs = _specs(settings, MODEL)
-    assert [(spec.name, spec.role, spec.bootstrap_port) for spec in specs] == [
-        ("prefill-0", "prefill", 8998), ("decode-0", "decode", None), ("decode-1", "decode", None)
-    ]  # fmt: skip
+    roles = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]
+    assert [(spec.name, spec.role) for spec in specs] == roles
     assert _router_policy(settings) == "cache_aware"
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"engine": {"backend": "sglang", "num_engines": 2, "router": "none"}}, "engine.router: none, but"),
+        (
+            {"engine": {"backend": "sglang", "num_engines": 2}, "train": {"use_rollout_routing_replay": True}},
+            "train.use_rollout_routing_replay and sglang.prefill_num_servers exclude",
+        ),
+    ],
+)
+def test_what_prefill_and_decode_cannot_do_is_refused(others: dict[str, Any], words: str):
+    with pytest.raises(SettingsError, match=words):
+        given(sglang={"prefill_num_servers": 1}, **others)
+
+
+def test_a_missing_library_that_hands_over_the_cache_is_named_before_anything_starts():
+    with pytest.raises(BackendError) as refused:
+        check_transfer({"disaggregation_transfer_backend": "mori"}, sys.executable, device="cpu", roles=["prefill"])
+    assert str(refused.value) == (
+        f"sglang.args.disaggregation_transfer_backend: mori: {sys.executable} cannot import mori.io "
+        f"(ModuleNotFoundError: No module named 'mori'); run: {sys.executable} -m pip install --no-deps mori"
+    )
+    check_transfer({}, sys.executable, device="cpu", roles=["regular"])
+
+
+def test_no_router_can_be_asked_for():
+    settings = given(engine={"backend": "sglang", "num_engines": 3, "router": "none"})
+    assert _router_policy(settings) is None
 
 
 def test_a_judge_keeps_its_weights_and_needs_no_router():

@@ -12,6 +12,7 @@ from typing import Any
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
+from slimectl.engines.sglang.disaggregation import bootstrap_flags, role_flags
 from slimectl.engines.supervisor.installed import InstalledServer, installed_version
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
@@ -92,7 +93,6 @@ def sglang_server(
     max_context: int | None = None,
     weight_version: str = NO_WEIGHTS,
     role: str | None = None,
-    bootstrap_port: int | None = None,
     name: str = "sglang",
     env: Mapping[str, str] | None = None,
     host: str | None = "127.0.0.1",
@@ -112,8 +112,7 @@ def sglang_server(
         f"--weight-version={weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
         f"--context-length={(max_context or _context(model)) + SLACK}",
         *([] if "stream_interval" in options else [f"--stream-interval={STREAM_INTERVAL}"]),
-        *([f"--disaggregation-mode={role}"] if role else []),
-        *([f"--disaggregation-bootstrap-port={bootstrap_port}"] if bootstrap_port else []),
+        *role_flags(role, options, device=device),
         *([flag for field, flag in ON_CPU.items() if field not in options] if device == "cpu" else []),
         *flags({field: value for field, value in options.items() if not is_secret_name(field)}, interpreter_path),
     ]  # fmt: skip
@@ -125,7 +124,7 @@ def sglang_server(
         if tensor_parallel > 1:  # SGLang requires a NUMA node per rank, unless cores are set; without sgl-kernel, any
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * tensor_parallel)
     return ServerProcess(
-        partial(_script_command, interpreter_path, "launch_server.py", arguments),
+        partial(_server_command, interpreter_path, arguments, role), ports=2 if role == "prefill" else 1,
         name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
         leaves=LEAVES, own_tmp=True,  # SGLang creates sockets there and never removes them
     )  # fmt: skip
@@ -164,6 +163,10 @@ def router_server(
 def _context(model: Path) -> int:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return int(config.get("text_config", config)["max_position_embeddings"])
+
+
+def _server_command(python: str, arguments: Sequence[str], role: str | None, host: str, port: int) -> list[str]:
+    return _script_command(python, "launch_server.py", [*arguments, *bootstrap_flags(role, port)], host, port)
 
 
 def _script_command(python: str, script: str, arguments: Sequence[str], host: str, port: int) -> list[str]:

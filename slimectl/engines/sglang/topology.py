@@ -4,49 +4,43 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slimectl.engines.sglang.disaggregation import ROLES
 from slimectl.errors import SettingsError
-
-ROLES = ("regular", "prefill", "decode")
-FIRST_BOOTSTRAP_PORT = 8998
-"""Bootstrap port of the first prefill server (SGLang's default); the next ones count up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
     """Specification of one server to start.
 
-    >>> ServerSpec(name="prefill-0", model=Path("m"), role="prefill", bootstrap_port=8998).router_kind()
-    {'worker_type': 'prefill', 'bootstrap_port': 8998}
+    >>> ServerSpec(name="prefill-0", model=Path("m"), role="prefill").router_kind()
+    {'worker_type': 'prefill'}
     """
 
     name: str
     model: Path
     tensor_parallel: int = 1
     role: str = "regular"
-    bootstrap_port: int | None = None
     gets_weights: bool = True
     """Whether the trained weights are pushed there: a judge or a teacher keeps its own."""
 
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of recipes.sglang_server."""
+        """Return the keyword arguments of launch.sglang_server."""
         return {
             "name": self.name,
             "tensor_parallel": self.tensor_parallel,
             "role": None if self.role == "regular" else self.role,
-            "bootstrap_port": self.bootstrap_port,
             "args": dict(self.args),
         }
 
     def router_kind(self) -> dict[str, Any]:
         """Return the options of a registration with the router, besides the address."""
-        kind: dict[str, Any] = {} if self.role == "regular" else {"worker_type": self.role}
-        return kind if self.bootstrap_port is None else kind | {"bootstrap_port": self.bootstrap_port}
+        return {} if self.role == "regular" else {"worker_type": self.role}
 
 
 GROUP_KEYS = {"name", "model", "num_engines", "num_gpus_per_engine", "role", "args"}
@@ -77,7 +71,7 @@ def groups_of(
         raise SettingsError(
             f"sglang.server_groups: {' and '.join(sorted(roles))} alone do no work; give prefill and decode, or neither"
         )
-    return [_with_port(spec, FIRST_BOOTSTRAP_PORT + i) for i, spec in enumerate(specs)]
+    return specs
 
 
 def _default_groups(num_engines: int, prefill: int) -> list[Mapping[str, Any]]:
@@ -121,9 +115,3 @@ def _count(group: Mapping[str, Any], name: str, key: str, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SettingsError(f"sglang.server_groups: {name}: {key}: {value!r} is not a number of at least 1")
     return value
-
-
-def _with_port(spec: ServerSpec, port: int) -> ServerSpec:
-    if spec.role != "prefill":
-        return spec
-    return replace(spec, bootstrap_port=port)
