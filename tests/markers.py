@@ -32,6 +32,8 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/engines/server/test_serve_limits.py": (PROCESSES, SLOW),
     "tests/engines/sglang/test_hidden_keys.py": (PROCESSES,),
     "tests/engines/sglang/test_sglang_args.py": (PROCESSES, SGLANG, SLOW),
+    "tests/engines/sglang/test_sglang_groups.py::test_a_machine_of_an_engine": (PROCESSES, SGLANG, SLOW),
+    "tests/engines/sglang/test_sglang_nodes.py": (PROCESSES, SGLANG, SLOW),
     "tests/engines/sglang/test_sglang_disaggregation.py": (PROCESSES, SGLANG, SLOW),
     "tests/engines/sglang/test_sglang_client.py::test_another_model": (SLOW,),
     "tests/engines/sglang/test_sglang_groups.py::test_a_role_becomes_flags": (PROCESSES, SGLANG, SLOW),

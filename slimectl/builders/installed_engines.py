@@ -67,6 +67,7 @@ class SglangBackend(InstalledBackend):
             gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
             prefill_num_servers=settings.sglang.prefill_num_servers,
             server_groups=settings.sglang.server_groups,
+            gpus_per_node=settings.cluster.num_gpus_per_node,
             args=self.server_args(settings),
         )
 
@@ -92,6 +93,9 @@ class SglangBackend(InstalledBackend):
             **spec.options(),
             **server_options(settings, log),
         )
+
+    def meeting_flags(self, address: str) -> Sequence[str]:
+        return [f"--dist-init-addr={address}"]
 
     def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
         from slimectl.engines.sglang.api import SglangApi

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slimectl.builders.executors import placement
 from slimectl.builders.servers import _router_policy, _server, _specs
 from slimectl.engines.sglang.disaggregation import check_transfer
 from slimectl.errors import BackendError, SettingsError
@@ -63,6 +64,36 @@ def test_a_missing_library_that_hands_over_the_cache_is_named_before_anything_st
         f"(ModuleNotFoundError: No module named 'mori'); run: {sys.executable} -m pip install --no-deps mori"
     )
     check_transfer({}, sys.executable, device="cpu", roles=["regular"])
+
+
+TWO_MACHINES = {"rollout_num_gpus_per_engine": 2, "num_gpus_per_node": 1}
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"engine": {"backend": "vllm"}}, 'an engine of vllm lives on one; set engine.backend = "sglang", or lower it'),
+        ({}, 'set cluster.executor = "ray", or engine.device = "cpu" for processes of this one'),
+        (
+            {"cluster": TWO_MACHINES | {"executor": "ray"}, "sync": {"transport": "tensor"}},
+            "sync.transport: tensor reaches the trainer's own; give distributed, disk or delta",
+        ),
+    ],
+)
+def test_an_engine_over_machines_is_refused_where_it_cannot_be(others: dict[str, Any], words: str):
+    with pytest.raises(SettingsError) as refused:
+        given(**({"cluster": TWO_MACHINES} | others))
+    size = "cluster.rollout_num_gpus_per_engine: 2 takes 2 machines of cluster.num_gpus_per_node: 1"
+    assert size in str(refused.value)
+    assert words in str(refused.value)
+
+
+def test_an_engine_over_machines_has_a_part_on_each():
+    settings = given(cluster=TWO_MACHINES | {"executor": "ray"}, engine={"backend": "sglang", "num_engines": 2})
+    assert [part.name for spec in _specs(settings, MODEL) for part in spec.parts()] == [
+        "engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"
+    ]  # fmt: skip
+    assert (placement(settings).parts, placement(settings).gpus_per_part) == (4, 1)
 
 
 def test_no_router_can_be_asked_for():

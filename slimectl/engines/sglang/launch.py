@@ -14,6 +14,7 @@ from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.sglang.disaggregation import bootstrap_flags, role_flags
 from slimectl.engines.supervisor.installed import InstalledServer, installed_version
+from slimectl.engines.supervisor.node_group import interface_variables
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.redaction import is_secret_name
@@ -36,6 +37,7 @@ SGLANG = InstalledServer(
         "device": "engine.device",
         "context_length": "rollout.max_context_len",
         "weight_version": "the weights that are pushed",
+        **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "cluster.num_gpus_per_node"),
         "disaggregation_mode": "sglang.prefill_num_servers or sglang.server_groups",
     },
     help_command="python -m sglang.launch_server --help",
@@ -93,6 +95,8 @@ def sglang_server(
     max_context: int | None = None,
     weight_version: str = NO_WEIGHTS,
     role: str | None = None,
+    nodes: int = 1,
+    node: int = 0,
     name: str = "sglang",
     env: Mapping[str, str] | None = None,
     host: str | None = "127.0.0.1",
@@ -102,8 +106,10 @@ def sglang_server(
     """Build the process of an SGLang server for the model in a folder.
 
     `weight_version` names the weights in that folder; keep its default if others are pushed before sampling starts.
-    `role` is prefill or decode (disaggregation). Raises BackendError if `python` has no SGLang, SettingsError for
-    `args` that it rejects. Keys, and other secrets in `args`, are passed through its environment.
+    `role` is prefill or decode (disaggregation). Of a server over several machines it is the process of machine
+    `node`, which gets the address at which they meet when it starts (supervisor.node_group). Raises BackendError if
+    `python` has no SGLang, SettingsError for `args` that it rejects. Keys, and other secrets in `args`, are passed
+    through its environment.
     """
     interpreter_path = interpreter(python)
     options = dict(args or {})
@@ -112,6 +118,7 @@ def sglang_server(
         f"--weight-version={weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
         f"--context-length={(max_context or _context(model)) + SLACK}",
         *([] if "stream_interval" in options else [f"--stream-interval={STREAM_INTERVAL}"]),
+        *([f"--nnodes={nodes}", f"--node-rank={node}"] if nodes > 1 else []),
         *role_flags(role, options, device=device),
         *([flag for field, flag in ON_CPU.items() if field not in options] if device == "cpu" else []),
         *flags({field: value for field, value in options.items() if not is_secret_name(field)}, interpreter_path),
@@ -123,6 +130,8 @@ def sglang_server(
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if tensor_parallel > 1:  # SGLang requires a NUMA node per rank, unless cores are set; without sgl-kernel, any
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * tensor_parallel)
+    if nodes > 1:
+        environment |= interface_variables(host)
     return ServerProcess(
         partial(_server_command, interpreter_path, arguments, role), ports=2 if role == "prefill" else 1,
         name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from slimectl.engines.sglang.disaggregation import ROLES
 from slimectl.errors import SettingsError
+from slimectl.settings.cluster import nodes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,12 @@ class ServerSpec:
     model: Path
     tensor_parallel: int = 1
     role: str = "regular"
+    nodes: int = 1
+    """Machines, each with an equal part of the GPUs."""
+
+    node: int = 0
+    """Which of its machines this part of it is for."""
+
     gets_weights: bool = True
     """Whether the trained weights are pushed there: a judge or a teacher keeps its own."""
 
@@ -35,12 +42,21 @@ class ServerSpec:
             "name": self.name,
             "tensor_parallel": self.tensor_parallel,
             "role": None if self.role == "regular" else self.role,
+            "nodes": self.nodes,
+            "node": self.node,
             "args": dict(self.args),
         }
 
     def router_kind(self) -> dict[str, Any]:
         """Return the options of a registration with the router, besides the address."""
         return {} if self.role == "regular" else {"worker_type": self.role}
+
+    def parts(self) -> list[ServerSpec]:
+        """Return the part of every machine; the first one's name is the server's."""
+        return [
+            replace(self, node=node, name=f"{self.name}-node-{node}" if node else self.name)
+            for node in range(self.nodes)
+        ]
 
 
 GROUP_KEYS = {"name", "model", "num_engines", "num_gpus_per_engine", "role", "args"}
@@ -54,13 +70,15 @@ def groups_of(
     prefill_num_servers: int = 0,
     server_groups: Sequence[Mapping[str, Any]] = (),
     args: Mapping[str, Any] | None = None,
+    gpus_per_node: int | None = None,
 ) -> list[ServerSpec]:
     """Return the spec of every server, prefill servers first. `args` apply to all; those of a group take precedence.
 
-    Raises SettingsError for an unknown key of a group, or for prefill without decode and the reverse.
+    One with a multiple of `gpus_per_node` GPUs spans as many machines. Raises SettingsError for an unknown key of a
+    group, or for prefill without decode and the reverse.
     """
     configs = list(server_groups) or _default_groups(num_engines, prefill_num_servers)
-    specs = [spec for group in configs for spec in _specs_of(group, model, gpus_per_engine, args or {})]
+    specs = [spec for group in configs for spec in _specs_of(group, model, gpus_per_engine, args or {}, gpus_per_node)]
     specs.sort(key=lambda spec: spec.role != "prefill")
     roles = {spec.role for spec in specs if spec.gets_weights}
     if not roles:
@@ -89,7 +107,7 @@ def _default_groups(num_engines: int, prefill: int) -> list[Mapping[str, Any]]:
 
 
 def _specs_of(
-    group: Mapping[str, Any], model: Path, gpus_per_engine: int, args: Mapping[str, Any]
+    group: Mapping[str, Any], model: Path, gpus_per_engine: int, args: Mapping[str, Any], gpus_per_node: int | None
 ) -> Iterator[ServerSpec]:
     for key in group.keys() - GROUP_KEYS:
         near = difflib.get_close_matches(key, GROUP_KEYS, n=1)
@@ -99,11 +117,13 @@ def _specs_of(
     if role not in ROLES:
         raise SettingsError(f"sglang.server_groups: {name}: role {role!r} is not one of {', '.join(ROLES)}")
     group_model = Path(group["model"]) if group.get("model") else model
+    gpus = _count(group, name, "num_gpus_per_engine", gpus_per_engine)
     for i in range(_count(group, name, "num_engines", 1)):
         yield ServerSpec(
             name=f"{name}-{i}",
             model=group_model,
-            tensor_parallel=_count(group, name, "num_gpus_per_engine", gpus_per_engine),
+            tensor_parallel=gpus,
+            nodes=1 if gpus_per_node is None else nodes_of(gpus, gpus_per_node),
             role=role,
             gets_weights=group_model == model,
             args={**args, **(group.get("args") or {})},

@@ -113,15 +113,23 @@ class ServerProcess:
         self._log_start = 0
         self._should_run = False
 
-    def start(self) -> str:
-        """Start the server; returns its address once it is ready. Raises BackendError with its log's error line."""
+    def meeting_address(self) -> str:
+        """Return a free address of this machine at which the processes of one server may meet."""
+        host = self._host or own_address()
+        return f"[{host}]:{free_port(host)}" if ":" in host else f"{host}:{free_port(host)}"
+
+    def start(self, arguments: Sequence[str] = ()) -> str:
+        """Start the server; returns its address once it is ready. `arguments` are added to the command line.
+
+        Raises BackendError with its log's error line.
+        """
         self.stop()
         self._should_run = True
         host = self._host or own_address()
         started_at = time.monotonic()
         for attempt in range(PORTS_TRIED):
             port = free_port(host, self._preferred_port if attempt == 0 else None, ports=self._ports)
-            process = self._spawn(host, port)
+            process = self._spawn(host, port, arguments)
             if self._wait_until_ready(process, f"http://{host}:{port}", started_at + self._start_timeout_s):
                 if self._prepare is not None:
                     self._prepare(f"http://{host}:{port}")
@@ -177,12 +185,12 @@ class ServerProcess:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
-    def _spawn(self, host: str, port: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, host: str, port: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         env = os.environ | {"SLIMECTL_PARENT": str(os.getpid()), "SLIMECTL_LEAVES": ":".join(self._leaves)} | self._env
         if self._own_tmp:
             self._scratch = env["TMPDIR"] = tempfile.mkdtemp(prefix=OWN_TMP)
-        command = list(self._command(host, port))
+        command = [*self._command(host, port), *arguments]
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             try:
