@@ -82,6 +82,10 @@ class EngineBackend:
             f"engine.num_engines: {settings.engine.backend} has no servers, and only one lives in a process; give 1"
         )
 
+    def meeting_flags(self, address: str) -> Sequence[str]:
+        """Return the arguments that tell each process of a server over several machines where they meet."""
+        raise SettingsError("cluster.rollout_num_gpus_per_engine: these engines live on one machine; lower it")
+
     def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
         """Make the client that pushes weights to servers at these addresses."""
         from slimectl.engines.sglang.weight_client import SglangWorkers

@@ -33,6 +33,7 @@ def placement(settings: Settings) -> Placement:
         gpus_per_node=cluster.num_gpus_per_node,
         colocate=cluster.colocate,
         on_gpu=on_gpu,
+        nodes_per_engine=cluster.nodes_per_engine,
     )
 
 

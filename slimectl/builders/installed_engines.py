@@ -67,8 +67,20 @@ class SglangBackend(InstalledBackend):
             gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
             prefill_num_servers=settings.sglang.prefill_num_servers,
             server_groups=settings.sglang.server_groups,
+            gpus_per_node=settings.cluster.num_gpus_per_node,
             args=self.server_args(settings),
         )
+
+    def check(self, settings: Settings) -> None:
+        super().check(settings)
+        if settings.cluster.executor == "local":
+            from slimectl.engines.sglang.disaggregation import check_transfer
+
+            specs = self.specs(settings, Path("model"))
+            python = self.installed().interpreter(settings.sglang.python)
+            check_transfer(
+                specs[0].args, python, device=device(settings.engine.device), roles=[spec.role for spec in specs]
+            )
 
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
         from slimectl.engines.http.request import NO_WEIGHTS
@@ -81,6 +93,9 @@ class SglangBackend(InstalledBackend):
             **spec.options(),
             **server_options(settings, log),
         )
+
+    def meeting_flags(self, address: str) -> Sequence[str]:
+        return [f"--dist-init-addr={address}"]
 
     def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
         from slimectl.engines.sglang.api import SglangApi

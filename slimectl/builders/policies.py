@@ -199,7 +199,7 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
     """
     from slimectl.architectures.config import read_config
     from slimectl.planner.devices import device_peak, measured_peak
-    from slimectl.planner.flops import model_flops
+    from slimectl.planner.flops import image_flops, model_flops
     from slimectl.planner.plan import model_of
     from slimectl.stages.round_timer import ArithmeticRate, RoundTimer, on_ranks
 
@@ -207,7 +207,13 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
     if settings.algorithm.trained_output != "log_probs":
         return RoundTimer(log_memory=log_memory, progress=progress)
     try:
-        model = model_of(read_config(folder), lora_rank=train.lora_rank, lora_targets=train.lora_targets)
+        config = read_config(folder)
+        model = model_of(
+            config,
+            lora_rank=train.lora_rank,
+            lora_targets=train.lora_targets,
+            freeze_vision_tower=train.freeze_vision_tower,
+        )
     except SlimectlError:  # a family whose shapes are unknown
         return RoundTimer(log_memory=log_memory, progress=progress)
     peaks: list[float | None] = []
@@ -216,7 +222,12 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
     elif train.dtype != "float32" and device(train.device) == "cuda":
         peaks = on_ranks(policy, device_peak)
     measured = [peak for peak in peaks if peak is not None]
-    rate = ArithmeticRate(model_flops(model.all[0]), settings.cluster.ranks, min(measured) if measured else None)
+    rate = ArithmeticRate(
+        model_flops(model.all[0]),
+        settings.cluster.ranks,
+        min(measured) if measured else None,
+        image_flops(model.all[0], config.get("image_token_id", -1)),
+    )
     return RoundTimer(log_memory=log_memory, rate=rate, pack=_packer(settings, folder), progress=progress)
 
 

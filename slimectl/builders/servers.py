@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 
 def engine_gpus(settings: Settings) -> float:
-    """Return the number of GPUs of one engine."""
-    return float(settings.cluster.rollout_num_gpus_per_engine) if device(settings.engine.device) == "cuda" else 0.0
+    """Return the number of GPUs that an engine has on one machine."""
+    cluster = settings.cluster
+    gpus = cluster.rollout_num_gpus_per_engine / cluster.nodes_per_engine
+    return gpus if device(settings.engine.device) == "cuda" else 0.0
 
 
 def check_engine(settings: Settings) -> None:
@@ -78,12 +80,8 @@ def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Pat
     options, logs = settings.engine, folder / "logs"
     specs = [spec for spec in _specs(settings, served_model(settings, model)) if spec.gets_weights]
 
-    def make(i: int) -> Any:
-        recipe = partial(_server, settings, specs[i], log=logs / f"{specs[i].name}.log", waiting=waiting)
-        return executor.host(recipe, name=specs[i].name, gpus=engine_gpus(settings))
-
     return ServerPool(
-        make,
+        lambda i: _hosted(settings, specs[i], executor=executor, logs=logs, waiting=waiting),
         len(specs),
         router=_router(settings, logs),
         kinds=[spec.router_kind() | _router_key(settings) for spec in specs],
@@ -115,9 +113,7 @@ def auxiliary_servers(
             continue
 
         def make(i: int, specs: list[ServerSpec] = specs) -> Any:
-            log = folder / "logs" / f"{specs[i].name}.log"
-            recipe = partial(_server, settings, specs[i], log=log, waiting=False)
-            return executor.host(recipe, name=specs[i].name, gpus=engine_gpus(settings))
+            return _hosted(settings, specs[i], executor=executor, logs=folder / "logs", waiting=False)
 
         started.append(ServerPool(make, len(specs), max_restarts=settings.engine.max_restarts))
         try:
@@ -129,6 +125,21 @@ def auxiliary_servers(
         group["url"] = started[-1].urls
     sglang = settings.sglang.model_copy(update={"server_groups": groups})
     return started, settings.model_copy(update={"sglang": sglang})
+
+
+def _hosted(settings: Settings, spec: ServerSpec, *, executor: Executor, logs: Path, waiting: bool) -> Any:
+    """Return a server that the executor hosts: one process, or one on each of its machines."""
+    from slimectl.engines.supervisor.node_group import NodeGroup
+
+    processes = [
+        executor.host(
+            partial(_server, settings, part, log=logs / f"{part.name}.log", waiting=waiting),
+            name=part.name,
+            gpus=engine_gpus(settings),
+        )
+        for part in spec.parts()
+    ]
+    return processes[0] if spec.nodes == 1 else NodeGroup(processes, engine_backend(settings).meeting_flags)
 
 
 def _specs(settings: Settings, model: Path) -> list[ServerSpec]:

@@ -256,7 +256,7 @@ def _perf() -> list[Metric]:
         ),
         "perf/actor_train_tflops": (
             "TFLOP/s",
-            "Attained by a rank in actor_train_time; recomputation not counted",
+            "Attained by a rank in actor_train_time, in a vision tower too; recomputation not counted",
         ),
         "perf/log_probs_tflops": ("TFLOP/s", "The same in log_probs_time"),
         "perf/mfu": ("", "perf/actor_train_tflops over the device's peak: of its data sheet, or track.measure_peak"),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pickle
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SlimectlError
 from slimectl.protocols import RankPipe, Serve
+from slimectl.transport.listening import interface
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 LOCALHOST = "127.0.0.1"
-SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of an interface."""
 
 
 @dataclass(frozen=True)
@@ -139,19 +136,6 @@ def host_store(host: str) -> TCPStore:
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, use_libuv=True, master_listen_fd=listener.detach()
     )
-
-
-def interface(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None where the system cannot be asked (not Linux)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    return name
-    return None
 
 
 def picklable_error(error: BaseException, source: str) -> BaseException:

@@ -6,7 +6,7 @@ table · S tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from slimectl.architectures.config import Architecture
@@ -107,6 +107,27 @@ class ModelFlops:
 
     forward: SequenceFlops
     training: SequenceFlops
+
+
+@dataclass(frozen=True)
+class ImageFlops:
+    """FLOPs of the vision tower by the tokens of an image, of which each is `token` in a sequence."""
+
+    token: int
+    forward: Callable[[int], float]
+    training: Callable[[int], float]
+
+
+def image_flops(model: ResidentModel, token: int) -> ImageFlops | None:
+    """Return the FLOPs of images in the passes of a policy; None for one without a vision tower."""
+    tower = model.tower
+    if tower is None:
+        return None
+
+    def passes(trained: bool) -> Callable[[int], float]:
+        return lambda tokens: tower.image_flops(tokens, trained=trained).value
+
+    return ImageFlops(token, passes(False), passes(model.trains_tower))
 
 
 def model_flops(model: ResidentModel) -> ModelFlops:

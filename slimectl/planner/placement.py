@@ -44,6 +44,17 @@ class Placement:
     gpus_per_node: int = 8
     colocate: bool = False
     on_gpu: bool = True
+    nodes_per_engine: int = 1
+    """Machines of one engine; of several it takes all GPUs."""
+
+    @property
+    def parts(self) -> int:
+        """Number of engines' parts: an engine has a part on each of its machines."""
+        return self.engines * self.nodes_per_engine
+
+    @property
+    def gpus_per_part(self) -> int:
+        return self.gpus_per_engine // self.nodes_per_engine
 
     @property
     def ranks(self) -> int:
@@ -74,6 +85,11 @@ class Placement:
         """Return the bundle indices of an engine."""
         return [index for index, bundle in enumerate(self.bundles) if bundle.engine == engine]
 
+    def of_part(self, part: int) -> list[int]:
+        """Return the bundle indices of a part, counted over all engines."""
+        engine, node = divmod(part, self.nodes_per_engine)
+        return self.of_engine(engine)[node * self.gpus_per_part : (node + 1) * self.gpus_per_part]
+
     def problems(self) -> Iterator[str]:
         """Yield why the placement is invalid, a line each, with the setting to change and the nearest valid sizes."""
         if not self.on_gpu:
@@ -84,31 +100,35 @@ class Placement:
                 f"cluster.actor_num_gpus_per_node: {actor} x cluster.actor_num_nodes: {self.actor_nodes} do not fill"
                 f" machines of {machine} GPUs (cluster.num_gpus_per_node) one after the other; {self._suggest_actors()}"
             )
-        if self.engines and engine_gpus > machine:
+        if self.engines and self.gpus_per_part > machine:
+            whole = nearest_valid(engine_gpus, range(machine, 2 * engine_gpus + 1), lambda size: size % machine == 0)
             yield (
-                f"cluster.rollout_num_gpus_per_engine: {engine_gpus}, but a machine has {machine} GPUs, and an"
-                f" engine lives on one; give {machine} or raise cluster.num_gpus_per_node"
+                f"cluster.rollout_num_gpus_per_engine: {engine_gpus}, but a machine has {machine} GPUs"
+                f" (cluster.num_gpus_per_node), and a larger engine takes whole ones; give"
+                f" {' or '.join(map(str, whole))}"
             )
-        elif spanning := self._first_spanning_engine(self.ranks, engine_gpus):
+        elif spanning := self._first_spanning_part(self.ranks, self.gpus_per_part):
             legal = nearest_valid(
-                engine_gpus, range(1, machine + 1), lambda size: not self._first_spanning_engine(self.ranks, size)
+                engine_gpus, range(1, machine + 1), lambda size: not self._first_spanning_part(self.ranks, size)
             )
+            pieces = "two" if self.nodes_per_engine == 1 else str(1 + self.nodes_per_engine)
             yield (
-                f"cluster.rollout_num_gpus_per_engine: {engine_gpus} cuts engine {spanning - 1} in two machines of"
-                f" {machine} GPUs; give {' or '.join(map(str, legal))}{self._suggest_ranks()}"
+                f"cluster.rollout_num_gpus_per_engine: {engine_gpus} cuts engine"
+                f" {(spanning - 1) // self.nodes_per_engine} in {pieces} machines of {machine} GPUs;"
+                f" give {' or '.join(map(str, legal))}{self._suggest_ranks()}"
             )
 
     @property
     def _first_engine(self) -> int:
         return 0 if self.colocate else self.ranks
 
-    def _first_spanning_engine(self, ranks: int, engine_gpus: int) -> int:
-        """Return the first engine that would span two machines, counted from 1; 0 if none would."""
+    def _first_spanning_part(self, ranks: int, part_gpus: int) -> int:
+        """Return the first part of an engine that would span two machines, counted from 1; 0 if none would."""
         offset, machine = 0 if self.colocate else ranks, self.gpus_per_node
-        for engine in range(self.engines):
-            first_gpu = offset + engine * engine_gpus
-            if first_gpu // machine != (first_gpu + engine_gpus - 1) // machine:
-                return engine + 1
+        for part in range(self.parts):
+            first_gpu = offset + part * part_gpus
+            if first_gpu // machine != (first_gpu + part_gpus - 1) // machine:
+                return part + 1
         return 0
 
     def _suggest_actors(self) -> str:
@@ -124,7 +144,7 @@ class Placement:
         sizes = nearest_valid(
             self.ranks,
             range(1, self.gpus_per_node + 1),
-            lambda n: not self._first_spanning_engine(n, self.gpus_per_engine),
+            lambda n: not self._first_spanning_part(n, self.gpus_per_part),
         )
         return f", or train on {' or '.join(map(str, sizes))}" if sizes else ""
 

@@ -115,7 +115,7 @@ ENGINES = Registry(
     "slimectl.engines",
     {
         "embedded": Part("slimectl.builders.engines:EmbeddedBackend", in_process=True),
-        "sglang": Part("slimectl.builders.installed_engines:SglangBackend", in_process=False),
+        "sglang": Part("slimectl.builders.installed_engines:SglangBackend", in_process=False, spans_machines=True),
         "vllm": Part("slimectl.builders.installed_engines:VllmBackend", in_process=False, takes_router=False),
     },
 )

@@ -180,6 +180,7 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
             f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}, but an {engine.backend} engine lives on one "
             f'device; set engine.backend = "sglang" or "vllm", or give 1'
         )
+    yield from _engines_over_machines(settings)
     if engine.url and settings.num_engines > 1:
         yield "engine.url and engine.num_engines exclude each other: those servers run already; give one of them"
     if settings.uses_servers and sync.transport == "in_process":
@@ -201,6 +202,7 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
             "sglang.server_groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine "
             "itself"
         )
+    yield from _disaggregation_contradictions(settings)
     if engine.router not in ("auto", "none") and not ENGINES.fact(engine.backend, "takes_router", True):
         yield (
             f"engine.router: {engine.router}: sglang-router does not forward to {engine.backend}; set engine.router = "
@@ -213,6 +215,39 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
         )
     if cluster.executor != "local" and "-" in settings.rollout.data:
         yield "rollout.data: - is stdin, which no actor can read; write the prompts to a file"
+
+
+def _engines_over_machines(settings: Settings) -> Iterator[str]:
+    """Conflicts of engines that span several machines with other settings."""
+    engine, cluster = settings.engine, settings.cluster
+    if cluster.nodes_per_engine == 1 or not settings.uses_servers or engine.url:
+        return
+    size = (
+        f"cluster.rollout_num_gpus_per_engine: {cluster.rollout_num_gpus_per_engine} takes {cluster.nodes_per_engine} "
+        f"machines of cluster.num_gpus_per_node: {cluster.num_gpus_per_node}"
+    )
+    if not ENGINES.fact(engine.backend, "spans_machines", False):
+        yield f'{size}, and an engine of {engine.backend} lives on one; set engine.backend = "sglang", or lower it'
+    if cluster.executor == "local" and engine.device != "cpu":
+        yield f'{size}; set cluster.executor = "ray", or engine.device = "cpu" for processes of this one'
+    if settings.sync.transport == "tensor":
+        yield f"{size}, and sync.transport: tensor reaches the trainer's own; give distributed, disk or delta"
+
+
+def _disaggregation_contradictions(settings: Settings) -> Iterator[str]:
+    """Conflicts of prefill/decode disaggregation with other settings."""
+    prefills = any(group.get("role") == "prefill" for group in settings.sglang.server_groups)
+    if not (settings.sglang.prefill_num_servers or prefills):
+        return
+    if settings.engine.router == "none":
+        yield (
+            "engine.router: none, but sglang-router pairs the servers that prefill with those that decode; leave it out"
+        )
+    if settings.train.use_rollout_routing_replay:
+        yield (
+            "train.use_rollout_routing_replay and sglang.prefill_num_servers exclude each other: SGLang 0.5.21 hands "
+            "no experts of the prompt from prefill to decode; drop one"
+        )
 
 
 def _hook_conflicts(settings: Settings) -> Iterator[str]:

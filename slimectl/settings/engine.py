@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from slimectl.registry import ENGINES
 from slimectl.settings.base import PositiveInt, Section, Texts, registered_in
@@ -85,6 +85,12 @@ class EngineSettings(Section):
 
     max_restarts: Annotated[int, Field(ge=0)] = 10
     """Restarts of servers in a run; one more death ends it."""
+
+    @field_validator("router", mode="before")
+    @classmethod
+    def _read_none(cls, value: object) -> object:
+        """Return "none" for None: the loader reads the word as no value, which a router cannot have."""
+        return "none" if value is None else value
 
 
 class SglangSettings(Section):

@@ -17,7 +17,7 @@ from slimectl.types import Metrics, TrainingSample
 if TYPE_CHECKING:
     from slimectl.algorithms.packing import Pack
     from slimectl.algorithms.prefix_trie import PrefixTrie
-    from slimectl.planner.flops import ModelFlops, SequenceFlops
+    from slimectl.planner.flops import ImageFlops, ModelFlops, SequenceFlops
 
 Item = TypeVar("Item")
 Clock = Callable[[], float]
@@ -30,11 +30,15 @@ END = object()
 
 @dataclass(frozen=True)
 class ArithmeticRate:
-    """FLOPs of the policy by sequence, the number of ranks that share them, and the peak FLOP/s of a rank if known."""
+    """FLOPs of the policy by sequence, the number of ranks that share them, and the peak FLOP/s of a rank if known.
+
+    `images` are the FLOPs of images in a vision tower.
+    """
 
     flops: ModelFlops
     ranks: int = 1
     peak: float | None = None
+    images: ImageFlops | None = None
 
 
 class RoundTimer:
@@ -117,11 +121,16 @@ class RoundTimer:
         self._tokens["all"] += sum(sum(trie.lengths) for trie in tries)
         if self.rate is not None:
             self._flops["actor_train"] += _flops(tries, self.rate.flops.training)
+            if (images := self.rate.images) is not None:
+                self._flops["actor_train"] += sum(map(images.training, _image_sizes(tries, rows, images.token)))
 
     def count_log_probs(self, rows: Sequence[TrainingSample]) -> None:
         """Count the FLOPs of a forward pass over rows."""
         if self.rate is not None:
-            self._flops["log_probs"] += _flops(self._tries(rows), self.rate.flops.forward)
+            tries = self._tries(rows)
+            self._flops["log_probs"] += _flops(tries, self.rate.flops.forward)
+            if (images := self.rate.images) is not None:
+                self._flops["log_probs"] += sum(map(images.forward, _image_sizes(tries, rows, images.token)))
 
     def _tries(self, rows: Sequence[TrainingSample]) -> list[PrefixTrie]:
         from slimectl.algorithms.prefix_trie import build_tries
@@ -200,6 +209,24 @@ def _flops(tries: Iterable[PrefixTrie], cost: SequenceFlops) -> float:
     return sum(
         cost(length) - cost(shared) for trie in tries for length, shared in zip(trie.lengths, trie.shared, strict=True)
     )
+
+
+def _image_sizes(tries: Iterable[PrefixTrie], rows: Sequence[TrainingSample], token: int) -> Iterator[int]:
+    """Yield the tokens of every image that tries compute: one that a row shares with the row before stands once.
+
+    Images are runs of their token in the prompt; neighbours without another token between count as one.
+    """
+    for trie in tries:
+        for i, shared in zip(trie.rows, trie.shared, strict=True):
+            size = 0
+            prompt = rows[i].tokens[: rows[i].prompt_length] if rows[i].images else []
+            for place, of_prompt in enumerate([*prompt, None]):
+                if of_prompt == token:
+                    size += 1
+                    continue
+                if size and place - size >= shared:
+                    yield size
+                size = 0
 
 
 def on_ranks(model: Any, function: Callable[..., Item], *arguments: Any) -> list[Item]:

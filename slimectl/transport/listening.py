@@ -1,14 +1,20 @@
-"""Listening sockets of servers."""
+"""Listening sockets of servers, and interfaces of this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import socket
+import struct
+import sys
 
 from slimectl.errors import BackendError, SettingsError
 
 BACKLOG = 4096
+SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface."""
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -29,3 +35,16 @@ def bound(host: str, port: int) -> socket.socket:
 def _free_port(host: str) -> int:
     with bound(host, 0) as probe:
         return int(probe.getsockname()[1])
+
+
+def interface(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address; None where the system cannot be asked (not Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return None

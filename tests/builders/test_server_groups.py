@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slimectl.builders.executors import placement
 from slimectl.builders.servers import _router_policy, _server, _specs
-from slimectl.errors import SettingsError
+from slimectl.engines.sglang.disaggregation import check_transfer
+from slimectl.errors import BackendError, SettingsError
 from slimectl.settings.layers import Layer
 from slimectl.settings.loading import resolve
 
@@ -33,10 +36,69 @@ def test_alike_servers_are_behind_a_router_that_knows_prefixes():
 def test_prefill_and_decode_are_servers_of_their_own():
     settings = given(engine={"backend": "sglang", "num_engines": 3}, sglang={"prefill_num_servers": 1})
     specs = _specs(settings, MODEL)
-    assert [(spec.name, spec.role, spec.bootstrap_port) for spec in specs] == [
-        ("prefill-0", "prefill", 8998), ("decode-0", "decode", None), ("decode-1", "decode", None)
-    ]  # fmt: skip
+    roles = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]
+    assert [(spec.name, spec.role) for spec in specs] == roles
     assert _router_policy(settings) == "cache_aware"
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"engine": {"backend": "sglang", "num_engines": 2, "router": "none"}}, "engine.router: none, but"),
+        (
+            {"engine": {"backend": "sglang", "num_engines": 2}, "train": {"use_rollout_routing_replay": True}},
+            "train.use_rollout_routing_replay and sglang.prefill_num_servers exclude",
+        ),
+    ],
+)
+def test_what_prefill_and_decode_cannot_do_is_refused(others: dict[str, Any], words: str):
+    with pytest.raises(SettingsError, match=words):
+        given(sglang={"prefill_num_servers": 1}, **others)
+
+
+def test_a_missing_library_that_hands_over_the_cache_is_named_before_anything_starts():
+    with pytest.raises(BackendError) as refused:
+        check_transfer({"disaggregation_transfer_backend": "mori"}, sys.executable, device="cpu", roles=["prefill"])
+    assert str(refused.value) == (
+        f"sglang.args.disaggregation_transfer_backend: mori: {sys.executable} cannot import mori.io "
+        f"(ModuleNotFoundError: No module named 'mori'); run: {sys.executable} -m pip install --no-deps mori"
+    )
+    check_transfer({}, sys.executable, device="cpu", roles=["regular"])
+
+
+TWO_MACHINES = {"rollout_num_gpus_per_engine": 2, "num_gpus_per_node": 1}
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"engine": {"backend": "vllm"}}, 'an engine of vllm lives on one; set engine.backend = "sglang", or lower it'),
+        ({}, 'set cluster.executor = "ray", or engine.device = "cpu" for processes of this one'),
+        (
+            {"cluster": TWO_MACHINES | {"executor": "ray"}, "sync": {"transport": "tensor"}},
+            "sync.transport: tensor reaches the trainer's own; give distributed, disk or delta",
+        ),
+    ],
+)
+def test_an_engine_over_machines_is_refused_where_it_cannot_be(others: dict[str, Any], words: str):
+    with pytest.raises(SettingsError) as refused:
+        given(**({"cluster": TWO_MACHINES} | others))
+    size = "cluster.rollout_num_gpus_per_engine: 2 takes 2 machines of cluster.num_gpus_per_node: 1"
+    assert size in str(refused.value)
+    assert words in str(refused.value)
+
+
+def test_an_engine_over_machines_has_a_part_on_each():
+    settings = given(cluster=TWO_MACHINES | {"executor": "ray"}, engine={"backend": "sglang", "num_engines": 2})
+    assert [part.name for spec in _specs(settings, MODEL) for part in spec.parts()] == [
+        "engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"
+    ]  # fmt: skip
+    assert (placement(settings).parts, placement(settings).gpus_per_part) == (4, 1)
+
+
+def test_no_router_can_be_asked_for():
+    settings = given(engine={"backend": "sglang", "num_engines": 3, "router": "none"})
+    assert _router_policy(settings) is None
 
 
 def test_a_judge_keeps_its_weights_and_needs_no_router():

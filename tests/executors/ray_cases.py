@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.executors.ray.cluster import ActorLocation
 
 
@@ -52,6 +53,28 @@ class Engine:
     def where(self) -> tuple[str, tuple[str, ...], str]:
         here = ActorLocation.here()
         return here.node, here.gpus, os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+HTTP_SERVER = """
+import http.server, sys
+print(*sys.argv[3:], flush=True)
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Answer).serve_forever()
+"""
+
+
+def _http_command(host: str, port: int) -> list[str]:
+    return [sys.executable, "-c", HTTP_SERVER, host, str(port)]
+
+
+def http_server(log: Path) -> ServerProcess:
+    """The process of a small server, which writes its further arguments to the log."""
+    return ServerProcess(_http_command, name=log.stem, log=log)
 
 
 class Diary:

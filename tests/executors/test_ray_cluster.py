@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +19,9 @@ from slimectl.planner.placement import Placement
 pytest.importorskip("ray")
 
 from machines import complete
-from ray_cases import Engine, nothing, tell_where
+from ray_cases import Engine, http_server, nothing, tell_where
 
+from slimectl.engines.supervisor.node_group import NodeGroup
 from slimectl.executors.ray import RayExecutor
 
 
@@ -52,6 +58,32 @@ def test_apart_ranks_and_engines_are_where_the_plan_said(shared_cluster: Any):
         assert engine.where() == (nodes[1], ("0",), "0")
         again = [executor.host(Engine, name=name, gpus=1) for name in ("engine-1", "engine-0")]
         assert [engine.where()[:2] for engine in again] == [(nodes[1], ("1",)), (nodes[1], ("0",))]
+    finally:
+        executor.close()
+
+
+def test_a_server_over_two_machines_has_a_process_on_each_and_is_restarted_as_one(shared_cluster: Any, tmp_path: Path):
+    placement = Placement(engines=1, gpus_per_engine=8, gpus_per_node=4, nodes_per_engine=2, colocate=True)
+    executor = RayExecutor(shared_cluster.address, placement=replace(placement, actor_nodes=0))
+    try:
+        nodes = assert_planned(executor, executor.places.placement)
+        engines = [executor.host(Engine, name=name, gpus=4) for name in ("engine-0", "engine-0-node-1")]
+        assert [engine.where() for engine in engines] == [(nodes[0], ("0",), "0,1,2,3"), (nodes[1], ("0",), "0,1,2,3")]
+        logs = [tmp_path / "0.log", tmp_path / "1.log"]
+        processes = [
+            executor.host(partial(http_server, log), name=name, gpus=4)
+            for log, name in zip(logs, ("engine-0", "engine-0-node-1"), strict=True)
+        ]
+        group = NodeGroup(processes, lambda address: [f"--meet={address}"])
+        first = group.start()
+        assert group.alive()
+        os.kill(processes[1].pid(), signal.SIGKILL)
+        while group.alive():
+            time.sleep(0.05)
+        assert group.death().startswith("on machine 1 of 2: killed")
+        assert group.start() != first
+        assert [log.read_text().count("--meet=") for log in logs] == [2, 2]
+        group.stop()
     finally:
         executor.close()
 

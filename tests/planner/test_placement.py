@@ -34,6 +34,14 @@ def test_more_engines_than_shared_gpus_take_further_ones():
     assert [(b.rank, b.engine) for b in placed.bundles] == [(0, 0), (1, 0), (None, 1), (None, 1)]
 
 
+def test_an_engine_over_two_machines_has_a_part_on_each():
+    placed = Placement(actor_gpus_per_node=8, engines=2, gpus_per_engine=16, nodes_per_engine=2)
+    assert list(placed.problems()) == []
+    assert (placed.nodes, placed.parts, placed.gpus_per_part) == (5, 4, 8)
+    assert placed.of_engine(1) == list(range(24, 40))
+    assert [placed.of_part(part) for part in (0, 3)] == [list(range(8, 16)), list(range(32, 40))]
+
+
 def test_on_a_cpu_only_ranks_have_places():
     placed = Placement(actor_nodes=2, actor_gpus_per_node=3, engines=4, gpus_per_engine=5, on_gpu=False)
     assert [(b.node, b.gpu, b.rank, b.engine) for b in placed.bundles] == [
@@ -49,8 +57,10 @@ def test_on_a_cpu_only_ranks_have_places():
          "machines of 8 GPUs (cluster.num_gpus_per_node) one after the other; give 8 on 1 or 8 on 2"),
         ({"actor_nodes": 3, "actor_gpus_per_node": 4}, "cluster.actor_num_gpus_per_node: 4 x cluster.actor_num_nodes: "
          "3 do not fill machines of 8 GPUs (cluster.num_gpus_per_node) one after the other; give 8 on 1 or 8 on 2"),
-        ({"gpus_per_engine": 16}, "cluster.rollout_num_gpus_per_engine: 16, but a machine has 8 GPUs, and an engine "
-         "lives on one; give 8 or raise cluster.num_gpus_per_node"),
+        ({"gpus_per_engine": 12}, "cluster.rollout_num_gpus_per_engine: 12, but a machine has 8 GPUs "
+         "(cluster.num_gpus_per_node), and a larger engine takes whole ones; give 8 or 16"),
+        ({"actor_gpus_per_node": 4, "engines": 1, "gpus_per_engine": 16, "nodes_per_engine": 2},
+         "cluster.rollout_num_gpus_per_engine: 16 cuts engine 0 in 3 machines of 8 GPUs; give 4, or train on 8"),
         ({"engines": 3, "gpus_per_engine": 3}, "cluster.rollout_num_gpus_per_engine: 3 cuts engine 2 in two machines "
          "of 8 GPUs; give 2 or 4, or train on 5"),
         ({"actor_gpus_per_node": 6, "engines": 2, "gpus_per_engine": 4}, "cluster.rollout_num_gpus_per_engine: 4 cuts "

@@ -15,7 +15,7 @@ from slimectl.algorithms.packing import plan_batches
 from slimectl.architectures.config import read_config
 from slimectl.data.metrics_catalogue import known
 from slimectl.planner.devices import DeviceMemory, ProcessMemory, measured_peak, peak_flops, process_memory
-from slimectl.planner.flops import ModelFlops, SequenceFlops, flops_figures, model_flops
+from slimectl.planner.flops import ImageFlops, ModelFlops, SequenceFlops, flops_figures, model_flops
 from slimectl.planner.plan import model_of
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
@@ -89,6 +89,24 @@ def test_a_rate_is_flops_over_time_and_ranks(share: bool | None, tokens: int):
     assert taken["perf/actor_train_tflops"] == 3 * tokens / 2.0 / 2
     assert taken["perf/mfu"] == pytest.approx(3 * tokens / 2.0 / 2 / 100)
     assert timer.take() == {}
+
+
+@pytest.mark.parametrize(("share", "images"), [(False, 3), (True, 2)])
+def test_images_that_a_pass_computes_count_by_their_tokens(share: bool, images: int):
+    clock = iter([0.0, 1.0, 1.0, 2.0])
+    nothing = SequenceFlops(0.0, 0.0)
+    tower = ImageFlops(9, forward=lambda tokens: tokens * 1e12, training=lambda tokens: tokens * 3e12)
+    rate = ArithmeticRate(ModelFlops(nothing, nothing), images=tower)
+    timer = RoundTimer(clock.__next__, rate=rate, pack=partial(plan_batches, max_tokens=100, share=share))
+    rows = [row([1, 9, 9, 2], [1] * 4), row([1, 9, 9, 2], [2] * 4), row([3, 9, 9, 2], [9] * 3)]
+    for each, name in zip(rows, "aab", strict=True):
+        each.images = [name]
+    for name, count in (("actor_train", timer.count_training), ("log_probs", timer.count_log_probs)):
+        with timer.time(f"perf/{name}_time"):
+            pass
+        count(rows)
+    taken = timer.take()
+    assert (taken["perf/actor_train_tflops"], taken["perf/log_probs_tflops"]) == (3 * 2 * images, 2 * images)
 
 
 def test_flops_of_a_sequence_are_those_that_the_planner_shows(model_dir: Callable[..., Path]):

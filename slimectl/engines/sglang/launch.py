@@ -12,7 +12,9 @@ from typing import Any
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
+from slimectl.engines.sglang.disaggregation import bootstrap_flags, role_flags
 from slimectl.engines.supervisor.installed import InstalledServer, installed_version
+from slimectl.engines.supervisor.node_group import interface_variables
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.redaction import is_secret_name
@@ -35,6 +37,7 @@ SGLANG = InstalledServer(
         "device": "engine.device",
         "context_length": "rollout.max_context_len",
         "weight_version": "the weights that are pushed",
+        **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "cluster.num_gpus_per_node"),
         "disaggregation_mode": "sglang.prefill_num_servers or sglang.server_groups",
     },
     help_command="python -m sglang.launch_server --help",
@@ -92,7 +95,8 @@ def sglang_server(
     max_context: int | None = None,
     weight_version: str = NO_WEIGHTS,
     role: str | None = None,
-    bootstrap_port: int | None = None,
+    nodes: int = 1,
+    node: int = 0,
     name: str = "sglang",
     env: Mapping[str, str] | None = None,
     host: str | None = "127.0.0.1",
@@ -102,8 +106,10 @@ def sglang_server(
     """Build the process of an SGLang server for the model in a folder.
 
     `weight_version` names the weights in that folder; keep its default if others are pushed before sampling starts.
-    `role` is prefill or decode (disaggregation). Raises BackendError if `python` has no SGLang, SettingsError for
-    `args` that it rejects. Keys, and other secrets in `args`, are passed through its environment.
+    `role` is prefill or decode (disaggregation). Of a server over several machines it is the process of machine
+    `node`, which gets the address at which they meet when it starts (supervisor.node_group). Raises BackendError if
+    `python` has no SGLang, SettingsError for `args` that it rejects. Keys, and other secrets in `args`, are passed
+    through its environment.
     """
     interpreter_path = interpreter(python)
     options = dict(args or {})
@@ -112,8 +118,8 @@ def sglang_server(
         f"--weight-version={weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
         f"--context-length={(max_context or _context(model)) + SLACK}",
         *([] if "stream_interval" in options else [f"--stream-interval={STREAM_INTERVAL}"]),
-        *([f"--disaggregation-mode={role}"] if role else []),
-        *([f"--disaggregation-bootstrap-port={bootstrap_port}"] if bootstrap_port else []),
+        *([f"--nnodes={nodes}", f"--node-rank={node}"] if nodes > 1 else []),
+        *role_flags(role, options, device=device),
         *([flag for field, flag in ON_CPU.items() if field not in options] if device == "cpu" else []),
         *flags({field: value for field, value in options.items() if not is_secret_name(field)}, interpreter_path),
     ]  # fmt: skip
@@ -124,8 +130,10 @@ def sglang_server(
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if tensor_parallel > 1:  # SGLang requires a NUMA node per rank, unless cores are set; without sgl-kernel, any
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * tensor_parallel)
+    if nodes > 1:
+        environment |= interface_variables(host)
     return ServerProcess(
-        partial(_script_command, interpreter_path, "launch_server.py", arguments),
+        partial(_server_command, interpreter_path, arguments, role), ports=2 if role == "prefill" else 1,
         name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
         leaves=LEAVES, own_tmp=True,  # SGLang creates sockets there and never removes them
     )  # fmt: skip
@@ -164,6 +172,10 @@ def router_server(
 def _context(model: Path) -> int:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return int(config.get("text_config", config)["max_position_embeddings"])
+
+
+def _server_command(python: str, arguments: Sequence[str], role: str | None, host: str, port: int) -> list[str]:
+    return _script_command(python, "launch_server.py", [*arguments, *bootstrap_flags(role, port)], host, port)
 
 
 def _script_command(python: str, script: str, arguments: Sequence[str], host: str, port: int) -> list[str]:

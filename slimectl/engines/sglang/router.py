@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
+from slimectl.engines.sglang.disaggregation import bootstrap_port
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.transport.http import Reply, request
@@ -38,10 +40,12 @@ class Router:
         self._server.stop()
 
     def add(self, worker: str, **kind: Any) -> None:
-        """Register a worker; returns when it gets requests. `kind`: worker_type and bootstrap_port, for disaggregation.
+        """Register a worker; returns when it gets requests. `kind`: worker_type, for disaggregation, and api_key.
 
         Raises BackendError if the router refuses it.
         """
+        if kind.get("worker_type") == "prefill":
+            kind = {"bootstrap_port": bootstrap_port(urlsplit(worker).port or 80), **kind}
         asyncio.run(self._add(worker, kind))
 
     def remove(self, worker: str) -> None:

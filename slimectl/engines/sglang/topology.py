@@ -8,45 +8,55 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slimectl.engines.sglang.disaggregation import ROLES
 from slimectl.errors import SettingsError
-
-ROLES = ("regular", "prefill", "decode")
-FIRST_BOOTSTRAP_PORT = 8998
-"""Bootstrap port of the first prefill server (SGLang's default); the next ones count up."""
+from slimectl.settings.cluster import nodes_of
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
     """Specification of one server to start.
 
-    >>> ServerSpec(name="prefill-0", model=Path("m"), role="prefill", bootstrap_port=8998).router_kind()
-    {'worker_type': 'prefill', 'bootstrap_port': 8998}
+    >>> ServerSpec(name="prefill-0", model=Path("m"), role="prefill").router_kind()
+    {'worker_type': 'prefill'}
     """
 
     name: str
     model: Path
     tensor_parallel: int = 1
     role: str = "regular"
-    bootstrap_port: int | None = None
+    nodes: int = 1
+    """Machines, each with an equal part of the GPUs."""
+
+    node: int = 0
+    """Which of its machines this part of it is for."""
+
     gets_weights: bool = True
     """Whether the trained weights are pushed there: a judge or a teacher keeps its own."""
 
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of recipes.sglang_server."""
+        """Return the keyword arguments of launch.sglang_server."""
         return {
             "name": self.name,
             "tensor_parallel": self.tensor_parallel,
             "role": None if self.role == "regular" else self.role,
-            "bootstrap_port": self.bootstrap_port,
+            "nodes": self.nodes,
+            "node": self.node,
             "args": dict(self.args),
         }
 
     def router_kind(self) -> dict[str, Any]:
         """Return the options of a registration with the router, besides the address."""
-        kind: dict[str, Any] = {} if self.role == "regular" else {"worker_type": self.role}
-        return kind if self.bootstrap_port is None else kind | {"bootstrap_port": self.bootstrap_port}
+        return {} if self.role == "regular" else {"worker_type": self.role}
+
+    def parts(self) -> list[ServerSpec]:
+        """Return the part of every machine; the first one's name is the server's."""
+        return [
+            replace(self, node=node, name=f"{self.name}-node-{node}" if node else self.name)
+            for node in range(self.nodes)
+        ]
 
 
 GROUP_KEYS = {"name", "model", "num_engines", "num_gpus_per_engine", "role", "args"}
@@ -60,13 +70,15 @@ def groups_of(
     prefill_num_servers: int = 0,
     server_groups: Sequence[Mapping[str, Any]] = (),
     args: Mapping[str, Any] | None = None,
+    gpus_per_node: int | None = None,
 ) -> list[ServerSpec]:
     """Return the spec of every server, prefill servers first. `args` apply to all; those of a group take precedence.
 
-    Raises SettingsError for an unknown key of a group, or for prefill without decode and the reverse.
+    One with a multiple of `gpus_per_node` GPUs spans as many machines. Raises SettingsError for an unknown key of a
+    group, or for prefill without decode and the reverse.
     """
     configs = list(server_groups) or _default_groups(num_engines, prefill_num_servers)
-    specs = [spec for group in configs for spec in _specs_of(group, model, gpus_per_engine, args or {})]
+    specs = [spec for group in configs for spec in _specs_of(group, model, gpus_per_engine, args or {}, gpus_per_node)]
     specs.sort(key=lambda spec: spec.role != "prefill")
     roles = {spec.role for spec in specs if spec.gets_weights}
     if not roles:
@@ -77,7 +89,7 @@ def groups_of(
         raise SettingsError(
             f"sglang.server_groups: {' and '.join(sorted(roles))} alone do no work; give prefill and decode, or neither"
         )
-    return [_with_port(spec, FIRST_BOOTSTRAP_PORT + i) for i, spec in enumerate(specs)]
+    return specs
 
 
 def _default_groups(num_engines: int, prefill: int) -> list[Mapping[str, Any]]:
@@ -95,7 +107,7 @@ def _default_groups(num_engines: int, prefill: int) -> list[Mapping[str, Any]]:
 
 
 def _specs_of(
-    group: Mapping[str, Any], model: Path, gpus_per_engine: int, args: Mapping[str, Any]
+    group: Mapping[str, Any], model: Path, gpus_per_engine: int, args: Mapping[str, Any], gpus_per_node: int | None
 ) -> Iterator[ServerSpec]:
     for key in group.keys() - GROUP_KEYS:
         near = difflib.get_close_matches(key, GROUP_KEYS, n=1)
@@ -105,11 +117,13 @@ def _specs_of(
     if role not in ROLES:
         raise SettingsError(f"sglang.server_groups: {name}: role {role!r} is not one of {', '.join(ROLES)}")
     group_model = Path(group["model"]) if group.get("model") else model
+    gpus = _count(group, name, "num_gpus_per_engine", gpus_per_engine)
     for i in range(_count(group, name, "num_engines", 1)):
         yield ServerSpec(
             name=f"{name}-{i}",
             model=group_model,
-            tensor_parallel=_count(group, name, "num_gpus_per_engine", gpus_per_engine),
+            tensor_parallel=gpus,
+            nodes=1 if gpus_per_node is None else nodes_of(gpus, gpus_per_node),
             role=role,
             gets_weights=group_model == model,
             args={**args, **(group.get("args") or {})},
@@ -121,9 +135,3 @@ def _count(group: Mapping[str, Any], name: str, key: str, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SettingsError(f"sglang.server_groups: {name}: {key}: {value!r} is not a number of at least 1")
     return value
-
-
-def _with_port(spec: ServerSpec, port: int) -> ServerSpec:
-    if spec.role != "prefill":
-        return spec
-    return replace(spec, bootstrap_port=port)

@@ -29,6 +29,9 @@ from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers, Nam
 
 SETTLE_S = 0.2
 """Seconds that an engine that continues in place may take to notice that it is idle."""
+PREFILLED_S = 60.0
+"""Seconds within which a server that prefills must once have nothing to prefill after it continues."""
+PD_ROLES = ("prefill", "decode")
 NO_SESSION = "no weight-update session"
 OPEN_ALREADY = "already open"
 
@@ -39,6 +42,7 @@ class SglangWorkers(HttpWorkers):
     def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: Keys = NO_KEYS) -> None:
         super().__init__(urls, timeout_s=timeout_s, keys=keys)
         self._server_infos: dict[str, dict[str, Any]] = {}
+        self._roles: dict[str, str] = {}
 
     @property
     def ranks(self) -> list[int]:
@@ -69,6 +73,7 @@ class SglangWorkers(HttpWorkers):
     # --- around an update ------------------------------------------------------------------------------------------
 
     def _pause(self, mode: str) -> None:
+        self._roles = {url: str(self._server_info(url).get("disaggregation_mode")) for url in self.urls}
         self._request_all("/pause_generation", {"mode": mode})
 
     async def _resume(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -83,6 +88,10 @@ class SglangWorkers(HttpWorkers):
         if self._mode == "in_place" and answers.pop().refused:
             # SGLang counts an answer that has just ended as running until it continues: its prefix would stay.
             await self._ask(session, url, f"/flush_cache?timeout={SETTLE_S}", {})
+        role = self._roles.get(url)
+        # Retracted answers are prefilled anew once both kinds continue; a server that decodes keeps no prefixes.
+        if self._mode == "retract" and role in PD_ROLES and answers.pop().refused and role == "prefill":
+            answers.append(await self._ask(session, url, f"/flush_cache?timeout={PREFILLED_S}", {}))
         for answer in [*answers, continued]:
             if answer.refused:
                 raise answer.error()

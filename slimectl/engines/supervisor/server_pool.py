@@ -40,7 +40,7 @@ Outcome = tuple[int, Any, BaseException | None]
 """Number of a server, and what a call for it returned or raised."""
 
 
-def _in_threads(
+def in_threads(
     call: Callable[[Any], Any], servers: Sequence[Any]
 ) -> tuple[list[threading.Thread], SimpleQueue[Outcome]]:
     """Call a function for each server in a thread of its own; return the threads, and the queue of their outcomes.
@@ -113,7 +113,7 @@ class ServerPool:
     def start(self) -> None:
         """Start all servers concurrently. Raises the first error, after stopping all of them."""
         parts = self._parts()
-        threads, outcomes = _in_threads(self._start_part, parts)
+        threads, outcomes = in_threads(self._start_part, parts)
         urls: dict[int, str] = {}
         try:
             while len(urls) < len(parts):
@@ -176,7 +176,7 @@ class ServerPool:
             member.up = False
 
     def _stop_all(self) -> None:
-        for thread in _in_threads(stop_quietly, self._parts())[0]:
+        for thread in in_threads(stop_quietly, self._parts())[0]:
             thread.join()
 
     def _parts(self) -> list[Server]:

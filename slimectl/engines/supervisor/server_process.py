@@ -82,8 +82,9 @@ class ServerProcess:
     Until `start` it can be pickled; its interface is methods only, so that an executor can host it. The child has a
     separate session (the parent handles Ctrl-C), exits when this process dies (the command implements that, by
     SLIMECTL_PARENT), and writes to `log`. `host` None means the address of this machine; `own_tmp` gives the child a
-    temporary folder, which is removed with it. `leaves` are parts of paths of shared memory that the server does not
-    remove by itself. `prepare` is called with the address of the ready server, before `start` returns.
+    temporary folder, which is removed with it. `ports` counts those that it listens at, from its own on. `leaves` are
+    parts of paths of shared memory that the server does not remove by itself. `prepare` is called with the address of
+    the ready server, before `start` returns.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         host: str | None = "127.0.0.1",
         port: int | None = None,
+        ports: int = 1,
         ready: str = "/health",
         own_tmp: bool = False,
         leaves: Sequence[str] = (),
@@ -102,7 +104,7 @@ class ServerProcess:
         start_timeout_s: float = 600.0,
     ) -> None:
         self._command, self._name, self._log, self._env = command, name, log, dict(env or {})
-        self._host, self._preferred_port, self._ready = host, port, ready
+        self._host, self._preferred_port, self._ports, self._ready = host, port, ports, ready
         self._start_timeout_s, self._own_tmp = start_timeout_s, own_tmp
         self._leaves, self._prepare = tuple(leaves), prepare
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,15 +113,23 @@ class ServerProcess:
         self._log_start = 0
         self._should_run = False
 
-    def start(self) -> str:
-        """Start the server; returns its address once it is ready. Raises BackendError with its log's error line."""
+    def meeting_address(self) -> str:
+        """Return a free address of this machine at which the processes of one server may meet."""
+        host = self._host or own_address()
+        return f"[{host}]:{free_port(host)}" if ":" in host else f"{host}:{free_port(host)}"
+
+    def start(self, arguments: Sequence[str] = ()) -> str:
+        """Start the server; returns its address once it is ready. `arguments` are added to the command line.
+
+        Raises BackendError with its log's error line.
+        """
         self.stop()
         self._should_run = True
         host = self._host or own_address()
         started_at = time.monotonic()
         for attempt in range(PORTS_TRIED):
-            port = free_port(host, self._preferred_port if attempt == 0 else None)
-            process = self._spawn(host, port)
+            port = free_port(host, self._preferred_port if attempt == 0 else None, ports=self._ports)
+            process = self._spawn(host, port, arguments)
             if self._wait_until_ready(process, f"http://{host}:{port}", started_at + self._start_timeout_s):
                 if self._prepare is not None:
                     self._prepare(f"http://{host}:{port}")
@@ -175,12 +185,12 @@ class ServerProcess:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
-    def _spawn(self, host: str, port: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, host: str, port: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         env = os.environ | {"SLIMECTL_PARENT": str(os.getpid()), "SLIMECTL_LEAVES": ":".join(self._leaves)} | self._env
         if self._own_tmp:
             self._scratch = env["TMPDIR"] = tempfile.mkdtemp(prefix=OWN_TMP)
-        command = list(self._command(host, port))
+        command = [*self._command(host, port), *arguments]
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             try:
@@ -212,20 +222,29 @@ class ServerProcess:
         return error_line(tail(self._log, 2000, since=self._log_start))
 
 
-def free_port(host: str, preferred: int | None = None) -> int:
-    """Return `preferred` if it is free, else any free port. Raises BackendError if the machine has no such address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def free_port(host: str, preferred: int | None = None, *, ports: int = 1) -> int:
+    """Return `preferred` if it is free, else any free port; the next ones, `ports` together, are free too.
+
+    Raises BackendError if the machine has no such address.
+    """
     candidates = [*([] if preferred is None else [preferred]), *random.SystemRandom().sample(FIXED_PORTS, 16), 0]
     for port in candidates:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                if port:
-                    continue
-                raise BackendError(f"{host}: is not an address of this machine: {error.strerror}") from error
-            return int(probe.getsockname()[1])
-    raise AssertionError("port 0 is always tried")
+        first = _bound(host, port)
+        if first is not None and all(_bound(host, first + i) is not None for i in range(1, ports)):
+            return first
+    raise BackendError(f"{host}: has no {ports} free ports in a row; try again")
+
+
+def _bound(host: str, port: int) -> int | None:
+    """Return the port that a socket could be bound to, any for port 0; None for one that is taken."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if port:
+                return None
+            raise BackendError(f"{host}: is not an address of this machine: {error.strerror}") from error
+        return int(probe.getsockname()[1])
 
 
 def own_address() -> str:

@@ -45,7 +45,7 @@ class RayExecutor:
         self._logs = None if logs is None else logs.absolute()
         self._groups: list[RayRanks] = []
         self._hosts: dict[str, Host] = {}
-        self._engines: dict[int, str] = {}
+        self._parts: dict[int, str] = {}
         self._engine_lock = threading.Lock()
         self._surroundings = DriverEnvironment.here()
         self._connected = not ray.is_initialized()
@@ -76,19 +76,21 @@ class RayExecutor:
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
         """Build an object in an actor and return its proxy; with `gpus`, on the next free engine of the placement.
 
+        An engine over several machines has a part on each, which counts as an engine here.
+
         An existing host of the same name is ended first, and its GPUs are reused.
         """
         if name in self._hosts:
             self._end_host(name)
         place: dict[str, Any] = {}
         surroundings = self._surroundings
-        engine = self._assign_engine(name) if gpus else None
-        if engine is not None and self.places is not None:
+        part = self._assign_part(name) if gpus else None
+        if part is not None and self.places is not None:
             self.places.settle()
-            place = self.places.of_engine(engine)
+            place = self.places.of_part(part)
             if gpus > 1:
                 # Ray shows an actor the GPU of its bundle alone; those of the engine's others are ours too.
-                visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.places.gpus_of_engine(engine))}
+                visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.places.gpus_of_part(part))}
                 surroundings = replace(surroundings, variables={**surroundings.variables, **visible})
         self._hosts[name] = host = self._start_host(build, name, surroundings, place)
         return Proxy(host)
@@ -173,14 +175,14 @@ class RayExecutor:
         finally:
             kill([host.actor], [host.location])
 
-    def _assign_engine(self, name: str) -> int:
-        """Return the engine of the placement for `name`: the one it had before, or the first free one."""
+    def _assign_part(self, name: str) -> int:
+        """Return the part of an engine of the placement for `name`: the one it had before, or the first free one."""
         if self.places is None:
             raise BackendError("a host with GPUs needs a placement that has engines")
         with self._engine_lock:
-            for engine in range(self.places.placement.engines):
-                if self._engines.setdefault(engine, name) == name:
-                    return engine
+            for part in range(self.places.placement.parts):
+                if self._parts.setdefault(part, name) == name:
+                    return part
         raise BackendError(f"the placement has {self.places.placement.engines} engines; {name} would be one more")
 
 

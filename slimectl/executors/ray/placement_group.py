@@ -93,12 +93,12 @@ class PlacedBundles:
         """Return the Ray options of a rank's actor."""
         return self._options(rank, GROUPS)
 
-    def of_engine(self, engine: int) -> dict[str, Any]:
-        """Return the Ray options of an engine's actor: it is in the first of its places, and may use all of them."""
-        return self._options(self.placement.of_engine(engine)[0], 1)
+    def of_part(self, part: int) -> dict[str, Any]:
+        """Return the Ray options of the actor of an engine's part: in the first of its places, it may use all."""
+        return self._options(self.placement.of_part(part)[0], 1)
 
-    def gpus_of_engine(self, engine: int) -> list[str]:
-        return [self.spots[place][1] for place in self.placement.of_engine(engine)]
+    def gpus_of_part(self, part: int) -> list[str]:
+        return [self.spots[place][1] for place in self.placement.of_part(part)]
 
     def release(self) -> None:
         """Remove the placement group; actors in it end."""
@@ -129,11 +129,12 @@ class PlacedBundles:
         return sorted(range(len(self._bundle_spots)), key=key)
 
     def _check_engines(self) -> None:
-        for engine in range(self.placement.engines if self.placement.on_gpu else 0):
-            nodes = {self.spots[place][0] for place in self.placement.of_engine(engine)}
+        for part in range(self.placement.parts if self.placement.on_gpu else 0):
+            nodes = {self.spots[place][0] for place in self.placement.of_part(part)}
             if len(nodes) > 1:
+                engine = part // self.placement.nodes_per_engine
                 raise BackendError(
-                    f"the cluster has no machine with {self.placement.gpus_per_engine} free GPUs for engine {engine}; "
+                    f"the cluster has no machine with {self.placement.gpus_per_part} free GPUs for engine {engine}; "
                     "free some, or lower cluster.rollout_num_gpus_per_engine"
                 )
 

@@ -30,24 +30,45 @@ def test_engines_are_alike_by_default():
     assert specs[0].router_kind() == {}
 
 
-def test_prefill_stands_apart_from_decode_with_ports_to_meet_at():
+def test_prefill_stands_apart_from_decode():
     specs = made(num_engines=5, prefill_num_servers=2)
-    assert [(spec.name, spec.role, spec.bootstrap_port) for spec in specs] == [
-        ("prefill-0", "prefill", 8998), ("prefill-1", "prefill", 8999),
-        ("decode-0", "decode", None), ("decode-1", "decode", None), ("decode-2", "decode", None),
+    assert [(spec.name, spec.role) for spec in specs] == [
+        ("prefill-0", "prefill"), ("prefill-1", "prefill"),
+        ("decode-0", "decode"), ("decode-1", "decode"), ("decode-2", "decode"),
     ]  # fmt: skip
-    assert specs[1].router_kind() == {"worker_type": "prefill", "bootstrap_port": 8999}
+    assert specs[1].router_kind() == {"worker_type": "prefill"}
     assert specs[2].options() == {
-        "name": "decode-0", "tensor_parallel": 4, "role": "decode", "bootstrap_port": None, "args": {}
+        "name": "decode-0", "tensor_parallel": 4, "role": "decode", "nodes": 1, "node": 0, "args": {}
     }  # fmt: skip
 
 
 def test_a_role_becomes_flags_of_the_server(tmp_path: Path, model_dir: Callable[[], Path]):
-    spec = made(num_engines=2, prefill_num_servers=1)[0]
-    options = spec.options() | {"tensor_parallel": 1, "args": {}}
-    server = sglang_server(model_dir(), log=tmp_path / "log", python=serving.python_of("sglang"), **options)
-    command = server._command("127.0.0.1", 30000)
-    assert {"--disaggregation-mode=prefill", "--disaggregation-bootstrap-port=8998", "--port=30000"} <= set(command)
+    def command(i: int, device: str, **args: Any) -> set[str]:
+        spec = made(num_engines=2, prefill_num_servers=1)[i]
+        options = spec.options() | {"tensor_parallel": 1, "args": args, "device": device}
+        server = sglang_server(model_dir(), log=tmp_path / "log", python=serving.python_of("sglang"), **options)
+        words = {word for word in server._command("127.0.0.1", 30000) if "disagg" in word}
+        return words | ({"nixl"} & set(server._command("127.0.0.1", 30000)))
+
+    meeting, tcp = "--disaggregation-bootstrap-port=30001", "--disaggregation-transfer-backend=mooncake_tcp"
+    assert command(0, "cuda") == {"--disaggregation-mode=prefill", meeting}
+    assert command(0, "cpu") == {"--disaggregation-mode=prefill", meeting, tcp}
+    assert command(1, "cpu") == {"--disaggregation-mode=decode", tcp}
+    nixl = {"--disaggregation-mode=decode", "--disaggregation-transfer-backend", "nixl"}
+    assert command(1, "cpu", disaggregation_transfer_backend="nixl") == nixl
+
+
+def test_an_engine_of_sixteen_gpus_spans_two_machines_of_eight():
+    specs = made(gpus_per_engine=16, gpus_per_node=8, server_groups=[{"name": "big"}, {"num_gpus_per_engine": 4}])
+    assert [(spec.name, spec.tensor_parallel, spec.nodes) for spec in specs] == [("big-0", 16, 2), ("engine-0", 4, 1)]
+    assert [(part.name, part.node) for part in specs[0].parts()] == [("big-0", 0), ("big-0-node-1", 1)]
+    assert [part.options()["node"] for part in specs[0].parts()] == [0, 1]
+
+
+def test_a_machine_of_an_engine_becomes_flags(tmp_path: Path, model_dir: Callable[[], Path]):
+    part = made(num_engines=1, gpus_per_engine=2, gpus_per_node=1)[0].parts()[1]
+    server = sglang_server(model_dir(), log=tmp_path / "log", python=serving.python_of("sglang"), **part.options())
+    assert {"--nnodes=2", "--node-rank=1", "--tp-size=2"} <= set(server._command("127.0.0.1", 30000))
 
 
 def test_a_group_of_another_model_gets_no_weights_and_its_own_arguments():

@@ -1,0 +1,85 @@
+"""One server over several machines: a process on each, started, watched and stopped together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from operator import methodcaller
+from typing import Protocol
+
+from slimectl.engines.supervisor.health import Server, failure_reason, is_alive, stop_quietly
+from slimectl.engines.supervisor.server_pool import in_threads
+from slimectl.engines.supervisor.server_process import own_address
+from slimectl.transport.listening import interface
+
+TRIES = 2
+"""Starts before a failure counts: between its choice and its use the address of the meeting may have been taken."""
+
+
+class NodeProcess(Server, Protocol):
+    """Process of a server on one of its machines; the object may live there."""
+
+    def meeting_address(self) -> str: ...
+
+    def start(self, arguments: Sequence[str] = ()) -> str: ...
+
+
+class NodeGroup:
+    """health.Server of one process a machine; the first one answers requests, at the address of the server.
+
+    `flags` returns the arguments that tell every process where they meet: an address of the first one's machine. The
+    group is alive while all of its processes are, and is restarted as a whole.
+    """
+
+    def __init__(self, processes: Sequence[NodeProcess], flags: Callable[[str], Sequence[str]]) -> None:
+        self._processes, self._flags = list(processes), flags
+
+    def start(self) -> str:
+        """Start all processes together; returns the address of the first one. Raises the first error."""
+        for attempt in range(1, TRIES + 1):
+            self.stop()
+            arguments = self._flags(self._processes[0].meeting_address())
+            threads, outcomes = in_threads(methodcaller("start", arguments), self._processes)
+            urls: dict[int, str] = {}
+            failure: BaseException | None = None
+            try:
+                while failure is None and len(urls) < len(self._processes):
+                    number, url, failure = outcomes.get()
+                    urls[number] = str(url)
+            finally:
+                if failure is not None or len(urls) < len(self._processes):
+                    self._stop_all()  # ends what is still starting
+                for thread in threads:
+                    thread.join()
+            if failure is None:
+                return urls[0]
+            if attempt == TRIES or "in use" not in str(failure).lower():
+                raise failure
+        raise AssertionError("the last attempt returns or raises")
+
+    def alive(self) -> bool:
+        return all(is_alive(process) for process in self._processes)
+
+    def death(self) -> str:
+        """Return why a process died; the others follow it."""
+        node = next((node for node, process in enumerate(self._processes) if not is_alive(process)), 0)
+        return f"on machine {node} of {len(self._processes)}: {failure_reason(self._processes[node])}"
+
+    def stop(self) -> None:
+        """Stop all processes. Raises the error of a machine that is gone, after the others were stopped."""
+        self._stop_all()
+        for process in self._processes:
+            process.stop()
+
+    def _stop_all(self) -> None:
+        for thread in in_threads(stop_quietly, self._processes)[0]:
+            thread.join()
+
+
+def interface_variables(host: str | None) -> dict[str, str]:
+    """Return the environment by which gloo's groups use the interface of an address; None is this machine's own.
+
+    Of itself gloo looks up the host's own name, which may be that of the loopback. A variable of the user's stays.
+    """
+    name = None if "GLOO_SOCKET_IFNAME" in os.environ else interface(host or own_address())
+    return {"GLOO_SOCKET_IFNAME": name} if name else {}
