@@ -1,16 +1,17 @@
 """What a vision model learns of colours and shapes from reward alone: held-out accuracy over seeds.
 
     pip install --no-deps easy-vqa
-    python benchmarks/vision_learning.py --out FOLDER [--seeds 1,2,3] [--rounds 300]
+    python benchmarks/vision_learning.py --out FOLDER [--seeds 1,2,3] [--rounds 300] [--shape-rounds 200]
 
 The task is easy-VQA (MIT licence): images of 64 by 64 pixels with one shape, of which a question asks the colour (one
 of eight) or the shape (one of three). Questions with the answers yes and no are left out. The model is the card
-`tiny-vl` of random weights. A supervised warm-up teaches it the words alone: its labels are drawn at random among the
-colours for a question after a colour, among the shapes for one after a shape, so that no image tells the label. What
-the model knows of images afterwards it has from the rewards of its own answers: 32 questions with 16 answers a round, a
-reward of 1 for the label and 0 for all else. Then a second run goes on from there with the questions after shapes
-alone, which are learnt much more slowly, at a constant rate; colours are forgotten in it. The held-out images are those
-of the package's test set. A run that FOLDER has already is continued, or only reported.
+`tiny-vl` (`--card`) of random weights. A supervised warm-up teaches it the words alone: its labels are drawn at random
+among the colours for a question after a colour, among the shapes for one after a shape, so that no image tells the
+label. What the model knows of images afterwards it has from the rewards of its own answers: 32 questions with 16
+answers a round, a reward of 1 for the label and 0 for all else. Then a second run goes on from there with the questions
+after shapes alone, which are learnt much more slowly, at a constant rate; colours are forgotten in it. The held-out
+images are those of the package's test set. A seed takes about 15 minutes of CPU time. A run that FOLDER has already is
+continued from its last checkpoint (one every 50 rounds, and where it was interrupted), or only reported.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -32,7 +34,7 @@ HELD_OUT, WARM_UP = 256, 4096
 # Maximum-likelihood RL keeps rare words alive: with grpo one colour took over within 15 rounds, of 8 answers at 5e-4.
 SETTINGS = """
 [model]
-card = "tiny-vl"
+card = "{card}"
 
 [rollout]
 data = ["train.jsonl"]
@@ -65,10 +67,11 @@ lr_decay_style = "linear"
 
 [run]
 rollout_batch_size = 32
+save_interval = 50
 
 [eval]
 interval = 100
-data = { colors = "colors.jsonl", shapes = "shapes.jsonl" }
+data = {{ colors = "colors.jsonl", shapes = "shapes.jsonl" }}
 """
 
 Accuracies = dict[str, float]
@@ -79,20 +82,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", default="1,2,3", type=lambda text: [int(seed) for seed in text.split(",")])
     parser.add_argument("--rounds", default=300, type=int)
+    parser.add_argument("--shape-rounds", default=200, type=int)
+    parser.add_argument("--card", default="tiny-vl")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     os.chdir(args.out)
     if not Path("slimectl.toml").exists():
-        write_task()
+        write_task(args.card)
     print(f"chance: colors {1 / len(COLORS):.3f}, shapes {1 / len(SHAPES):.3f}")
     for seed in args.seeds:
-        for name, options in ((f"seed-{seed}", []), (f"shapes-{seed}", shapes_alone(seed))):
-            before, after = learn(name, ["--seed", str(seed), *options], args.rounds)
-            figures = [f"{kind} {before[kind]:.3f} -> {after[kind]:.3f}" for kind in before]
-            print(f"{name}: {', '.join(figures)}", flush=True)
+        stages = ((f"seed-{seed}", [], args.rounds), (f"shapes-{seed}", shapes_alone(seed), args.shape_rounds))
+        for name, options, rounds in stages:
+            evaluations = learn(name, ["--seed", str(seed), *options], rounds)
+            figures = [f"{kind} {' '.join(f'{each[kind]:.3f}' for each in evaluations)}" for kind in evaluations[0]]
+            usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+            print(f"{name}: {', '.join(figures)}; CPU {usage.ru_utime + usage.ru_stime:.0f} s so far", flush=True)
 
 
-def write_task() -> None:
+def write_task(card: str) -> None:
     """Write the settings, the questions to learn from, those of the warm-up and the held-out ones."""
     generator = random.Random(0)
     train, test = list(questions("train")), list(questions("test"))
@@ -104,7 +111,7 @@ def write_task() -> None:
     write_lines(Path("words.jsonl"), words)
     for name, labels in (("colors", COLORS), ("shapes", SHAPES)):
         write_lines(Path(f"{name}.jsonl"), [row for row in test if row["label"] in labels][:HELD_OUT])
-    Path("slimectl.toml").write_text(SETTINGS)
+    Path("slimectl.toml").write_text(SETTINGS.format(card=card))
 
 
 def questions(split: str) -> Iterator[dict[str, Any]]:
@@ -137,8 +144,8 @@ def shapes_alone(seed: int) -> list[str]:
     return [word for setting in settings for word in ("-s", setting)]
 
 
-def learn(name: str, options: list[str], rounds: int) -> tuple[Accuracies, Accuracies]:
-    """Return the held-out accuracies of a run's model before and after so many rounds."""
+def learn(name: str, options: list[str], rounds: int) -> list[Accuracies]:
+    """Return the held-out accuracies of a run's model, before it and after every 100 of so many rounds."""
     run = Path(f"runs/{name}")
     if not (run / f"step_{rounds:06d}").exists():
         begin = ["--resume", str(run)] if run.exists() else ["-c", "slimectl.toml", "--name", name, *options]
@@ -146,12 +153,11 @@ def learn(name: str, options: list[str], rounds: int) -> tuple[Accuracies, Accur
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
             raise SystemExit(f"{name}: {' '.join(command)} failed")
     metrics = [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    accuracies = [
+    return [
         {kind: values[f"eval/{kind}_accuracy"] for kind in ("colors", "shapes")}
         for values in metrics
         if "eval/colors_accuracy" in values
     ]
-    return accuracies[0], accuracies[-1]
 
 
 def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""A vision model of two layers with random weights, images for it, and transformers' answer to compare with."""
+"""Vision models of a few layers with random weights, images for them, and transformers' answers to compare with."""
 
 from __future__ import annotations
 
@@ -29,15 +29,34 @@ CONFIG: dict[str, Any] = {
     },
 }  # fmt: skip
 """A token is 8 by 8 pixels, a window 16 by 16; the first layer of the tower attends within windows."""
+QWEN3_CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "qwen3_vl_text", "vocab_size": 263, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2], "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+        "spatial_merge_size": 2, "out_hidden_size": 32, "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 2],
+    },
+}  # fmt: skip
+"""A token is 8 by 8 pixels; learned positions are a square of 5 by 5, two of three blocks feed the decoder's layers."""
+CONFIGS = {"qwen2_5_vl": CONFIG, "qwen3_vl": QWEN3_CONFIG}
 IMAGE = 261
 """The placeholder token."""
 
 
-def vision_model(folder: Path) -> Path:
-    """Write the model with weights that make the tower matter (fresh ones are nearly zero)."""
+def vision_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
+    """Write a model with weights that make the tower matter (fresh ones are nearly zero)."""
     from transformers import AutoModelForImageTextToText
 
-    create_model(CONFIG, folder, seed=1)
+    create_model(CONFIGS[family], folder, seed=1)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

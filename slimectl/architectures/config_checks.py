@@ -25,6 +25,7 @@ OPTIONAL_SIZES = {
     "linear_conv_kernel_dim": 2**10, "index_n_heads": 2**13, "index_head_dim": 2**13, "n_group": 2**10,
     "topk_group": 2**10, "decoder_sparse_step": 2**13, "full_attention_interval": 2**13,
     "depth": 2**10, "num_heads": 2**13, "out_hidden_size": 2**18, "spatial_merge_size": 2**6, "window_size": 2**16,
+    "num_position_embeddings": 2**24, "patch_size": 2**10, "temporal_patch_size": 2**6, "in_channels": 2**6,
 }  # fmt: skip
 """As REQUIRED_SIZES, or null."""
 COUNTS = {
@@ -38,7 +39,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
     "model_type": (str,), "architectures": (list,), "hidden_act": (str,), "tie_word_embeddings": (bool,),
     "attention_bias": (bool,), "mlp_bias": (bool,), "layer_types": (list,), "rope_parameters": (dict,),
     "rope_scaling": (dict,), "quantization_config": (dict,), "auto_map": (dict,), "text_config": (dict,),
-    "vision_config": (dict,),
+    "vision_config": (dict,), "deepstack_visual_indexes": (list,),
     "mlp_layer_types": (list,), "mlp_only_layers": (list,), "use_sliding_window": (bool,), "norm_topk_prob": (bool,),
     "dtype": (str, dict), "torch_dtype": (str, dict), "partial_rotary_factor": (int, float), "use_cache": (bool,),
     "attention_dropout": (int, float), "initializer_range": (int, float),

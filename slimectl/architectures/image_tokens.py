@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # commands that grade samples read records with images, witho
 Grid = tuple[int, int, int]
 """Patches of an image along time, height and width; a still image has one along time."""
 
-MODEL_TYPES = ("qwen2_5_vl",)
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
 """Values of model_type whose images are read."""
 
 

@@ -33,7 +33,9 @@ def qwen3_architecture(config: Config) -> Architecture:
     return dense(config, qk_layernorm=True)
 
 
-def qwen3_links(config: Config) -> list[ParamMapping]:
+def qwen3_links(config: Config, decoder: str = "model") -> list[ParamMapping]:
+    """Links of a dense model; `decoder` is the prefix of its tensors in Hugging Face's layout."""
+
     def layer(i: int, mcore: str, hf: str) -> list[ParamMapping]:
         return [
             *blocks.attention(config, mcore, hf, qk_norm=True),
@@ -41,7 +43,7 @@ def qwen3_links(config: Config) -> list[ParamMapping]:
             *blocks.norms(config, mcore, hf),
         ]
 
-    return blocks.layered(config, layer)
+    return blocks.layered(config, layer, decoder)
 
 
 QWEN3 = Family("qwen3", ("qwen3",), qwen3_architecture, qwen3_links)

@@ -29,6 +29,7 @@ FAMILIES = {
         qwen_next.QWEN3_5_MOE,
         glm.GLM_MOE_DSA,
         qwen_vl.QWEN2_5_VL,
+        qwen_vl.QWEN3_VL,
     )
 }
 

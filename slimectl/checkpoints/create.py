@@ -27,6 +27,8 @@ VISION_TOKENS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
 }  # fmt: skip
 """Special tokens around and in place of images, by their key in config.json."""
+NORMALIZED_BY_HALF = ("qwen3_vl_vision",)
+"""Towers whose published image processors have 0.5 for mean and deviation of a colour, not those of CLIP's images."""
 
 
 def create_model(
@@ -80,6 +82,7 @@ def _write_image_processor(path: Path, vision: Any, sizes: Mapping[str, int]) ->
 
     cell = (vision.patch_size * vision.spatial_merge_size) ** 2
     Qwen2VLImageProcessorPil(
+        **({"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if vision.model_type in NORMALIZED_BY_HALF else {}),
         patch_size=vision.patch_size,
         merge_size=vision.spatial_merge_size,
         temporal_patch_size=vision.temporal_patch_size,

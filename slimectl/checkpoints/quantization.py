@@ -202,9 +202,11 @@ class Int4Groups:
 Scheme = Fp8Blocks | Fp8Scale | Int4Groups
 
 KEPT = re.compile(
-    r"norm|(^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b))\.weight$"
+    r"norm|(^|\.)(embed_tokens|pos_embed|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b))\.weight$"
 )
 """Matrices that stay in full precision: small, but sensitive to quantization. (A router's `gate` is no `gate_proj`.)"""
+TABLES = re.compile(r"norm|embed_tokens|pos_embed")
+"""Matrices among them that are no layers: a configuration does not name them."""
 
 
 class Quantized:
@@ -244,7 +246,7 @@ class Quantized:
         """Build `quantization_config` of config.json."""
         forms = self._weights.forms()
         full_precision = [name for name, form in forms.items() if _is_linear(name, form) and KEPT.search(name)]
-        layers = [name.removesuffix(".weight") for name in full_precision if not re.search(r"norm|embed_tokens", name)]
+        layers = [name.removesuffix(".weight") for name in full_precision if not TABLES.search(name)]
         return self._scheme.config(layers)
 
 

@@ -13,21 +13,33 @@ from slimectl.architectures.config import Config
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.planner.workload import Figure, Run, counted, parameters
 
-DEFAULTS: dict[str, Any] = {
-    "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3, "patch_size": 14,
-    "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "out_hidden_size": 3584,
-    "fullatt_block_indexes": [7, 15, 23, 31],
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3,
+        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+        "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "qwen3_vl": {
+        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "in_channels": 3,
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
+        "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
+    },
 }  # fmt: skip
-"""Values of transformers for what a vision_config leaves out; tests/planner/test_vision_tower.py compares them."""
+"""Values of transformers for what a vision_config leaves out, by model_type of the whole."""
 
 
 @dataclass(frozen=True)
 class VisionTower:
-    """The shape of Qwen2.5-VL's tower: RMSNorms, attention within windows or images, gated MLPs with biases."""
+    """The shape of a tower: norms, attention within windows or images, MLPs with biases.
+
+    Qwen2.5-VL's has RMSNorms and gated MLPs, Qwen3-VL's LayerNorms, plain MLPs, learned positions and several mergers.
+    """
 
     blocks: int
     global_blocks: int
     """Blocks whose patches attend to all of their image; those of the others attend within a window."""
+    is_gated: bool
+    """Whether it has gated MLPs and RMSNorms; LayerNorms and the patch embedding of the others have biases."""
     width: int
     inner: int
     heads: int
@@ -35,24 +47,32 @@ class VisionTower:
     patch_values: int
     window_patches: int
     output: int
+    positions: int
+    """Learned positions; 0 for none."""
+    deepstack: int
+    """Further mergers, behind blocks before the last one, each with a norm over a whole cell."""
 
     @classmethod
     def of(cls, config: Config) -> VisionTower | None:
         """Return the tower of a complete configuration; None for a model whose images are not read."""
         if config.get("model_type") not in MODEL_TYPES or "vision_config" not in config:
             return None
-        vision = DEFAULTS | config["vision_config"]
-        merge, patch = vision["spatial_merge_size"], vision["patch_size"]
+        vision = DEFAULTS[config["model_type"]] | config["vision_config"]
+        merge, patch, depth = vision["spatial_merge_size"], vision["patch_size"], vision["depth"]
+        window = vision.get("window_size")  # None: all blocks attend to whole images
         return cls(
-            blocks=vision["depth"],
-            global_blocks=len({index for index in vision["fullatt_block_indexes"] if index < vision["depth"]}),
+            blocks=depth,
+            global_blocks=depth if window is None else len({i for i in vision["fullatt_block_indexes"] if i < depth}),
+            is_gated=config["model_type"] == "qwen2_5_vl",
             width=vision["hidden_size"],
             inner=vision["intermediate_size"],
             heads=vision["num_heads"],
             merge=merge,
             patch_values=vision["in_channels"] * vision["temporal_patch_size"] * patch**2,
-            window_patches=(max(1, vision["window_size"] // merge // patch) * merge) ** 2,
+            window_patches=0 if window is None else (max(1, window // merge // patch) * merge) ** 2,
             output=vision["out_hidden_size"],
+            positions=vision.get("num_position_embeddings", 0),
+            deepstack=len(vision.get("deepstack_visual_indexes", ())),
         )
 
     @property
@@ -63,23 +83,33 @@ class VisionTower:
     @property
     def block_parameters(self) -> int:
         E, F = self.width, self.inner
-        return 2 * E + (E + 1) * 3 * E + (E + 1) * E + 2 * (E + 1) * F + (F + 1) * E
+        mlp = (E + 1) * F * (2 if self.is_gated else 1) + (F + 1) * E
+        return 2 * self._norm(E) + (E + 1) * 3 * E + (E + 1) * E + mlp
+
+    @property
+    def merger_parameters(self) -> int:
+        """Parameters of a merger's two layers."""
+        return (self.cell + 1) * (self.cell + self.output)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the patch embedding, the blocks and the merger."""
-        M = self.cell
-        merger = self.width + (M + 1) * M + (M + 1) * self.output
-        return self.patch_values * self.width + self.blocks * self.block_parameters + merger
+        """Parameters of the patch embedding, the blocks and the mergers."""
+        E, M = self.width, self.cell
+        embedding = (self.patch_values + (0 if self.is_gated else 1) + self.positions) * E
+        mergers = self._norm(E) + self.deepstack * self._norm(M) + (1 + self.deepstack) * self.merger_parameters
+        return embedding + self.blocks * self.block_parameters + mergers
+
+    def _norm(self, width: int) -> int:
+        return width if self.is_gated else 2 * width
 
     def image_flops(self, tokens: int, *, trained: bool) -> Figure:
         """FLOPs of an image of so many tokens; the backward pass of a frozen tower is not computed.
 
-        The patch embedding and the blocks multiply every patch, the merger every cell. A patch attends to its window,
+        The patch embedding and the blocks multiply every patch, the mergers every cell. A patch attends to its window,
         in global blocks to the whole image, before and after it.
         """
         patches, passes = tokens * self.merge**2, 6 if trained else 2
-        merger = (self.cell + 1) * (self.cell + self.output)
+        merger = (1 + self.deepstack) * self.merger_parameters
         spans = self.global_blocks * patches + (self.blocks - self.global_blocks) * min(self.window_patches, patches)
         per_patch = self.patch_values * self.width + self.blocks * self.block_parameters
         products = patches * per_patch + tokens * merger
@@ -100,13 +130,22 @@ class VisionTower:
         per_patch, formula = c * self.patch_values, f"{patches:,} patches x (pixels c W {c * self.patch_values:,}"
         if trained:
             block = self._block_bytes(run) if run.recompute != "full" else c * E
-            norm = (4 + 2 * c) * E + 4
-            outer = 2 * 4 * E // self.heads + norm + 2 * c * E
+            outer = 2 * 4 * E // self.heads + self._norm_bytes(run) + 2 * c * E
+            name = "rotary angles and merger"
+            if self.positions:  # places of four neighbours in the table, and their shares
+                outer += 4 * (8 + 4) + self.deepstack * 3 * c * E
+                name = "angles, positions and mergers"
             per_patch += self.blocks * block + outer
-            formula += f" + {self.blocks} blocks x {counted(block)} + rotary angles and merger {counted(outer)}"
+            formula += f" + {self.blocks} blocks x {counted(block)} + {name} {counted(outer)}"
         return Figure("vision activations", patches * per_patch, "bytes", f"{formula}) bytes")
 
     def _block_bytes(self, run: Run) -> int:
-        """Bytes per patch that a block saves: two norms, attention with its fused projection, and the gated MLP."""
+        """Bytes per patch that a block saves: two norms, attention with its fused projection, and the MLP."""
         E, c = self.width, run.bytes
-        return 2 * ((4 + 2 * c) * E + 4) + 7 * c * E + 4 * self.heads + 4 * c * self.inner
+        mlp = (4 if self.is_gated else 2) * c * self.inner
+        return 2 * self._norm_bytes(run) + 7 * c * E + 4 * self.heads + mlp
+
+    def _norm_bytes(self, run: Run) -> int:
+        """Bytes per patch that a norm saves, with its output: an RMSNorm computes in float32."""
+        E, c = self.width, run.bytes
+        return (4 + 2 * c) * E + 4 if self.is_gated else 2 * c * E + 8

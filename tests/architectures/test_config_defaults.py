@@ -119,6 +119,7 @@ def test_values_as_checkpoints_write_them_are_completed_as_by_transformers(value
         ("glm5.2-744B-A40B", {"index_topk_pattern": "FS"}),
         ("qwen3-30B-A3B", {"num_local_experts": 64}),
         ("tiny-vl", {}),
+        ("tiny-vl3", {}),
     ],
 )
 def test_what_only_transformers_can_tell_is_left_to_it(card: str, values: dict[str, Any]):

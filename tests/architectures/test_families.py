@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_models import CONFIGS, DELTA, SMALL, VISION, config_of, saved
 from safetensors.torch import load_file
+from vision_models import CONFIGS as VISION_CONFIGS
 from vision_models import vision_model
 
 from slimectl.architectures.config import read_config
@@ -36,7 +37,7 @@ def links_of(name):
 
 
 def test_every_family_has_a_model_here():
-    assert {*(family_of(config_of(name)).name for name in CONFIGS), "qwen2_5_vl"} == set(FAMILIES)
+    assert {*(family_of(config_of(name)).name for name in CONFIGS), *VISION_CONFIGS} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -91,14 +92,15 @@ def test_vision_tower_is_carried(name, tmp_path):
     assert family.architecture(config) == family_of(alone).architecture(alone)
 
 
-def test_the_decoder_of_qwen2_5_vl_is_that_of_qwen2(tmp_path):
-    family = family_of(read_config(vision_model(tmp_path)))
+@pytest.mark.parametrize(("vision", "text"), [("qwen2_5_vl", "qwen2"), ("qwen3_vl", "qwen3")])
+def test_the_decoder_of_a_vision_model_is_that_of_a_language_model(vision, text, tmp_path):
+    family = family_of(read_config(vision_model(tmp_path, vision)))
     tensors, config = load_file(tmp_path / "model.safetensors"), read_config(tmp_path)
     shapes = {part: shape for link in family.links(config) for part, shape in zip(link.hf, link.shapes, strict=True)}
     carried = {part for part in tensors if any(re.search(pattern, part) for pattern in family.carried)}
     assert {part: tuple(tensors[part].shape) for part in tensors.keys() - carried} == shapes
-    assert {part.split(".")[0] for part in carried} == {"visual"}
-    plain = {**config["text_config"], "model_type": "qwen2", "tie_word_embeddings": True}
+    assert {part.removeprefix("model.").split(".")[0] for part in carried} == {"visual"}
+    plain = {**config["text_config"], "model_type": text, "tie_word_embeddings": config["tie_word_embeddings"]}
     assert family.architecture(config) == family_of(plain).architecture(plain)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from vision_models import vision_model
 
 from slimectl.checkpoints.quantization import Fp8Blocks, Int4Groups
 from slimectl.conversions import convert_checkpoint
@@ -97,6 +98,16 @@ def test_checkpoints_are_quantized_and_made_whole_again(
     convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", dtype="float32", logits=0)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(back[name], whole[name].bfloat16().float()) for name in linear)
+
+
+def test_learned_positions_of_a_vision_tower_stay_in_full_precision(tmp_path: Path):
+    source, small = vision_model(tmp_path / "hf", "qwen3_vl"), tmp_path / "small"
+    convert_checkpoint(source, small, quantize="fp8", block=(8, 8), logits=0)
+    before, stored = (load_file(folder / "model.safetensors") for folder in (source, small))
+    assert torch.equal(stored["model.visual.pos_embed.weight"], before["model.visual.pos_embed.weight"])
+    assert stored["model.visual.blocks.0.attn.qkv.weight"].dtype == torch.float8_e4m3fn
+    config = json.loads((small / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["lm_head"]  # layers alone: the positions are a table
 
 
 def test_quantized_model_stays_as_it_is_unless_told_otherwise(tmp_path: Path, model_dir: ModelDir):

@@ -14,6 +14,7 @@ import torch
 from architectures.hf_models import CONFIGS, saved
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from vision_models import CONFIGS as VISION_CONFIGS
 from vision_models import vision_model
 
 from slimectl.checkpoints.safetensors_io import TensorMemory
@@ -67,9 +68,10 @@ def test_megatrons_model_computes_the_same_logits_from_it(name: str, tmp_path: P
     assert summary["logits_max_difference"] < 1e-5
 
 
-def test_a_vision_model_goes_there_and_back_with_its_tower_and_its_processor(tmp_path: Path):
+@pytest.mark.parametrize("family", VISION_CONFIGS)
+def test_a_vision_model_goes_there_and_back_with_its_tower_and_its_processor(family: str, tmp_path: Path):
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
-    source = vision_model(tmp_path / "hf")
+    source = vision_model(tmp_path / "hf", family)
     summary = convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist")
     assert summary["logits_max_difference"] < 1e-5  # of the decoder, without images
     convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)

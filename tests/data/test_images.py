@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vision_models import IMAGE, image_file, vision_model
+from vision_models import CONFIGS, IMAGE, image_file, vision_model
 
 from slimectl import builders
 from slimectl.data.chat import render
@@ -24,9 +24,9 @@ from slimectl.types import Prompt, Sample
 PART = {"type": "image"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vision_model(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_model(tmp_path_factory.mktemp("vision"), request.param)
 
 
 def text(words: str) -> dict[str, str]:

@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
-from vision_models import image_file, image_prompt, reference_log_probs, reference_logits, reference_model, vision_model
+from vision_models import (
+    CONFIGS,
+    image_file,
+    image_prompt,
+    reference_log_probs,
+    reference_logits,
+    reference_model,
+    vision_model,
+)
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.images import processor_of
@@ -19,9 +28,9 @@ from slimectl.errors import RecordError
 from slimectl.types import Completion, SamplingParams, TrainingSample
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vision_model(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_model(tmp_path_factory.mktemp("vision"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +89,17 @@ def test_one_prompt_with_two_images_is_two_prompts_and_siblings_share_theirs(fol
     assert later.log_probs == pytest.approx(fresh.log_probs, abs=1e-5)
 
 
+def test_a_prompt_goes_on_from_the_cache_within_an_image(folder: Path, images: list[str]):
+    engine, processor = new_engine(folder), processor_of(str(folder))
+    within = image_prompt(processor, images[:2], "")[:-1]  # its last token is one of an image
+    answers(engine, [(within, images[:2])])
+    answer = answers(engine, [(within, images[:2])])[0]
+    assert answer.cached_tokens == len(within) - 1
+    row = TrainingSample([*within, *answer.tokens], 6, [], images=images[:2])
+    expected_R = reference_log_probs(reference_model(folder), row, folder)
+    assert (expected_R - torch.tensor(answer.log_probs)).abs().max() < 1e-5
+
+
 def test_an_image_stays_as_long_as_a_sequence_holds_it(folder: Path, images: list[str]):
     """Two reads of one image are one object, which the end of one of its sequences does not take from the other."""
     pictures, patches = new_engine(folder)._model.pictures, processor_of(str(folder)).patches(images[0])
@@ -89,7 +109,7 @@ def test_an_image_stays_as_long_as_a_sequence_holds_it(folder: Path, images: lis
     assert second[0] is first[0]
     del second
     assert shift == 4 - 16  # four by four tokens take four positions
-    assert pictures.inputs([prompt], [0]).embeddings_RE.shape == (16, 32)
+    assert pictures.inputs([prompt], [0]).features.embeddings_CO.shape == (16, 32)
     del first
     with pytest.raises(KeyError):
         pictures.inputs([prompt], [0])
@@ -102,7 +122,6 @@ def test_tokens_that_do_not_fit_the_image_are_refused(folder: Path, images: list
 
 def test_weights_are_taken_under_the_names_of_modules_and_of_checkpoints(folder: Path):
     engine = new_engine(folder)
-    before = dict(engine._model.weights.tensors())
-    assert {"visual.blocks.0.attn.qkv.weight", "model.layers.1.mlp.up_proj.weight"} < before.keys()
+    assert dict(engine._model.weights.tensors()).keys() == load_file(folder / "model.safetensors").keys()
     engine.load_weights(reference_model(folder).state_dict().items(), version="1")
     assert engine.weight_version == "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from test_activations import saved_bytes
 from torch.utils.flop_counter import FlopCounterMode
-from vision_models import CONFIG, IMAGE, image_file, image_prompt
+from transformers import AutoConfig, AutoModelForImageTextToText
+from vision_models import CONFIGS, IMAGE, image_file, image_prompt
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
@@ -24,14 +26,21 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
-PUBLISHED = {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "in_chans": 3}
-"""What the 3B model of the family states of its tower beside the defaults."""
-WIDE = {
-    **CONFIG,
-    "vision_config": {
-        **CONFIG["vision_config"], "depth": 3, "hidden_size": 32, "intermediate_size": 72, "fullatt_block_indexes": [1],
+PUBLISHED = {
+    "qwen2_5_vl": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "in_chans": 3},
+    "qwen3_vl": {
+        "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560,
+        "deepstack_visual_indexes": [5, 11, 17],
     },
 }  # fmt: skip
+"""What the models of 3B and of 4B state of their towers beside the defaults."""
+WIDE = {
+    family: {
+        **config,
+        "vision_config": {**config["vision_config"], "depth": 3, "hidden_size": 32, "intermediate_size": 72},
+    }
+    for family, config in CONFIGS.items()
+}
 
 
 def tower_of(config: dict[str, Any]) -> VisionTower:
@@ -40,48 +49,47 @@ def tower_of(config: dict[str, Any]) -> VisionTower:
     return tower
 
 
-def hf_tower(vision: dict[str, Any], attention: str = "sdpa") -> Any:
-    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-
-    config = Qwen2_5_VLVisionConfig(**vision)
-    config._attn_implementation = attention
+def hf_tower(family: str, vision: dict[str, Any], attention: str = "sdpa") -> Any:
+    config = AutoConfig.for_model(family, vision_config=vision)
     with torch.device("meta"):
-        return hf.Qwen2_5_VisionTransformerPretrainedModel(config)
+        return AutoModelForImageTextToText.from_config(config, attn_implementation=attention).model.visual
 
 
-def test_defaults_are_those_of_transformers():
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-
-    config = Qwen2_5_VLVisionConfig().to_dict()
-    assert {name: config[name] for name in DEFAULTS} == DEFAULTS
-
-
-@pytest.mark.parametrize("vision", [{}, PUBLISHED, WIDE["vision_config"]], ids=["defaults", "3B", "wide"])
-def test_parameters_are_those_of_transformers(vision: dict[str, Any]):
-    count = sum(parameter.numel() for parameter in hf_tower(vision).parameters())
-    assert tower_of({**CONFIG, "vision_config": vision}).parameters == count
+@pytest.mark.parametrize("family", CONFIGS)
+def test_defaults_are_those_of_transformers(family: str):
+    config = json.loads(json.dumps(AutoConfig.for_model(family).vision_config.to_dict()))
+    assert {name: config[name] for name in DEFAULTS[family]} == DEFAULTS[family]
 
 
-def test_the_plan_of_the_card_counts_the_tower_and_trains_it_only_if_asked():
-    config = with_defaults(cards.load("tiny-vl")["config"])
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("states", ["nothing", "published", "wide"])
+def test_parameters_are_those_of_transformers(family: str, states: str):
+    vision = {"nothing": {}, "published": PUBLISHED[family], "wide": WIDE[family]["vision_config"]}[states]
+    count = sum(parameter.numel() for parameter in hf_tower(family, vision).parameters())
+    assert tower_of({**CONFIGS[family], "vision_config": vision}).parameters == count
+
+
+@pytest.mark.parametrize(("card", "tower"), [("tiny-vl", 206_656), ("tiny-vl3", 293_696)])
+def test_the_plan_of_the_card_counts_the_tower_and_trains_it_only_if_asked(card: str, tower: int):
+    config = with_defaults(cards.load(card)["config"])
     frozen, trained = (plan.model_of(config, freeze_vision_tower=freeze).all[0] for freeze in (True, False))
-    decoder = cards.load("tiny-vl")["parameters"]
-    assert parameters.count(frozen.parts) == parameters.count(trained.parts) == decoder + 206_656
-    assert (parameters.count(frozen.trained), parameters.count(trained.trained)) == (decoder, decoder + 206_656)
+    decoder = cards.load(card)["parameters"]
+    assert parameters.count(frozen.parts) == parameters.count(trained.parts) == decoder + tower
+    assert (parameters.count(frozen.trained), parameters.count(trained.trained)) == (decoder, decoder + tower)
     run = Run(1, policy="fsdp", dtype="float32", seq_len=64, max_tokens_per_gpu=64)
     optimizers = [
         next(figure.value for figure in memory._resident_figures(model, run, 0) if figure.name == "optimizer")
         for model in (frozen, trained)
     ]
-    assert optimizers == [8 * decoder, 8 * (decoder + 206_656)]
+    assert optimizers == [8 * decoder, 8 * (decoder + tower)]
 
 
 @pytest.mark.parametrize(("recompute", "trained"), [("none", False), ("none", True), ("full", True)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_policy_saves_what_the_formula_says(dtype: Any, recompute: Any, trained: bool, tmp_path: Path):
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_policy_saves_what_the_formula_says(family: str, dtype: Any, recompute: Any, trained: bool, tmp_path: Path):
     """With images minus without, so that the decoder's own activations cancel."""
-    create_model(WIDE, tmp_path / "model", seed=1)
+    create_model(WIDE[family], tmp_path / "model", seed=1)
     processor = processor_of(str(tmp_path / "model"))
     images = [image_file(tmp_path / f"{seed}.png", width=64, height=96, seed=seed) for seed in range(2)]
     prompts = [image_prompt(processor, [image]) for image in images]
@@ -90,7 +98,7 @@ def test_a_policy_saves_what_the_formula_says(dtype: Any, recompute: Any, traine
         freeze_vision_tower=not trained,
     )  # fmt: skip
 
-    def saved(tower_images: bool) -> int:
+    def packed(tower_images: bool) -> tuple[list[TrainingSample], Any]:
         rows = [
             TrainingSample(
                 prompt if tower_images else [token if token != IMAGE else group for token in prompt], 2, [1.0, 1.0],
@@ -99,6 +107,10 @@ def test_a_policy_saves_what_the_formula_says(dtype: Any, recompute: Any, traine
             for group, (prompt, image) in enumerate(zip(prompts, images, strict=True))
         ]  # fmt: skip
         ((pack,),) = (policy._packs_of_rank(rows),)
+        return rows, pack
+
+    def saved(tower_images: bool) -> int:
+        rows, pack = packed(tower_images)
         return saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
 
     length = len(prompts[0])
@@ -106,19 +118,23 @@ def test_a_policy_saves_what_the_formula_says(dtype: Any, recompute: Any, traine
         1, policy="fsdp", dtype=dtype, recompute=recompute, seq_len=length, max_tokens_per_gpu=2 * length, device="cpu",
         images=1, tokens_per_image=8 * 12,
     )  # fmt: skip
-    tower, tokens = tower_of(WIDE), 2 * 8 * 12
+    tower, tokens = tower_of(WIDE[family]), 2 * 8 * 12
     formula = tower.activations(run, trained=trained).value
     if not trained:  # the pixels of the pack are held, but not by autograd; it saves the places of the tokens
         formula -= run.bytes * 4 * tokens * tower.patch_values
-        assert (formula, saved(tower_images=True) - saved(tower_images=False)) == (0, 8 * tokens)
+        places = 8 * tokens
+        if tower.deepstack:  # and their mask
+            places += len(policy._forward(*packed(True), entropy=False)[0].tokens_T)
+        assert (formula, saved(tower_images=True) - saved(tower_images=False)) == (0, places)
         return
     if recompute == "full":  # so are the angles
         formula -= 4 * tokens * 2 * 4 * tower.width // tower.heads
     assert saved(tower_images=True) - saved(tower_images=False) == pytest.approx(formula, rel=0.03)
 
 
-def test_flops_are_those_of_the_products_of_transformers_tower():
-    tower, model = tower_of(WIDE), hf_tower(WIDE["vision_config"], "eager")
+@pytest.mark.parametrize("family", CONFIGS)
+def test_flops_are_those_of_the_products_of_transformers_tower(family: str):
+    tower, model = tower_of(WIDE[family]), hf_tower(family, WIDE[family]["vision_config"], "eager")
     grid = torch.tensor([[1, 16, 24]])
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.to_empty(device="cpu")
@@ -127,7 +143,7 @@ def test_flops_are_those_of_the_products_of_transformers_tower():
 
 
 def test_a_step_counts_every_image_once_forward_and_thrice_if_it_is_trained():
-    config = with_defaults(WIDE)
+    config = with_defaults(WIDE["qwen2_5_vl"])
     options: dict[str, Any] = {"seq_len": 100, "batch": 4, "world": 1, "recomputes": False, "tflops": None, "mfu": 1}
 
     def step(freeze: bool, images: int) -> float:
@@ -135,7 +151,7 @@ def test_a_step_counts_every_image_once_forward_and_thrice_if_it_is_trained():
         figures = flops.flops_figures(model.all, **options, images=images, tokens_per_image=16)
         return next(figure.value for figure in figures if figure.name == "FLOPs per step")
 
-    image = tower_of(WIDE).image_flops(16, trained=False).value
+    image = tower_of(WIDE["qwen2_5_vl"]).image_flops(16, trained=False).value
     assert step(True, 2) - step(True, 0) == pytest.approx(8 * image)
     assert step(False, 2) - step(False, 0) == pytest.approx(3 * 8 * image)
 

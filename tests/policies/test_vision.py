@@ -10,7 +10,7 @@ import pytest
 import torch
 from policies.policy_cases import WeightedNegativeLogProb
 from safetensors.torch import load_file
-from vision_models import image_file, image_prompt, reference_log_probs, reference_model, vision_model
+from vision_models import CONFIGS, image_file, image_prompt, reference_log_probs, reference_model, vision_model
 
 from slimectl.algorithms.packing import plan_batches
 from slimectl.checkpoints.hf import HFCheckpoint
@@ -27,9 +27,9 @@ from slimectl.types import TrainingSample
 LOSS = WeightedNegativeLogProb()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vision_model(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_model(tmp_path_factory.mktemp("vision"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def rows(folder: Path) -> list[TrainingSample]:
 
 
 def new(folder: Path, **options: Any) -> FsdpPolicy:
-    return FsdpPolicy(folder, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=1e-2)} | options))
+    # With Adam's usual eps a gradient that is rounding error alone (3e-8, in one weight) would move its weight.
+    return FsdpPolicy(folder, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=1e-2, eps=1e-5)} | options))
 
 
 def test_log_probs_and_gradients_are_those_of_transformers(folder: Path, rows: list[TrainingSample]):
@@ -96,8 +97,8 @@ def test_two_ranks_equal_one(folder: Path, rows: list[TrainingSample], frozen: b
     assert (two_loss, two_norm) == pytest.approx((loss, norm), rel=1e-5)
     before = load_file(folder / "model.safetensors")
     moved = {name for name, tensor in weights.items() if not torch.equal(tensor, before[name])}
-    assert any(name.startswith("visual.") for name in moved) is not frozen
-    assert "model.embed_tokens.weight" in moved
+    assert any("visual." in name for name in moved) is not frozen
+    assert any(name.endswith("embed_tokens.weight") for name in moved)
     for name, tensor in weights.items():
         torch.testing.assert_close(two_weights[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 

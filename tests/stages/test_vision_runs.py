@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from vision_models import image_file, vision_model
+from vision_models import CONFIGS, image_file, vision_model
 from workshop import Workshop, killed, set_up
 
 TRAINED = ("-s", "train.freeze_vision_tower=false", "-s", "run.num_rollout=2")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vision_model(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_model(tmp_path_factory.mktemp("vision"), request.param)
 
 
 @pytest.fixture
@@ -76,11 +76,12 @@ def test_rounds_ahead_demonstrations_and_a_reference(vision: Workshop):
     assert json.loads(reports)["metrics"]["train/loss"] > 0
 
 
-def test_what_reads_no_images_says_so_before_it_works(vision: Workshop):
+def test_what_reads_no_images_says_so_before_it_works(vision: Workshop, model: Path):
     row = json.dumps({"prompt": "<image>?", "images": ["missing.png"]}) + "\n"
     (vision.folder / "prompts.jsonl").write_text(row)
     vision.slimectl("rollout", "-c", "slimectl.toml", code=3)
     assert "missing.png: the image cannot be read: No such file" in vision.stderr
     vision.slimectl("run", "--backend", "megatron", code=2)
-    assert 'train.backend: "megatron" does not train qwen2_5_vl' in vision.stderr
+    family = json.loads((model / "config.json").read_text())["model_type"]
+    assert f'train.backend: "megatron" does not train {family}' in vision.stderr
     assert not (vision.folder / "runs").exists()

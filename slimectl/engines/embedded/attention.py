@@ -22,6 +22,28 @@ BY_LENGTH = ("dynamic", "longrope")
 """Scalings whose frequencies depend on the sequence length."""
 
 
+INTERLEAVED = ("qwen3_vl_text",)
+"""Model types whose frequencies take turns among time, height and width; in others each has a section of its own."""
+SECTIONS = (24, 20, 20)
+"""Sections of those model types where config.json states none."""
+
+
+def axes(sections: Sequence[int], *, interleaved: bool) -> Tensor:
+    """Return the axis [D] whose position rotates each dimension of a head: 0 time, 1 height, 2 width.
+
+    >>> axes([2, 1, 1], interleaved=False).tolist()
+    [0, 0, 1, 2, 0, 0, 1, 2]
+    >>> axes([2, 1, 1], interleaved=True).tolist()
+    [0, 1, 2, 0, 0, 1, 2, 0]
+    """
+    if not interleaved:
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections)).repeat(2)
+    axis_D2 = torch.zeros(sum(sections), dtype=torch.int64)
+    for axis in (1, 2):
+        axis_D2[axis : 3 * sections[axis] : 3] = axis
+    return axis_D2.repeat(2)
+
+
 class Rope:
     """Cosines and signed sines by position; tables grow with the longest sequence seen.
 
@@ -40,12 +62,14 @@ class Rope:
         self._cos_P1D = torch.empty(0)
         self._sin_P1D = torch.empty(0)
         self._frequencies(1)
-        self._sections = config.rope_parameters.get("mrope_section")
-        if self._sections and (self._kind != "default" or 2 * sum(self._sections) != head_dim):
+        interleaved = config.model_type in INTERLEAVED
+        sections = config.rope_parameters.get("mrope_section", SECTIONS if interleaved else None)
+        if sections and (self._kind != "default" or 2 * sum(sections) != head_dim):
             raise CheckpointError(
-                f"config.json: mrope_section {self._sections} with rope_type {self._kind!r} and heads of {head_dim}:"
+                f"config.json: mrope_section {sections} with rope_type {self._kind!r} and heads of {head_dim}:"
                 " the embedded engine knows it with rope_type default and a sum of half a head"
             )
+        self._axis_D = None if sections is None else axes(sections, interleaved=interleaved)
 
     @property
     def reusable_tokens(self) -> float:
@@ -59,8 +83,9 @@ class Rope:
         return self._cos_P1D[positions_N], self._sin_P1D[positions_N]
 
     def section_rows(self, positions_3N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [N, 1, D] for positions along time, height and width, of which each has its sections."""
-        axis_D = torch.repeat_interleave(torch.arange(3), torch.tensor(self._sections)).repeat(2)
+        """Return cos and sin [N, 1, D] for positions along time, height and width."""
+        axis_D = self._axis_D
+        assert axis_D is not None
         rows = (table_3N1D.permute(3, 0, 1, 2) for table_3N1D in self.rows(positions_3N, longest))
         cos, sin = (part[torch.arange(len(axis_D)), axis_D].permute(1, 2, 0).contiguous() for part in rows)
         return cos, sin

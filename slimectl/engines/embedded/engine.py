@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.data.images import Patches
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
 from slimectl.engines.embedded.grammar import (
@@ -243,7 +244,7 @@ class EmbeddedEngine:
 
     def _patches(self, image: ImageSource) -> Patches:
         if self._process_image is None:
-            raise SettingsError("engine: this model reads no images; give one of the family qwen2_5_vl")
+            raise SettingsError(f"engine: this model reads no images; give one of {', '.join(MODEL_TYPES)}")
         return self._process_image(image)
 
     def grammar(self, grammar: JsonGrammar) -> TokenGrammar:

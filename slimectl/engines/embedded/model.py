@@ -1,4 +1,4 @@
-"""The forward pass of the llama, qwen2, qwen3, qwen3_moe and qwen2_5_vl families.
+"""The forward pass of the llama, qwen2, qwen3, qwen3_moe, qwen2_5_vl and qwen3_vl families.
 
 N rows (one a token) · C of them · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L layers ·
 T tokens · k experts of a token.
@@ -24,7 +24,7 @@ from slimectl.engines.embedded.scheduler import TopTokens
 from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl")
 ROWS = 16
 """A decoding step of more packed rows computes a multiple of this: oneDNN builds kernels for each number of rows."""
 CHUNK_LOGITS = 2**23
@@ -195,9 +195,9 @@ class Model:
             return attend, tokens_N, *self._hidden(self._embedded(tokens_N), rope, attend)
         stream_NE = self._embedded(tokens_N.clamp(min=0))
         if len(pictures.rows_R):
-            stream_NE[pictures.rows_R] = pictures.embeddings_RE
+            stream_NE[pictures.rows_R] = pictures.features.embeddings_CO
         rope = self._rope.section_rows(pictures.positions_3N, attend.longest)
-        return attend, tokens_N, *self._hidden(stream_NE, rope, attend)
+        return attend, tokens_N, *self._hidden(stream_NE, rope, attend, pictures)
 
     def padded_rows(self, rows: int) -> int:
         """Return the number of rows with which a step of `rows` rows costs least."""
@@ -229,10 +229,15 @@ class Model:
         return F.embedding(tokens_N, self.weights.embedding_VE)
 
     def _hidden(
-        self, stream_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]
+        self,
+        stream_NE: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: Callable[[int, Tensor], Tensor],
+        pictures: PictureInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream [N, E] after the last block, from that before the first, and the experts.
 
+        Features of `pictures` join the stream after the first blocks, in a model whose tower has any for them.
         The experts are [N, L, k] in a model that has them; the part of a dense layer is zeros.
         """
         cos_N1D, sin_N1D = rope
@@ -257,6 +262,8 @@ class Model:
                 stream_NE, experts_Nk = layer.mlp.added_to(stream_NE, normed_NE)
                 assert experts_NLk is not None
                 experts_NLk[:, index] = experts_Nk
+            if pictures is not None and index < len(pictures.features.deepstack):
+                stream_NE.index_add_(0, pictures.rows_R, pictures.features.deepstack[index])
         return stream_NE, experts_NLk
 
     def _logits(self, stream_BE: Tensor) -> Tensor:

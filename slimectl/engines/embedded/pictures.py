@@ -15,15 +15,16 @@ from torch import Tensor
 
 from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.data.images import Patches
-from slimectl.engines.embedded.vision import VisionTower
+from slimectl.engines.embedded.vision import Features, VisionTower
 
 
 class PictureInputs(NamedTuple):
-    """What a pass computes otherwise because of its images: positions [3, N], and the embeddings [R, E] of rows."""
+    """What a pass computes otherwise because of its images: positions [3, N], and the features of rows."""
 
     positions_3N: Tensor
     rows_R: Tensor
-    embeddings_RE: Tensor
+    features: Features
+    """Embeddings [R, E] of the rows, and what joins them after the first layers; empty without rows."""
 
 
 class Pictures:
@@ -55,7 +56,7 @@ class Pictures:
         for (start, end), image in zip(spans, images, strict=True):
             marked[start:end] = [_id(image)] * (end - start)
         positions_3T = self.tokens.positions(len(tokens), spans, grids)
-        return tuple(marked), int(positions_3T[0, -1]) + 1 - len(tokens) if images else 0
+        return tuple(marked), int(positions_3T.max()) + 1 - len(tokens) if images else 0
 
     def inputs(self, prompts: Sequence[tuple[int, ...]], starts: Sequence[int]) -> PictureInputs | None:
         """Return the images of a pass over the prompts from `starts` on; None if no prompt has any."""
@@ -79,14 +80,14 @@ class Pictures:
                     chosen.append(image)
             first += len(prompt) - start
         positions_3N = torch.from_numpy(np.concatenate(positions, axis=1)).to(self._device)
-        return PictureInputs(positions_3N, torch.tensor(rows, device=self._device), self._embeddings(chosen, cells))
+        return PictureInputs(positions_3N, torch.tensor(rows, device=self._device), self._features(chosen, cells))
 
-    def _embeddings(self, images: Sequence[Patches], cells: Sequence[int]) -> Tensor:
+    def _features(self, images: Sequence[Patches], cells: Sequence[int]) -> Features:
         if not images:
-            return torch.empty(0, device=self._device)
+            return Features(torch.empty(0, device=self._device))
         pixels_PW = torch.from_numpy(np.concatenate([image.pixels_PW for image in images]))
-        embeddings_CE = self._tower.embed(pixels_PW.to(self._device, self._dtype), [image.grid for image in images])
-        return embeddings_CE[torch.tensor(cells, device=self._device)]
+        features = self._tower.embed(pixels_PW.to(self._device, self._dtype), [image.grid for image in images])
+        return features.rows(torch.tensor(cells, device=self._device))
 
     def _images(self, prompt: tuple[int, ...]) -> tuple[list[Patches], list[tuple[int, int]]]:
         """Return the images of a prompt and their places."""

@@ -1,14 +1,13 @@
-"""The vision tower of the qwen2_5_vl family: patches of images to embeddings in the decoder's width.
+"""Parts that vision towers share: rotary embedding of patches, attention within frames, the tower's outputs.
 
-P patches · C cells of merge by merge patches, each one token · W values of a patch · E width of the tower · H heads ·
-D head dimension · O width of the decoder.
+P patches of images · C cells of merge by merge patches, each one token · W values of a patch · H heads · D head
+dimension · O width of the decoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,100 +16,63 @@ from torch import Tensor
 
 from slimectl.architectures.image_tokens import Grid
 from slimectl.engines.embedded.linear import Linear
-from slimectl.errors import CheckpointError
 
-EPS = 1e-6
 THETA = 10000.0
-"""Epsilon of the norms and base of the rotary embedding, which config.json does not state."""
+"""Base of the rotary embedding, which config.json does not state."""
 
 NewTensor = Callable[..., Tensor]
 NewLinear = Callable[..., Linear]
 
 
-@dataclass(slots=True)
-class Block:
-    """The weights of one block."""
+class Features(NamedTuple):
+    """Outputs of a tower: embeddings [C, O], and what joins the stream after each of the first decoder layers."""
 
-    norm1_E: Tensor
-    qkv: Linear
-    proj: Linear
-    norm2_E: Tensor
-    gate_up: Linear
-    down: Linear
+    embeddings_CO: Tensor
+    deepstack: tuple[Tensor, ...] = ()
+    """A tensor [C, O] for a layer (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
+
+    def rows(self, cells: Tensor) -> Features:
+        """Return the features of some cells."""
+        return Features(self.embeddings_CO[cells], tuple(layer_CO[cells] for layer_CO in self.deepstack))
 
 
-class VisionTower:
+class VisionTower(Protocol):
     """Storage of the tower's weights, and its forward pass."""
 
-    def __init__(self, config: Any, *, tensor: NewTensor, linear: NewLinear) -> None:
-        """`tensor` and `linear` allocate named storage, as Weights does.
-
-        Raises CheckpointError for an activation that is not computed.
-        """
-        if config.hidden_act != "silu":
-            raise CheckpointError(
-                f"config.json: the embedded engine does not know hidden_act {config.hidden_act!r} of a vision tower"
-            )
-        width, inner = config.hidden_size, config.intermediate_size
-        self._heads, self._merge = int(config.num_heads), int(config.spatial_merge_size)
-        self._window = max(1, int(config.window_size) // self._merge // int(config.patch_size))
-        self._whole = frozenset(config.fullatt_block_indexes)
-        patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-        self._embedding = tensor("visual.patch_embed.proj.weight", width, *patch)
-        self._blocks = []
-        for index in range(config.depth):
-            name = f"visual.blocks.{index}."
-            self._blocks.append(
-                Block(
-                    norm1_E=tensor(f"{name}norm1.weight", width),
-                    qkv=linear(width, {f"{name}attn.qkv": 3 * width}, bias=True),
-                    proj=linear(width, {f"{name}attn.proj": width}, bias=True),
-                    norm2_E=tensor(f"{name}norm2.weight", width),
-                    gate_up=linear(width, {f"{name}mlp.gate_proj": inner, f"{name}mlp.up_proj": inner}, bias=True),
-                    down=linear(inner, {f"{name}mlp.down_proj": width}, bias=True),
-                )
-            )
-        cell = width * self._merge**2
-        self._merger_norm_E = tensor("visual.merger.ln_q.weight", width)
-        self._merger_up = linear(cell, {"visual.merger.mlp.0": cell}, bias=True)
-        self._merger_down = linear(cell, {"visual.merger.mlp.2": config.out_hidden_size}, bias=True)
-
-    def embed(self, pixels_PW: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Return an embedding [C, O] of every cell of all images, image by image, row by row."""
-        order_C, images, windows = _attention_order(grids, merge=self._merge, window=self._window)
-        device, cell = pixels_PW.device, self._merge**2
-        order = torch.from_numpy(order_C).to(device)
-        stream_PE = F.linear(pixels_PW, self._embedding.flatten(1))
-        width = stream_PE.shape[1]
-        stream_PE = stream_PE.view(-1, cell, width)[order].view(-1, width)
-        head = width // self._heads
-        angles_P = torch.from_numpy(_angles(grids, merge=self._merge, head=head)).to(device)
-        angles_PD = angles_P.view(-1, cell, head // 2)[order].view(-1, head // 2).repeat(1, 2)
-        cos_P1D, sin_P1D = angles_PD.cos()[:, None], angles_PD.sin()[:, None]
-        inner = self._blocks[0].gate_up.parts[0].shape[0] if self._blocks else 0
-        for index, block in enumerate(self._blocks):
-            lengths = images if index in self._whole else windows
-            qkv_P3HD = block.qkv(_norm(stream_PE, block.norm1_E)).view(-1, 3, self._heads, head)
-            query, key = (_rotated(qkv_P3HD[:, part], cos_P1D, sin_P1D) for part in (0, 1))
-            attended = _attend(query, key, qkv_P3HD[:, 2], lengths)
-            stream_PE = stream_PE + block.proj(attended.reshape(-1, width))
-            gate_up = block.gate_up(_norm(stream_PE, block.norm2_E))
-            stream_PE = stream_PE + block.down(F.silu(gate_up[:, :inner]) * gate_up[:, inner:])
-        cells_CE = _norm(stream_PE, self._merger_norm_E).view(-1, cell * width)
-        embeddings_CO = self._merger_down(F.gelu(self._merger_up(cells_CE)))
-        return torch.empty_like(embeddings_CO).index_copy_(0, order, embeddings_CO)
+    def embed(self, pixels_PW: Tensor, grids: Sequence[Grid]) -> Features:
+        """Return the features of every cell of all images, image by image, row by row."""
+        ...
 
 
-def _norm(stream_PE: Tensor, weight_E: Tensor) -> Tensor:
-    return F.rms_norm(stream_PE, weight_E.shape, weight_E, EPS)
+def patch_places(grids: Sequence[Grid], *, merge: int) -> list[np.ndarray]:
+    """Return row and column [P, 2] of the patches of each image, cell by cell.
+
+    >>> patch_places([(1, 2, 4)], merge=2)[0].tolist()
+    [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+    """
+    places = []
+    for frames, height, width in grids:
+        image = np.indices((height, width)).transpose(1, 2, 0)
+        cells = image.reshape(height // merge, merge, width // merge, merge, 2).transpose(0, 2, 1, 3, 4)
+        places.append(np.tile(cells.reshape(-1, 2), (frames, 1)))
+    return places
 
 
-def _rotated(states_PHD: Tensor, cos_P1D: Tensor, sin_P1D: Tensor) -> Tensor:
+def rotary_angles(grids: Sequence[Grid], *, merge: int, head: int) -> np.ndarray:
+    """Return rotary angles [P, head / 2] of patches, cell by cell: those of the row, then those of the column."""
+    inverse = (1.0 / THETA ** (np.arange(0, head // 2, 2, dtype=np.float32) / np.float32(head // 2))).astype(np.float32)
+    places = np.concatenate(patch_places(grids, merge=merge))
+    angles: np.ndarray = places[:, :, None].astype(np.float32) * inverse
+    return angles.reshape(len(angles), -1)
+
+
+def rotated(states_PHD: Tensor, cos_P1D: Tensor, sin_P1D: Tensor) -> Tensor:
+    """Rotate the heads of queries or keys, in float32."""
     first, second = states_PHD.float().chunk(2, -1)
     return (states_PHD.float() * cos_P1D + torch.cat((-second, first), -1) * sin_P1D).to(states_PHD.dtype)
 
 
-def _attend(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, lengths: Sequence[int]) -> Tensor:
+def attend(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, lengths: Sequence[int]) -> Tensor:
     """Attention [P, H, D] within consecutive stretches; those of one length side by side are one call."""
     outputs, start, index = [], 0, 0
     while index < len(lengths):
@@ -125,36 +87,3 @@ def _attend(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, lengths: Sequ
         outputs.append(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(0, 1))
         start, index = end, index + count
     return torch.cat(outputs)
-
-
-def _attention_order(grids: Sequence[Grid], *, merge: int, window: int) -> tuple[np.ndarray, list[int], list[int]]:
-    """Return the cells in the order of their windows, and the patches of each frame and of each window.
-
-    >>> order, frames, windows = _attention_order([(1, 4, 6)], merge=2, window=2)
-    >>> order.tolist(), frames, windows
-    ([0, 1, 3, 4, 2, 5], [24], [16, 8])
-    """
-    orders, frames, windows = [], list[int](), list[int]()
-    first = 0
-    for count, height, width in grids:
-        rows, columns = height // merge, width // merge
-        frame, row, column = np.indices((count, rows, columns)).reshape(3, -1)
-        across = -(-columns // window)
-        number = (frame * -(-rows // window) + row // window) * across + column // window
-        orders.append(first + np.lexsort((column, row, number)))
-        frames += [height * width] * count
-        windows += (np.unique(number, return_counts=True)[1] * merge**2).tolist()
-        first += count * rows * columns
-    return np.concatenate(orders), frames, windows
-
-
-def _angles(grids: Sequence[Grid], *, merge: int, head: int) -> np.ndarray:
-    """Return rotary angles [P, head / 2] of patches, cell by cell: those of the row, then those of the column."""
-    inverse = (1.0 / THETA ** (np.arange(0, head // 2, 2, dtype=np.float32) / np.float32(head // 2))).astype(np.float32)
-    pieces = []
-    for count, height, width in grids:
-        places = np.indices((height, width)).transpose(1, 2, 0)
-        cells = places.reshape(height // merge, merge, width // merge, merge, 2).transpose(0, 2, 1, 3, 4)
-        pieces.append(np.tile(cells.reshape(-1, 2), (count, 1)))
-    angles: np.ndarray = np.concatenate(pieces)[:, :, None].astype(np.float32) * inverse
-    return angles.reshape(len(angles), -1)

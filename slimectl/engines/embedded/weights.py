@@ -13,16 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.architectures.qwen_vl import published_name
+from slimectl.architectures.qwen_vl import DECODER, TOWER, published_name
 from slimectl.engines.embedded.linear import Linear, can_pack
 from slimectl.engines.embedded.mlp import Experts, Mlp
+from slimectl.engines.embedded.qwen2_5_tower import WindowedTower
+from slimectl.engines.embedded.qwen3_tower import DeepstackTower
 from slimectl.engines.embedded.vision import VisionTower
 from slimectl.errors import CheckpointError
 
 BIASED = ("qwen2", "qwen2_5_vl_text")
 """Model types with a bias on query, key and value without a key for it in config.json."""
-NORMED = ("qwen3", "qwen3_moe")
-"""Families that normalize queries and keys, head by head."""
+NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text")
+"""Model types that normalize queries and keys, head by head."""
+TOWERS: dict[str, type[WindowedTower] | type[DeepstackTower]] = {
+    "qwen2_5_vl": WindowedTower,
+    "qwen3_vl": DeepstackTower,
+}
 
 
 def has_experts(config: Any, index: int) -> bool:
@@ -92,6 +98,8 @@ class Weights:
     def __init__(self, config: Any, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tied = bool(config.tie_word_embeddings)
         vision = getattr(config, "vision_config", None)
+        self._model_type = config.model_type
+        decoder = "model." if vision is None else self.published_name(DECODER)
         self._config = config = config.get_text_config()
         self._head_dim = head_dim
         self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -99,17 +107,19 @@ class Weights:
         """Whether linear layers have packed copies."""
         self.places: dict[str, TensorSlot] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
-        self.embedding_VE = self._tensor("model.embed_tokens.weight", vocabulary, hidden)
-        self.layers = [self._layer(i) for i in range(config.num_hidden_layers)]
-        self.norm_E = self._tensor("model.norm.weight", hidden)
-        self.vision = None
+        self._embedding = embedding = f"{decoder}embed_tokens.weight"
+        self.embedding_VE = self._tensor(embedding, vocabulary, hidden)
+        self.layers = [self._layer(i, f"{decoder}layers.{i}.") for i in range(config.num_hidden_layers)]
+        self.norm_E = self._tensor(f"{decoder}norm.weight", hidden)
+        self.vision: VisionTower | None = None
         if vision is not None:
-            self.vision = VisionTower(vision, tensor=self._tensor, linear=self._linear)
+            prefix = self.published_name(TOWER)
+            self.vision = TOWERS[self._model_type](vision, prefix, tensor=self._tensor, linear=self._linear)
         if self.tied:
             self.head = Linear(
                 hidden, [vocabulary], bias=False, packs=self.packs, weight_OI=self.embedding_VE, **self._tensor_options
             )
-            self.places["model.embed_tokens.weight"].linear = self.head
+            self.places[embedding].linear = self.head
         else:
             self.head = self._linear(hidden, {"lm_head": vocabulary}, bias=False)
 
@@ -123,7 +133,7 @@ class Weights:
             return None
         name = self.published_name(name)
         tied_head = self.tied and name == "lm_head.weight"
-        place = self.places.get("model.embed_tokens.weight" if tied_head else name)
+        place = self.places.get(self._embedding if tied_head else name)
         if place is None:
             raise CheckpointError(f"weights: {name} is not part of this {self._config.model_type} model")
         if tuple(tensor.shape) != place.shape:
@@ -131,8 +141,8 @@ class Weights:
         return None if tied_head else place
 
     def published_name(self, name: str) -> str:
-        """Return a tensor's name in published checkpoints; transformers' modules have others in a vision model."""
-        return name if self.vision is None else published_name(name)
+        """Return a tensor's name in published checkpoints; transformers' modules may have others in a vision model."""
+        return published_name(name, self._model_type)
 
     @torch.no_grad()
     def write(self, tensors: NamedTensors) -> set[str]:
@@ -176,9 +186,9 @@ class Weights:
                 self.places[f"{name}.{kind}"] = TensorSlot(view, tuple(view.shape), linear)
         return linear
 
-    def _layer(self, index: int) -> Layer:
-        config, prefix = self._config, f"model.layers.{index}."
-        attention, hidden = f"{prefix}self_attn.", config.hidden_size
+    def _layer(self, index: int, prefix: str) -> Layer:
+        config, attention = self._config, f"{prefix}self_attn."
+        hidden = config.hidden_size
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
         widths = {f"{attention}{kind}_proj": count * self._head_dim for kind, count in heads.items()}
         biased = bool(getattr(config, "attention_bias", False))

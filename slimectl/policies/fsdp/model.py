@@ -169,7 +169,7 @@ class ParameterNames:
     transformers has the experts of a layer in two parameters, checkpoints have a tensor for each matrix of each expert.
     """
 
-    def __init__(self, hf: nn.Module, *, optional: Collection[str] = ()) -> None:
+    def __init__(self, hf: Any, *, optional: Collection[str] = ()) -> None:
         """`optional`: parameters that a checkpoint may lack."""
         self.optional = optional
         self.slots: dict[str, Slot] = {}
@@ -182,7 +182,9 @@ class ParameterNames:
             self.shapes[name] = tuple(parameter.shape)
         for name, buffer in persistent_buffers(hf).items():
             self.slots[name], self.shapes[name] = Slot(first.setdefault(id(buffer), name)), tuple(buffer.shape)
-        self._published = {name: published_name(name) for name in self.slots} if tower_of(hf) is not None else {}
+        self._published: dict[str, str] = {}
+        if tower_of(hf) is not None:
+            self._published = {name: published_name(name, hf.config.model_type) for name in self.slots}
         for name, published in self._published.items():
             self.slots[published], self.shapes[published] = self.slots[name], self.shapes[name]
         self.pieces: dict[str, list[str]] = {name: [self._published.get(name, name)] for name in first.values()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_batches
-from slimectl.architectures.qwen_vl import TOWER
+from slimectl.architectures.qwen_vl import TOWER_PATTERN
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
 from slimectl.data.routed_experts import routing_marks
@@ -106,7 +106,7 @@ class FsdpTrainer:
         present_names = [name for name, _ in hf.named_parameters()]
         names = set() if lora is not None else trainable_names(present_names, freeze=freeze, train_only=train_only)
         if freeze_vision_tower:
-            names = {name for name in names if not re.search(TOWER, name)}
+            names = {name for name in names if not re.search(TOWER_PATTERN, name)}
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(trains and name in (names | set(added)) - self._unused_names(hf))
         self.masters = MasterWeights(

@@ -81,19 +81,36 @@ def decoder_of(hf: Any) -> Any:
     return getattr(hf.base_model, "language_model", hf.base_model)
 
 
-def decoder_input(hf: Any, tokens_T: Tensor, positions_T: Tensor, images: ImageBatch | None) -> dict[str, Tensor]:
-    """Return the arguments of the decoder for a pack: tokens, or their embeddings with those of images among them."""
+def decoder_input(hf: Any, tokens_T: Tensor, positions_T: Tensor, images: ImageBatch | None) -> dict[str, Any]:
+    """Return the arguments of the decoder for a pack: tokens, or their embeddings with those of images among them.
+
+    A tower with features for the first layers (DeepStack) adds these and their places.
+    """
     tower = tower_of(hf)
     if tower is None or (images is None and not _is_trained(tower)):
         return {"input_ids": tokens_T[None], "position_ids": positions_T[None]}
     embeddings_TH = hf.get_input_embeddings()(tokens_T)
     if images is None:
         # Ranks reduce the gradients of all trained weights together: one whose pack has no image adds zeros.
-        nothing = tower(*_blank(hf.config.vision_config, embeddings_TH)).pooler_output.sum() * 0.0
+        features_FH, deepstack = _features(tower, *_blank(hf.config.vision_config, embeddings_TH))
+        nothing = sum(layer_FH.sum() for layer_FH in (features_FH, *deepstack)) * 0.0
         return {"inputs_embeds": (embeddings_TH + nothing)[None], "position_ids": positions_T[None]}
-    features_FH = tower(images.pixels_PW, grid_thw=images.grids_I3).pooler_output.to(embeddings_TH.dtype)
-    embeddings_TH = embeddings_TH.index_copy(0, images.places_F, features_FH)
-    return {"inputs_embeds": embeddings_TH[None], "position_ids": images.positions_3T[:, None]}
+    features_FH, deepstack = _features(tower, images.pixels_PW, images.grids_I3)
+    embeddings_TH = embeddings_TH.index_copy(0, images.places_F, features_FH.to(embeddings_TH.dtype))
+    arguments = {"inputs_embeds": embeddings_TH[None], "position_ids": images.positions_3T[:, None]}
+    if not deepstack:
+        return arguments
+    # transformers' decoder takes a mask of the places, and features in the order of tokens.
+    order_F = images.places_F.argsort()
+    mask_T = torch.zeros_like(tokens_T, dtype=torch.bool).index_fill_(0, images.places_F, True)
+    features = [layer_FH.index_select(0, order_F) for layer_FH in deepstack]
+    return arguments | {"visual_pos_masks": mask_T[None], "deepstack_visual_embeds": features}
+
+
+def _features(tower: nn.Module, pixels_PW: Tensor, grids_I3: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the embeddings [F, H] of images, and the tensors [F, H] that join the first layers' outputs."""
+    output = tower(pixels_PW, grid_thw=grids_I3)
+    return output.pooler_output, list(getattr(output, "deepstack_features", None) or ())
 
 
 def _is_trained(tower: nn.Module) -> bool:
