@@ -180,6 +180,14 @@ def test_a_dry_run_passes_what_a_run_does(folder: Path, model_dir: Callable[[str
     assert [result for result in preflight(settings, OF_RUN) if result.fine is False] == []
 
 
+def test_a_dry_run_says_that_the_prompts_name_another_verifier(folder: Path, model_dir: Callable[[str], Path]):
+    rows = [{"prompt": "a", "label": "b", "metadata": {"rm_type": name}} for name in ("regex", "exact")]
+    (folder / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = settings_of(folder, model_dir("llama"), **{"rollout.data": ["{folder}/named.jsonl"]})
+    [result] = preflight(settings, ["reward"])
+    assert result.detail == "contains, but metadata.rm_type of the prompts goes first: exact, regex"
+
+
 def test_a_dry_run_takes_a_checkpoint_of_a_run_for_a_model(
     folder: Path, model_dir: Callable[[str], Path], tmp_path: Path
 ):
