@@ -112,8 +112,27 @@ class CustomLoss:
         )
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
+            if isinstance(loss, Tensor) and loss.ndim:
+                raise HookError(
+                    f"{function.name} returned a loss of shape {list(loss.shape)}; return a scalar tensor, for example "
+                    f"sum_of_sample_mean(loss_T)"
+                )
             raise function.returned(result, "(a scalar tensor, a dict of them)")
-        return loss, {name: torch.as_tensor(value, device=loss.device).detach() for name, value in metrics.items()}
+        if pack.logprobs_T.requires_grad and not loss.requires_grad:
+            raise HookError(f"{function.name} returned a loss without a gradient; compute it from log_probs")
+        return loss, {name: self._metric(name, value, loss) for name, value in metrics.items()}
+
+    def _metric(self, name: object, value: Any, loss: Tensor) -> Tensor:
+        """Return a metric of the function's as a scalar. Raises HookError for anything but one number."""
+        try:
+            number = torch.as_tensor(value, device=loss.device).detach()
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+        if number is None or number.numel() != 1:
+            size = "no number" if number is None else f"of shape {list(number.shape)}"
+            function = required_hook(self.settings, LOSS)
+            raise HookError(f"{function.name} returned a metric {name!r} that is {size}; return a sum over the pack")
+        return number.reshape(())
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,10 @@ class Verifier(ABC):
         return first == second
 
     def __call__(self, sample: Sample) -> float | dict[str, Any]:
-        return self.explain(sample).reward
+        grade = self.explain(sample)
+        if not isinstance(grade, Grade):
+            raise TypeError(f"explain returned {type(grade).__name__}, not a Grade")
+        return grade.reward
 
     @property
     def slow(self) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
+from inspect import isabstract
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from slimectl.errors import BackendError, HookError, SettingsError
@@ -215,11 +216,12 @@ def _verifier_class(name: str, rm_type: str) -> type[Verifier]:
         raise SettingsError(f"score.rm_type: {VERIFIERS.unknown(name, spelling=rm_type)}; each also with {BOXED}")
     cls: type[Verifier] = VERIFIERS.load(name)
     if not (isinstance(cls, type) and issubclass(cls, Verifier) and is_dataclass(cls)):
-        raise BackendError(
-            f"{VERIFIERS.package(name)}: its verifier {name} is no dataclass that derives from "
-            f"slimectl.rewards.Verifier; repair or uninstall that package"
-        )
-    return cls
+        lack = "is no dataclass that derives from slimectl.rewards.Verifier"
+    elif isabstract(cls):
+        lack = f"lacks the method {' and '.join(sorted(cls.__abstractmethods__))}"
+    else:
+        return cls
+    raise BackendError(f"{VERIFIERS.package(name)}: its verifier {name} {lack}; repair or uninstall that package")
 
 
 def takes_url(rm_type: str) -> bool:
@@ -242,11 +244,16 @@ def _validate_options(name: str, verifier_type: Any, options: dict[str, Any]) ->
             if value not in (allowed := get_args(kinds[option])):
                 raise SettingsError(f"{location}: {value!r} is no {option}{_hint(str(value), list(allowed))} {allowed}")
         elif not isinstance(value, _accepted_types(kinds[option])):
-            raise SettingsError(f"{location}: {value!r} is of the wrong kind ({kinds[option]} expected)")
+            raise SettingsError(f"{location}: {value!r} is of the wrong kind ({_kind(kinds[option])} expected)")
     for field in fields(verifier_type):
         if field.name not in options and field.default is MISSING and field.default_factory is MISSING:
             raise SettingsError(f"score.rm_options.{field.name}: missing, and {name} needs it")
     return options
+
+
+def _kind(annotation: Any) -> str:
+    """Return an annotation as it is written: `float | None`, and `str` of the class."""
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def _with_current_names(verifier_type: type[Verifier], options: dict[str, Any]) -> dict[str, Any]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from slimectl import builders
 from slimectl.data.io import is_pipe
-from slimectl.errors import SettingsError
+from slimectl.errors import SettingsError, SlimectlError
 from slimectl.runtime.capacity import is_readable
 from slimectl.settings import Settings
 from slimectl.stages.grader import Grader
+from slimectl.stages.score import grading_error
 from slimectl.types import Prompt, Sample, Status
 
 ROWS = 8
@@ -59,7 +59,8 @@ def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evalua
     from slimectl.data.chat import render
     from slimectl.stages.long_prompts import drop_long, prompt_excess
 
-    rollout, context = settings.rollout, builders.context_length(settings, Path(str(settings.model.path)))
+    folder = builders.model_folder(settings.model.path)
+    rollout, context = settings.rollout, builders.context_length(settings, folder)
     excess = {}
     for prompt in prompts:
         tokens = render(
@@ -89,7 +90,8 @@ def check_training_samples(settings: Settings, path: str) -> None:
 def check_grading(grader: Grader, prompts: list[Prompt]) -> None:
     """Grade an empty answer to every prompt by the verifier that the settings or the prompt name.
 
-    Raises RecordError for a label that the verifier cannot use. Functions of the user's and servers are not called.
+    Raises RecordError for a label that the verifier cannot use, HookError for another exception of it. Functions of the
+    user's and servers are not called.
     """
     for prompt in prompts:
         sample = Sample(
@@ -102,7 +104,12 @@ def check_grading(grader: Grader, prompts: list[Prompt]) -> None:
             status=Status.COMPLETED,
         )
         if not grader.is_custom(sample) and not (verifier := grader.verifier_of(sample)).is_async:
-            verifier.explain(sample)
+            try:
+                verifier(sample)
+            except SlimectlError:
+                raise
+            except Exception as error:  # whatever a verifier of another package raises
+                raise grading_error(grader, sample, error) from error
 
 
 def shown(value: object) -> str:

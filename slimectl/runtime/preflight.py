@@ -139,14 +139,19 @@ def _reward_of(settings: Settings, sources: Sequence[str]) -> str:
         return ""
     if settings.has_agent or settings.rollout.function_path:
         return _named(score) if is_named else "by the agent or the rollout function, or none"
+    prompt_types = set[str | None]()
     for source in sources:
         prompts = [] if is_pipe(source) else first_prompts(settings, source)
+        prompt_types |= {prompt.metadata.get("rm_type") for prompt in prompts}
         if not is_named and not all(prompt.metadata.get("rm_type") for prompt in prompts):
             raise SettingsError(
                 f"score.rm_type: no reward is named, neither in the settings nor in the rows of {source}; give "
                 f"--rm-type, score.rm or score.custom_rm_path"
             )
         check_grading(grader, prompts)
+    if is_named and prompt_types.isdisjoint({None, score.rm_type}) and prompt_types:
+        listed = ", ".join(sorted(map(str, prompt_types)))
+        return f"{_named(score)}, but metadata.rm_type of the prompts goes first: {listed}"
     return _named(score) if is_named else "by metadata.rm_type of the prompts"
 
 

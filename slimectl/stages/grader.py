@@ -281,6 +281,14 @@ class Grader:
         """Return whether a function of the user's grades the sample."""
         return self._user_reward_for(sample) is not None
 
+    def name_of(self, sample: Sample) -> str:
+        """Return the setting and the name of what grades the sample, as errors name it."""
+        if path := self._path_of(sample):
+            return f"score.custom_rm_path: {path}"
+        if named := sample.metadata.get("rm_type"):
+            return f"metadata.rm_type: {named}"
+        return f"score.rm_type: {self.settings.score.rm_type}" if self.settings.score.rm_type else "score.rm"
+
     def bounds(self, sample: Sample) -> tuple[float, float] | None:
         """Return the verifier's (lowest, highest) reward; None for another key of a dict, or without a verifier."""
         if self._user_reward_for(sample) or self.settings.score.reward_key not in (None, "score"):

@@ -17,7 +17,7 @@ from slimectl.stages.grader import Grader, as_batched
 from slimectl.stages.grading_calls import GradingCalls
 from slimectl.stdio import logger
 from slimectl.types import Sample, Status, TrainingSample
-from slimectl.user_code import in_one_line
+from slimectl.user_code import error_location, in_one_line
 
 BATCH = 64
 """Samples per forward pass of the model."""
@@ -103,13 +103,13 @@ def _grade_samples(
             continue
         if isinstance(result, ChildProcessError):
             raise HookError(
-                f"{_sample_range(call)}: {_grader_name(settings)}: {result}; mend it, or give it more memory"
+                f"{_sample_range(call)}: {_prefix(reward, call[0])}{result}; mend it, or give it more memory"
             )
-        yield from _attach_rewards(call, result, settings)
+        yield from _attach_rewards(call, result, settings, reward)
 
 
 def _attach_rewards(
-    samples: list[Sample], result: list[Any] | BaseException, settings: ScoreSettings
+    samples: list[Sample], result: list[Any] | BaseException, settings: ScoreSettings, grader: Callable[[Sample], Any]
 ) -> Iterator[Sample]:
     """Attach the result of one call to its samples. Raises errors that concern more than these samples."""
     late = isinstance(result, TimeoutError)
@@ -125,7 +125,7 @@ def _attach_rewards(
             sample.reward = 0.0
             sample.metadata["reward_error"] = str(result)
         elif isinstance(result, BaseException):
-            raise HookError(f"reward of sample {sample.index}: {in_one_line(result)}") from result
+            raise grading_error(grader, sample, result) from result
         else:
             if isinstance(reward, Grade):
                 sample.metadata["explanation"] = reward.to_json()
@@ -134,8 +134,24 @@ def _attach_rewards(
             try:
                 reward_number(sample, settings.reward_key)
             except HookError as error:
-                raise HookError(f"{_grader_name(settings)}: {error}") from None
+                raise HookError(f"{_prefix(grader, sample)}{error}") from None
         yield sample
+
+
+def grading_error(grader: Callable[[Sample], Any], sample: Sample, error: BaseException) -> HookError:
+    """Return the error for an exception of a verifier or a reward function, with its name, file and line."""
+    module = grader.__module__
+    if isinstance(grader, Grader) and not grader.is_custom(sample):
+        verifier = grader.verifier_of(sample)
+        module = type(getattr(verifier, "inner", verifier)).__module__
+    location = error_location(error, module)
+    place = f" ({location})" if location else ""
+    return HookError(f"{_prefix(grader, sample)}reward of sample {sample.index}: {in_one_line(error)}{place}")
+
+
+def _prefix(grader: Callable[[Sample], Any], sample: Sample) -> str:
+    """Return what names the grader of a sample in front of an error; a function that was passed in has no name."""
+    return f"{grader.name_of(sample)}: " if isinstance(grader, Grader) else ""
 
 
 def report_timeouts(
@@ -158,11 +174,6 @@ def report_timeouts(
             f"`slimectl score --check`, or raise one of the three, and go on with --resume"
         )
     logger.warning(f"{message}: their reward is 0")
-
-
-def _grader_name(settings: ScoreSettings) -> str:
-    path, rm_type = settings.custom_rm_path, settings.rm_type
-    return f"score.custom_rm_path: {path}" if path else f"score.rm_type: {rm_type}" if rm_type else "score.rm"
 
 
 def _sample_range(samples: list[Sample]) -> str:

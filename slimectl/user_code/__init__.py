@@ -1,6 +1,15 @@
 """Loads functions of the user by path, calls them by parameter name, and contains their side effects."""
 
-from slimectl.user_code.callables import Hook, load_callable, parameter_names
+from slimectl.user_code.callables import Hook, error_location, load_callable, parameter_names
 from slimectl.user_code.containment import ENDING, converted, handle_here, in_one_line
 
-__all__ = ["ENDING", "Hook", "converted", "handle_here", "in_one_line", "load_callable", "parameter_names"]
+__all__ = [
+    "ENDING",
+    "Hook",
+    "converted",
+    "error_location",
+    "handle_here",
+    "in_one_line",
+    "load_callable",
+    "parameter_names",
+]

@@ -180,12 +180,15 @@ class Hook:
         return HookError(f"{self.setting}: {self.path} returned {description}; return {expected}")
 
     def _error_location(self, error: BaseException) -> str:
-        """Return FILE:LINE of the innermost frame in the hook's own file, else of the innermost frame."""
-        frames = traceback.extract_tb(error.__traceback__)
-        file = getattr(sys.modules.get(self.function.__module__), "__file__", None)
-        own_frames = [frame for frame in frames if frame.filename == file]
-        frame = (own_frames or list(frames))[-1]
-        return f"{Path(frame.filename).name}:{frame.lineno}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return error_location(error, self.function.__module__) or f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def error_location(error: BaseException, module: str) -> str:
+    """Return FILE:LINE of the innermost frame in a module's file; empty if the error did not pass there."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{Path(str(file)).name}:{lines[-1]}" if lines else ""
 
 
 def parameter_names(path: str, *, setting: str) -> set[str]:

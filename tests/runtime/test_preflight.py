@@ -6,15 +6,20 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slimectl.api.stages import load_settings
 from slimectl.errors import SlimectlError
+from slimectl.registry import VERIFIERS
+from slimectl.rewards import Grade
+from slimectl.rewards.text import Contains
 from slimectl.runtime.preflight import OF_RUN, preflight
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings.keys import settings_toml
+from slimectl.types import Sample
 
 MEGATRON = {"train.backend": "megatron"}
 LORA = {"train.lora_rank": 2}
@@ -141,6 +146,22 @@ def test_a_dry_run_finds_a_folder_that_holds_a_run(model_dir: Callable[[str], Pa
     assert (result.fine, result.detail) == (False, str(refusal.value))
 
 
+def test_a_dry_run_finds_a_verifier_that_raises(
+    folder: Path, model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    class Faulty(Contains):
+        def explain(self, sample: Sample) -> Grade:
+            return Grade(1 / len(sample.response), "whole response", "short")
+
+    monkeypatch.setitem(VERIFIERS.parts, "contains", SimpleNamespace(load=lambda: Faulty))
+    settings = settings_of(folder, model_dir("llama"))
+    [failure] = [result.detail for result in preflight(settings, OF_RUN) if result.fine is False]
+    assert re.fullmatch(
+        r"score.rm_type: contains: reward of sample 0: ZeroDivisionError: division by zero \(test_preflight.py:\d+\)",
+        failure,
+    )
+
+
 @pytest.mark.parametrize(
     "extra",
     [
@@ -156,4 +177,22 @@ def test_a_dry_run_finds_a_folder_that_holds_a_run(model_dir: Callable[[str], Pa
 )
 def test_a_dry_run_passes_what_a_run_does(folder: Path, model_dir: Callable[[str], Path], extra: dict[str, Any]):
     settings = settings_of(folder, model_dir("llama"), **extra)
+    assert [result for result in preflight(settings, OF_RUN) if result.fine is False] == []
+
+
+def test_a_dry_run_says_that_the_prompts_name_another_verifier(folder: Path, model_dir: Callable[[str], Path]):
+    rows = [{"prompt": "a", "label": "b", "metadata": {"rm_type": name}} for name in ("regex", "exact")]
+    (folder / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = settings_of(folder, model_dir("llama"), **{"rollout.data": ["{folder}/named.jsonl"]})
+    [result] = preflight(settings, ["reward"])
+    assert result.detail == "contains, but metadata.rm_type of the prompts goes first: exact, regex"
+
+
+def test_a_dry_run_takes_a_checkpoint_of_a_run_for_a_model(
+    folder: Path, model_dir: Callable[[str], Path], tmp_path: Path
+):
+    (tmp_path / "step_000001").mkdir()
+    (tmp_path / "step_000001" / "policy").symlink_to(model_dir("llama"))
+    (tmp_path / "latest").symlink_to("step_000001")
+    settings = settings_of(folder, tmp_path / "latest")
     assert [result for result in preflight(settings, OF_RUN) if result.fine is False] == []

@@ -110,6 +110,17 @@ def test_a_dict_reward_is_kept_whole_and_one_of_its_numbers_is_trained_on(execut
         next(score([answered("x")], graded, ScoreSettings(reward_key="why"), executor=executor))
 
 
+def test_a_function_that_is_passed_in_is_not_taken_for_the_verifier_of_the_settings(executor: LocalExecutor):
+    def faulty(sample: Sample) -> float:
+        return 1 / len(sample.metadata)
+
+    settings = ScoreSettings(rm_type="exact")
+    with pytest.raises(HookError, match=r"^reward of sample 0 is 'x', not a finite number"):
+        next(score([answered("x")], lambda sample: "x", settings, executor=executor))
+    with pytest.raises(HookError, match=r"^reward of sample 0: ZeroDivisionError: .* \(test_score.py:\d+\)$"):
+        next(score([answered("x")], faulty, settings, executor=executor))
+
+
 def test_the_nearest_word_decides_who_grades(tmp_path: Path):
     (tmp_path / "graders.py").write_text("def of_run(sample): return 0.1\ndef of_sample(sample): return 0.2\n")
     own, runs = f"{tmp_path}/graders.py:of_sample", f"{tmp_path}/graders.py:of_run"
