@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.errors import BackendError, MissingExtraError, SettingsError
 from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.redaction import redact
 from slimectl.registry import TRACKERS
@@ -212,6 +212,11 @@ def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:
         arguments["settings"] = settings.part_section(name, cls)
     with starting(name, way_out=f"repair {TRACKERS.package(name)}, or drop {name} from track.with"):
         tracker: Tracker = make(run, **arguments)
+    if lacking := [method for method in ("log", "table", "close") if not callable(getattr(tracker, method, None))]:
+        raise BackendError(
+            f"{TRACKERS.package(name)}: its tracker {name} lacks the method {' and '.join(lacking)}; repair or "
+            f"uninstall that package"
+        )
     return tracker
 
 

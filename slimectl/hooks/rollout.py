@@ -228,6 +228,11 @@ class UserRollout:
         group_indices = [group[0].group_index for group in groups]
         if len(set(group_indices)) < len(group_indices):
             raise HookError(f"{location}: two groups of a round have the same group_index; take them from data_source")
+        if groups and all(map(_is_unanswered, flatten(groups))):
+            raise HookError(
+                f"{location} returned samples without answers; return what attempt(group) makes of each group, or "
+                f"append what generate(tokens) returns with sample.append_response_tokens"
+            )
         for sample in flatten(groups):
             check_lengths(self._hook, sample)
             if sample.response_length > len(sample.tokens):
@@ -244,6 +249,10 @@ class UserRollout:
         if not fit:
             raise self._hook.returned(metrics, "finite numbers by name as metrics")
         return {name if "/" in name else f"rollout/{name}": float(value) for name, value in metrics.items()}
+
+
+def _is_unanswered(sample: Sample) -> bool:
+    return sample.status is Status.PENDING and not sample.response_length and sample.reward is None
 
 
 async def _await_result(awaitable: Any) -> Any:

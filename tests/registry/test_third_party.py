@@ -168,6 +168,17 @@ def test_a_tracker_that_rejects_its_arguments_is_a_wrong_setting(package: Path, 
         builders.start_trackers(settings("track.with=['csv']", 'track.kwargs.csv={fiel = "a"}'), tmp_path)
 
 
+def test_a_tracker_without_its_methods_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "silent_module.py").write_text(
+        "class Silent:\n    def __init__(self, run): ...\n    def close(self): ...\n"
+    )
+    add_package(tmp_path, "careless", "[slimectl.trackers]\nsilent = silent_module:Silent\n", monkeypatch)
+    with pytest.raises(
+        BackendError, match=r"careless 0.1: its tracker silent lacks the method log and table; repair or"
+    ):
+        builders.start_trackers(settings("track.with=['silent']"), tmp_path)
+
+
 def test_an_engine_without_servers_is_refused_in_several(package: Path):
     with pytest.raises(SettingsError, match=r"engine.num_engines: echo has no servers, and only one lives in"):
         builders.check_engine(settings("engine.backend=echo", "engine.num_engines=2"))
