@@ -14,6 +14,7 @@ from slimectl import builders
 from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.chat import encode, render
 from slimectl.data.run_dir import write_folder
+from slimectl.data.streams import of_type
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
@@ -72,8 +73,9 @@ class Sampler(_Closing):
         A `source` of the user's own (rollout.data_source_path) replaces the prompts. Prompts that leave no room for an
         answer go to `left_out`.
         """
+        prompts = of_type(prompts, Prompt, "make it with slimectl.Prompt(…), or read a file with slimectl.prompts")
         return builders.rollout_samples(
-            self.settings, iter(prompts), self.engine, self.tokenizer, source=source, left_out=left_out
+            self.settings, prompts, self.engine, self.tokenizer, source=source, left_out=left_out
         )
 
 
@@ -133,7 +135,7 @@ class Trainer(_Closing):
             return
         items = chain([first], items)
         if not isinstance(first, Prompt):
-            yield from items
+            yield from of_type(items, Sample, "train on samples, of slimectl.rollout or of a file")
         elif self.settings.algorithm.trains_on == "demonstrations":
             tokenizer, context = builders.tokenizer(self.folder), builders.context_length(self.settings, self.folder)
             yield from demonstrations(items, tokenizer, self.settings.rollout, context=context, left_out=left_out)

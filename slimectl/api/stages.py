@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from slimectl import builders, recipes
 from slimectl.data.atomic_replace import refuse_existing
-from slimectl.data.streams import tee
+from slimectl.data.streams import of_type, tee
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
 from slimectl.protocols import Agent, LogProbModel, RewardFn, Tracker
@@ -24,6 +24,8 @@ from slimectl.types import Metrics, Prompt, Sample, StepReport, TableRow
 
 if TYPE_CHECKING:  # with torch, which scoring does without
     from slimectl.api.models import Sampler
+
+MAKE_SAMPLES = "sample prompts with slimectl.rollout, or read a file with slimectl.data.jsonl.read_samples"
 
 QUIET: dict[str, Any] = {"track.with": [], "track.plot": False}
 """Defaults of this interface that differ from the commands': nothing is printed."""
@@ -76,6 +78,7 @@ def score(
     A `reference` also attaches its log-probabilities. A sample that cannot be graded (no label) goes to `skip`; without
     one, RecordError is raised, and so it is for one that was sampled at another temperature than the reference has.
     """
+    samples = of_type(samples, Sample, MAKE_SAMPLES)
     if reference is not None:
         from slimectl.stages.training_batch import require_sampling_temperature
 

@@ -208,7 +208,7 @@ class RunDir:
             remains = [name for name in ownership.files_below(self.path) if name != LOCK]
         if remains:
             more = f" and {len(remains) - 3} more" if len(remains) > 3 else ""
-            warn(f"{self.path}: {', '.join(remains[:3])}{more} stay: slimectl did not write them")
+            warn(f"{self.path}: {', '.join(remains[:3])}{more} left in place: slimectl did not write that")
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Iterator adaptors: batching, tee and prefetching."""
+"""Iterator adaptors: batching, tee, a check of types, and prefetching."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import Queue
 from typing import Any, TypeVar
+
+from slimectl.errors import RecordError
 
 Item = TypeVar("Item")
 ABANDONED_POLL_S = 0.05
@@ -29,6 +31,20 @@ def tee(items: Iterable[Item], sink: Callable[[Item], Any]) -> Iterator[Item]:
     """Yield every item unchanged, after calling `sink` with it."""
     for item in items:
         sink(item)
+        yield item
+
+
+def of_type(items: Iterable[Any], record_type: type[Item], remedy: str) -> Iterator[Item]:
+    """Yield the items. Raises RecordError for the first one of another type, with the remedy.
+
+    >>> list(of_type([1, "2"], int, "convert it with int(…)"))
+    Traceback (most recent call last):
+    slimectl.errors.RecordError: item 1 is a str, not of type int; convert it with int(…)
+    """
+    for number, item in enumerate(items):
+        if not isinstance(item, record_type):
+            kind = type(item).__name__
+            raise RecordError(f"item {number} is a {kind}, not of type {record_type.__name__}; {remedy}")
         yield item
 
 

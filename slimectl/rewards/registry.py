@@ -215,8 +215,10 @@ def _verifier_class(name: str, rm_type: str) -> type[Verifier]:
     if name not in VERIFIERS:
         raise SettingsError(f"score.rm_type: {VERIFIERS.unknown(name, spelling=rm_type)}; each also with {BOXED}")
     cls: type[Verifier] = VERIFIERS.load(name)
-    if not (isinstance(cls, type) and issubclass(cls, Verifier) and is_dataclass(cls)):
-        lack = "is no dataclass that derives from slimectl.rewards.Verifier"
+    if not (isinstance(cls, type) and issubclass(cls, Verifier)):
+        lack = "does not derive from slimectl.rewards.Verifier"
+    elif not is_dataclass(cls):
+        lack = "lacks the decorator @dataclass(frozen=True)"
     elif isabstract(cls):
         lack = f"lacks the method {' and '.join(sorted(cls.__abstractmethods__))}"
     else:

@@ -92,14 +92,14 @@ def check_reward(
         "errors", [(trial.sample, trial.error) for trial in trials if trial.error], f"{len(completed)} samples graded"
     )
     faults = [(trial.sample, trial.fault) for trial in completed if trial.fault]
-    yield _check_faults("type", faults, f"{len(numeric)} finite numbers")
+    yield _check_faults("type", faults, f"{len(numeric)} finite numbers") if completed else _nothing_ran("type")
     yield _check_range(numeric, bounds)
     changed = [
         (trial.sample, f"{trial.results[0]!r}, then {trial.results[1]!r}")
         for trial in completed
         if repr(trial.results[0]) != repr(trial.results[1])
     ]
-    yield _check_faults("determinism", changed, "the same reward twice")
+    yield _check_faults("determinism", changed, "the same reward twice") if completed else _nothing_ran("determinism")
     yield _check_time(completed, late, settings, workers)
     yield _check_variance(numeric)
 
@@ -133,6 +133,10 @@ def _check_faults(check: str, faults: list[tuple[Sample, str]], success_text: st
     return RewardCheck(False, check, f"{len(faults)} samples, the first is sample {sample.index}: {text}")
 
 
+def _nothing_ran(check: str) -> RewardCheck:
+    return RewardCheck(False, check, "nothing ran to its end")
+
+
 def _check_range(trials: list[Trial], bounds: Bounds) -> RewardCheck:
     numbers = [trial.number for trial in trials if trial.number is not None]
     if not numbers:
@@ -153,7 +157,7 @@ def _check_time(trials: list[Trial], late: list[Sample], limits: ScoreSettings, 
         )
         return RewardCheck(False, "time", message)
     if not trials:
-        return RewardCheck(False, "time", "nothing ran to its end")
+        return _nothing_ran("time")
     seconds = [trial.seconds for trial in trials]
     slowest = max(trials, key=lambda trial: trial.seconds)
     message = (

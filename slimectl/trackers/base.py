@@ -151,4 +151,7 @@ def starting(name: str, *, way_out: str) -> Iterator[None]:
     except TypeError as error:
         raise SettingsError(f"track.kwargs.{name}: {first_line(error)}") from error
     except Exception as error:
-        raise BackendError(f"track.with: {name} cannot start: {first_line(error)}; {way_out}") from error
+        kind, text = type(error).__name__, first_line(error)
+        if text != kind and not isinstance(error, ValidationError):  # which names the field that it refuses
+            text = f"{kind}: {text}"
+        raise BackendError(f"track.with: {name} cannot start: {text}; {way_out}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from itertools import islice
@@ -28,7 +29,7 @@ from slimectl import (
     score,
     train,
 )
-from slimectl.errors import SettingsError
+from slimectl.errors import RecordError, SettingsError
 
 NO_EVAL = {"eval.data": {}, "eval.interval": None}
 
@@ -176,3 +177,26 @@ def test_servers_get_no_weights_by_hand(settings: Settings):
     refused = pytest.raises(SettingsError, match="servers get weights from `run`")
     with Sampler(settings) as sampler, Trainer(served) as trainer, refused:
         trainer.push(sampler)
+
+
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        (
+            lambda settings: rollout(["say one"], settings),
+            "item 0 is a str, not of type Prompt; make it with slimectl.P",
+        ),
+        (lambda settings: rollout([{"prompt": "say one"}], settings), "item 0 is a dict, not of type Prompt; make it"),
+        (
+            lambda settings: score([Sample(), "one"], settings, reward=lambda _: 1.0),
+            "item 1 is a str, not of type Sample",
+        ),
+        (
+            lambda settings: train([{"tokens": [1]}], settings),
+            "item 0 is a dict, not of type Sample; train on samples,",
+        ),
+    ],
+)
+def test_items_of_another_type_are_refused_with_what_to_pass(stage, line: str, settings: Settings):
+    with pytest.raises(RecordError, match=re.escape(line)):
+        list(stage(settings))

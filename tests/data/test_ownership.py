@@ -76,7 +76,8 @@ def test_force_removes_what_a_run_writes_and_says_what_stays(tmp_path: Path):
     run.start("x = 2\n", force=True, warn=words.append)
     assert sorted(contents(run.path)) == sorted([*theirs, "manifest.json", "run.toml"])
     assert words == [
-        f"{run.path}: eval/mine.txt, notes.jsonl, step_000001/notes.txt and 2 more stay: slimectl did not write them"
+        f"{run.path}: eval/mine.txt, notes.jsonl, step_000001/notes.txt and 2 more left in place: "
+        "slimectl did not write that"
     ]
     assert run.checkpoints() == []
     (run.path / "metrics.jsonl").write_text(RECORD)

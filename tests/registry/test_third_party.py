@@ -140,10 +140,12 @@ def test_settings_with_a_section_of_a_package_survive_their_file(package: Path, 
 def test_a_broken_package_is_one_line_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "broken_module.py").write_text("import a_library_that_nobody_installed")
     parts = "[slimectl.trackers]\nbroken = broken_module:Tracker\n[slimectl.verifiers]\ncareless = json:JSONDecoder\n"
-    parts += "partial = partial_module:Partial\n[slimectl.engines]\nfaulty = json:JSONDecoder\n"
+    parts += "partial = partial_module:Partial\nplain = partial_module:Plain\n"
+    parts += "[slimectl.engines]\nfaulty = json:JSONDecoder\n"
     (tmp_path / "partial_module.py").write_text(
         "from dataclasses import dataclass\nfrom slimectl.rewards import Verifier\n"
         "@dataclass(frozen=True)\nclass Partial(Verifier):\n    def explain(self, sample): ...\n"
+        "class Plain(Verifier):\n    def explain(self, sample): ...\n"
     )
     add_package(tmp_path, "careless", parts, monkeypatch)
     with pytest.raises(BackendError) as broken:
@@ -152,8 +154,12 @@ def test_a_broken_package_is_one_line_with_its_name(tmp_path: Path, monkeypatch:
         "careless 0.1: its tracker broken (broken_module:Tracker) cannot be imported: ModuleNotFoundError: No module "
         "named 'a_library_that_nobody_installed'; repair or uninstall that package"
     )
-    with pytest.raises(BackendError, match=r"careless 0.1: its verifier careless is no dataclass that derives from"):
+    with pytest.raises(
+        BackendError, match=r"careless 0.1: its verifier careless does not derive from slimectl\.rewards\.Ver"
+    ):
         verifier("careless")
+    with pytest.raises(BackendError, match=r"its verifier plain lacks the decorator @dataclass\(frozen=True\); repair"):
+        verifier("plain")
     with pytest.raises(BackendError, match=r"careless 0.1: its verifier partial lacks the method extract; repair or"):
         verifier("partial")
     with pytest.raises(

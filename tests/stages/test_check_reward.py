@@ -45,6 +45,10 @@ def raising(sample: Sample) -> float:
     return 1 / sample.index
 
 
+def failing(sample: Sample) -> float:
+    return 1 / 0
+
+
 def counting(sample: Sample) -> float:
     return float(next(CALLS))
 
@@ -102,6 +106,13 @@ def test_a_fit_reward_passes_every_check(executor: LocalExecutor):
 def test_what_makes_a_reward_unfit(executor: LocalExecutor, reward, check, line):
     found = findings(executor, reward)
     assert found[check].startswith(f"FAIL  {check:<12} {line}")
+
+
+def test_a_reward_that_always_fails_passes_no_check_of_its_results(executor: LocalExecutor):
+    found = findings(executor, failing)
+    for check in ("type", "determinism", "time"):
+        assert found[check] == f"FAIL  {check:<12} nothing ran to its end"
+    assert found["errors"].startswith("FAIL  errors       6 samples, the first is sample 0: ZeroDivisionError")
 
 
 def test_a_slow_sample_and_one_that_hangs(executor: LocalExecutor):

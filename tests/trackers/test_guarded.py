@@ -66,6 +66,7 @@ def test_an_interrupt_goes_through():
             r"track\.kwargs\.wandb: init\(\) got",
         ),
         (ConnectionError(), BackendError, "wandb cannot start: ConnectionError; set WANDB_API_KEY"),
+        (ZeroDivisionError("division by zero"), BackendError, "wandb cannot start: ZeroDivisionError: division by"),
         (BackendError("as it is"), BackendError, "^as it is$"),
     ],
 )
