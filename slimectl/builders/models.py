@@ -24,6 +24,8 @@ from slimectl.stdio import logger
 
 PANIC = "PanicException"
 """Name of the error that the tokenizers library raises at some broken files; it is no Exception."""
+TEMPLATE = "chat_template.json"
+"""Chat template of a vision model's processor, in checkpoints whose tokenizer has none of its own."""
 TOKENIZER_REMEDY = "copy tokenizer.json and tokenizer_config.json of its Hugging Face model into it"
 
 
@@ -128,6 +130,9 @@ def tokenizer(folder: Path) -> Any:
         if not has_tokenizer(folder):
             raise CheckpointError(f"{folder}: no tokenizer; {TOKENIZER_REMEDY}") from error
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
+    if not loaded.chat_template and (folder / TEMPLATE).is_file():
+        template = read_json(folder / TEMPLATE).get("chat_template")
+        loaded.chat_template = template if isinstance(template, str) else None
     check_template(loaded, folder)
     return loaded
 

@@ -23,7 +23,8 @@ VALUE_HEAD = "value_head.safetensors"
 """Value head of a policy with a shared critic: a separate file, so that the model beside it loads anywhere."""
 COMPANIONS = (
     "config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
-    "vocab.*", "merges.txt", "added_tokens.json", "preprocessor_config.json",
+    "vocab.*", "merges.txt", "added_tokens.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "chat_template.json",
 )  # fmt: skip
 
 

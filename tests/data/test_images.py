@@ -7,6 +7,7 @@ import json
 import os
 import tracemalloc
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -121,6 +122,15 @@ def test_placeholders_become_as_many_as_the_image_has_tokens(folder: Path, tmp_p
     assert mask == [1] * length
     with pytest.raises(RecordError, match="1 images, and the chat template has places for 2"):
         render(Prompt(chat, images=images[:1]), tokenizer)
+
+
+def test_the_template_of_a_processor_stands_in_for_one_of_the_tokenizer(folder: Path, tmp_path: Path):
+    copytree(folder, tmp_path / "model")
+    template = (tmp_path / "model" / "chat_template.jinja").read_text()
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    assert not builders.tokenizer(tmp_path / "model").chat_template
+    (tmp_path / "model" / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert builders.tokenizer(tmp_path / "model").chat_template == template
 
 
 def test_the_grid_of_the_header_is_that_of_the_pixels(folder: Path, tmp_path: Path):

@@ -92,10 +92,10 @@ def decoder_input(hf: Any, tokens_T: Tensor, positions_T: Tensor, images: ImageB
     embeddings_TH = hf.get_input_embeddings()(tokens_T)
     if images is None:
         # Ranks reduce the gradients of all trained weights together: one whose pack has no image adds zeros.
-        features_FH, deepstack = _features(tower, *_blank(hf.config.vision_config, embeddings_TH))
+        features_FH, deepstack = _features(hf, *_blank(hf.config.vision_config, embeddings_TH))
         nothing = sum(layer_FH.sum() for layer_FH in (features_FH, *deepstack)) * 0.0
         return {"inputs_embeds": (embeddings_TH + nothing)[None], "position_ids": positions_T[None]}
-    features_FH, deepstack = _features(tower, images.pixels_PW, images.grids_I3)
+    features_FH, deepstack = _features(hf, images.pixels_PW, images.grids_I3)
     embeddings_TH = embeddings_TH.index_copy(0, images.places_F, features_FH.to(embeddings_TH.dtype))
     arguments = {"inputs_embeds": embeddings_TH[None], "position_ids": images.positions_3T[:, None]}
     if not deepstack:
@@ -107,10 +107,11 @@ def decoder_input(hf: Any, tokens_T: Tensor, positions_T: Tensor, images: ImageB
     return arguments | {"visual_pos_masks": mask_T[None], "deepstack_visual_embeds": features}
 
 
-def _features(tower: nn.Module, pixels_PW: Tensor, grids_I3: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _features(hf: Any, pixels_PW: Tensor, grids_I3: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the embeddings [F, H] of images, and the tensors [F, H] that join the first layers' outputs."""
-    output = tower(pixels_PW, grid_thw=grids_I3)
-    return output.pooler_output, list(getattr(output, "deepstack_features", None) or ())
+    output = hf.base_model.visual(pixels_PW, grid_thw=grids_I3)
+    # Ranks with and without images have gradients of the same weights: of those alone that feed a layer.
+    return output.pooler_output, list(getattr(output, "deepstack_features", None) or ())[: len(decoder_of(hf).layers)]
 
 
 def _is_trained(tower: nn.Module) -> bool:
