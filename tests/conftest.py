@@ -48,6 +48,7 @@ GROUPS = {
     "tests/contracts/test_executor_contract.py": "Ray",
     "tests/contracts/": "servers of the contracts",
     "tests/executors/test_ray": "Ray",
+    "tests/hooks/test_hooks_on_ray.py": "Ray",
     "tests/stages/test_faults.py": "Ray",
     "tests/stages/test_servers.py": "Ray",
     "tests/trackers/test_shared_run.py": "Ray",

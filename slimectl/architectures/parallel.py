@@ -80,7 +80,7 @@ def problems(layout: ParallelLayout, transformer: Mapping[str, Any], world: int)
     for field, dimension in TENSOR_CUTS.items():
         yield from _check_divides("tensor", layout.tensor, transformer.get(field), dimension)
     if transformer.get("linear_attention_freq"):
-        yield from _check_linear_attention(layout)
+        yield from _check_linear_attention(layout, transformer)
     yield from _check_pipeline(layout, int(transformer["num_layers"]))
     yield from _check_experts(layout, transformer)
     yield from _check_world(layout, world)
@@ -115,12 +115,13 @@ def _check_divides(name: str, size: int, count: int | None, dimension: str) -> I
         yield f"{SETTINGS[name]}: {size} does not divide {count} {dimension}; possible are {_divisors(count, name)}"
 
 
-def _check_linear_attention(layout: ParallelLayout) -> Iterator[str]:
-    """Reject context parallelism: linear attention is split by heads only, as its state needs whole sequences."""
-    if layout.context > 1:
+def _check_linear_attention(layout: ParallelLayout, transformer: Mapping[str, Any]) -> Iterator[str]:
+    """Check that heads divide over context-parallel ranks: the state of linear attention needs whole sequences."""
+    heads = int(transformer.get("linear_num_key_heads") or 0) // layout.tensor
+    if layout.context > 1 and heads % layout.context:
         yield (
-            f"{SETTINGS['context']}: {layout.context}, but layers of linear attention need whole sequences; set it to 1"
-            f" and raise {SETTINGS['tensor']} instead"
+            f"{SETTINGS['context']}: {layout.context} does not divide {heads} key heads of linear attention on a"
+            f" tensor-parallel rank, whose layers need whole sequences; possible are {_divisors(heads, 'context')}"
         )
 
 

@@ -99,13 +99,14 @@ def test_what_is_said_about_a_mixture_of_experts(layout: ParallelLayout, world: 
     assert list(problems(layout, MIXTURE, world)) == [message]
 
 
-def test_layers_of_linear_attention_are_not_cut_by_context_parallelism():
-    hybrid = {**MIXTURE, "linear_attention_freq": [1, 1, 1, 0] * 9}
+def test_context_parallelism_cuts_linear_attention_by_heads():
+    hybrid = {**MIXTURE, "linear_attention_freq": [1, 1, 1, 0] * 9, "linear_num_key_heads": 16}
     assert list(problems(ParallelLayout(tensor=2, pipeline=2, expert=2), hybrid, 8)) == []
-    (message,) = problems(ParallelLayout(context=2), hybrid, 8)
+    assert list(problems(ParallelLayout(tensor=2, context=4), hybrid, 8)) == []
+    (message,) = problems(ParallelLayout(tensor=4, context=8), hybrid, 32)
     assert message == (
-        "megatron.context_parallel_size: 2, but layers of linear attention need whole sequences; set it to 1 and raise"
-        " megatron.tensor_model_parallel_size instead"
+        "megatron.context_parallel_size: 8 does not divide 4 key heads of linear attention on a tensor-parallel rank,"
+        " whose layers need whole sequences; possible are 1, 2, 4"
     )
 
 

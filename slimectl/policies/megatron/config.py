@@ -180,9 +180,15 @@ def transformer_config(
         values.setdefault("softmax_scale", softmax_scale(architecture.rope, width, architecture.max_positions))
     _refuse_other_families(args or {}, kind)
     refuse_idle(args_of(args or {}, kind), SimpleNamespace(**_defaults(kind) | values))
+    if values.get("linear_attention_freq"):
+        # megatron-core (0.16.1) refuses contexts with its own gated delta net; PackedDeltaNet divides heads over them.
+        # Delete when it takes them.
+        values["context_parallel_size"] = 1
     try:
         # Fields that the installed version lacks are optional ones of this module: users' are checked above.
-        return kind(**args_of(values | args_of(args or {}, kind), kind))
+        config = kind(**args_of(values | args_of(args or {}, kind), kind))
+        config.context_parallel_size = layout.context
+        return config
     except (AssertionError, TypeError, ValueError) as error:
         raise SettingsError(f"megatron-core refuses the configuration: {' '.join(str(error).split())}") from error
 

@@ -6,11 +6,14 @@ N chunks of all sequences · C tokens of a chunk · B sequences · W channels ·
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 from slimectl.policies.megatron.batch import PackedSequences
@@ -30,6 +33,8 @@ class PackedDeltaNet(GatedDeltaNet):
     """mcore's gated delta net with the same parameters and checkpoints.
 
     That of mcore (0.16.1) does not support packed sequences, and needs flash-linear-attention for its computation.
+    Under context parallelism each rank computes a part of the heads over whole sequences: a head's state passes through
+    all of their tokens.
     """
 
     def forward(
@@ -40,21 +45,72 @@ class PackedDeltaNet(GatedDeltaNet):
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
         heads = self.num_value_heads // self.tp_size
         qkv, z, beta, alpha = projected.squeeze(1).split([2 * keys + values, values, heads, heads], dim=-1)
-        qkv = F.silu(_causal_convolution(qkv, self.conv1d.weight.squeeze(1), packed_seq_params.positions_T))
-        query, key, value = qkv.split([keys, keys, values], dim=-1)
+        parts = [*qkv.split([keys, keys, values], dim=-1), beta, alpha]
+        weights = [*self.conv1d.weight.squeeze(1).split([keys, keys, values]), self.A_log, self.dt_bias]
+        if packed_seq_params.context == 1:
+            output_THV = self._over_sequences(parts, weights, packed_seq_params.positions_T, packed_seq_params)
+        else:
+            parts, weights = to_heads(parts, packed_seq_params), [_own_block(w, packed_seq_params) for w in weights]
+            output_SHV = self._over_sequences(parts, weights, _row_positions(packed_seq_params), packed_seq_params)
+            output_THV = to_tokens(output_SHV, packed_seq_params)
+        gate_THV = F.silu(z.unflatten(-1, (heads, -1)).float())
+        output_THV = self.out_norm(output_THV.to(hidden_states.dtype)) * gate_THV
+        return self.out_proj(output_THV.to(hidden_states.dtype).flatten(1)[:, None])
+
+    def _over_sequences(
+        self, parts: Sequence[Tensor], weights: Sequence[Tensor], positions_T: Tensor, packed: PackedSequences
+    ) -> Tensor:
+        """Compute heads over whole sequences: convolution, norms and delta rule. Returns [T, H, V], float32.
+
+        `parts` are query, key, value, beta and alpha [T, …]; `weights` the kernels of the first three [W, S], the
+        logarithm of the decay and its bias [H].
+        """
+        *projections, beta, alpha = parts
+        *kernels, decay_log, decay_bias = weights
+        convolved = _causal_convolution(torch.cat(projections, dim=-1), torch.cat(kernels), positions_T)
+        query, key, value = F.silu(convolved).split([part.shape[-1] for part in projections], dim=-1)
         share = self.num_value_heads // self.num_key_heads
         query, key = (
             _l2_normalize(part.unflatten(-1, (-1, self.key_head_dim)).float()).repeat_interleave(share, dim=1)
             for part in (query, key)
         )
-        decay_TH = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        output_THV = gated_delta_rule(
-            query * self.key_head_dim**-0.5, key, value.unflatten(-1, (heads, -1)).float(), decay_TH,
-            beta.sigmoid().float(), packed_seq_params,
+        decay_TH = -decay_log.float().exp() * F.softplus(alpha.float() + decay_bias)
+        return gated_delta_rule(
+            query * self.key_head_dim**-0.5, key, value.unflatten(-1, (beta.shape[-1], -1)).float(), decay_TH,
+            beta.sigmoid().float(), packed,
         )  # fmt: skip
-        gate_THV = F.silu(z.unflatten(-1, (heads, -1)).float())
-        output_THV = self.out_norm(output_THV.to(hidden_states.dtype)) * gate_THV
-        return self.out_proj(output_THV.to(hidden_states.dtype).flatten(1)[:, None])
+
+
+def to_heads(parts: Sequence[Tensor], packed: PackedSequences) -> list[Tensor]:
+    """Exchange all heads [T, …] of this rank's tokens for its heads [S, …] of all tokens, in the order of the row.
+
+    The columns of each part are those of equal heads, of which context-parallel rank r gets block r.
+    """
+    blocks = [torch.cat(columns, dim=-1) for columns in zip(*(p.chunk(packed.context, -1) for p in parts), strict=True)]
+    by_rank = all_to_all(parallel_state.get_context_parallel_group(), torch.cat(blocks))
+    widths = [part.shape[-1] // packed.context for part in parts]
+    return list(by_rank[packed.order_S].split(widths, dim=-1))
+
+
+def to_tokens(heads_SHV: Tensor, packed: PackedSequences) -> Tensor:
+    """Exchange this rank's heads of all tokens for all heads [T, H, V] of its tokens: the reverse of `to_heads`."""
+    by_rank = torch.empty_like(packed.order_S)
+    by_rank[packed.order_S] = torch.arange(len(by_rank), device=by_rank.device)
+    exchanged = all_to_all(parallel_state.get_context_parallel_group(), heads_SHV[by_rank].contiguous())
+    return torch.cat(exchanged.chunk(packed.context), dim=1)
+
+
+def _own_block(weight: Tensor, packed: PackedSequences) -> Tensor:
+    """Return this context-parallel rank's part of a weight of heads."""
+    return weight.chunk(packed.context)[packed.rank]
+
+
+def _row_positions(packed: PackedSequences) -> Tensor:
+    """Position in its sequence of each token of the whole row [S]."""
+    if "row_positions" not in packed.cache:
+        ranges = [torch.arange(length) for length in packed.lengths]
+        packed.cache["row_positions"] = torch.cat(ranges).to(packed.order_S.device)
+    return packed.cache["row_positions"]
 
 
 def gated_delta_rule(

@@ -75,7 +75,7 @@ def test_four_ranks_equal_one(four: Ranks, tmp_path: Path):
         ),
         ("llama", ParallelLayout(pipeline=3), r"megatron\.pipeline_model_parallel_size: 3 does not divide 4 layers"),
         ("qwen3_moe", ParallelLayout(expert=16), r"megatron\.expert_model_parallel_size: 16 does not divide 8 experts"),
-        ("qwen3_5", ParallelLayout(context=2), r"megatron\.context_parallel_size: 2, but .* need whole sequences"),
+        ("qwen3_5", ParallelLayout(context=4), r"context_parallel_size: 4 does not divide 2 key heads of linear att"),
     ],
 )
 def test_a_layout_that_the_model_does_not_allow_is_refused(name, layout, message):
