@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,11 +55,31 @@ class Dialect:
     """Pattern of the names of programs that train, whatever their flags."""
     common: tuple[str, ...] = ()
     """Groups whose flags say nothing of which command trains, as conversions take them too."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other spellings of flags, and of the beginnings of dotted names, by the name in the table."""
 
     def knows(self, name: str) -> bool:
         """Whether a flag speaks for this stack."""
-        row = self.rows.get(name)
+        row = self.row(self.name_of(name))
         return row is not None and not any(row in self.groups[group] for group in self.common)
+
+    def name_of(self, name: str) -> str:
+        """The name of a flag in the table, dashes as underscores."""
+        name = canonical(name)
+        head, dot, rest = name.partition(".")
+        return self.aliases.get(name) or (f"{self.aliases.get(f'{head}.', f'{head}.')}{rest}" if dot else name)
+
+    def row(self, name: str) -> Row | None:
+        """The row of a name in the table; for a table of which no key has a counterpart (`NAME`) the row of that."""
+        if name in self.rows:
+            return self.rows[name]
+        return next((row for prefix, row in self._tables if name.startswith(prefix)), None)
+
+    @cached_property
+    def _tables(self) -> list[tuple[str, Row]]:
+        """Rows of whole tables by what their names begin with, the longest first."""
+        rows = [(name, row) for name, row in self.rows.items() if name.endswith("NAME") and not row.key]
+        return sorted(((name.removesuffix("NAME"), row) for name, row in rows), key=lambda item: -len(item[0]))
 
     @cached_property
     def rows(self) -> dict[str, Row]:
@@ -182,12 +202,13 @@ def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = Non
     conversion = Conversion(dialect)
     for flag in flags:
         flag = _negated(dialect, flag)
-        name = canonical(flag.name)
+        name = dialect.name_of(flag.name)
         earlier = conversion.flags.get(name)
         if earlier is not None and name not in REPEATABLE:
             conversion.omit(earlier, f"is given again in {flag.place}, which counts")
         elif earlier is not None:
             flag = Flag(flag.name, flag.spelling, (*earlier.values, *flag.values), flag.place, flag.condition)
+        flag = replace(flag, name=name)
         conversion.flags.pop(name, None)
         conversion.flags[name] = flag
     names = list(conversion.flags)
@@ -195,14 +216,14 @@ def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = Non
         conversion.flags["launcher"] = launcher
     for name in names:
         flag = conversion.flags[name]
-        row = dialect.rows.get(name)
+        row = dialect.row(name)
         if is_secret_name(flag.name) or (row is not None and row.secret):
             for value in flag.values:
                 remember(value.text)
         if row is None:
             dialect.unlisted(conversion, flag)
         else:
-            _take(conversion, flag, row)
+            take(conversion, flag, row)
     dialect.settle(conversion)
     conversion.omit_superseded()
     _take_defaults(conversion)
@@ -223,7 +244,8 @@ REPEATABLE = ("eval_prompt_data", "rollout_sample_hook_path")
 """Flags that add to what the same flag said before."""
 
 
-def _take(conversion: Conversion, flag: Flag, row: Row) -> None:
+def take(conversion: Conversion, flag: Flag, row: Row) -> None:
+    """Set what a flag sets by its row, or list it with the reason."""
     if not row.key:
         conversion.omit(flag, row.text)
         return

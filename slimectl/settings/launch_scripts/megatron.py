@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Row, typed
-from slimectl.settings.launch_scripts.values import Always, on, texts
+from slimectl.settings.launch_scripts.conversion import Conversion, Row, canonical, take, typed
+from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.launch_scripts.values import Always, choice, on, texts
 
 CONFIG = "the model's shape is that of its config.json"
 ATTENTION = "attention is slimectl's own, in float32 where it matters"
 FREE = "these kernels are chosen by the trainer; their results are the same"
 OVERLAP = "gradients are shared once a step, after all of its micro-batches"
 EXACT = "always so here"
+
+
+def hand_over(conversion: Conversion, flag: Flag, name: str) -> None:
+    """Convert a field of Megatron's configuration classes, which mostly has the name of its flag."""
+    row = FIELDS.get(name, Row(name, f"megatron.args.{name}", convert=typed))
+    take(conversion, flag, row)
 
 
 def _argument(name: str, text: str = "") -> Row:
@@ -56,13 +63,16 @@ ARGUMENTS = (
             "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity", "moe-token-drop-policy",
             "moe-shared-expert-overlap", "moe-permute-fusion", "moe-router-fusion", "fp32-residual-connection",
             "deterministic-mode", "optimizer-offload-fraction", "overlap-cpu-optimizer-d2h-h2d",
-            "use-torch-optimizer-for-cpu-offload", "exp-avg-dtype", "exp-avg-sq-dtype", "main-grads-dtype",
-            "main-params-dtype", "num-distributed-optimizer-instances",
+            "use-torch-optimizer-for-cpu-offload", "num-distributed-optimizer-instances",
             "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "check-for-large-grads",
             "moe-router-force-load-balancing", "apply-wd-to-qk-layernorm", "config-logger-dir", "softmax-scale",
         ),
     ),
-    Row("use-precision-aware-optimizer", "train.optimizer_state_dtype", "moments in bfloat16", Always("bfloat16")),
+    Row("use-precision-aware-optimizer", text="moments are float32, as there by default: train.optimizer_state_dtype"),
+    Row("exp-avg-dtype", "train.optimizer_state_dtype", "fp32 is the default", choice(
+        fp32="float32", bf16="bfloat16")),
+    Row("exp-avg-sq-dtype main-grads-dtype main-params-dtype",
+        text="both moments have train.optimizer_state_dtype; gradients and master weights are float32"),
     Row("overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step align-param-gather "
         "delay-wgrad-compute overlap-moe-expert-parallel-comm", text=OVERLAP),
     Row("accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 no-check-for-nan-in-loss-and-grad "
@@ -114,3 +124,7 @@ SHAPE = (
     ),
     Row("spec", text="layers follow from the model's config.json; megatron.custom_model_provider_path makes others"),
 )
+FIELDS = {canonical(name): row for row in (*ARGUMENTS, *SHAPE) for name in row.names.split()} | dict.fromkeys(
+    ("apply_rope_fusion", "masked_softmax_fusion", "persist_layer_norm", "perform_initialization"), Row("", text=FREE)
+)
+"""Rows by the names that fields of Megatron's configuration classes have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
 from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.launch_scripts.openrlhf_names import aliases
 from slimectl.settings.launch_scripts.values import (
     Always,
     choice,
@@ -25,6 +26,7 @@ OVERLONG = 'write score.rm as a sum with {type = "overlong", weight = …} (docs
 CLUSTER = (
     Row("actor_num_nodes", "cluster.actor_num_nodes"),
     Row("actor_num_gpus_per_node", "cluster.actor_num_gpus_per_node", default=8),
+    Row("nproc_per_node num_gpus", "cluster.actor_num_gpus_per_node", "of `torchrun` or `deepspeed`", integer),
     Row(
         "ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node critic_num_nodes "
         "critic_num_gpus_per_node colocate_actor_ref colocate_critic_reward ref_reward_offload actor_init_on_gpu",
@@ -75,10 +77,30 @@ MODEL = (
         text='tokens of a sequence are shared by train.backend = "megatron" and megatron.context_parallel_size',
     ),
     Row("enable_ema ema_beta", text="weights are not averaged over steps"),
+    Row("actor.freeze_visual_encoder", "train.freeze_vision_tower", convert=on),
+    Row(
+        "actor.gradient_checkpoint model.gradient_checkpoint",
+        "train.gradient_checkpointing",
+        "full is true",
+        choice(full=True, selective=True, none=False),
+    ),
+    Row(
+        "actor.optim actor.muon.NAME critic.optim critic.muon.NAME critic.NAME",
+        text="the optimizer is AdamW, and the critic's but its rate is the policy's",
+    ),
+    Row("vllm.NAME", text="set the argument of vLLM in [vllm.args], by its name there"),
+    Row("ds.NAME", text=DEEPSPEED),
 )
 DATA = (
-    Row("prompt_data", "rollout.data", convert=comma_separated),
-    Row("prompt_data_probs", "rollout.data_weights", convert=comma_separated),
+    Row("prompt_data dataset", "rollout.data", convert=comma_separated),
+    Row("prompt_data_probs dataset_probs", "rollout.data_weights", convert=comma_separated),
+    Row("image_key", "rollout.image_key"),
+    Row(
+        "chosen_key rejected_key prompt_key output_key",
+        text="rows of preferences have prompt, chosen and rejected, "
+        "demonstrations messages or prompt and label (docs/records.md)",
+    ),
+    Row("data.max_images_per_prompt data.dataloader_num_workers", text="a prompt may have any number of images"),
     Row("input_key", "rollout.input_key", default="input"),
     Row("label_key", "rollout.label_key"),
     Row("apply_chat_template", "rollout.apply_chat_template", convert=on),
@@ -140,10 +162,23 @@ ALGORITHM = (
     Row("normalize_reward", text="advantages are normalised, rewards are not"),
     Row("reward_clip_range", text="rewards are taken as they are; score.custom_reward_post_process_path clips"),
     Row("enable_vllm_is_correction", "algorithm.use_tis", convert=on),
-    Row("vllm_is_truncated_threshold", "algorithm.tis_clip"),
+    Row("vllm_is_truncated_threshold", "algorithm.tis_clip", "of two numbers the first is algorithm.tis_clip_low"),
+    Row(
+        "vllm_is_correction_type",
+        "algorithm.tis_mode",
+        "tis is clip, icepop mask; of seq-mask-tis set algorithm.use_rs",
+        choice(tis="clip", icepop="mask"),
+    ),
+    Row("use_icepop", "algorithm.tis_mode", convert=Always("mask")),
     Row("freezing_actor_steps", "algorithm.num_critic_only_steps", "negative is none", positive),
     Row("ptx_coef pretrain_data", text="there is no pre-training loss beside the policy's"),
     Row("beta", "algorithm.beta"),
+    Row("label_smoothing", "algorithm.label_smoothing"),
+    Row("ipo nll_loss_coef", text="preferences are learned by the loss of DPO, without a second one"),
+    Row("ref_model_name_or_path", "algorithm.ref_load"),
+    Row("teacher.model_name_or_path", "algorithm.opd_teacher_load", "with train_opd"),
+    Row("opd.NAME", text="the divergence from the teacher is each token's own: algorithm.opd_kl_coef"),
+    Row("algo.NAME", text="the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"),
 )
 TRAINING = (
     Row("actor_learning_rate learning_rate", "train.lr"),
@@ -162,13 +197,18 @@ TRAINING = (
         default="cosine",
     ),
     Row("lr_warmup_ratio", text="set train.lr_warmup_iters, in steps"),
+    Row("actor.min_lr_ratio", "train.min_lr", "times the learning rate"),
+    Row("actor.adam.eps", "train.adam_eps"),
     Row("max_norm", "train.clip_grad"),
     Row("l2", "train.weight_decay"),
     Row("adam_betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
     Row("seed", "run.seed", default=42),
     Row("full_determinism", text="on a CPU the same seed gives the same run; on GPUs kernels may differ"),
     Row("num_episodes", "run.num_epoch", default=1),
-    Row("max_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
+    Row(
+        "max_epochs",
+        text="a sample is trained on once; of rows that are read (train_sft, train_dpo) it is run.num_epoch",
+    ),
 )
 RUNNING = (
     Row("save_path", "run.dir", "its last part is run.name"),
@@ -179,7 +219,7 @@ RUNNING = (
     Row("max_ckpt_num", "run.keep_checkpoints"),
     Row("save_steps", "run.save_interval", "negative is none", positive),
     Row("eval_steps", "eval.interval", "negative is none", positive),
-    Row("logging_steps", text="every step is reported"),
+    Row("logging_steps ckpt.best_metric_key", text="every step is reported, and checkpoints are those of rounds"),
     Row(
         "use_wandb", "track.with", "a key itself is not copied: track.api_key", Always(["stdout", "wandb"]), secret=True
     ),
@@ -193,7 +233,9 @@ GROUPS = {
     "Cluster": CLUSTER, "Model": MODEL, "Data": DATA, "Algorithm": ALGORITHM, "Training": TRAINING,
     "Running": RUNNING,
 }  # fmt: skip
-SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model"}
+SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model", "train_opd": "opd"}
+ROWS = ("sft", "dpo", "reward_model")
+"""Algorithms that read rows, and sample nothing."""
 """Programs of OpenRLHF that train by other algorithms."""
 
 
@@ -216,12 +258,18 @@ def settle(conversion: Conversion) -> None:
         conversion.put("cluster.executor", "ray", "actor_num_nodes")
     if not conversion.switch("async_train"):
         conversion.take_back("run.async_level", "has no effect there without --async_train")
+    else:
+        conversion.take_back("cluster.colocate", "with --async_train engines have GPUs of their own there")
+        conversion.take_back("rollout.partial_rollout", "answers under way at a push of weights go on by themselves")
+    _settle_lengths(conversion)
     _settle_reward(conversion)
     if text("lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
         source = "lr_scheduler" if "lr_scheduler" in conversion.flags else "the default of OpenRLHF for --lr_scheduler"
         rate = conversion.real("actor_learning_rate", conversion.real("learning_rate", 1e-6))
-        conversion.put("train.min_lr", 0.1 * rate, source)
+        share = conversion.real("actor.min_lr_ratio", 0.1)
+        conversion.put("train.min_lr", float(f"{share * rate:.6g}"), "actor.min_lr_ratio", source)
     for flag, keys in (("adam_betas", ("train.adam_beta1", "train.adam_beta2")),
+                       ("vllm_is_truncated_threshold", ("algorithm.tis_clip_low", "algorithm.tis_clip")),
                        ("eps_clip_low_high", ("algorithm.eps_clip", "algorithm.eps_clip_high"))):  # fmt: skip
         pair = conversion.flags.get(flag)
         if pair is not None and len(pair.values) == 2 and not pair.problem:
@@ -260,7 +308,34 @@ def _settle_algorithm(conversion: Conversion) -> None:
         values.pop("algorithm.kl_coef", None)
         conversion.put("algorithm.kl_loss_coef", text("init_kl_coef", "0.01"), "use_kl_loss", "init_kl_coef")
         conversion.settled.add("algorithm.kl_coef")
-        conversion.omissions = [item for item in conversion.omissions if item.flag != "--use_kl_loss"]
+        _relist(conversion, "use_kl_loss")
+
+
+def _relist(conversion: Conversion, name: str) -> None:
+    """Take a flag from the list of those without a counterpart: with another flag it has one."""
+    conversion.omissions = [item for item in conversion.omissions if item.flag != str(conversion.flags[name])]
+
+
+def _settle_lengths(conversion: Conversion) -> None:
+    """Dotted flags have one length of prompt and answer together; rows of preferences have no prompts to sample."""
+    if conversion.values.get("algorithm.name") in ROWS:
+        conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
+        conversion.settled |= {"run.rollout_batch_size"}
+        if "max_epochs" in conversion.flags:
+            conversion.put("run.num_epoch", conversion.text("max_epochs"), "max_epochs")
+            _relist(conversion, "max_epochs")
+        return
+    if conversion.values.get("algorithm.name") == "opd":
+        conversion.settled.add("algorithm.kl_coef")
+    if not any("." in flag.spelling for flag in conversion.flags.values()):
+        return
+    conversion.settled.add("rollout.max_prompt_len")
+    length = conversion.number("max_len", 2048)
+    source = "max_len" if "max_len" in conversion.flags else "the default of OpenRLHF for --data.max_len"
+    if not conversion.is_unknown("max_len"):
+        conversion.put("rollout.max_context_len", length, source)
+        if "generate_max_len" not in conversion.flags:
+            conversion.put("rollout.max_response_len", length, source)
 
 
 def _settle_reward(conversion: Conversion) -> None:
@@ -276,4 +351,6 @@ def _settle_reward(conversion: Conversion) -> None:
         conversion.put("score.rm_type", "reward_model", "reward_pretrain")
 
 
-OPENRLHF = Dialect("openrlhf", "OpenRLHF", GROUPS, settle, unlisted)
+OPENRLHF = Dialect(
+    "openrlhf", "OpenRLHF", GROUPS, settle, unlisted, programs=r"(openrlhf|molt)\.cli\.train_", aliases=aliases()
+)

@@ -27,8 +27,14 @@ DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (SLIME, VER
 
 PROGRAM = re.compile(r"[\w./~${}-]*\.py")
 MODULE = re.compile(r"\w+(\.\w+)+")
-OF_LAUNCHERS = ("num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus")
+OF_LAUNCHERS = ("config_file", "num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus")
 """Flags of `accelerate launch` and `torchrun` that say how many processes train."""
+STOCK = (
+    "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer", "dapo_megatron_trainer",
+    "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer", "one_step_off_ppo_trainer",
+    "one_step_off_ppo_megatron_trainer",
+)  # fmt: skip
+"""Configurations that come with verl."""
 FEWEST_FLAGS = 3
 """Known flags from which a command, or a document, counts as one of training."""
 
@@ -177,7 +183,9 @@ def _with_configuration(
     document = next((item for item in paths if item.is_file() and item.resolve().is_relative_to(root.resolve())), None)
     own_flags = [flag for flag in launch.flags if canonical(flag.name) not in ("config", "config_path", "config_name")]
     base: list[Flag] = []
-    if document is None:
+    if document is None and Path(file).stem in STOCK:
+        pass  # verl's own: its values are the defaults of the table
+    elif document is None:
         line = (
             f"{file}: is not read, as no such file lies in {root}; give that file itself, or allow a folder by --root"
         )

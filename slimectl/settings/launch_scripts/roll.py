@@ -6,6 +6,7 @@ import re
 
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
 from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.launch_scripts.megatron import hand_over
 from slimectl.settings.launch_scripts.values import (
     choice,
     integer,
@@ -35,10 +36,14 @@ RUNNING = (
     Row("max_ckpt_to_keep", "run.keep_checkpoints", convert=positive),
     Row("track_with", "track.with", convert=trackers),
     Row("num_gpus_per_node", "cluster.num_gpus_per_node"),
+    Row("num_nodes", "cluster.actor_num_nodes"),
+    Row("model_update_buffer_size_mb", "sync.update_weight_buffer_size", "in MiB here, too", integer),
+    Row("defaults", text="ZeRO's stages and ROLL's environments are not read: train.backend and rollout.env say both"),
     Row(
         "logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
         "profiler_timeline checkpoint_config.type checkpoint_config.output_dir resume_from_checkpoint rpc_timeout "
-        "hydra.run.dir hydra.output_subdir max_running_requests generate_opt_level",
+        "hydra.run.dir hydra.output_subdir max_running_requests generate_opt_level model_name track_name "
+        "checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers",
         text=REPORTS,
     ),
 )
@@ -48,6 +53,12 @@ ROLLOUT = (
     Row("response_length", "rollout.max_response_len"),
     Row("sequence_length", "rollout.max_context_len"),
     Row("num_return_sequences_in_group", "rollout.n_samples_per_prompt", default=1),
+    Row("train_batch_size", "train.global_batch_size"),
+    Row("prompt_key", "rollout.input_key"),
+    Row("response_key", "rollout.label_key"),
+    Row("chosen_key rejected_key", text="rows of preferences have prompt, chosen and rejected (docs/records.md)"),
+    Row("global_template validation.data_args.NAME", text="the chat template is the model's"),
+    Row("validation.eval_steps", text="eval_steps is eval.interval"),
     Row("is_num_return_sequences_expand val_batch_size", text="requests are sent one by one to the engines"),
     Row("async_generation_ratio", "run.async_level", "0 is none", convert=positive),
     Row("use_additional_prompts dynamic_sampling_cfg", text="set rollout.dynamic_sampling_filter_path"),
@@ -59,6 +70,13 @@ ROLLOUT = (
     Row(f"{INFER}generating_args.temperature", "rollout.temperature"),
     Row(f"{INFER}generating_args.num_return_sequences", "rollout.n_samples_per_prompt"),
     Row(f"{INFER}generating_args.num_beams {INFER}generating_args.do_sample", text="answers are sampled"),
+    Row(f"{INFER}generating_args.stop_strings", "rollout.stop", convert=texts),
+    Row(f"{INFER}generating_args.include_stop_str_in_output", text="an answer has what its engine returns"),
+    Row(f"{INFER}generating_args.NAME", text="answers are sampled from the policy as it is"),
+    Row("max_tokens_per_step", "rollout.env_turn_tokens", "with rollout.env"),
+    Row("max_actions_per_traj", "rollout.env_max_turns", "with rollout.env"),
+    Row("env_manager_cls agent_config_common.NAME env_config.NAME agent_system_template agent_template",
+        text="an environment is rollout.env, a program rollout.agent (docs/environments.md, docs/agents.md)"),
     Row(f"{INFER}strategy_args.strategy_name", "engine.backend", convert=choice(
         vllm="vllm", sglang="sglang", hf_infer="embedded")),
     Row(f"{INFER}num_gpus_per_worker", "cluster.rollout_num_gpus_per_engine"),
@@ -67,7 +85,7 @@ ROLLOUT = (
     Row(f"{INFER}model_args.dtype {INFER}model_args.torch_dtype", "engine.dtype",
         convert=choice(bf16="bfloat16", fp32="float32", fp16="float16"), default="bfloat16"),
     Row(prefixed(INFER, "infer_batch_size model_args.disable_gradient_checkpointing model_args.attn_implementation "
-                 "data_args.template name"), text="engines batch by themselves"),
+                 "data_args.template name model_args.NAME"), text="engines batch by themselves"),
     Row("validation.data_args.file_name", "eval.data", "each file becomes a table, called after it", named_datasets),
     Row("validation.generating_args.top_p", "eval.top_p"),
     Row("validation.generating_args.top_k", "eval.top_k"),
@@ -111,6 +129,21 @@ ALGORITHM = (
         "use_pg_clip_range train_infer_correction",
         text=LOSS,
     ),
+    Row("beta", "algorithm.beta", "of dpo"),
+    Row("label_smoothing", "algorithm.label_smoothing", "of dpo"),
+    Row("teacher.model_args.model_name_or_path", "algorithm.opd_teacher_load", "with student_train"),
+    Row(
+        "teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
+        "logits_topk teacher_temperature student_temperature kd_objective adaptive_kl_alpha is_pure_opd",
+        text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)",
+    ),
+    Row(
+        "ipo batch_adjust_mode step_reward_gamma reward_normalization.NAME ratio_type loss_agg_mode_NAME "
+        "enable_old_logprobs_recompute episode_reward_weight step_reward_weight query_filter_config.NAME "
+        "rlvr_option.NAME",
+        text=LOSS,
+    ),
+    Row("enable_reference", text="there is a reference where a coefficient of divergence is above 0"),
     Row("ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
     Row("critic_warmup", "algorithm.num_critic_only_steps"),
 )
@@ -120,7 +153,7 @@ TRAINING = (
     Row(f"{TRAIN}training_args.warmup_steps", "train.lr_warmup_iters"),
     Row(f"{TRAIN}training_args.lr_scheduler_type", "train.lr_decay_style", convert=choice(
         constant="constant", linear="linear", cosine="cosine", constant_with_warmup="constant")),
-    Row(f"{TRAIN}training_args.max_grad_norm", "train.clip_grad"),
+    Row(f"{TRAIN}training_args.max_grad_norm max_grad_norm", "train.clip_grad"),
     Row(f"{TRAIN}training_args.adam_beta1", "train.adam_beta1"),
     Row(f"{TRAIN}training_args.adam_beta2", "train.adam_beta2", default=0.999),
     Row(f"{TRAIN}training_args.per_device_train_batch_size", "train.global_batch_size",
@@ -134,6 +167,13 @@ TRAINING = (
     Row(f"{TRAIN}model_args.lora_rank", "train.lora_rank", convert=positive),
     Row(f"{TRAIN}model_args.lora_alpha", "train.lora_alpha"),
     Row(f"{TRAIN}model_args.lora_target", "train.lora_targets", convert=texts),
+    Row(f"{TRAIN}model_args.freeze_module_prefix", "train.freeze_vision_tower", "vision_model is true",
+        choice(vision_model=True)),
+    Row("lora_rank lora_alpha lora_target", text="actor_train takes them over by ${…}: train.lora_rank"),
+    Row(f"{TRAIN}model_args.lora_dropout {TRAIN}model_args.autocast_adapter_dtype",
+        text="adapters have no dropout, and are in float32"),
+    Row(f"{TRAIN}model_args.model_config_kwargs.NAME", text="the model's shape is that of its config.json"),
+    Row(f"{TRAIN}model_args.NAME {TRAIN}use_remove_padding {TRAIN}offload_nccl {TRAIN}logits_in_fp32", text=KERNELS),
     Row(f"{TRAIN}model_args.attn_implementation {TRAIN}model_args.model_type {TRAIN}infer_batch_size "
         f"{TRAIN}model_args.ulysses_size {TRAIN}use_sequence_packing {TRAIN}name {TRAIN}model_args.moe_aux_loss_coef",
         text=KERNELS),
@@ -145,7 +185,7 @@ TRAINING = (
     Row(f"{TRAIN}data_args.prompt", "rollout.input_key"),
     Row(f"{TRAIN}data_args.messages", "rollout.input_key"),
     Row(prefixed(f"{TRAIN}data_args.", "template dataset_dir preprocessing_num_workers interleave_probs "
-                 "domain_interleave_probs dataset_type"),
+                 "domain_interleave_probs dataset_type domain_interleave_probs.NAME"),
         text="the chat template is the model's; rollout.data_weights mixes sources"),
     Row(f"{TRAIN}strategy_args.strategy_name", "train.backend", convert=choice(
         megatron_train="megatron", deepspeed_train="fsdp", fsdp2_train="fsdp", fsdp_train="fsdp")),
@@ -154,7 +194,8 @@ TRAINING = (
       for size in SIZES),
     Row(f"{TRAIN}strategy_args.strategy_config.use_distributed_optimizer", "megatron.use_distributed_optimizer",
         convert=on),
-    Row(f"{TRAIN}strategy_args.strategy_config.recompute_granularity", "megatron.recompute_granularity"),
+    Row(f"{TRAIN}strategy_args.strategy_config.NAME", "megatron.args.NAME",
+        "as in slime's table; so additional_configs"),
     Row(f"{TRAIN}strategy_args.strategy_config.sequence_parallel",
         text="on where megatron.tensor_model_parallel_size is above 1"),
     Row(f"{TRAIN}device_mapping", "cluster.actor_num_gpus_per_node", "the number of devices",
@@ -181,10 +222,13 @@ def devices(flag: Flag) -> list[int]:
 def unlisted(conversion: Conversion, flag: Flag) -> None:
     """Hand arguments of engines, Megatron and trackers over; list any other key."""
     name = flag.name
+    fields = f"{TRAIN}strategy_args.strategy_config."
+    if name.startswith(fields) and "." not in (leaf := name.removeprefix(fields).removeprefix("additional_configs.")):
+        _take_field(conversion, flag, leaf)
+        return
     engine = conversion.text(f"{INFER}strategy_args.strategy_name")
     prefixes = {
         f"{INFER}strategy_args.strategy_config.": f"{engine}.args." if engine in ("vllm", "sglang") else "",
-        f"{TRAIN}strategy_args.strategy_config.": "megatron.args.",
         "tracker_kwargs.": f"track.kwargs.{conversion.text('track_with', 'wandb')}.",
     }
     prefix = next((item for item in prefixes if name.startswith(item)), "")
@@ -192,8 +236,7 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     if "key" in leaf.split("_") and prefix == "tracker_kwargs.":
         conversion.omit(flag, "a key is not copied; export it, or set track.api_key = env:NAME")
     elif prefix and prefixes[prefix] and not flag.problem and "." not in leaf:
-        key = "megatron.args." in prefixes[prefix] and leaf in ("optimizer_cpu_offload",)
-        conversion.put(f"megatron.{leaf}" if key else f"{prefixes[prefix]}{leaf}", typed(flag), name)
+        conversion.put(f"{prefixes[prefix]}{leaf}", typed(flag), name)
     elif name.startswith(("rewards.", "reward.", "custom_envs.", "train_env_manager.", "val_env_manager.")):
         conversion.omit(flag, REWARDS)
     elif name.startswith(("reference.", "critic.", "system_envs.")):
@@ -204,8 +247,19 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         conversion.omit(flag, "is no key that this table knows; look for it by `slimectl settings explain`")
 
 
+def _take_field(conversion: Conversion, flag: Flag, leaf: str) -> None:
+    """Convert a key of the trainer's strategy, which is a field of Megatron's where Megatron trains."""
+    if conversion.text(f"{TRAIN}strategy_args.strategy_name") != "megatron_train":
+        conversion.omit(flag, "training is sharded by train.backend, not by DeepSpeed")
+    elif leaf in ("bf16", "save_only_model", "is_lora_optimizer_offload"):
+        conversion.omit(flag, "train.dtype is the precision, and a checkpoint has all that a run needs to go on")
+    else:
+        hand_over(conversion, flag, leaf)
+
+
 def settle(conversion: Conversion) -> None:
     """Join what ROLL decides by several keys together."""
+    _settle_pipeline(conversion)
     for switch, coefficient, key, default in (
         ("use_kl_loss", "kl_loss_coef", "algorithm.kl_loss_coef", "0"),
         ("add_token_level_kl", "init_kl_coef", "algorithm.kl_coef", "0.2"),
@@ -218,6 +272,8 @@ def settle(conversion: Conversion) -> None:
     estimator = conversion.converted("adv_estimator")
     if estimator is not None and variant in ("", "vanilla", "ppo"):
         conversion.put("algorithm.name", estimator, "adv_estimator")
+    if conversion.values.get("algorithm.name") == "reinforce_plus_plus" and not conversion.switch("whiten_advantages"):
+        conversion.take_back("algorithm.normalize_advantages", "REINFORCE++ whitens advantages always")
     _settle_sizes(conversion)
     training, sampling = (_mapping(conversion, f"{role}device_mapping") for role in (TRAIN, INFER))
     if training and sampling and set(training) & set(sampling):
@@ -229,6 +285,23 @@ def settle(conversion: Conversion) -> None:
         )
         conversion.put("cluster.actor_num_gpus_per_node", per_node, f"{TRAIN}device_mapping", "num_gpus_per_node")
         conversion.put("cluster.executor", "ray", f"{TRAIN}device_mapping")
+
+
+def _settle_pipeline(conversion: Conversion) -> None:
+    """Other pipelines of ROLL have their workers under other names, or keys of their own."""
+    trainer = next((flag for flag in conversion.flags.values() if flag.spelling.startswith(("sft_", "student_"))), None)
+    if trainer is not None and trainer.spelling.startswith("student_"):
+        conversion.put("algorithm.name", "opd", trainer.name)
+    elif trainer is not None:
+        conversion.put("algorithm.name", "sft", trainer.name)
+        epochs = conversion.flags.get(f"{TRAIN}training_args.num_train_epochs")
+        if epochs is not None and not epochs.problem and "run.num_rollout" not in conversion.values:
+            conversion.put("run.num_epoch", epochs.texts[0], epochs.name)
+    elif "beta" in conversion.flags or "chosen_key" in conversion.flags:
+        conversion.put("algorithm.name", "dpo", "beta", "chosen_key")
+    if conversion.values.get("algorithm.name") in ("sft", "dpo"):
+        conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
+        conversion.settled |= {"engine.dtype"}
 
 
 def _mapping(conversion: Conversion, name: str) -> list[int]:
@@ -254,4 +327,6 @@ def _settle_sizes(conversion: Conversion) -> None:
     conversion.put("train.global_batch_size", samples, *present, f"{TRAIN}device_mapping")
 
 
-ROLL = Dialect("roll", "ROLL", GROUPS, settle, unlisted, form="hydra", programs=r"start_\w*pipeline")
+ROLES = {"sft_train.": TRAIN, "student_train.": TRAIN, "student_infer.": INFER}
+"""Workers of other pipelines, by those of reinforcement learning."""
+ROLL = Dialect("roll", "ROLL", GROUPS, settle, unlisted, form="hydra", programs=r"start_\w*pipeline", aliases=ROLES)

@@ -90,6 +90,16 @@ TRAINING = (
     Row("log-probs-chunk-size", text="log-probabilities are computed in parts of a size that fits"),
     Row("only-train-params-name-list", "train.only_train_params_name_list", convert=texts),
     Row("freeze-params-name-list", "train.freeze_params_name_list", convert=texts),
+    Row("use-lora", text="train.lora_rank switches adapters on"),
+    Row("lora-rank", "train.lora_rank"),
+    Row("lora-alpha", "train.lora_alpha"),
+    Row("lora-load", "train.lora_load"),
+    Row("lora-learning-rate", "train.lr"),
+    Row("lora-weight-decay", "train.weight_decay"),
+    Row("lora-target-modules", "train.lora_targets", "the last parts of names, as in Hugging Face's", texts),
+    Row("lora-target-preset", text="set train.lora_targets to the last parts of names, as in Hugging Face's"),
+    Row("save-lora lora-save-merged-hf", text="a checkpoint has the adapter; `slimectl convert` merges it"),
+    Row("lora-dropout", text="adapters have no dropout"),
     Row("freeze-indexer", text="set train.freeze_params_name_list to the indexer's names"),
     Row("allgather-cp", text="context parallelism has one form; see docs/megatron.md"),
     Row("gradient-checkpointing", "train.gradient_checkpointing", convert=on),
@@ -98,10 +108,23 @@ TRAINING = (
     Row("log-model-config", text="`slimectl plan -c FILE` prints the model's shape"),
     Row("use-critic", text="algorithm.name = ppo has a critic, no other algorithm does"),
     Row("bf16", "train.dtype", convert=Always("bfloat16"), default="bfloat16"),
+    Row("fsdp-cpu-offload", "train.offload", convert=Always("parameters")),
+    Row(
+        "fsdp-cpu-backend attn-implementation fsdp-state-dict-cpu-offload",
+        text="kernels and backends follow from train.device",
+    ),
+    Row("qkv-format", text="packs have no padding: thd there"),
+    Row("int4-params-rollout", text="convert the engine's weights by `slimectl convert --to int4`: engine.load"),
+    Row(
+        "delta-compression delta-dtype delta-full-interval",
+        text="a delta names what changed and is exact: sync.update_weight_delta_encoding",
+    ),
     Row("fp16", text="training is in bfloat16 or float32: train.dtype"),
 )
 ROLLOUT = (
     Row("hf-checkpoint", "model.path"),
+    Row("megatron-to-hf-mode", text="models are Hugging Face directories on both sides"),
+    Row("processor", text="the processor is that of model.path"),
     Row("model-name", text="the family follows from the model's config.json"),
     Row(
         "rollout-function-path",
@@ -296,6 +319,11 @@ DISTILLATION = (
     Row("opd-type", text="the teacher is a directory (opd_teacher_load) or servers (opd_teacher_url)"),
     Row("opd-kl-coef", "algorithm.opd_kl_coef"),
     Row("opd-teacher-load", "algorithm.opd_teacher_load"),
+    Row("opd-teacher-loads", "algorithm.opd_teacher_load", "one; there are not several teachers"),
+    Row(
+        "use-mopd mopd-NAME topk-level-opd opd-top-k",
+        text="a policy learns from one teacher, by the token that it sampled: algorithm.opd_kl_coef",
+    ),
     Row("opd-teacher-ckpt-step", text="convert that step by `slimectl convert`: algorithm.opd_teacher_load"),
 )
 TRACKING = (
@@ -388,6 +416,10 @@ OTHERS = (
 )
 ROUTER = (
     Row("sglang-router-ip sglang-router-port", "engine.url", "the two together are an address"),
+    Row(
+        "use-slime-router use-miles-router slime-router-middleware-paths slime-router-NAME",
+        text="slimectl has one router, which keeps what engines return: engine.router",
+    ),
     Row("sglang-router-request-timeout-secs", "engine.request_timeout_s"),
     Row("sglang-server-concurrency", "engine.server_concurrency"),
     Row("sglang-router-policy router-policy", "engine.router"),

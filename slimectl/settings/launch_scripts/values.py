@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from slimectl.redaction import is_reference
@@ -160,6 +162,21 @@ def named_datasets(flag: Flag) -> Many:
     return Many(data)
 
 
+def bounds(flag: Flag) -> Many:
+    """`LOW_HIGH`, or the upper bound alone."""
+    low, _, high = flag.text.rpartition("_")
+    try:
+        values = {"algorithm.rs_clip": float(high)} | ({"algorithm.rs_clip_low": float(low)} if low else {})
+    except ValueError:
+        raise ValueError(f"{flag.text} is not LOW_HIGH; set algorithm.rs_clip_low and rs_clip by hand") from None
+    return Many(values)
+
+
+def ahead(flag: Flag) -> int:
+    """A share of stale samples, as whole rounds ahead."""
+    return positive(replace(flag, values=(replace(flag.values[0], text=str(math.ceil(number(flag)))),)))
+
+
 def trackers(flag: Flag) -> list[str]:
     """Names of trackers; the console is stdout."""
     library = {"console": "stdout", "tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab",
@@ -169,7 +186,7 @@ def trackers(flag: Flag) -> list[str]:
 
 
 __all__ = [
-    "Always", "addresses", "choice", "comma_separated", "dataset_name", "dataset_pairs", "function_path",
-    "function_paths", "integer", "json_object", "mib", "named_datasets", "number", "off", "on", "plain", "positive",
-    "secret", "texts", "trackers",
+    "Always", "addresses", "ahead", "bounds", "choice", "comma_separated", "dataset_name", "dataset_pairs",
+    "function_path", "function_paths", "integer", "json_object", "mib", "named_datasets", "number", "off", "on",
+    "plain", "positive", "secret", "texts", "trackers",
 ]  # fmt: skip

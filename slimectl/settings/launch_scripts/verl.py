@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
 from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.launch_scripts.megatron import hand_over
 from slimectl.settings.launch_scripts.values import (
     Always,
+    ahead,
+    bounds,
     choice,
     comma_separated,
     named_datasets,
+    off,
     on,
     positive,
     texts,
@@ -57,6 +61,7 @@ DATA = (
         text="prompts are chats, and the tokenizer is the model's",
     ),
     Row("data.image_key", "rollout.image_key"),
+    Row("data.apply_chat_template_kwargs", "rollout.apply_chat_template_kwargs", "a table", typed),
     Row("data.video_key", text="videos are not read by this version"),
     Row(
         "data.custom_cls.path data.custom_cls.name data.datagen.path data.sampler.class_path",
@@ -67,15 +72,46 @@ DATA = (
         text="take a part of a file by path@[a:b] in rollout.data or eval.data",
     ),
 )
+SUPERVISED = (
+    Row("data.messages_key data.multiturn.messages_key", "rollout.input_key"),
+    Row("data.tools_key data.multiturn.tools_key", "rollout.tool_key"),
+    Row("data.micro_batch_size_per_gpu data.micro_batch_size", "train.micro_batch_size"),
+    Row("data.max_length data.multiturn.NAME data.balance_dp_token data.pad_mode data.prompt_dict_keys "
+        "data.response_dict_keys data.response_key",
+        text="rows are messages, or prompt and label, in packs of train.max_tokens_per_gpu (docs/records.md)"),
+    Row("data.max_token_len_per_gpu", "train.max_tokens_per_gpu"),
+    Row("data.use_dynamic_bsz", "train.use_dynamic_batch_size", convert=on),
+    Row("model.strategy", "train.backend", "fsdp2 is fsdp", choice(fsdp="fsdp", fsdp2="fsdp", megatron="megatron")),
+    Row("model.enable_gradient_checkpointing", "train.gradient_checkpointing", convert=on),
+    Row("model.lora_rank", "train.lora_rank", "0 is none", positive),
+    Row("model.lora_alpha", "train.lora_alpha"),
+    Row("model.target_modules", "train.lora_targets", "all-linear is the default here", texts),
+    Row("optim.lr_scheduler", "train.lr_decay_style", convert=choice(cosine="cosine", constant="constant",
+        linear="linear")),
+    Row("optim.clip_grad", "train.clip_grad"),
+    Row("optim.betas optim.warmup_steps_ratio optim.lr_warmup_steps_ratio optim.min_lr_ratio",
+        text="set train.adam_beta1, adam_beta2, lr_warmup_iters and min_lr"),
+    Row("ulysses_sequence_parallel_size", text=SEQUENCE),
+    Row("use_remove_padding model.use_liger model.fsdp_config.NAME model.trust_remote_code engine.NAME", text=KERNELS),
+)  # fmt: skip
 MODEL = (
-    Row("actor_rollout_ref.model.path model.partial_pretrain", "model.path"),
+    Row("actor_rollout_ref.model.path model.partial_pretrain model.path", "model.path"),
     Row("actor_rollout_ref.model.enable_gradient_checkpointing", "train.gradient_checkpointing", convert=on),
-    Row("actor_rollout_ref.model.lora_rank", "train.lora_rank", "0 is none", positive),
-    Row("actor_rollout_ref.model.lora_alpha", "train.lora_alpha"),
+    Row("actor_rollout_ref.model.lora_rank actor_rollout_ref.model.lora.rank", "train.lora_rank", "0 is none",
+        positive),
+    Row("actor_rollout_ref.model.lora_alpha actor_rollout_ref.model.lora.alpha", "train.lora_alpha"),
+    Row("actor_rollout_ref.model.lora.target_modules", "train.lora_targets",
+        "the last parts of names, as in Hugging Face's", texts),
+    Row("actor_rollout_ref.model.lora.NAME", text="adapters have no dropout and no other parts"),
+    Row("actor_rollout_ref.model.override_config.NAME",
+        text="the model's shape and its longest text are those of its config.json: edit that"),
+    Row("actor_rollout_ref.model.mtp.NAME",
+        text="layers of multi-token prediction are carried through conversions and not trained"),
     Row("actor_rollout_ref.model.lora_adapter_path", "train.lora_load"),
     Row("actor_rollout_ref.model.target_modules", "train.lora_targets", "all-linear is the default here", texts),
     Row(prefixed("actor_rollout_ref.model.", "use_remove_padding use_liger use_fused_kernels use_shm "
-                 "fused_kernel_options.impl_backend enable_activation_offload"), text=KERNELS),
+                 "fused_kernel_options.impl_backend enable_activation_offload use_rmpad use_prefix_grouper "
+                 "tiled_mlp.NAME"), text=KERNELS),
     Row(prefixed("actor_rollout_ref.model.", "trust_remote_code external_lib tokenizer_path hf_config_path "
                  "exclude_modules custom_chat_template"),
         text="the folder of model.path is the model; code in it is never run"),
@@ -118,13 +154,14 @@ POLICY = (
     Row(f"{OPTIM}betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
     Row(f"{OPTIM}clip_grad", "train.clip_grad"),
     Row(f"{OPTIM}lr_warmup_steps_ratio", text="set train.lr_warmup_iters, in steps"),
+    Row(f"{OPTIM}lr_decay_steps", "train.lr_decay_iters"),
     Row(f"{OPTIM}total_training_steps {OPTIM}num_cycles {OPTIM}optimizer {OPTIM}lr_warmup_init",
         text="the optimizer is AdamW, whose schedule ends with the run"),
     Row(f"{ACTOR}fsdp_config.param_offload", "train.offload", convert=Always("parameters")),
     Row(f"{ACTOR}fsdp_config.optimizer_offload {ACTOR}fsdp_config.offload_policy", "train.offload",
         convert=Always("optimizer")),
     Row(prefixed(f"{ACTOR}fsdp_config.", "fsdp_size reshard_after_forward wrap_policy.min_num_params forward_prefetch "
-                 "model_dtype use_torch_compile entropy_from_logits_with_chunking"), text=SHARDS),
+                 "model_dtype use_torch_compile entropy_from_logits_with_chunking NAME"), text=SHARDS),
     Row(f"{ACTOR}ulysses_sequence_parallel_size actor_rollout_ref.ref.ulysses_sequence_parallel_size "
         f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size", text=SEQUENCE),
     *(Row(f"{ACTOR}megatron.{size}", f"megatron.{size}") for size in SIZES),
@@ -135,13 +172,25 @@ POLICY = (
     Row(f"{ACTOR}megatron.use_distributed_optimizer", "megatron.use_distributed_optimizer", convert=on),
     Row(f"{ACTOR}megatron.use_dist_checkpointing {ACTOR}megatron.dist_checkpointing_path {ACTOR}megatron.use_mbridge "
         f"{ACTOR}megatron.vanilla_mbridge", text="models are read from Hugging Face directories"),
+    Row(f"{ACTOR}megatron.dtype", "train.dtype", convert=choice(bfloat16="bfloat16", float32="float32")),
+    Row(f"{ACTOR}megatron.override_ddp_config.NAME {ACTOR}megatron.seed {ACTOR}megatron.dist_checkpointing_prefix "
+        f"{ACTOR}megatron.forward_only {ACTOR}megatron.override_mcore_model_config.NAME", text=SHARDS),
+    Row(f"{ACTOR}megatron.override_transformer_config.NAME {OPTIM}override_optimizer_config.NAME",
+        "megatron.args.NAME", "where the name is a field of Megatron's; others as in slime's table"),
+    Row(f"{ACTOR}entropy_checkpointing {ACTOR}entropy_from_logits_with_chunking {ACTOR}use_fused_kernels "
+        f"{ACTOR}use_remove_padding {ACTOR}calculate_entropy {ACTOR}use_prefix_grouper", text=KERNELS),
+    Row(f"{ACTOR}policy_loss.NAME {ACTOR}kl_cov_ratio", text="docs/algorithms.md has the losses; "
+        "train.custom_loss_function_path is one of yours"),
+    Row(f"{ACTOR}profiler.NAME actor_rollout_ref.ref.profiler.NAME actor_rollout_ref.rollout.profiler.NAME "
+        "critic.profiler.NAME global_profiler.NAME actor_rollout_ref.profiler.NAME",
+        text="run.profile names rounds to profile"),
     Row(f"{ACTOR}use_torch_compile actor_rollout_ref.ref.use_torch_compile", text=KERNELS),
-    Row(prefixed(f"{ACTOR}checkpoint.", "contents save_contents load_contents async_save"),
+    Row(prefixed(f"{ACTOR}checkpoint.", "contents save_contents load_contents async_save NAME"),
         text="a checkpoint has all that a run needs to go on"),
     Row(prefixed("actor_rollout_ref.ref.", "fsdp_config.param_offload fsdp_config.optimizer_offload strategy "
                  "megatron.param_offload megatron.tensor_model_parallel_size megatron.pipeline_model_parallel_size "
                  "megatron.expert_model_parallel_size megatron.expert_tensor_parallel_size "
-                 "megatron.context_parallel_size megatron.virtual_pipeline_model_parallel_size"),
+                 "megatron.context_parallel_size megatron.virtual_pipeline_model_parallel_size NAME"),
         text="the reference is laid out as the policy is"),
     Row("actor_rollout_ref.ref.model.path", "algorithm.ref_load"),
     Row(prefixed("actor_rollout_ref.", "ref.log_prob_micro_batch_size ref.log_prob_micro_batch_size_per_gpu "
@@ -173,12 +222,20 @@ ENGINE = (
         f"{ROLLOUT}free_cache_engine {ROLLOUT}skip_tokenizer_init {ROLLOUT}update_weights_bucket_megabytes "
         f"{ROLLOUT}swap_space {ROLLOUT}do_sample {ROLLOUT}use_fire_sampling",
         text="engines are servers that get weights in memory, and free it in turn with cluster.colocate"),
+    Row(f"{ROLLOUT}prometheus.NAME {ROLLOUT}trace.NAME", text="track.prometheus_port serves metrics of the run; "
+        "engines serve their own"),
+    Row(f"{ROLLOUT}quantization {ROLLOUT}quantization_config_file {ROLLOUT}checkpoint_engine.NAME "
+        f"{ROLLOUT}cudagraph_capture_sizes {ROLLOUT}layered_summon {ROLLOUT}multi_stage_wake_up {ROLLOUT}skip_rollout "
+        f"{ROLLOUT}skip_dump_dir {ROLLOUT}skip.NAME {ROLLOUT}over_sample_rate {ROLLOUT}mtp.NAME "
+        f"{ROLLOUT}scheduling_policy {ROLLOUT}logprobs_mode {ROLLOUT}engine_kwargs.trtllm.NAME {ROLLOUT}limit_images",
+        text="set the argument of the engine in [vllm.args] or [sglang.args], by its name there"),
     Row(f"{ROLLOUT}enable_rollout_routing_replay", "train.use_rollout_routing_replay", convert=on),
     Row(f"{ROLLOUT}calculate_log_probs", text=SAMPLED),
     Row(prefixed(f"{ROLLOUT}multi_turn.", "enable max_turns max_assistant_turns max_user_turns max_parallel_calls "
                  "tool_config_path interaction_config_path format max_tool_response_length completion_callback "
-                 "use_inference_chat_template tokenization_sanity_check_mode tool_response_truncate_side"), text=AGENT),
-    Row(prefixed(f"{ROLLOUT}agent.", "num_workers agent_loop_config_path default_agent_loop"), text=AGENT),
+                 "use_inference_chat_template tokenization_sanity_check_mode tool_response_truncate_side NAME"),
+        text=AGENT),
+    Row(prefixed(f"{ROLLOUT}agent.", "num_workers agent_loop_config_path default_agent_loop NAME"), text=AGENT),
     Row(f"{ROLLOUT}val_kwargs.n", "eval.n_samples_per_prompt"),
     Row(f"{ROLLOUT}val_kwargs.temperature", "eval.temperature", default=0.0),
     Row(f"{ROLLOUT}val_kwargs.top_p", "eval.top_p"),
@@ -201,9 +258,21 @@ ALGORITHM = (
         Always("slimectl.stages.filters:nonzero_std")),
     Row("algorithm.filter_groups.metric algorithm.filter_groups.max_num_gen_batches",
         text="the filter looks at rewards, and draws until a round is full"),
-    Row("algorithm.rollout_is algorithm.rollout_correction.rollout_is", "algorithm.use_tis", convert=on),
+    Row("algorithm.rollout_is algorithm.rollout_correction.rollout_is", "algorithm.use_tis",
+        "token and sequence are algorithm.tis_level", on),
     Row("algorithm.rollout_is_threshold algorithm.rollout_correction.rollout_is_threshold", "algorithm.tis_clip"),
     Row("algorithm.rollout_is_threshold_lower", "algorithm.tis_clip_low"),
+    Row("algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.tis_batch_normalize", convert=on),
+    Row("algorithm.rollout_correction.rollout_rs", "algorithm.rs_level",
+        "also algorithm.use_rs; geometric and seq_mean_k1 are geometric",
+        choice(token="token", token_k1="token", sequence="sequence", seq_sum_k1="sequence", geometric="geometric",
+               seq_mean_k1="geometric")),
+    Row("algorithm.rollout_correction.rollout_rs_threshold", "algorithm.rs_clip",
+        "LOW_HIGH is also algorithm.rs_clip_low", bounds),
+    Row("algorithm.rollout_correction.rollout_rs_threshold_lower", "algorithm.rs_clip_low"),
+    Row("algorithm.rollout_correction.rollout_token_veto_threshold", "algorithm.tis_veto"),
+    Row("algorithm.rollout_correction.NAME algorithm.pf_ppo.NAME algorithm.use_pf_ppo distillation.NAME",
+        text="docs/algorithms.md has what there is; algorithm.opd is distillation from a teacher"),
     Row("algorithm.rollout_is_level", "algorithm.tis_level",
         convert=choice(token="token", sequence="sequence", geometric="geometric")),
     Row("algorithm.rollout_correction.bypass_mode", "algorithm.use_rollout_logprobs", convert=on),
@@ -215,7 +284,7 @@ ALGORITHM = (
                  "ppo_mini_batch_size ppo_epochs grad_clip optim.weight_decay "
                  "optim.lr_warmup_steps_ratio optim.lr_warmup_steps model.fsdp_config.param_offload "
                  "model.fsdp_config.optimizer_offload fsdp_config.param_offload forward_max_token_len_per_gpu "
-                 "ulysses_sequence_parallel_size loss_agg_mode"),
+                 "ulysses_sequence_parallel_size loss_agg_mode NAME"),
         text="all but its learning rate is as the policy's"),
 )  # fmt: skip
 REWARD = (
@@ -226,7 +295,7 @@ REWARD = (
         choice(dapo="dapo")),
     Row(prefixed("reward_model.", "enable model.path strategy micro_batch_size_per_gpu model.input_tokenizer "
                  "model.fsdp_config.param_offload model.use_remove_padding max_length use_dynamic_bsz "
-                 "launch_reward_fn_async enable_resource_pool n_gpus_per_node nnodes"), text=REWARD_MODEL),
+                 "launch_reward_fn_async enable_resource_pool n_gpus_per_node nnodes NAME"), text=REWARD_MODEL),
     Row(" ".join(f"{place}.overlong_buffer.{name}" for place in ("reward_model", "custom_reward_function",
         "reward_model.reward_kwargs.overlong_buffer_cfg") for name in ("enable", "len", "penalty_factor", "log")),
         text='write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'),
@@ -234,6 +303,24 @@ REWARD = (
                  "overlong_buffer_cfg.penalty_factor overlong_buffer_cfg.log max_resp_len"),
         text='write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'),
 )  # fmt: skip
+ASYNCHRONOUS = (
+    Row(
+        "async_training.trigger_parameter_sync_step",
+        "run.rollout_batch_size",
+        "times require_batches and ppo_mini_batch_size: prompts between two pushes of weights",
+    ),
+    Row("async_training.require_batches", "run.rollout_batch_size", "as above"),
+    Row("async_training.staleness_threshold", "run.async_level", "rounds, rounded up; 0 is none", ahead),
+    Row("async_training.partial_rollout", "rollout.partial_rollout", convert=on),
+    Row("async_training.use_rollout_log_probs", "algorithm.use_rollout_logprobs", convert=on),
+    Row("async_training.compute_prox_log_prob", "algorithm.use_rollout_logprobs", "the opposite", off),
+    Row("async_training.NAME", text="weights are pushed between rounds: run.async_level and run.max_staleness"),
+    Row("rollout.nnodes", "cluster.rollout_num_gpus", "times rollout.n_gpus_per_node"),
+    Row("rollout.n_gpus_per_node", "cluster.rollout_num_gpus", "as above"),
+    Row("rollout.total_rollout_steps", "run.num_rollout", "prompts in all, divided by those of a round"),
+    Row("rollout.total_epochs", "run.num_epoch"),
+    Row("rollout.test_freq", "eval.interval", "pushes of weights, which are rounds; negative is none", positive),
+)
 TRAINER = (
     Row("trainer.total_epochs", "run.num_epoch"),
     Row("trainer.total_training_steps", "run.num_rollout"),
@@ -261,25 +348,31 @@ TRAINER = (
     Row("trainer.device", "train.device", convert=choice(cuda="cuda", cpu="cpu")),
     Row(
         "ray_init.num_cpus ray_kwargs.ray_init.num_cpus ray_kwargs.ray_init.runtime_env trainer.use_legacy_worker_impl "
-        "trainer.ray_wait_register_center_timeout trainer.profile_steps trainer.use_v1",
+        "trainer.ray_wait_register_center_timeout trainer.profile_steps trainer.use_v1 ray_kwargs.NAME ray_init.NAME "
+        "transfer_queue.NAME hydra.NAME defaults",
         text="Ray is cluster.executor and cluster.ray_address; run.profile names rounds to profile",
     ),
 )
 GROUPS = {
-    "Data": DATA, "Model": MODEL, "Policy": POLICY, "Engine": ENGINE, "Algorithm": ALGORITHM, "Reward": REWARD,
-    "Trainer": TRAINER,
+    "Data": DATA, "Supervised": SUPERVISED,
+    "Model": MODEL, "Policy": POLICY, "Engine": ENGINE, "Algorithm": ALGORITHM, "Reward": REWARD,
+    "Trainer": TRAINER, "Asynchronous": ASYNCHRONOUS,
 }  # fmt: skip
 TABLES = {
     "actor_rollout_ref.rollout.engine_kwargs.vllm.": "vllm.args.",
     "actor_rollout_ref.rollout.engine_kwargs.sglang.": "sglang.args.",
     "data.apply_chat_template_kwargs.": "rollout.apply_chat_template_kwargs.",
-    "actor_rollout_ref.actor.megatron.override_transformer_config.": "megatron.args.",
 }
 """Tables of other programs' arguments, and where they stand here."""
+FIELDS = (f"{ACTOR}megatron.override_transformer_config.", f"{OPTIM}override_optimizer_config.")
+"""Tables of fields of Megatron's configuration classes."""
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
     """Hand tables of other programs' arguments over; list any other key."""
+    if (table := next((name for name in FIELDS if flag.name.startswith(name)), None)) is not None:
+        hand_over(conversion, flag, flag.name.removeprefix(table))
+        return
     prefix = next((prefix for prefix in TABLES if flag.name.startswith(prefix)), None)
     if prefix is None:
         conversion.omit(flag, "is no key that this table knows; look for the setting by `slimectl settings explain`")
@@ -308,6 +401,9 @@ def settle(conversion: Conversion) -> None:
     if values.get("algorithm.tis_clip") and f"{ACTOR}tis_imp_ratio_cap" in conversion.flags:
         conversion.put("algorithm.use_tis", True, f"{ACTOR}tis_imp_ratio_cap")
     _settle_sizes(conversion)
+    _settle_correction(conversion)
+    if any(name.startswith("async_training.") for name in conversion.flags):
+        _settle_asynchronous(conversion)
     _settle_engine(conversion)
     conversion.put("train.dtype", "bfloat16", "verl computes in bfloat16")
     conversion.put("rollout.label_key", "reward_model.ground_truth", "verl's rows have their label there")
@@ -375,6 +471,36 @@ def _settle_sizes(conversion: Conversion) -> None:
         conversion.put("train.adam_beta2", betas.texts[1], f"{OPTIM}betas")
     elif betas is None:
         conversion.put("train.adam_beta2", 0.999, "the default of verl for actor.optim.betas")
+
+
+def _settle_correction(conversion: Conversion) -> None:
+    """Whose weight is bounded is the value of the switch there."""
+    for name in ("algorithm.rollout_is", "algorithm.rollout_correction.rollout_is"):
+        level = conversion.text(name)
+        if level in ("token", "sequence"):
+            conversion.put("algorithm.use_tis", True, name)
+            conversion.put("algorithm.tis_level", level, name)
+    if "algorithm.rs_level" in conversion.values:
+        conversion.put("algorithm.use_rs", True, "algorithm.rollout_correction.rollout_rs")
+
+
+def _settle_asynchronous(conversion: Conversion) -> None:
+    """The asynchronous trainer counts rounds by its pushes of weights, and has engines on GPUs of their own."""
+    sizes = ("async_training.trigger_parameter_sync_step", "async_training.require_batches")
+    prompts = conversion.number(f"{ACTOR}ppo_mini_batch_size", 256)
+    for name in sizes:
+        prompts *= conversion.number(name, 1)
+    if not conversion.is_unknown(*sizes, f"{ACTOR}ppo_mini_batch_size"):
+        conversion.put("run.rollout_batch_size", prompts, *sizes, f"{ACTOR}ppo_mini_batch_size")
+    conversion.take_back("rollout.over_sampling_batch_size", "prompts are drawn one by one in any case")
+    if "run.async_level" in conversion.values:
+        conversion.take_back("rollout.partial_rollout", "answers under way at a push of weights go on by themselves")
+    total = conversion.number("rollout.total_rollout_steps", 0)
+    if total and not conversion.is_unknown("rollout.total_rollout_steps"):
+        conversion.put("run.num_rollout", max(1, total // prompts), "rollout.total_rollout_steps")
+    if not conversion.is_unknown("rollout.nnodes", "rollout.n_gpus_per_node"):
+        gpus = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
+        conversion.put("cluster.rollout_num_gpus", gpus, "rollout.nnodes", "rollout.n_gpus_per_node")
 
 
 def _settle_engine(conversion: Conversion) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from slimectl.redaction import redact_text
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.keys import keys_of
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, Row
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, Row, canonical
 from slimectl.settings.launch_scripts.shell_variables import Note
 from slimectl.settings.root import Settings
 
@@ -123,7 +123,8 @@ def flag_table(dialect: Dialect) -> str:
 
 def _row(dialect: Dialect, row: Row) -> str:
     dashes = "--" if dialect.form == "options" and dialect.name in ("slime", "openrlhf") else ""
-    names = ", ".join(f"{dashes}{name}" for name in row.names.split())
+    aliases = [alias for alias, name in dialect.aliases.items() if name in map(canonical, row.names.split())]
+    names = ", ".join(f"{dashes}{name}" for name in [*row.names.split(), *aliases])
     text = row.text.replace("|", r"\|")
     if row.default is not None:
         default = f"{inline(row.default)} there where it is not given"

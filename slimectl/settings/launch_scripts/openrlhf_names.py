@@ -1,0 +1,173 @@
+"""OpenRLHF's dotted flags (`--actor.num_nodes`) by the flat ones (`--actor_num_nodes`) of its earlier versions."""
+
+from __future__ import annotations
+
+PAIRS = """
+actor.num_nodes actor_num_nodes
+actor.num_gpus_per_node actor_num_gpus_per_node
+actor.model_name_or_path pretrain
+actor.gradient_checkpointing_enable gradient_checkpointing
+actor.gradient_checkpointing_reentrant gradient_checkpointing_use_reentrant
+actor.adam.lr actor_learning_rate
+actor.adam.betas adam_betas
+actor.adam.weight_decay l2
+actor.eps_clip eps_clip
+actor.eps_clip_low_high eps_clip_low_high
+actor.dual_clip dual_clip
+actor.policy_loss_type policy_loss_type
+actor.aux_loss_coef aux_loss_coef
+actor.entropy_coef entropy_loss_coef
+actor.lr_scheduler lr_scheduler
+actor.lr_warmup_ratio lr_warmup_ratio
+actor.max_norm max_norm
+ref.num_nodes ref_num_nodes
+ref.num_gpus_per_node ref_num_gpus_per_node
+ref.model_name_or_path ref_model_name_or_path
+ref.offload ref_reward_offload
+critic.num_nodes critic_num_nodes
+critic.num_gpus_per_node critic_num_gpus_per_node
+critic.model_name_or_path critic_pretrain
+critic.adam.lr critic_learning_rate
+critic.value_clip value_clip
+critic.freezing_steps freezing_actor_steps
+critic.save_value_network save_value_network
+reward.num_nodes reward_num_nodes
+reward.num_gpus_per_node reward_num_gpus_per_node
+reward.model_name_or_path reward_pretrain
+reward.remote_url remote_rm_url
+reward.normalize_enable normalize_reward
+reward.clip_range reward_clip_range
+reward.overlong_buffer_len overlong_buffer_len
+reward.overlong_penalty_factor overlong_penalty_factor
+reward.stop_properly_penalty_coef stop_properly_penalty_coef
+vllm.num_engines vllm_num_engines
+vllm.tensor_parallel_size vllm_tensor_parallel_size
+vllm.gpu_memory_utilization vllm_gpu_memory_utilization
+vllm.sync_backend vllm_sync_backend
+vllm.sync_with_ray vllm_sync_with_ray
+vllm.enable_sleep vllm_enable_sleep
+vllm.enforce_eager enforce_eager
+vllm.enable_prefix_caching enable_prefix_caching
+algo.kl.init_coef init_kl_coef
+algo.kl.use_loss use_kl_loss
+algo.kl.estimator kl_estimator
+algo.kl.target kl_target
+algo.kl.horizon kl_horizon
+algo.advantage.estimator advantage_estimator
+algo.advantage.gamma gamma
+algo.advantage.lambd lambd
+algo.advantage.no_std_norm no_advantage_std_norm
+algo.advantage.is_correction_enable enable_vllm_is_correction
+algo.advantage.is_correction_threshold vllm_is_truncated_threshold
+algo.advantage.is_correction_type vllm_is_correction_type
+algo.dynamic_filtering_enable dynamic_filtering
+algo.dynamic_filtering_range dynamic_filtering_reward_range
+ds.param_dtype param_dtype
+ds.zero_stage zero_stage
+ds.zpg zpg
+ds.overlap_comm overlap_comm
+ds.grad_accum_dtype grad_accum_dtype
+ds.deepcompile deepcompile
+ds.use_universal_ckpt use_ds_universal_ckpt
+ds.tensor_parallel_size ds_tensor_parallel_size
+ds.enable_sleep deepspeed_enable_sleep
+ds.adam_offload adam_offload
+ds.attn_implementation attn_implementation
+ds.experts_implementation experts_implementation
+ds.use_liger_kernel use_liger_kernel
+ds.packing_samples packing_samples
+ds.load_in_4bit load_in_4bit
+ds.lora.rank lora_rank
+ds.lora.alpha lora_alpha
+ds.lora.target_modules target_modules
+ds.lora.dropout lora_dropout
+ds.ring_attn_size ring_attn_size
+ds.ring_attn_head_stride ring_head_stride
+ds.value_head_prefix value_head_prefix
+data.prompt_dataset prompt_data
+data.prompt_probs prompt_data_probs
+data.prompt_split prompt_split
+data.dataset dataset
+data.dataset_probs dataset_probs
+data.prompt_key prompt_key
+data.chosen_key chosen_key
+data.rejected_key rejected_key
+data.output_key output_key
+data.input_key input_key
+data.label_key label_key
+data.image_key image_key
+data.input_template input_template
+data.apply_chat_template apply_chat_template
+data.max_samples max_samples
+data.max_len max_len
+data.prompt_max_len prompt_max_len
+data.disable_fast_tokenizer disable_fast_tokenizer
+rollout.batch_size rollout_batch_size
+rollout.micro_batch_size micro_rollout_batch_size
+rollout.n_samples_per_prompt n_samples_per_prompt
+rollout.max_new_tokens generate_max_len
+rollout.temperature temperature
+rollout.top_p top_p
+rollout.max_tokens_per_gpu rollout_max_tokens_per_gpu
+rollout.vllm_generate_batch_size vllm_generate_batch_size
+generate.max_new_tokens generate_max_len
+generate.temperature temperature
+generate.top_p top_p
+train.batch_size train_batch_size
+train.micro_batch_size micro_train_batch_size
+train.max_epochs max_epochs
+train.num_episodes num_episodes
+train.dynamic_batch_enable use_dynamic_batch
+train.max_tokens_per_gpu train_max_tokens_per_gpu
+train.colocate_all colocate_all_models
+train.colocate_actor_ref colocate_actor_ref
+train.colocate_critic_reward colocate_critic_reward
+train.async_enable async_train
+train.async_queue_size async_queue_size
+train.partial_rollout_enable partial_rollout
+train.agent_func_path agent_func_path
+train.enable_ema enable_ema
+train.ema_beta ema_beta
+train.seed seed
+train.full_determinism_enable full_determinism
+eval.dataset eval_dataset
+eval.split eval_split
+eval.steps eval_steps
+eval.temperature eval_temperature
+eval.n_samples_per_prompt eval_n_samples_per_prompt
+ckpt.output_dir save_path
+ckpt.path ckpt_path
+ckpt.save_steps save_steps
+ckpt.save_hf save_hf_ckpt
+ckpt.max_num max_ckpt_num
+ckpt.max_mem max_ckpt_mem
+ckpt.load_enable load_checkpoint
+ckpt.disable_ds disable_ds_ckpt
+logger.logging_steps logging_steps
+logger.wandb.key use_wandb
+logger.wandb.org wandb_org
+logger.wandb.group wandb_group
+logger.wandb.project wandb_project
+logger.wandb.run_name wandb_run_name
+logger.tensorboard_dir use_tensorboard
+model.model_name_or_path pretrain
+model.gradient_checkpointing_enable gradient_checkpointing
+model.beta beta
+model.label_smoothing label_smoothing
+model.ipo_enable ipo
+model.aux_loss_coef aux_loss_coef
+model.nll_loss_coef nll_loss_coef
+adam.lr learning_rate
+adam.betas adam_betas
+adam.weight_decay l2
+"""
+SAME = {"model_name_or_path": "pretrain", "ckpt_save_path": "save_path", "vllm_enable_is_correction":
+        "enable_vllm_is_correction", "fsdp2_enable_sleep": "deepspeed_enable_sleep", "fsdp.": "ds."}  # fmt: skip
+"""Spellings of single versions; what stands below `fsdp.` stood below `ds.`."""
+
+
+def aliases() -> dict[str, str]:
+    """Every other spelling by the name in the table."""
+    dotted = dict(line.split() for line in PAIRS.strip().splitlines())
+    sharded = {f"fsdp.{name.removeprefix('ds.')}": flat for name, flat in dotted.items() if name.startswith("ds.")}
+    return dotted | sharded | SAME
