@@ -70,7 +70,7 @@ rollout_batch_size = 32
 save_interval = 50
 
 [eval]
-interval = 100
+interval = 50
 data = {{ colors = "colors.jsonl", shapes = "shapes.jsonl" }}
 """
 
@@ -145,7 +145,7 @@ def shapes_alone(seed: int) -> list[str]:
 
 
 def learn(name: str, options: list[str], rounds: int) -> list[Accuracies]:
-    """Return the held-out accuracies of a run's model, before it and after every 100 of so many rounds."""
+    """Return the held-out accuracies of a run's model, before it and after every 50 of so many rounds."""
     run = Path(f"runs/{name}")
     if not (run / f"step_{rounds:06d}").exists():
         begin = ["--resume", str(run)] if run.exists() else ["-c", "slimectl.toml", "--name", name, *options]

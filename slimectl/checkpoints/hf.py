@@ -27,7 +27,7 @@ STREAMED_BYTES = 1024**3
 """Shard size if the total is not known beforehand: the memory that writing takes."""
 COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
               "vocab.*", "merges.txt", "added_tokens.json", "preprocessor_config.json",
-              "video_preprocessor_config.json", "chat_template.json")  # fmt: skip
+              "video_preprocessor_config.json", "processor_config.json", "chat_template.json")  # fmt: skip
 
 
 class HFWeights:

@@ -32,7 +32,8 @@ MAX_PIXELS = 2**26
 """Limit of width times height, before the model's processor makes the image smaller."""
 CACHE_BYTES = 64 * 2**20
 """Patches that a processor keeps: siblings, and the trainer in the process of the engine, need them again."""
-PROCESSOR = "preprocessor_config.json"
+PROCESSOR, PROCESSORS = "preprocessor_config.json", "processor_config.json"
+"""Files of a model's image processor: its own, or the one of all its processors, which transformers 5 writes."""
 
 
 def images_of(sample: Sample) -> list[ImageSource]:
@@ -115,7 +116,7 @@ class ImageProcessor:
                 f"{folder}: model_type {config.get('model_type')!r} reads no images here; give a model of"
                 f" {', '.join(MODEL_TYPES)}, or prompts without images"
             )
-        if not (folder / PROCESSOR).is_file():
+        if not any((folder / name).is_file() for name in (PROCESSOR, PROCESSORS)):
             raise CheckpointError(f"{folder}: no {PROCESSOR}; copy it from the model's original checkpoint")
         _pillow()
         from transformers import AutoConfig

@@ -37,7 +37,7 @@ WEIGHTS = (
     r"|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
 )
 COMPANIONS = (
-    r"(config|generation_config|(video_)?preprocessor_config|special_tokens_map|added_tokens|trainer)\.json|chat_template\.(jinja|json)|tokenizer[^/]*"
+    r"(config|generation_config|((video_)?pre)?processor_config|special_tokens_map|added_tokens|trainer)\.json|chat_template\.(jinja|json)|tokenizer[^/]*"
     r"|vocab\.[a-z]+|merges\.txt"
 )
 MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"

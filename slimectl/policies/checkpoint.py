@@ -24,6 +24,7 @@ VALUE_HEAD = "value_head.safetensors"
 COMPANIONS = (
     "config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
     "vocab.*", "merges.txt", "added_tokens.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "processor_config.json",
     "chat_template.json",
 )  # fmt: skip
 

@@ -72,14 +72,14 @@ def test_megatrons_model_computes_the_same_logits_from_it(name: str, tmp_path: P
 def test_a_vision_model_goes_there_and_back_with_its_tower_and_its_processor(family: str, tmp_path: Path):
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
     source = vision_model(tmp_path / "hf", family)
-    companions = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
-    for name in companions[2:]:
+    other = ("video_preprocessor_config.json", "processor_config.json", "chat_template.json")
+    for name in other:
         (source / name).write_text("{}")
     summary = convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist")
     assert summary["logits_max_difference"] < 1e-5  # of the decoder, without images
     convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
     same(tensors(tmp_path / "back"), tensors(source))
-    for name in companions:
+    for name in ("config.json", "preprocessor_config.json", *other):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
 
 

@@ -162,6 +162,17 @@ def test_patches_are_those_of_transformers(folder: Path, tmp_path: Path):
     assert processor_of(str(folder)).patches(path) is patches
 
 
+def test_a_processor_among_others_in_one_file_is_read(folder: Path, tmp_path: Path):
+    copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "preprocessor_config.json"
+    file.with_name("processor_config.json").write_text(json.dumps({"image_processor": json.loads(file.read_text())}))
+    file.unlink()
+    path = image_file(tmp_path / "a.png", width=50, height=30)
+    patches, expected = (processor_of(str(model)).patches(path) for model in (tmp_path / "model", folder))
+    assert patches.grid == expected.grid
+    assert (patches.pixels_PW == expected.pixels_PW).all()
+
+
 def test_files_that_are_no_images_are_one_line(folder: Path, tmp_path: Path):
     processor = processor_of(str(folder))
     (tmp_path / "a.png").write_text("no image")
