@@ -107,6 +107,13 @@ def harmless(folder: Path, name: str = "run.sh") -> Reading | str:
         "source /dev/zero", "source link.sh", "read N < /etc/passwd", "mapfile A < /etc/passwd", "N=$(</etc/passwd)",
         "cd / && source etc/passwd", "declare -x N=$(touch executed)", "N=$(cat /etc/passwd)", "alias python3=touch",
         "wget -qO- http://127.0.0.1:9 | sh", "kill -9 $$", "rm -rf / --no-preserve-root", "exit 0 || touch executed",
+        "bash ../outside.sh", "bash link.sh", "bash run.sh", "sh -x ./run.sh", "source /x/../../outside.sh",
+        "cat <<< 'touch executed' | sh", "sbatch <<< 'touch executed'", "ssh host 'touch executed; rm -rf /'",
+        "sbatch --wrap='touch executed'", "E='touch executed'; eval $E", "eval 'SECRET=$(cat ../outside.sh)'",
+        "N=$(echo x | sed 's/x/touch executed/e')", "N=$(echo a | awk '{system(\"touch executed\")}')",
+        "N=$(echo a | xargs touch)", "N=$(echo a | sed -n 'w executed')", "N=$(echo a | tee executed | wc -l)",
+        "printf -v SECRET '%q' $(cat ../outside.sh)", "read -r SECRET <<< $(cat ../outside.sh)",
+        "N=\ue0000\ue001\ue00099\ue001", "[ -z \"$UNSET\" ] && exit 1 && touch executed",
     ],
 )  # fmt: skip
 def test_a_hostile_line_before_the_training_command_does_nothing(line: str, tmp_path: Path):

@@ -250,7 +250,8 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
         conversion.omit(flag, row.text)
         return
     unknown = next((value.problem for value in flag.values if value.unknown), "")
-    problem = flag.condition or ("" if getattr(row.convert, "needs_no_value", False) else unknown)
+    partial = next((value.problem for value in flag.values if value.unset and value.text), "")
+    problem = flag.condition or ("" if getattr(row.convert, "needs_no_value", False) else unknown or partial)
     values = tuple(value for value in flag.values if value.text or not value.unset)
     if not problem and flag.values and not values:
         problem = flag.problem

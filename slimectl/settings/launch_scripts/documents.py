@@ -153,6 +153,18 @@ def _variable(name: str, environ: Mapping[str, str], default: Any) -> Any:
     return f"env:{name}" if is_secret_variable(name) else environ.get(name, default)
 
 
+DERIVED = (
+    "map",
+    "shuffle",
+    "select",
+    "filter",
+    "train_test_split",
+    "remove_columns",
+    "rename_column",
+    "cast_column",
+    "take",
+)
+"""Methods of a data set that leave it what it was, in other rows and columns."""
 CONFIGURATIONS = re.compile(r"\w*(?:Config|Arguments|Trainer)$")
 
 
@@ -180,6 +192,13 @@ def python_flags(path: Path, name: str, environ: Mapping[str, str] = MappingProx
     return flags
 
 
+def _root(node: ast.expr | None) -> str:
+    """The name that a chain of calls begins with, as in `rows.map(f).select(n)`."""
+    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def _called(call: ast.Call) -> str:
     """The last name of what is called."""
     function = call.func
@@ -204,7 +223,7 @@ class _PythonFile:
                 targets = [node.target]
             value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
             for target in targets:
-                if isinstance(target, ast.Name):
+                if isinstance(target, ast.Name) and not (target.id in self._values and _root(value) == target.id):
                     self._values[target.id] = None if target.id in self._values else value
 
     def flags_of(self, call: ast.Call) -> Iterator[Flag]:
@@ -247,7 +266,7 @@ class _PythonFile:
                 node = self._values[node.id] or node
             elif isinstance(node, ast.Subscript):
                 node = node.value
-            elif isinstance(node, ast.Call) and _called(node) in ("map", "shuffle", "select", "filter"):
+            elif isinstance(node, ast.Call) and _called(node) in DERIVED:
                 node = node.func.value if isinstance(node.func, ast.Attribute) else node
             elif isinstance(node, ast.Call) and _called(node) == "load_dataset" and node.args:
                 return node.args[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slimectl.errors import SettingsError
@@ -35,6 +35,8 @@ STOCK = (
     "one_step_off_ppo_megatron_trainer",
 )  # fmt: skip
 """Configurations that come with verl."""
+IDLE = ("--cfg", "--help")
+"""Options with which a program prints something in place of training."""
 FEWEST_FLAGS = 3
 """Known flags from which a command, or a document, counts as one of training."""
 
@@ -47,6 +49,8 @@ class Launch:
     flags: tuple[Flag, ...]
     num_known: int
     launcher: Flag | None = None
+    condition: str = ""
+    """Why it is unknown whether the script starts it; empty if it does."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ def read(
     else:
         script = Script(path, folder, environ)
         script.follow()
-        launch, notes = _training_command(path, script.commands, dialects, stack, line), script.notes
+        launch, notes = _training_command(path, script, dialects, stack, line), script.notes
+        if launch.condition and launch.launcher:
+            notes.append(Note(launch.launcher.place, f"whether this command is started: {launch.condition}"))
         launch = _with_configuration(launch, path, folder, notes, environ)
     return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
 
@@ -99,12 +105,12 @@ def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack:
 
 
 def _training_command(
-    path: Path, commands: Sequence[Command], dialects: Sequence[Dialect], stack: str | None, line: int | None
+    path: Path, script: Script, dialects: Sequence[Dialect], stack: str | None, line: int | None
 ) -> Launch:
     """The one command of a script that trains. Raises SettingsError if there is none, or more than one."""
     launches: dict[str, Launch] = {}
-    for command in commands:
-        if line is not None and command.place.line != line:
+    for command in script.commands:
+        if (line is not None and command.place.line != line) or any(field.text in IDLE for field in command.fields):
             continue
         candidates = [launch for dialect in dialects if (launch := _launch(command, dialect)) is not None]
         if not candidates:
@@ -114,7 +120,8 @@ def _training_command(
             launches.setdefault(f"{best.launcher} {' '.join(map(str, best.flags))}", best)
     if not launches:
         names = " or ".join(dialect.title for dialect in dialects)
-        raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training")
+        unread = "".join(f"; {note.place}: {note.text}" for note in script.notes[:1])
+        raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training{unread}")
     highest = max(launch.num_known for launch in launches.values())
     main = [launch for launch in launches.values() if launch.num_known * 2 >= highest]
     if len(main) > 1:
@@ -137,15 +144,17 @@ def _launch(command: Command, dialect: Dialect) -> Launch | None:
     flags, loose = options(arguments) if dialect.form == "options" else assignments(arguments)
     before, _ = options(command.fields[:position])
     flags = [flag for flag in before if canonical(flag.name) in OF_LAUNCHERS and _known(dialect, [flag])] + flags
-    if command.condition:
-        flags = [Flag(flag.name, flag.spelling, flag.values, flag.place, command.condition) for flag in flags]
     program = command.fields[position]
     head = Field(program.text, command.place)
     launcher = Flag("launcher", "", (head, *loose), command.place)
     known = _known(dialect, flags)
     if dialect.programs and re.search(dialect.programs, program.text):
         known += FEWEST_FLAGS
-    return Launch(dialect, tuple(flags), known, launcher)
+    if dialect.name == "trl" and any(
+        field.text.rpartition("/")[2] == "accelerate" for field in command.fields[:position]
+    ):
+        known += 1
+    return Launch(dialect, tuple(flags), known, launcher, command.condition)
 
 
 def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
@@ -172,6 +181,7 @@ def _with_configuration(
     """Add the flags of a YAML file that the command names, before those of the command itself."""
     config_flags = options(launch.launcher.values[1:])[0] if launch.launcher and launch.dialect.form == "hydra" else ()
     named = {canonical(flag.name): flag for flag in (*launch.flags, *config_flags)}
+    launch = _with_processes(launch, named, path, root, environ)
     folder, name, config = (_known_text(named.get(item)) for item in ("config_path", "config_name", "config"))
     if name:
         file, place = f"{folder or '.'}/{name.removesuffix('.yaml')}.yaml", named["config_name"].place
@@ -179,8 +189,7 @@ def _with_configuration(
         file, place = config, named["config"].place
     else:
         return launch
-    paths = [path.parent / file, Path(file), *(parent / file for parent in path.resolve().parents)]
-    document = next((item for item in paths if item.is_file() and item.resolve().is_relative_to(root.resolve())), None)
+    document = _document_of(file, path, root)
     own_flags = [flag for flag in launch.flags if canonical(flag.name) not in ("config", "config_path", "config_name")]
     base: list[Flag] = []
     if document is None and Path(file).stem in STOCK:
@@ -194,7 +203,28 @@ def _with_configuration(
         relative = os.path.relpath(document, path.parent)
         shown = str(document) if relative.startswith("..") else str(path.parent / relative)
         base = yaml_flags(document, shown, environ)
-    return Launch(launch.dialect, (*base, *own_flags), launch.num_known, launch.launcher)
+    return replace(launch, flags=(*base, *own_flags))
+
+
+def _document_of(file: str, path: Path, root: Path) -> Path | None:
+    """The file of a name, below the script's folder or one above it; of a whole path its last parts may be there."""
+    parts = Path(os.path.normpath(file)).parts
+    tails = [Path(*parts[start:]) for start in range(1 if parts[0] == "/" else 0, len(parts))]
+    folders = [path.parent, Path(), *path.resolve().parents]
+    paths = [Path(file), *(folder / tail for tail in tails for folder in folders)]
+    return next((item for item in paths if item.is_file() and item.resolve().is_relative_to(root.resolve())), None)
+
+
+def _with_processes(
+    launch: Launch, named: Mapping[str, Flag], path: Path, root: Path, environ: Mapping[str, str]
+) -> Launch:
+    """Add the number of processes that a configuration of `accelerate launch --config_file` has."""
+    file = _known_text(named.get("config_file"))
+    document = _document_of(file, path, root) if launch.dialect.name == "trl" and file else None
+    if document is None:
+        return launch
+    sizes = [flag for flag in yaml_flags(document, str(document), environ) if flag.name in OF_LAUNCHERS]
+    return replace(launch, flags=(*(flag for flag in sizes if flag.name not in named), *launch.flags))
 
 
 def _known_text(flag: Flag | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
 from slimectl.settings.launch_scripts.flags import Flag
@@ -206,7 +207,10 @@ DEVICES = re.compile(r"list\(range\((\d+)(?:,\s*(\d+))?\)\)")
 
 
 def devices(flag: Flag) -> list[int]:
-    """The devices of a mapping: a list, or `list(range(0, 8))`. Raises ValueError for another expression."""
+    """The devices of a mapping: a list, `list(range(0, 8))`, or a sum of these. Raises ValueError for others."""
+    if len(flag.values) == 1 and "+" in flag.texts[0]:
+        parts = [replace(flag, values=(replace(flag.values[0], text=text),)) for text in flag.texts[0].split("+")]
+        return [device for part in parts for device in devices(part)]
     if len(flag.values) == 1 and (match := DEVICES.fullmatch(flag.texts[0].strip())):
         first, last = match.groups()
         start, end = (0, int(first)) if last is None else (int(first), int(last))

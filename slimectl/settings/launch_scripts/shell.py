@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_commands import NOT_EXECUTED, Commands, Leave
+from slimectl.settings.launch_scripts.shell_commands import NOT_EXECUTED, RUNNERS, Commands, Leave
 from slimectl.settings.launch_scripts.shell_conditions import Condition
+from slimectl.settings.launch_scripts.shell_filters import filtered
 from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
-from slimectl.settings.launch_scripts.shell_words import Place, read_text
+from slimectl.settings.launch_scripts.shell_words import Place, Substitution, read_text
 
 
 class Script(Commands):
@@ -64,11 +65,25 @@ class Script(Commands):
     def _pipeline(self, commands: Sequence[syntax.Statement]) -> bool | None:
         if len(commands) == 1:
             return self._run(commands[0])
-        if self._outputs:  # what goes through a pipe is known to the programs alone
-            self._outputs[-1].append(Field("", Place("", 0), NOT_EXECUTED))
+        if self._outputs:
+            self._outputs[-1].append(self._filtered(commands))
             return None
+        runner = commands[-1]
+        if isinstance(runner, syntax.Simple) and runner.argv and runner.argv[0].bare in RUNNERS and not runner.stdin:
+            return self._follow_inner(self._captured(Substitution("", (commands[0],), quoted=True), runner.place))
         statuses = [self._subshell([command]) for command in commands]
         return statuses[-1]
+
+    def _filtered(self, commands: Sequence[syntax.Statement]) -> Field:
+        """The output of a pipe: known where its first command's is, and the others change text alone."""
+        output = self._captured(Substitution("", (commands[0],), quoted=True), Place("", 0))
+        for command in commands[1:]:
+            words = [field for word in getattr(command, "argv", ()) for field in self._fields(word)]
+            text = None
+            if isinstance(command, syntax.Simple) and not any(field.problem for field in (output, *words)):
+                text = filtered([field.text for field in words], output.text)
+            output = Field("", Place("", 0), NOT_EXECUTED) if text is None else output.with_text(text)
+        return output
 
     def _branches(self, bodies: Sequence[Sequence[syntax.Statement]], place: Place) -> None:
         """Follow every branch of which one is taken, and keep of each variable what they agree in."""

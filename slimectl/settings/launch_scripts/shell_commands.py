@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from pathlib import Path
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
 from slimectl.settings.launch_scripts.shell_conditions import Condition
-from slimectl.settings.launch_scripts.shell_values import Field, Value, joined
+from slimectl.settings.launch_scripts.shell_filters import filtered
+from slimectl.settings.launch_scripts.shell_values import Field, Value, checked, joined
 from slimectl.settings.launch_scripts.shell_variables import Note, Variables, short
 from slimectl.settings.launch_scripts.shell_words import Literal, Place, Substitution, Word, read_text
 
@@ -26,6 +28,8 @@ SILENT = (
     "basename", "realpath", "readlink", "cat",
 )  # fmt: skip
 """Commands that always succeed, and are part of no training command."""
+RUNNERS = ("bash", "sh", "sbatch", "qsub", "bsub", "ssh", "tmux", "screen")
+"""Commands that run a text which they are given."""
 NOT_EXECUTED = "it is the output of a command"
 
 
@@ -105,6 +109,7 @@ class Commands(Variables):
             return True
         if fields[0].unknown:
             self._output(Field("", command.place, fields[0].unknown))
+            self.commands.append(Command(tuple(fields), command.place, self._condition))
             return None
         if name in self._functions:
             return self._call(name, fields)
@@ -116,6 +121,10 @@ class Commands(Variables):
         }.get(name)  # fmt: skip
         if builtin is not None:
             return builtin(fields, command)
+        if name == "exit" and self._is_guard(fields):
+            line = "is passed over, as a condition before it holds here: set the variable that it asks for"
+            self.notes.append(Note(command.place, f"exit {fields[1].text}: {line}"))
+            return None
         if name in ("break", "continue", "return", "exit"):
             raise Leave(name)
         if name in ("false", "true"):
@@ -125,9 +134,38 @@ class Commands(Variables):
         if name in SILENT:
             return True
         if (script := _inner_script(fields)) is not None:
-            return self._follow_inner(script)
+            return self._follow_inner(self._with_marks(command, script))
+        if name in RUNNERS and command.stdin:
+            return self._follow_inner(self._marked(command.stdin[-1]))
+        if (position := _script_file(fields)) is not None and (path := self._readable(fields[position])) is not None:
+            return self._follow_file(path, fields[position:], command.place)
         self.commands.append(Command(tuple(fields), command.place, self._condition))
         return None
+
+    def _is_guard(self, fields: list[Field]) -> bool:
+        """Whether an exit is that of a script which lacks something, so that its training command comes later."""
+        return len(fields) > 1 and fields[1].text not in ("0", "") and not self._condition and not self._outputs
+
+    def _with_marks(self, command: syntax.Simple, script: Field) -> Field:
+        """The text of an inner script in which marks stand for what is not known, so that the rest is read."""
+        words = [word for word in command.argv if self._field(word) == script]
+        return self._marked(words[-1]) if script.unknown and words else script
+
+    def _readable(self, field: Field) -> Path | None:
+        """The file that a word names, if it lies in the folder that may be read and is not being read already."""
+        paths = [] if field.problem else [path for path in self._candidates(field.text) if path.is_file()]
+        path = next((path for path in paths if path.resolve().is_relative_to(self._root)), None)
+        return None if path is None or path.resolve() in [item.resolve() for item in self._files] else path
+
+    def _follow_file(self, path: Path, fields: Sequence[Field], place: Place) -> bool | None:
+        """Follow `bash FILE ARGUMENTS` in a shell of its own."""
+        arguments, self._arguments = self._arguments, list(fields[1:])
+        self._scripts.append(path)
+        try:
+            return self._read_file(path, place, subshell=True)
+        finally:
+            self._scripts.pop()
+            self._arguments = arguments
 
     def _follow_inner(self, script: Field) -> bool | None:
         """Follow the text of `bash -c TEXT`, whose lines count from the command's own."""
@@ -170,6 +208,10 @@ class Commands(Variables):
         if name == "cat" and command.stdin and not argv:
             return self._field(command.stdin[-1])
         texts = [field.text for field in fields[1:]]
+        if command.stdin and not any(field.problem for field in fields):
+            document = self._field(command.stdin[-1])
+            output = None if document.problem else filtered([name, *texts], document.text)
+            return Field("", place, NOT_EXECUTED) if output is None else document.with_text(output)
         if name == "expr" and texts and all(EXPRESSION.fullmatch(text) for text in texts):
             return self._arithmetic(Word((Literal(" ".join(texts), quoted=True),), place))
         if name == "seq" and (numbers := _sequence(texts)) is not None:
@@ -210,12 +252,19 @@ class Commands(Variables):
             return None
         if path.resolve() in [item.resolve() for item in self._files]:
             raise SettingsError(f"{place}: source {field.text}: the file reads itself; take that line out")
+        return self._read_file(path, place, subshell=False)
+
+    def _read_file(self, path: Path, place: Place, *, subshell: bool) -> bool | None:
+        """Follow the commands of another file."""
         name = os.path.relpath(path, self._files[0].parent)
         shown = str(self._files[0].parent / name) if not name.startswith("..") else str(path)
         self._names[path.resolve()] = shown
+        if len(self._files) > MAX_CALLS:
+            raise SettingsError(f"{place}: files that read files, more than {MAX_CALLS} deep; give the last of them")
         self._files.append(path)
         try:
-            return self._run_all(syntax.parse(read_text(path, shown), shown))
+            statements = syntax.parse(read_text(path, shown), shown)
+            return self._subshell(statements) if subshell else self._run_all(statements)
         except Leave as leave:
             if leave.kind != "return":
                 raise
@@ -225,7 +274,11 @@ class Commands(Variables):
 
     def _candidates(self, name: str) -> list[Path]:
         """Paths that a file name may mean: from the folder that the script is in, else from the script's own."""
-        return [self._folder / name, self._files[-1].parent / name]
+        paths = [self._folder / name, self._files[-1].parent / name]
+        parts = Path(os.path.normpath(name)).parts
+        folders = [folder for folder in self._files[0].resolve().parents if folder.is_relative_to(self._root)]
+        tails = [Path(*parts[start:]) for start in range(len(parts) - 1) if ".." not in parts[start:]]
+        return paths + [folder / tail for tail in tails if not tail.is_absolute() for folder in folders]
 
     def _name(self, path: Path) -> str:
         return self._names.get(path.resolve(), str(path))
@@ -259,7 +312,9 @@ class Commands(Variables):
         name = None
         if len(argv) > 1 and argv[0].text == "-v":
             name, argv = argv[1].text, argv[2:]
-        text = _formatted([word for word in argv if word.text != "--"], command.place)
+        argv = [word for word in argv if word.text != "--"]
+        text = _formatted([self._mark(word) if number and word.unknown else word for number, word in enumerate(argv)],
+                          command.place)  # fmt: skip
         if name is None:
             self._output(text)
         else:
@@ -275,17 +330,49 @@ class Commands(Variables):
         texts = [field.text for field in fields[1:]]
         names = [text for before, text in zip(["", *texts], texts, strict=False) if before != "-d" and text[:1] != "-"]
         if fields[0].text == "read" and "-d" in texts and len(names) == 1 and command.stdin:
-            document = self._field(command.stdin[-1])  # `read -r -d '' NAME <<EOF` takes all of the document
+            document = self._marked(command.stdin[-1])  # `read -r -d '' NAME <<EOF` takes all of the document
             self._variables[names[0]] = document.with_text(document.text.strip())
+            return
+        if command.stdin and names and not (text := self._field(command.stdin[-1])).problem:
+            self._divide(fields, names, text, command)
             return
         for field in fields[1:]:
             if not field.text.startswith("-"):
                 self._variables[field.text] = Field("", command.place, f"it is read from a file ({command.place})")
 
-    def _eval(self, fields: list[Field], command: syntax.Simple) -> None:
+    def _divide(self, fields: list[Field], names: list[str], text: Field, command: syntax.Simple) -> None:
+        """Set the variables of `read` or `mapfile` to the parts of a text."""
+        option = next((field.text for field in fields[1:] if re.fullmatch(r"-[a-z]*a", field.text)), "")
+        separators = next((self._field(item.value).text for item in command.assignments
+                           if item.name == "IFS" and isinstance(item.value, Word)), " \t\n")  # fmt: skip
+        line = text.text.split("\n")[0]
+        parts = [line] if not separators else line.split() if separators.isspace() else re.split(
+            f"[{re.escape(separators)}]", line)  # fmt: skip
+        for _ in parts if fields[0].text == "read" else text.text.split("\n"):
+            self._count(command.place)
+        if fields[0].text != "read":
+            lines = text.text.removesuffix("\n").split("\n")
+            self._variables[names[-1]] = {str(n): text.with_text(line) for n, line in enumerate(lines)}
+        elif option:
+            self._variables[names[0]] = {str(number): text.with_text(part) for number, part in enumerate(parts)}
+        else:
+            rest = (separators[:1] or " ").join(parts[len(names) - 1 :])
+            for name, part in zip(names, [*parts[: len(names) - 1], *([""] * len(names))], strict=False):
+                self._variables[name] = text.with_text(part)
+            self._variables[names[-1]] = text.with_text(rest)
+
+    def _eval(self, fields: list[Field], command: syntax.Simple) -> bool | None:
+        if not any(field.problem for field in fields) and self._calls < MAX_CALLS:
+            self._calls += 1
+            try:
+                lines = "\n" * (command.place.line - 1) + " ".join(field.text for field in fields[1:])
+                return self._run_all(syntax.parse(lines, command.place.file))
+            finally:
+                self._calls -= 1
         text = " ".join(field.text for field in fields)
         self.notes.append(Note(command.place, f"{short(text)}: is not executed; what it sets is not known"))
         self._output(Field("", command.place, NOT_EXECUTED))
+        return None
 
     def _test(self, fields: list[Field], _: syntax.Simple) -> bool | None:
         argv = fields[1:-1] if fields[0].text == "[" else fields[1:]
@@ -303,11 +390,26 @@ class Commands(Variables):
 
 
 def _inner_script(fields: Sequence[Field]) -> Field | None:
-    """The script of `bash -c TEXT`, which another command may start (`srun`, `docker run`); None for other commands."""
+    """The script of `bash -c TEXT`, which another command may start (`srun`, `docker run`), or of `ssh HOST TEXT`,
+    `sbatch --wrap TEXT` and `tmux … TEXT`; None for other commands.
+    """
     for shell, option, text in zip(fields, fields[1:], fields[2:], strict=False):
         name = os.path.basename(shell.text)
         if name in ("bash", "sh", "zsh") and re.fullmatch(r"-[a-z]*c", option.text):
             return text
+    last = fields[-1]
+    if fields[0].text in RUNNERS and len(fields) > 1 and re.search(r"\s", last.text):
+        return last.with_text(last.text.removeprefix("--wrap="))
+    return None
+
+
+def _script_file(fields: Sequence[Field]) -> int | None:
+    """The position of FILE in `bash [-OPTIONS] FILE`, which another command may start; None for other commands."""
+    for position, field in enumerate(fields):
+        if os.path.basename(field.text) not in ("bash", "sh", "zsh"):
+            continue
+        rest = [number for number in range(position + 1, len(fields)) if not fields[number].text.startswith("-")]
+        return rest[0] if rest and fields[rest[0]].text.endswith((".sh", ".slurm", ".sbatch")) else None
     return None
 
 
@@ -327,14 +429,18 @@ def _sequence(argv: list[str]) -> range | None:
 
 
 def _formatted(argv: list[Field], place: Place) -> Field:
-    """The output of printf with %s and %d."""
+    """The output of printf with %s, %d and %q; a format with more values than places is used again."""
     if not argv:
         return Field("", place)
     full = joined(argv, place)
     template = argv[0].text.replace("\\n", "\n").replace("\\t", "\t")
-    pieces = template.replace("%d", "%s").split("%s")
+    pieces = re.split(r"%[sdq]", template)
     if full.unknown or "%" in "".join(pieces).replace("%%", ""):
         return Field(template, place, full.unknown or f"the printf of {place} is not read")
-    values = [word.text for word in argv[1:]] + [""] * len(pieces)
-    texts = [text for pair in zip(pieces, [*values[: len(pieces) - 1], ""], strict=True) for text in pair]
-    return Field("".join(texts).replace("%%", "%"), place)
+    places, values, text = re.findall(r"%[sdq]", template), [word.text for word in argv[1:]], ""
+    while True:
+        for piece, letter in zip(pieces, [*places, ""], strict=True):
+            value = values.pop(0) if letter and values else ""
+            text += piece + (shlex.quote(value) if letter == "%q" else value)
+        if not values or not places:
+            return Field(checked(text, place).replace("%%", "%"), place)

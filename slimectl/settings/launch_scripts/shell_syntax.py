@@ -11,6 +11,8 @@ from slimectl.settings.launch_scripts.shell_words import MAX_NESTING, Literal, P
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[)?")
 REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(<<<|<<-|<<|<>|<&|>&|>>|>\||<(?!\()|>(?!\())|&>>|&>")
+PLACEHOLDER = re.compile(r"<[A-Za-z][\w .-]*>(?=\s)")
+"""`NAME=<your key>`, which the reader of the script is to replace; the shell refuses it."""
 DECLARATIONS = ("declare", "typeset", "local", "export", "readonly")
 RESERVED = ("if", "for", "while", "until", "case", "function", "select", "coproc", "{", "[[", "!", "time")
 CLOSING = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
@@ -440,6 +442,8 @@ class _Parser:
         appends = operator == "+="
         if reader.take("("):
             return Assignment(str(name), tuple(self._elements(place)), place, index, appends)
+        if (placeholder := reader.match(PLACEHOLDER)) is not None:
+            return Assignment(str(name), Word((Literal(placeholder, quoted=True),), place), place, index, appends)
         return Assignment(str(name), reader.word() or Word((), place), place, index, appends)
 
     def _elements(self, place: Place) -> list[tuple[Word | None, Word]]:
@@ -473,11 +477,14 @@ class _Parser:
                 self.reader.position += 1
                 self._process_substitution()
                 return True
-            raise self.reader.error("this redirection has no target; name a file")
-        if operator.endswith(("<<", "<<-")):
+            raise self.reader.error(
+                "this redirection has no target; name a file, or replace a <PLACEHOLDER> by its value"
+            )
+        if operator.endswith("<<<"):
+            if command is not None:
+                command.stdin.append(target)
+        elif operator.endswith(("<<", "<<-")):
             delimiter = "".join(part.text for part in target.parts if isinstance(part, Literal))
             is_quoted = any(part.quoted for part in target.parts)
             self.reader.documents.append((command, delimiter, is_quoted, operator.endswith("-")))
-        elif operator.endswith("<<<") and command is not None:
-            command.stdin.append(target)
         return True

@@ -48,8 +48,11 @@ class Variables(ABC):
         self._associative: set[str] = set()
         self._arguments: list[Field] | None = None
         self._files = [path]
+        self._scripts = [path]
+        """Of the files, those that are started and not sourced."""
         self._folder = Path.cwd()
         self._steps = 0
+        self._unknowns: list[Field] = []
 
     @abstractmethod
     def _captured(self, substitution: Substitution, place: Place) -> Field:
@@ -138,7 +141,7 @@ class Variables(ABC):
             return self._variables[name]
         place = Place("environment", 0)
         if name in ("BASH_SOURCE", "0"):
-            path = self._files[-1] if name == "BASH_SOURCE" else self._files[0]
+            path = self._files[-1] if name == "BASH_SOURCE" else self._scripts[-1]
             return Field(os.path.abspath(path), place)
         if name == "PWD":
             return Field(str(self._folder), place)
@@ -152,7 +155,30 @@ class Variables(ABC):
     def _field(self, word: Word) -> Field:
         """Expand a word where the shell does not divide it."""
         self._count(word.place)
-        return joined([field for part in word.parts for field in self._joined_part(part, word.place)], word.place)
+        return self._resolved(
+            joined([field for part in word.parts for field in self._joined_part(part, word.place)], word.place)
+        )
+
+    def _mark(self, field: Field) -> Field:
+        """A field with a known text that stands for one that is not known, until a word is made of it."""
+        self._unknowns.append(field)
+        return Field(f"\ue000{len(self._unknowns) - 1}\ue001", field.place)
+
+    def _marked(self, word: Word) -> Field:
+        """Expand a word whose text is read again, with marks for its parts that are not known."""
+        fields = [field for part in word.parts for field in self._joined_part(part, word.place)]
+        return joined([self._mark(field) if field.problem and field.text else field for field in fields], word.place)
+
+    def _resolved(self, field: Field) -> Field:
+        """The field with what its marks stand for."""
+        if "\ue000" not in field.text:
+            return field
+        pieces = re.split("\ue000(\\d{1,6})\ue001", field.text)
+        members = [
+            self._unknowns[int(piece)] if number % 2 and int(piece) < len(self._unknowns) else Field(piece, field.place)
+            for number, piece in enumerate(pieces)
+        ]
+        return replace(joined(members, field.place), unset=field.unset or joined(members, field.place).unset)
 
     def _glob(self, word: Word) -> str:
         """Expand a pattern: what is quoted in it stands for itself."""
@@ -169,6 +195,10 @@ class Variables(ABC):
     def _fields(self, word: Word) -> list[Field]:
         """Expand a word into the fields that the shell makes of it."""
         self._count(word.place)
+        return [self._resolved(field) for field in self._divided_word(word)]
+
+    def _divided_word(self, word: Word) -> list[Field]:
+        """Expand a word; marks in it are left."""
         if all(isinstance(part, Literal) for part in word.parts):
             return [joined(self._part_texts(word), word.place)]
         fields: list[Field] = []
@@ -254,13 +284,14 @@ class Variables(ABC):
         if _is_list(parameter):
             if value is None and not parameter.operator:
                 self.notes.append(Note(place, f"${{{name}[@]}}: nothing sets it, so that it stands for no flags"))
-            return elements(value), value is not None
+            return elements(value), bool(elements(value))
         selected = elements(value)[:1] if isinstance(value, Field) else []
         if isinstance(value, dict):
             index = self._index(name, parameter.index)
             if index.startswith("-") and index[1:].isdigit():
                 index = (list(value) or [index])[max(-len(value), int(index))]
-            selected = [value[index]] if index in value else []
+            missing = [field for field in value.values() if field.unknown][:1]  # which may be several elements
+            selected = [value[index]] if index in value else missing
         return selected, bool(selected)
 
     def _indirect(self, parameter: Parameter, value: Value | None) -> tuple[list[Field], bool]:
@@ -291,7 +322,8 @@ class Variables(ABC):
         return [self._transformed(field, operator, argument) for field in fields]
 
     def _alternative(self, parameter: Parameter, argument: Word) -> list[Field]:
-        return [self._field(argument)] if parameter.quoted else self._fields(argument)
+        is_one = parameter.quoted and not _is_list(parameter)
+        return [self._field(argument)] if is_one else self._fields(argument)
 
     def _transformed(self, field: Field, operator: str, argument: Word) -> Field:
         """Apply an operator to the text of one field."""

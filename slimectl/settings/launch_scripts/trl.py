@@ -16,7 +16,7 @@ REWARDS = "its parameters are TRL's; write a function of `sample` for score.cust
 ENDS = "training ends after run.num_rollout rounds or run.num_epoch passes"
 
 MODEL = (
-    Row("model_name_or_path model trainer.model", "model.path"),
+    Row("model_name_or_path model trainer.model model_name", "model.path"),
     Row(
         "dtype torch_dtype",
         "train.dtype",
@@ -29,7 +29,7 @@ MODEL = (
         text=LOADING,
     ),
     Row("use_peft", text="train.lora_rank switches adapters on"),
-    Row("lora_r", "train.lora_rank"),
+    Row("lora_r lora_rank", "train.lora_rank", "0 is none", positive),
     Row("lora_alpha", "train.lora_alpha"),
     Row("lora_target_modules", "train.lora_targets", convert=texts),
     Row(
@@ -49,7 +49,7 @@ DATA = (
         "rollout.data",
         convert=texts,
     ),
-    Row("trainer.eval_dataset eval_dataset", "eval.data.eval"),
+    Row("trainer.eval_dataset eval_dataset eval_dataset_path", "eval.data.eval"),
     Row(
         "dataset_config dataset_train_split dataset_test_split dataset_splits dataset_num_proc dataset_text_field "
         "dataset_streaming datasets dataset_mixture dataloader_num_workers dataloader_pin_memory remove_unused_columns "
@@ -79,7 +79,7 @@ GENERATION = (
     ),
     Row("use_vllm", "engine.backend", convert=lambda flag: "vllm" if on(flag) else "embedded"),
     Row("vllm_mode", "cluster.colocate", "server is engine.url", choice(colocate=True, server=False)),
-    Row("vllm_server_base_url", "engine.url", convert=texts),
+    Row("vllm_server_base_url vllm_url", "engine.url", convert=texts),
     Row("vllm_server_host vllm_server_port", "engine.url", "the two together are an address"),
     Row("vllm_server_timeout", "engine.connect_timeout_s"),
     Row("vllm_gpu_memory_utilization", "vllm.args.gpu_memory_utilization", convert=typed),
@@ -209,7 +209,7 @@ TRAINING = (
     Row(
         "num_processes nproc_per_node num_gpus",
         "cluster.actor_num_gpus_per_node",
-        "of `accelerate launch` or `torchrun`",
+        "of `accelerate launch`, divided by num_machines, or `torchrun`",
         convert=integer,
     ),
     Row("num_machines nnodes", "cluster.actor_num_nodes", "of `accelerate launch` or `torchrun`", integer),
@@ -240,13 +240,16 @@ RUNNING = (
         text=REPORTS,
     ),
     Row("num_completions_to_print", "track.samples"),
-    Row("wandb_project trackio_space_id", "track.project"),
+    Row("wandb_project trackio_space_id project_name", "track.project"),
     Row("wandb_entity", "track.entity"),
     Row(
         "push_to_hub hub_model_id hub_strategy hub_private_repo hub_token hub_model_revision push_to_hub_revision "
         "callbacks benchmarks project hub_always_push",
         text=HUB,
     ),
+    Row("env.NAME", text="export variables before `slimectl run`; ranks inherit them"),
+    Row("config", text="its keys are read before those of the command"),
+    Row("max_staleness", "run.max_staleness"),
     Row("trainer.args trainer.callbacks args", text="the configuration is read beside it"),
 )
 GROUPS = {
@@ -280,6 +283,12 @@ def settle(conversion: Conversion) -> None:
     else:
         conversion.take_back("engine.url", "use_vllm is off")
         conversion.take_back("cluster.colocate", "use_vllm is off")
+    machines = max(conversion.number("num_machines", 1), conversion.number("nnodes", 1))
+    if machines > 1:
+        conversion.put("cluster.executor", "ray", "num_machines", "nnodes")
+        if "num_processes" in conversion.flags and not conversion.is_unknown("num_processes", "num_machines"):
+            gpus = conversion.number("num_processes", machines) // machines  # those of all machines there
+            conversion.put("cluster.actor_num_gpus_per_node", max(1, gpus), "num_processes", "num_machines")
     if values.get("train.dtype", "bfloat16") == "bfloat16":
         conversion.put("engine.dtype", "bfloat16", "answers are sampled in the precision of training")
     if isinstance(values.get("run.dir"), str):
@@ -357,4 +366,4 @@ def _settle_sizes(conversion: Conversion) -> None:
         conversion.take_back("run.num_epoch", "max_steps goes before it")
 
 
-TRL = Dialect("trl", "TRL", GROUPS, settle, unlisted, negation="no_")
+TRL = Dialect("trl", "TRL", GROUPS, settle, unlisted, negation="no_", programs=rf"^({'|'.join(COMMANDS)})$")

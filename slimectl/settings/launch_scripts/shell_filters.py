@@ -1,0 +1,132 @@
+"""Commands that change text on its way through a pipe, and nothing else: tr, cut, sed, awk, head, tail, wc, xargs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+CLASSES = {"[:upper:]": "A-Z", "[:lower:]": "a-z", "[:digit:]": "0-9", "[:space:]": " \\t\\n", "[:alpha:]": "A-Za-z",
+           "[:alnum:]": "A-Za-z0-9"}  # fmt: skip
+ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+SUBSTITUTION = re.compile(r"s([/|,#:@])((?:(?!\1).)*)\1((?:(?!\1).)*)\1(g?)\Z")
+PLAIN = re.compile(r"\^?(?:[\w\s.=:,/@%_-]|\.\*|\\[./])*\$?\Z")
+"""Expressions of sed that mean the same in Python."""
+AWK = re.compile(r"\s*\{\s*print\s+(?:\$(\d+|NF)|(NF))\s*;?\s*\}\s*\Z")
+MAX_LINES = 10_000
+
+
+def filtered(argv: Sequence[str], text: str) -> str | None:
+    """The output of a command for a text on its stdin; None for commands and options that are not known here."""
+    filters: dict[str, Callable[[Sequence[str], str], str | None]] = {
+        "tr": _tr, "cut": _cut, "sed": _sed, "awk": _awk, "head": _head, "tail": _tail, "wc": _wc, "xargs": _xargs,
+        "cat": lambda rest, text: None if rest else text,
+    }  # fmt: skip
+    command = filters.get(argv[0]) if argv else None
+    return None if command is None or text.count("\n") > MAX_LINES else command(argv[1:], text)
+
+
+def _characters(text: str) -> str:
+    """The characters of a set of tr, ranges written out.
+
+    >>> _characters("a-d_")
+    'abcd_'
+    """
+    for name, characters in (CLASSES | ESCAPES).items():
+        text = text.replace(name, characters)
+    text = text.replace("\\t", "\t").replace("\\n", "\n")
+    return re.sub(
+        r"(.)-(.)", lambda span: "".join(map(chr, range(ord(span[1]), min(ord(span[2]), ord(span[1]) + 128) + 1))), text
+    )
+
+
+def _tr(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _tr(["[:upper:]", "[:lower:]"], "Qwen3-VL"), _tr(["-d", "VL"], "Qwen3-VL")
+    ('qwen3-vl', 'Qwen3-')
+    """
+    if len(argv) != 2 or (argv[0].startswith("-") and argv[0] != "-d"):
+        return None
+    if argv[0] == "-d":
+        return "".join(character for character in text if character not in _characters(argv[1]))
+    old, new = map(_characters, argv)
+    if not old or not new:
+        return None
+    return text.translate(str.maketrans(old, new.ljust(len(old), new[-1])[: len(old)]))
+
+
+def _cut(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _cut(["-d/", "-f2"], "org/name"), _cut(["-d", "-", "-f", "1,3"], "a-b-c")
+    ('name', 'a-c')
+    """
+    match = re.fullmatch(r"(?:-d\s?(.)\s)?-f\s?(\d+(?:,\d+)*)(?:\s-d\s?(.))?", " ".join(argv), re.DOTALL)
+    if match is None:
+        return None
+    separator, numbers = match[1] or match[3] or "\t", [int(number) for number in match[2].split(",")]
+    lines = []
+    for line in text.split("\n"):
+        parts = line.split(separator)
+        chosen = [parts[number - 1] for number in sorted(set(numbers)) if 0 < number <= len(parts)]
+        lines.append(line if len(parts) == 1 else separator.join(chosen))
+    return "\n".join(lines)
+
+
+def _sed(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _sed(["s/-Instruct//g; s/Qwen/qwen/"], "Qwen-7B-Instruct")
+    'qwen-7B'
+    """
+    scripts = [word for word in argv if word not in ("-e", "-E", "-r")]
+    for command in (part.strip() for script in scripts for part in script.split(";") if part.strip()):
+        match = SUBSTITUTION.fullmatch(command)
+        if match is None or not PLAIN.match(match[2]) or re.search(r"[\\&]", match[3]) or match[2].count("*") > 1:
+            return None
+        expression, new = re.compile(match[2]), match[3]
+        count = 0 if match[4] else 1
+        text = "\n".join(expression.sub(lambda _, new=new: new, line, count=count) for line in text.split("\n"))  # type: ignore[misc]
+    return text if scripts else None
+
+
+def _awk(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _awk(["-F,", "{print NF}"], "0,1,2"), _awk(["{print $2}"], "a b")
+    ('3', 'b')
+    """
+    words = list(argv)
+    separator = None
+    if words and words[0].startswith("-F"):
+        separator = words.pop(0)[2:] or (words.pop(0) if words else "")
+    match = AWK.match(words[0]) if len(words) == 1 else None
+    if match is None or (separator is not None and len(separator) != 1):
+        return None
+    lines = []
+    for line in text.rstrip("\n").split("\n"):
+        parts = line.split(separator)
+        number = len(parts) if match[2] or match[1] == "NF" else int(match[1])
+        field = line if number == 0 else parts[number - 1] if number <= len(parts) else ""
+        lines.append(str(number) if match[2] else field)
+    return "\n".join(lines)
+
+
+def _head(argv: Sequence[str], text: str) -> str | None:
+    match = re.fullmatch(r"(?:-n\s?|-)(\d{1,4})|", " ".join(argv))
+    return match and "\n".join(text.rstrip("\n").split("\n")[: int(match[1] or 10)])
+
+
+def _tail(argv: Sequence[str], text: str) -> str | None:
+    match = re.fullmatch(r"(?:-n\s?|-)(\d{1,4})|", " ".join(argv))
+    return match and "\n".join(text.rstrip("\n").split("\n")[-int(match[1] or 10) :])
+
+
+def _wc(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _wc(["-l"], "0,1".replace(",", chr(10))), _wc(["-w"], "a b c")
+    ('2', '3')
+    """
+    if list(argv) == ["-l"]:
+        return str(len(text.rstrip("\n").split("\n")) if text.strip("\n") else 0)
+    return str(len(text.split())) if list(argv) == ["-w"] else None
+
+
+def _xargs(argv: Sequence[str], text: str) -> str | None:
+    return None if argv else " ".join(text.split())
