@@ -140,6 +140,7 @@ class EmbeddedBackend(EngineBackend):
                 prefix_cache_gib=settings.engine.prefix_cache_gib,
                 reports_experts=settings.train.use_rollout_routing_replay,
                 images=lambda source: processor_of(str(folder)).patches(source),
+                compile_kernels=settings.engine.compile_kernels,
             )
         except SlimectlError:
             raise

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.engines.embedded.kv_cache import Cache
+from slimectl.engines.embedded.native import Kernels
 from slimectl.engines.embedded.prefix_tree import Span
 from slimectl.errors import CheckpointError
 
@@ -147,7 +148,8 @@ FEW = 16
 class Decode:
     """Attention of one new token for each of the first B slots of the cache.
 
-    A slot has the tokens behind those that its sequence reads from `spans`; there are `offsets_B` of them.
+    A slot has the tokens behind those that its sequence reads from `spans`; there are `offsets_B` of them. `kernels`
+    compute it if they are given, and there are no spans.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class Decode:
         dtype: torch.dtype,
         offsets_B: Tensor | None = None,
         spans: Sequence[Span] = (),
+        kernels: Kernels | None = None,
     ) -> None:
         if offsets_B is not None:
             positions_B = positions_B - offsets_B
@@ -166,8 +169,13 @@ class Decode:
         self._heads = heads
         self._slots = positions_B.shape[0]
         self._tokens = cache.tokens
-        self._rows = cache.rows(positions_B)
         self._spans = spans
+        self._kernels = None if spans else kernels
+        if self._kernels is not None:
+            self._positions_B = positions_B
+            self._scratch = self._kernels.attention_scratch(cache.layer(0), heads)
+            return
+        self._rows = cache.rows(positions_B)
         device = positions_B.device
         hidden_BT = torch.arange(self._tokens, device=device) > positions_B[:, None]
         # Additive and of the dtype of the scores: a boolean mask is converted again in every layer.
@@ -185,6 +193,8 @@ class Decode:
 
     def __call__(self, layer: int, qkv_NHD: Tensor) -> Tensor:
         """Return attention output [N, H * D]. The query heads of a key-value head are passed as a sequence."""
+        if self._kernels is not None:
+            return self._kernels.attend(qkv_NHD, self._cache.layer(layer), self._positions_B, self._scratch)
         rows, all_heads, head_dim = qkv_NHD.shape
         heads = self._heads
         kv_heads = (all_heads - heads) // 2
@@ -303,6 +313,9 @@ def _causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor) 
     """
     batch, heads, tokens, head_dim = query_BHTD.shape
     kv_heads = key_BKTD.shape[1]
+    if _lacks_bfloat16(query_BHTD):
+        wide = _causal_attention(query_BHTD.float(), key_BKTD.float(), value_BKTD.float())
+        return wide.to(query_BHTD.dtype)
     is_slow = query_BHTD.device.type == "cpu" and query_BHTD.dtype == torch.bfloat16
     if not is_slow or batch * heads * tokens * tokens > DENSE_SCORES:
         gqa = heads != kv_heads
@@ -314,8 +327,17 @@ def _causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor) 
     return sums.view(batch, heads, tokens, head_dim)
 
 
+def _lacks_bfloat16(tensor: Tensor) -> bool:
+    """Whether a tensor is in bfloat16 on a processor that multiplies float32 up to a hundred times faster."""
+    is_cpu = tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
+    return is_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Return attention output [B, H, T, D] and the log-sum-exp [B, H, T] of its scores."""
+    if _lacks_bfloat16(query):
+        out, lse = _attention(query.float(), key.float(), value.float(), causal=causal)
+        return out.to(query.dtype), lse
     if query.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = flash(query, key, value, 0.0, causal)

@@ -106,13 +106,14 @@ class EmbeddedEngine:
         prefix_cache_gib: float = 1.0,
         reports_experts: bool = False,
         images: Callable[[ImageSource], Patches] | None = None,
+        compile_kernels: bool = True,
     ) -> None:
-        """`images` processes an image for a model that reads some."""
+        """`images` processes an image for a model that reads some; `compile_kernels` takes those of native.py."""
         text_config = config.get_text_config()
         self.max_context = max_context or int(text_config.max_position_embeddings)
         self.device = device
         torch_device = self._device = torch.device(device)
-        self._model = Model(config, dtype=dtype, device=torch_device)
+        self._model = Model(config, dtype=dtype, device=torch_device, compile_kernels=compile_kernels)
         self._runner = Runner(
             self._model,
             max_running=max_running,

@@ -88,6 +88,10 @@ class Cache:
         """Write one token's keys and values for each slot at the indices `rows`."""
         self._slab[layer].view(-1, keys_values_N2KD.shape[-1]).index_put_((rows,), keys_values_N2KD)
 
+    def layer(self, layer: int) -> Tensor:
+        """Return a view of a layer's keys, then values [2, S, K, T, D], in one piece of memory."""
+        return self._slab[layer]
+
     def views(self, layer: int, *, slots: int) -> Tensor:
         """Return views of keys, then values [2, S, K, T, D] of the first slots, each in one piece of memory."""
         return self._slab[layer, :, :slots]

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimectl.engines.embedded.native import Kernels
+
 SMALL = 1 << 18
 """Weights of fewer elements are multiplied with a single float32 row faster unpacked."""
 
@@ -38,6 +40,8 @@ class Linear:
     """One product for several stacked weights (q, k and v; gate and up): `parts` are views, one for each.
 
     `weight_OI` may be passed to share storage (a tied head). `refresh` repacks weights that were written to the parts.
+    `kernels` compute the products if they are the faster ones, else oneDNN if `packs`. Of a layer that `gates`, only
+    `gated` is called.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         packs: bool,
+        kernels: Kernels | None = None,
+        gates: bool = False,
         weight_OI: Tensor | None = None,
     ) -> None:
         self.weight_OI = (
@@ -57,8 +63,12 @@ class Linear:
         self.bias_O = torch.empty(sum(outputs), dtype=dtype, device=device) if bias else None
         self.parts = torch.split(self.weight_OI, list(outputs))
         self.bias_parts = () if self.bias_O is None else torch.split(self.bias_O, list(outputs))
+        self._kernels = kernels
+        self._gates = gates and outputs[0] % 8 == 0
         self._packs = packs
         self._packed: Tensor | None = None
+        self._panels: Tensor | None = None
+        self._bias_panels: Tensor | None = None
         self._small = dtype == torch.float32 and self.weight_OI.numel() < SMALL
 
     @property
@@ -67,20 +77,50 @@ class Linear:
         return len(self.parts) + len(self.bias_parts)
 
     def refresh(self) -> None:
-        if self._packs:
+        if self._kernels is not None and self._kernels.multiplies:
+            self._panels = self._kernels.pack(self.weight_OI, self._panels, gated=self._gates)
+            if self.bias_O is not None:
+                self._bias_panels = self._kernels.pack(self.bias_O[:, None], self._bias_panels, gated=self._gates)
+        elif self._packs:
             self._packed = None  # freed before its successor is allocated
             self._packed = _pack(self.weight_OI)
 
     def __call__(self, rows_NI: Tensor) -> Tensor:
+        if self._panels is not None:
+            return self._product(rows_NI)
         if self._packed is None or (self._small and rows_NI.shape[0] == 1):
             return F.linear(rows_NI, self.weight_OI, self.bias_O)
         return _product(rows_NI, self._packed, self.bias_O)
 
     def added_to(self, residual_NO: Tensor, rows_NI: Tensor) -> Tensor:
         """Return residual + self(rows), in one pass if packed."""
+        if self._panels is not None:
+            return self._product(rows_NI, residual_NO)
         if self._packed is None or (self._small and rows_NI.shape[0] == 1):
             return F.linear(rows_NI, self.weight_OI, self.bias_O).add_(residual_NO)
         sum_NO: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             rows_NI, residual_NO, self._packed, self.bias_O, "add"
         )
         return sum_NO
+
+    def gated(self, rows_NI: Tensor) -> Tensor:
+        """Return silu(first half of the outputs) * second half."""
+        if self._panels is not None and self._gates:
+            return self._product(rows_NI)
+        outputs_NO = self(rows_NI)
+        half = outputs_NO.shape[1] // 2
+        if self._kernels is not None and half % 8 == 0:
+            return self._kernels.silu_product(outputs_NO)
+        return F.silu(outputs_NO[:, :half]).mul_(outputs_NO[:, half:])
+
+    def _product(self, rows_NI: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        assert self._kernels is not None
+        assert self._panels is not None
+        return self._kernels.product(
+            rows_NI,
+            self._panels,
+            self.weight_OI.shape[0],
+            bias=self._bias_panels,
+            residual_NO=residual_NO,
+            gated=self._gates,
+        )

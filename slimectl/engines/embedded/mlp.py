@@ -23,9 +23,7 @@ class Mlp:
 
     def added_to(self, stream_NH: Tensor, rows_NH: Tensor) -> Tensor:
         """Return stream + self(rows)."""
-        inner = self.gate_up.parts[0].shape[0]
-        gate_up_NI = self.gate_up(rows_NH)
-        return self.down.added_to(stream_NH, F.silu(gate_up_NI[:, :inner]).mul_(gate_up_NI[:, inner:]))
+        return self.down.added_to(stream_NH, self.gate_up.gated(rows_NH))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
 from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.mlp import Experts, Mlp
+from slimectl.engines.embedded.native import load_kernels
 from slimectl.engines.embedded.pictures import PictureInputs, Pictures
 from slimectl.engines.embedded.prefix_tree import Node, PrefixTree, Span
 from slimectl.engines.embedded.scheduler import TopTokens
@@ -106,7 +107,7 @@ class Inputs(NamedTuple):
 class Model:
     """Weights and forward pass; the caller owns the cache."""
 
-    def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device, compile_kernels: bool = True) -> None:
         whole, config = config, config.get_text_config()
         _check(whole.model_type, config)
         self.heads = int(config.num_attention_heads)
@@ -116,7 +117,9 @@ class Model:
         self._dtype = dtype
         self._device = device
         self._eps = float(config.rms_norm_eps)
-        self.weights = Weights(whole, head_dim=self.head_dim, dtype=dtype, device=device)
+        can_compile = compile_kernels and device.type == "cpu" and self.head_dim % 16 == config.hidden_size % 8 == 0
+        self._kernels = load_kernels(dtype) if can_compile else None
+        self.weights = Weights(whole, head_dim=self.head_dim, dtype=dtype, device=device, kernels=self._kernels)
         self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
         mixtures = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
         self.expert_choices = mixtures[0].choices if mixtures else 0
@@ -217,6 +220,7 @@ class Model:
             dtype=self._dtype,
             offsets_B=inputs.offsets_B,
             spans=inputs.spans,
+            kernels=self._kernels,
         )
         positions_B = inputs.positions_B
         if inputs.rope_shift_B is not None:
@@ -241,7 +245,6 @@ class Model:
         The experts are [N, L, k] in a model that has them; the part of a dense layer is zeros.
         """
         cos_N1D, sin_N1D = rope
-        rotated_heads = self.heads + self.kv_heads
         rows = stream_NE.shape[0]
         experts_NLk = None
         if self.expert_choices:
@@ -249,11 +252,7 @@ class Model:
             experts_NLk = torch.zeros(shape, dtype=torch.int16, device=stream_NE.device)
         for index, layer in enumerate(self.weights.layers):
             qkv_NHD = layer.qkv(self._norm(stream_NE, layer.input_norm_E)).view(rows, -1, self.head_dim)
-            qk_NHD = qkv_NHD[:, :rotated_heads]
-            if layer.qk_norm_HD is not None:
-                torch.mul(F.rms_norm(qk_NHD, (self.head_dim,), eps=self._eps), layer.qk_norm_HD, out=qk_NHD)
-            halves_NHD = qk_NHD.roll(self.head_dim // 2, -1)
-            qk_NHD.mul_(cos_N1D).addcmul_(halves_NHD, sin_N1D)
+            self._rotate(qkv_NHD, layer.qk_norm_HD, cos_N1D, sin_N1D)
             stream_NE = layer.o.added_to(stream_NE, attend(index, qkv_NHD))
             normed_NE = self._norm(stream_NE, layer.post_norm_E)
             if isinstance(layer.mlp, Mlp):
@@ -266,10 +265,26 @@ class Model:
                 stream_NE.index_add_(0, pictures.rows_R, pictures.features.deepstack[index])
         return stream_NE, experts_NLk
 
+    def _rotate(self, qkv_NHD: Tensor, norm_HD: Tensor | None, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
+        """Normalize the heads of queries and keys, in families that do so, and rotate them, in place."""
+        rotated_heads = self.heads + self.kv_heads
+        if self._kernels is not None:
+            if norm_HD is not None:
+                self._kernels.norm_heads(qkv_NHD, norm_HD, self._eps)
+            self._kernels.rotate(qkv_NHD, rotated_heads, cos_N1D, sin_N1D)
+            return
+        qk_NHD = qkv_NHD[:, :rotated_heads]
+        if norm_HD is not None:
+            torch.mul(F.rms_norm(qk_NHD, (self.head_dim,), eps=self._eps), norm_HD, out=qk_NHD)
+        halves_NHD = qk_NHD.roll(self.head_dim // 2, -1)
+        qk_NHD.mul_(cos_N1D).addcmul_(halves_NHD, sin_N1D)
+
     def _logits(self, stream_BE: Tensor) -> Tensor:
         return self.weights.head(self._norm(stream_BE, self.weights.norm_E))
 
     def _norm(self, stream_NE: Tensor, weight_E: Tensor) -> Tensor:
+        if self._kernels is not None:
+            return self._kernels.rms_norm(stream_NE, weight_E, self._eps)
         return F.rms_norm(stream_NE, weight_E.shape, weight_E, self._eps)
 
 

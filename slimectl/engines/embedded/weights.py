@@ -16,6 +16,7 @@ from torch import Tensor
 from slimectl.architectures.qwen_vl import DECODER, TOWER, published_name
 from slimectl.engines.embedded.linear import Linear, can_pack
 from slimectl.engines.embedded.mlp import Experts, Mlp
+from slimectl.engines.embedded.native import Kernels
 from slimectl.engines.embedded.qwen2_5_tower import WindowedTower
 from slimectl.engines.embedded.qwen3_tower import DeepstackTower
 from slimectl.engines.embedded.vision import VisionTower
@@ -95,7 +96,9 @@ NamedTensors = Iterable[tuple[str, Tensor | FileTensor]]
 class Weights:
     """Storage that is allocated once and written in place."""
 
-    def __init__(self, config: Any, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: Any, *, head_dim: int, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
         self.tied = bool(config.tie_word_embeddings)
         vision = getattr(config, "vision_config", None)
         self._model_type = config.model_type
@@ -103,8 +106,9 @@ class Weights:
         self._config = config = config.get_text_config()
         self._head_dim = head_dim
         self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.packs = can_pack(dtype, device)
-        """Whether linear layers have packed copies."""
+        self._kernels = kernels
+        self.packs = not (kernels is not None and kernels.multiplies) and can_pack(dtype, device)
+        """Whether linear layers have copies that oneDNN packed."""
         self.places: dict[str, TensorSlot] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self._embedding = embedding = f"{decoder}embed_tokens.weight"
@@ -117,7 +121,13 @@ class Weights:
             self.vision = TOWERS[self._model_type](vision, prefix, tensor=self._tensor, linear=self._linear)
         if self.tied:
             self.head = Linear(
-                hidden, [vocabulary], bias=False, packs=self.packs, weight_OI=self.embedding_VE, **self._tensor_options
+                hidden,
+                [vocabulary],
+                bias=False,
+                packs=self.packs,
+                kernels=kernels,
+                weight_OI=self.embedding_VE,
+                **self._tensor_options,
             )
             self.places[embedding].linear = self.head
         else:
@@ -178,9 +188,17 @@ class Weights:
         self.places[name] = TensorSlot(storage, shape)
         return storage
 
-    def _linear(self, inputs: int, outputs: dict[str, int], *, bias: bool) -> Linear:
+    def _linear(self, inputs: int, outputs: dict[str, int], *, bias: bool, gates: bool = False) -> Linear:
         """Create one linear layer for the projections named in `outputs`, each with its width."""
-        linear = Linear(inputs, list(outputs.values()), bias=bias, packs=self.packs, **self._tensor_options)
+        linear = Linear(
+            inputs,
+            list(outputs.values()),
+            bias=bias,
+            packs=self.packs,
+            kernels=self._kernels,
+            gates=gates,
+            **self._tensor_options,
+        )
         for kind, views in (("weight", linear.parts), ("bias", linear.bias_parts)):
             for name, view in zip(outputs, views, strict=False):
                 self.places[f"{name}.{kind}"] = TensorSlot(view, tuple(view.shape), linear)
@@ -205,7 +223,9 @@ class Weights:
         hidden, inner = self._config.hidden_size, self._config.intermediate_size
         biased = bool(getattr(self._config, "mlp_bias", False))
         return Mlp(
-            gate_up=self._linear(hidden, {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}, bias=biased),
+            gate_up=self._linear(
+                hidden, {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}, bias=biased, gates=True
+            ),
             down=self._linear(inner, {f"{prefix}down_proj": hidden}, bias=biased),
         )
 

@@ -1,0 +1,139 @@
+"""The engine's kernels in C compute what torch's operators do, and an engine works without a compiler."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slimectl.engines.embedded import native
+from slimectl.engines.embedded.linear import Linear
+from slimectl.engines.embedded.native import Kernels, load_kernels
+from slimectl.types import SamplingParams
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+@pytest.fixture
+def kernels(dtype: torch.dtype) -> Kernels:
+    kernels = load_kernels(dtype)
+    if kernels is None:
+        pytest.skip("no C compiler, or not Linux on x86-64")
+    torch.manual_seed(0)
+    return kernels
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_norms_are_those_of_torch(kernels: Kernels, dtype: torch.dtype) -> None:
+    rows_NE, weight_E = torch.randn(3, 48).to(dtype), torch.rand(48).to(dtype)
+    close(kernels.rms_norm(rows_NE, weight_E, 1e-5), F.rms_norm(rows_NE.float(), (48,), weight_E.float(), 1e-5))
+    qkv_NHD, weight_HD = torch.randn(2, 5, 16).to(dtype), torch.rand(3, 16).to(dtype)
+    expected = qkv_NHD.float()
+    expected[:, :3] = F.rms_norm(expected[:, :3], (16,), eps=1e-5) * weight_HD.float()
+    kernels.norm_heads(qkv_NHD, weight_HD, 1e-5)
+    close(qkv_NHD, expected)
+
+
+def test_rotation_leaves_values_alone(kernels: Kernels, dtype: torch.dtype) -> None:
+    qkv_NHD, cos_N1D, sin_N1D = torch.randn(3, 4, 32).to(dtype), torch.rand(3, 1, 32).to(dtype), torch.rand(3, 1, 32)
+    sin_N1D = sin_N1D.to(dtype)
+    expected = qkv_NHD.float()
+    expected[:, :3] = expected[:, :3] * cos_N1D.float() + expected[:, :3].roll(16, -1) * sin_N1D.float()
+    kernels.rotate(qkv_NHD, 3, cos_N1D, sin_N1D)
+    close(qkv_NHD, expected)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_attention_reads_no_token_behind_the_new_one(kernels: Kernels, dtype: torch.dtype, head_dim: int) -> None:
+    rows, heads, kv_heads, tokens = 2, 6, 2, 19
+    cache = torch.full((2, 3, kv_heads, tokens, head_dim), float("nan"), dtype=dtype)
+    positions_N = torch.tensor([16, 3])
+    for row, position in enumerate(positions_N.tolist()):
+        cache[:, row, :, :position] = torch.randn(2, kv_heads, position, head_dim).to(dtype)
+    qkv_NHD = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(dtype)
+    out = kernels.attend(qkv_NHD, cache, positions_N, kernels.attention_scratch(cache, heads))
+    for row, position in enumerate(positions_N.tolist()):
+        keys, values = cache[:, row, :, : position + 1].float()
+        assert torch.equal(cache[:, row, :, position].flatten(0, 1), qkv_NHD[row, heads:])
+        query = qkv_NHD[row, :heads, None].float()
+        expected = F.scaled_dot_product_attention(query, keys.repeat_interleave(3, 0), values.repeat_interleave(3, 0))
+        close(out[row], expected.flatten())
+
+
+@pytest.mark.parametrize("rows", [1, 6, 7, 50])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_those_of_torch(kernels: Kernels, dtype: torch.dtype, rows: int, bias: bool) -> None:
+    layers = []
+    for outputs, gates in (([21], False), ([24, 24], True)):
+        for with_kernels in (kernels, None):
+            layer = Linear(
+                40, outputs, bias=bias, dtype=dtype, device=CPU, packs=False, kernels=with_kernels, gates=gates
+            )
+            layer.weight_OI.copy_(torch.randn(sum(outputs), 40, generator=torch.Generator().manual_seed(1)))
+            if layer.bias_O is not None:
+                layer.bias_O.copy_(torch.arange(sum(outputs)) / 10)
+            layer.refresh()
+            layers.append(layer)
+    plain, plain_reference, gated, gated_reference = layers
+    rows_NI, residual_NO = torch.randn(rows, 40).to(dtype), torch.randn(rows, 21).to(dtype)
+    close(plain(rows_NI) / 10, plain_reference(rows_NI) / 10)
+    close(plain.added_to(residual_NO, rows_NI) / 10, plain_reference.added_to(residual_NO, rows_NI) / 10)
+    close(gated.gated(rows_NI) / 100, gated_reference.gated(rows_NI) / 100)
+
+
+def test_gates_are_those_of_torch_for_large_and_small_inputs(kernels: Kernels, dtype: torch.dtype) -> None:
+    gates = torch.cat((torch.linspace(-100, 100, 64), torch.ones(64)))[None].to(dtype)
+    close(kernels.silu_product(gates), F.silu(gates[:, :64].float()))
+
+
+def test_a_row_does_not_depend_on_those_beside_it(kernels: Kernels, dtype: torch.dtype) -> None:
+    panels = kernels.pack(torch.randn(32, 40).to(dtype), None, gated=False)
+    rows_NI = torch.randn(50, 40).to(dtype)
+    together = kernels.product(rows_NI, panels, 32)
+    assert torch.equal(together[17:18], kernels.product(rows_NI[17:18], panels, 32))
+
+
+def test_an_engine_without_kernels_says_the_same(make_engine: Callable[..., Any], answers: Callable[..., Any]) -> None:
+    request = (list(b"once upon"), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    (first,), (second,) = (answers(make_engine(compile_kernels=each), request) for each in (True, False))
+    assert first.tokens == second.tokens
+    assert first.log_probs == pytest.approx(second.log_probs, abs=1e-5)
+
+
+def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load_kernels.__wrapped__(torch.float32) is None
+
+
+def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Kernels) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = native._compiled(())
+    monkeypatch.setattr(subprocess, "run", None)
+    assert native._compiled(()) == first
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+
+
+def test_a_library_that_others_could_have_written_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "slimectl" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_kernels.__wrapped__(torch.float32) is None
