@@ -18,7 +18,8 @@ class HostMemory:
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
         self.devices = tuple(devices)
-        self._asleep: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        self.asleep: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        """Emptied storages, each with its size and its copy; None for scratch."""
         self._buffers: dict[int, torch.UntypedStorage] = {}
         """Pinned buffers, which are costly to allocate, by the storage that they belong to."""
 
@@ -29,20 +30,20 @@ class HostMemory:
                 storage = tensor.untyped_storage()
                 if tensor.device.type in self.devices and storage.nbytes():
                     size = storage.nbytes()
-                    self._asleep.append((storage, size, self._copied(storage) if keeps_values else None))
+                    self.asleep.append((storage, size, self._copied(storage) if keeps_values else None))
                     storage.resize_(0)
         _release()
 
     def wake(self) -> None:
         """Move everything back."""
-        while self._asleep:
-            _restore(*self._asleep.pop())
+        while self.asleep:
+            _restore(*self.asleep.pop())
 
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Have all but scratch on the device within the block, which only reads it, and where it was afterwards."""
-        asleep = self._asleep
-        self._asleep = [entry for entry in asleep if entry[2] is None]
+        asleep = self.asleep
+        self.asleep = [entry for entry in asleep if entry[2] is None]
         moved = [entry for entry in asleep if entry[2] is not None]
         for entry in moved:
             _restore(*entry)
@@ -51,7 +52,7 @@ class HostMemory:
         finally:
             for storage, _, _ in moved:
                 storage.resize_(0)
-            self._asleep = asleep
+            self.asleep = asleep
             if moved:
                 _release()
 

@@ -88,19 +88,20 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     server.stop()
 
 
-def test_a_push_into_the_engine_of_this_process_enters_eight_files(folder: Path, trainer: FsdpPolicy):
+def test_a_push_into_the_engine_of_this_process_enters_at_most_eight_files(folder: Path, trainer: FsdpPolicy):
     engine = EmbeddedEngine(AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
     sample = partial(engine.generate, PROMPT, params=SamplingParams(max_tokens=2))
     files = files_of_second_push(InProcessSync(trainer, engine), trainer, lambda: asyncio.run(sample()))
-    assert files == {
-        "weight_sync/base.py", "policies/fsdp/trainer.py", "policies/host_memory.py",
+    kernels = {"engines/embedded/native.py"}  # where the processor packs weights with them
+    assert files - kernels == {
+        "weight_sync/base.py", "policies/fsdp/trainer.py",
         "engines/embedded/engine.py", "engines/embedded/weights.py", "engines/embedded/linear.py",
         "engines/embedded/runner.py", "engines/embedded/prefix_tree.py",
     }  # fmt: skip
 
 
 TO_SERVERS = {
-    "weight_sync/base.py", "policies/locked.py", "policies/fsdp/trainer.py", "policies/host_memory.py",
+    "weight_sync/base.py", "policies/locked.py", "policies/fsdp/trainer.py",
     "engines/http/weight_client.py", "engines/sglang/weight_client.py", "transport/http.py",
 }  # fmt: skip
 """Files of every push to servers, beside the transport's."""
@@ -119,7 +120,7 @@ DELTA = {"weight_sync/delta.py", "weight_sync/delta_apply.py", "weight_sync/delt
         (DeltaSync, DELTA),
     ],
 )
-def test_a_push_to_servers_enters_seven_files_and_those_of_its_transport(
+def test_a_push_to_servers_enters_six_files_and_those_of_its_transport(
     transport: Callable[..., WeightSync], files: set[str], folder: Path, trainer: FsdpPolicy, url: str, tmp_path: Path
 ):
     policy, options = LockedPolicy(trainer), {}

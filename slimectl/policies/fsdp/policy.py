@@ -112,7 +112,7 @@ class FsdpActorCritic(FsdpPolicy):
         return (item for item in super().weights() if item[0] != WEIGHT)
 
     def save(self, path: Path) -> None:
-        with self.memory.awake():
+        with self._awake():
             super().save(path)
             head = self._full_tensor(WEIGHT)
             if self.rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -217,7 +218,7 @@ class FsdpTrainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the float32 masters with adapters merged, in checkpoint order."""
         fused = lru_cache(maxsize=LAYER_PARAMETERS)(self._full_tensor)
-        with self.memory.awake():
+        with self._awake():
             for name, slot in self.masters.in_checkpoint:
                 gather = self._full_tensor if slot.index is ... else fused
                 full = gather(slot.parameter)[slot.index].float()
@@ -233,7 +234,7 @@ class FsdpTrainer:
 
         Adapters are merged into the weights, and also written to the folder `adapter` (peft's format).
         """
-        with self.memory.awake():
+        with self._awake():
             self._save(path)
 
     def _save(self, path: Path) -> None:
@@ -293,6 +294,10 @@ class FsdpTrainer:
         weights = [*self.masters.tensors.values(), *map(local_part, self.masters.parameters.values())]
         moments = [tensor for slots in self.optimizer.state.values() for tensor in slots.values()]
         self.memory.sleep([*moments, *(() if keep_weights else weights)], scratch=self.masters.gradient_sums)
+
+    def _awake(self) -> AbstractContextManager[None]:
+        """Have sleeping weights on the device within the block, which only reads them."""
+        return self.memory.awake() if self.memory.asleep else nullcontext()
 
     def close(self) -> None:
         """Do nothing: all resources end with the process."""

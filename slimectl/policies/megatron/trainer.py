@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -284,7 +285,7 @@ class MegatronTrainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full float32 masters with adapters merged, in checkpoint order."""
-        with self.memory.awake():
+        with self._awake():
             if self.adapters is not None:
                 yield from self.adapters.merged(self.state, self.names)
             else:
@@ -304,12 +305,12 @@ class MegatronTrainer:
             "optimizer": asdict(self.options),
         }
         if self.save_format == "torch_dist":
-            with self.memory.awake():
+            with self._awake():
                 checkpoint.save_torch_dist(
                     path, self.chunks, self.optimizer, companions=self.model_dir, trainer_state=trainer_state
                 )
             return
-        with self.memory.awake():
+        with self._awake():
             checkpoint.save_checkpoint(
                 path, self.checkpoint, self.state, weights=self.weights(), updated=self.updated,
                 companions=self.model_dir, trainer_state=trainer_state,
@@ -350,6 +351,10 @@ class MegatronTrainer:
         gradients = [parameter.main_grad for parameter in local if hasattr(parameter, "main_grad")]
         weights = [] if keep_weights else [*local, *masters]
         self.memory.sleep(filter(torch.is_tensor, [*moments, *weights]), scratch=gradients)
+
+    def _awake(self) -> AbstractContextManager[None]:
+        """Have sleeping weights on the device within the block, which only reads them."""
+        return self.memory.awake() if self.memory.asleep else nullcontext()
 
     def close(self) -> None:
         """Do nothing: resources end with the process; other models of the layout use its groups."""
