@@ -308,12 +308,7 @@ def _settle_algorithm(conversion: Conversion) -> None:
         values.pop("algorithm.kl_coef", None)
         conversion.put("algorithm.kl_loss_coef", text("init_kl_coef", "0.01"), "use_kl_loss", "init_kl_coef")
         conversion.settled.add("algorithm.kl_coef")
-        _relist(conversion, "use_kl_loss")
-
-
-def _relist(conversion: Conversion, name: str) -> None:
-    """Take a flag from the list of those without a counterpart: with another flag it has one."""
-    conversion.omissions = [item for item in conversion.omissions if item.flag != str(conversion.flags[name])]
+        conversion.unlist("use_kl_loss")
 
 
 def _settle_lengths(conversion: Conversion) -> None:
@@ -323,7 +318,7 @@ def _settle_lengths(conversion: Conversion) -> None:
         conversion.settled |= {"run.rollout_batch_size"}
         if "max_epochs" in conversion.flags:
             conversion.put("run.num_epoch", conversion.text("max_epochs"), "max_epochs")
-            _relist(conversion, "max_epochs")
+            conversion.unlist("max_epochs")
         return
     if conversion.values.get("algorithm.name") == "opd":
         conversion.settled.add("algorithm.kl_coef")

@@ -147,14 +147,14 @@ def _launch(command: Command, dialect: Dialect) -> Launch | None:
     program = command.fields[position]
     head = Field(program.text, command.place)
     launcher = Flag("launcher", "", (head, *loose), command.place)
-    known = _known(dialect, flags)
+    num_known = _known(dialect, flags)
     if dialect.programs and re.search(dialect.programs, program.text):
-        known += FEWEST_FLAGS
+        num_known += FEWEST_FLAGS
     if dialect.name == "trl" and any(
         field.text.rpartition("/")[2] == "accelerate" for field in command.fields[:position]
     ):
-        known += 1
-    return Launch(dialect, tuple(flags), known, launcher, command.condition)
+        num_known += 1
+    return Launch(dialect, tuple(flags), num_known, launcher, command.condition)
 
 
 def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:

@@ -81,6 +81,10 @@ ROLLOUT = (
     Row(f"{INFER}strategy_args.strategy_name", "engine.backend", convert=choice(
         vllm="vllm", sglang="sglang", hf_infer="embedded")),
     Row(f"{INFER}num_gpus_per_worker", "cluster.rollout_num_gpus_per_engine"),
+    Row(prefixed(f"{INFER}strategy_args.strategy_config.", "tensor_parallel_size tp_size"),
+        "cluster.rollout_num_gpus_per_engine"),
+    Row(prefixed(f"{INFER}strategy_args.strategy_config.", "load_format sleep_level"),
+        text="engines load model.path, and free their memory in turn with cluster.colocate"),
     Row(f"{INFER}device_mapping", "cluster.rollout_num_gpus", "the number of devices",
         lambda flag: len(devices(flag))),
     Row(f"{INFER}model_args.dtype {INFER}model_args.torch_dtype", "engine.dtype",
@@ -295,12 +299,13 @@ def _settle_pipeline(conversion: Conversion) -> None:
     """Other pipelines of ROLL have their workers under other names, or keys of their own."""
     trainer = next((flag for flag in conversion.flags.values() if flag.spelling.startswith(("sft_", "student_"))), None)
     if trainer is not None and trainer.spelling.startswith("student_"):
-        conversion.put("algorithm.name", "opd", trainer.name)
+        conversion.put("algorithm.name", "opd", "what student_train does")
     elif trainer is not None:
-        conversion.put("algorithm.name", "sft", trainer.name)
+        conversion.put("algorithm.name", "sft", "what sft_train does")
         epochs = conversion.flags.get(f"{TRAIN}training_args.num_train_epochs")
         if epochs is not None and not epochs.problem and "run.num_rollout" not in conversion.values:
             conversion.put("run.num_epoch", epochs.texts[0], epochs.name)
+            conversion.unlist(epochs.name)
     elif "beta" in conversion.flags or "chosen_key" in conversion.flags:
         conversion.put("algorithm.name", "dpo", "beta", "chosen_key")
     if conversion.values.get("algorithm.name") in ("sft", "dpo"):
