@@ -54,6 +54,8 @@ class Dialect:
     """Prefix that turns a switch off (`--no_bf16`)."""
     programs: str = ""
     """Pattern of the names of programs that train, whatever their flags."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Programs without a counterpart by their last name, and their purpose."""
     common: tuple[str, ...] = ()
     """Groups whose flags say nothing of which command trains, as conversions take them too."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -90,6 +92,11 @@ class Dialect:
 
 def canonical(name: str) -> str:
     return name.replace("-", "_")
+
+
+def stem(program: str) -> str:
+    """The last name of a program, which is a path or a module."""
+    return program.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
 
 
 @dataclass(frozen=True)

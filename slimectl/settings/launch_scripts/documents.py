@@ -177,6 +177,10 @@ DERIVED = (
     "take",
 )
 """Methods of a data set that leave it what it was, in other rows and columns."""
+TRAINS = re.compile(
+    r"(GRPO|RLOO|PPO|SFT|DPO|Reward|KTO|BCO|ORPO|CPO|GKD|MiniLLM|OnlineDPO|NashMD|XPO|PRM)Config"
+)  # fmt: skip
+"""Classes that say by their names what trains."""
 CONFIGURATIONS = re.compile(r"\w*(?:Config|Arguments|Trainer)$")
 
 
@@ -243,7 +247,7 @@ class _PythonFile:
         kind = _called(call)
         prefix = "lora_" if kind == "LoraConfig" else "trainer." if kind.endswith("Trainer") else ""
         place = Place(self._name, call.lineno)
-        if kind in ("GRPOConfig", "RLOOConfig", "PPOConfig", "SFTConfig", "DPOConfig", "RewardConfig"):
+        if TRAINS.fullmatch(kind):
             yield Flag("configuration", "class", (Field(kind, place),), place)
         for keyword in call.keywords:
             line = Place(self._name, keyword.value.lineno)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert, stem
 from slimectl.settings.launch_scripts.documents import python_flags, yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, options
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
@@ -87,7 +87,27 @@ def read(
         if launch.condition and launch.launcher:
             notes.append(Note(launch.launcher.place, f"whether this command is started: {launch.condition}"))
         launch = _with_configuration(launch, path, folder, notes, environ)
+    _check_program(launch)
     return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
+
+
+def _absence(launch: Launch) -> str:
+    """The purpose of a program without a counterpart; empty for one that is read."""
+    program = launch.launcher.texts[0] if launch.launcher else ""
+    return launch.dialect.absent.get(stem(program), "")
+
+
+def _check_program(launch: Launch) -> None:
+    """Raise SettingsError if nothing here does what a command, or the class of a configuration, does."""
+    if (reason := _absence(launch)) and launch.launcher:
+        raise SettingsError(
+            f"{launch.launcher.place}: {launch.launcher.texts[0]} has no counterpart: it {reason} (docs/algorithms.md)"
+        )
+    for flag in launch.flags:
+        kind = flag.texts[0] if flag.name == "configuration" and flag.texts else ""
+        reason = launch.dialect.absent.get(kind.removesuffix("Config").lower(), "")
+        if reason:
+            raise SettingsError(f"{flag.place}: {kind} has no counterpart: it {reason} (docs/algorithms.md)")
 
 
 def _known(dialect: Dialect, flags: Sequence[Flag]) -> int:
@@ -122,8 +142,9 @@ def _training_command(
         names = " or ".join(dialect.title for dialect in dialects)
         unread = "".join(f"; {note.place}: {note.text}" for note in script.notes[:1])
         raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training{unread}")
-    highest = max(launch.num_known for launch in launches.values())
-    main = [launch for launch in launches.values() if launch.num_known * 2 >= highest]
+    present = [launch for launch in launches.values() if not _absence(launch)] or list(launches.values())
+    highest = max(launch.num_known for launch in present)
+    main = [launch for launch in present if launch.num_known * 2 >= highest]
     if len(main) > 1:
         places = [launch.launcher.place.line for launch in main if launch.launcher]
         lines = ", ".join(map(str, places))

@@ -245,6 +245,8 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         conversion.omit(flag, "a key is not copied; export it, or set track.api_key = env:NAME")
     elif prefix and prefixes[prefix] and not flag.problem and "." not in leaf:
         conversion.put(f"{prefixes[prefix]}{leaf}", typed(flag), name)
+    elif prefix and prefixes[prefix] and not flag.problem:
+        conversion.omit(flag, f"it is in a table; give that as JSON text in [{prefixes[prefix].rstrip('.')}]")
     elif name.startswith(("rewards.", "reward.", "custom_envs.", "train_env_manager.", "val_env_manager.")):
         conversion.omit(flag, REWARDS)
     elif name.startswith(("reference.", "critic.", "system_envs.")):

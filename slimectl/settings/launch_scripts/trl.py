@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Many, Row, typed
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Many, Row, stem, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.values import choice, integer, number, on, positive, texts, trackers
 
@@ -272,8 +272,18 @@ def correction_mode(flag: Flag) -> Many:
     return Many({"algorithm.tis_level": level, "algorithm.tis_mode": mode})
 
 
-COMMANDS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model"}
+COMMANDS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model", "ppo": "ppo"}
 """Subcommands of `trl`, and the scripts of the same names."""
+ABSENT = {
+    **dict.fromkeys(("kto", "bco"), "trains on answers that are good or bad by themselves; dpo takes pairs of them"),
+    **dict.fromkeys(("orpo", "cpo"), "trains on pairs without a reference; dpo is the nearest"),
+    **dict.fromkeys(("gkd", "minillm"), "distils from a teacher; opd is the nearest, with algorithm.opd_teacher_load"),
+    **dict.fromkeys(
+        ("online_dpo", "onlinedpo", "xpo", "nash_md", "nashmd"), "trains on pairs that it samples; grpo is the nearest"
+    ),
+    "prm": "trains a model that rewards single steps; reward_model rewards whole answers",
+}
+"""Commands without a counterpart, and their purpose."""
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
@@ -336,7 +346,7 @@ def _settle_correction(conversion: Conversion) -> None:
 
 def _settle_algorithm(conversion: Conversion) -> None:
     values, text = conversion.values, conversion.text
-    script = text("launcher").rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
+    script = stem(text("launcher"))
     if script in COMMANDS and "configuration" not in conversion.flags:
         conversion.put("algorithm.name", COMMANDS[script], "launcher")
     name, loss = values.get("algorithm.name", "grpo"), text("loss_type")
@@ -395,4 +405,6 @@ def _settle_sizes(conversion: Conversion) -> None:
         conversion.take_back("run.num_epoch", "max_steps goes before it")
 
 
-TRL = Dialect("trl", "TRL", GROUPS, settle, unlisted, negation="no_", programs=rf"^({'|'.join(COMMANDS)})$")
+TRL = Dialect(
+    "trl", "TRL", GROUPS, settle, unlisted, negation="no_", programs=rf"^({'|'.join(COMMANDS)})$", absent=ABSENT
+)

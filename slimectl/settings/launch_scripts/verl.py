@@ -188,7 +188,7 @@ POLICY = (
     Row(f"{ACTOR}policy_loss.NAME {ACTOR}kl_cov_ratio", text="docs/algorithms.md has the losses; "
         "train.custom_loss_function_path is one of yours"),
     Row(f"{ACTOR}profiler.NAME actor_rollout_ref.ref.profiler.NAME actor_rollout_ref.rollout.profiler.NAME "
-        "critic.profiler.NAME global_profiler.NAME actor_rollout_ref.profiler.NAME",
+        "critic.profiler.NAME global_profiler.NAME actor_rollout_ref.profiler.NAME profile.NAME",
         text="run.profile names rounds to profile"),
     Row(f"{ACTOR}use_torch_compile actor_rollout_ref.ref.use_torch_compile", text=KERNELS),
     Row(prefixed(f"{ACTOR}checkpoint.", "contents save_contents load_contents async_save NAME"),
@@ -205,8 +205,8 @@ POLICY = (
                  "rollout.log_prob_max_token_len_per_gpu"), text=MEMORY),
 )  # fmt: skip
 ENGINE = (
-    Row(f"{ROLLOUT}name", "engine.backend", convert=choice(vllm="vllm", sglang="sglang", sglang_async="sglang"),
-        default="vllm"),
+    Row(f"{ROLLOUT}name", "engine.backend", "trtllm is not started here, but vLLM",
+        choice(vllm="vllm", sglang="sglang", sglang_async="sglang", trtllm="vllm"), default="vllm"),
     Row(f"{ROLLOUT}n", "rollout.n_samples_per_prompt", default=1),
     Row(f"{ROLLOUT}temperature", "rollout.temperature"),
     Row(f"{ROLLOUT}top_p", "rollout.top_p"),
@@ -553,4 +553,12 @@ def _settle_engine(conversion: Conversion) -> None:
         )
 
 
-VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra")
+SAMPLING = "samples answers and trains nothing; that is `slimectl rollout`"
+ABSENT = {
+    **dict.fromkeys(("main_generation", "main_generation_server"), SAMPLING),
+    "main_eval": "measures answers in a file; that is `slimectl score`",
+    "main_prime": "trains with a reward of every token that it learns (PRIME)",
+    **dict.fromkeys(("main_spin", "main_sppo"), "trains on pairs that it samples; grpo is the nearest"),
+}
+"""Programs without a counterpart, and their purpose."""
+VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra", absent=ABSENT)
