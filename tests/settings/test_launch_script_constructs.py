@@ -181,3 +181,18 @@ def test_a_program_that_does_what_nothing_here_does_is_refused(name: str, text: 
 def test_of_two_programs_the_one_that_has_a_counterpart_is_read(tmp_path: Path):
     text = f"deepspeed ../batch_inference.py {ROWS} --eval_task rm\ndeepspeed ../train_sft.py {ROWS}"
     assert reading(tmp_path, text).conversion.values["algorithm.name"] == "sft"
+
+
+def test_an_estimator_without_a_counterpart_is_left_to_the_user(tmp_path: Path):
+    result = reading(tmp_path, "START --advantage-estimator new")
+    reason = by_hand(result)["--advantage-estimator new"]
+    assert reason.startswith("new has no counterpart; there are ")
+    assert reason.endswith("; set algorithm.name by hand")
+
+
+def test_a_configuration_is_read_from_the_folder_that_config_dir_names(tmp_path: Path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 64}\n")
+    words = "algorithm.adv_estimator=grpo actor_rollout_ref.model.path=/m data.train_files=/d trainer.nnodes=1"
+    result = reading(tmp_path, f"python3 -m verl.trainer.main_ppo --config-dir c --config-name mine {words}")
+    assert (result.conversion.values["rollout.max_prompt_len"], result.notes) == ("64", [])

@@ -274,7 +274,8 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
     try:
         value = row.convert(known_flag) if row.convert else plain(known_flag)
     except ValueError as error:
-        conversion.omit(flag, str(error))
+        decides = row.key == "algorithm.name"
+        conversion.omit(flag, f"{error}; set {row.key} by hand" if decides else str(error), by_hand=decides)
         return
     for key, item in value.items() if isinstance(value, Many) else [(row.key, value)]:
         conversion.put(key, item, canonical(flag.name))

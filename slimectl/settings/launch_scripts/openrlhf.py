@@ -64,7 +64,7 @@ MODEL = (
     Row("gradient_checkpointing", "train.gradient_checkpointing", convert=on),
     Row("adam_offload", "train.offload", convert=Always("optimizer")),
     Row(
-        "zero_stage zpg overlap_comm grad_accum_dtype deepcompile local_rank ds_tensor_parallel_size "
+        "zero_stage backend zpg overlap_comm grad_accum_dtype deepcompile local_rank ds_tensor_parallel_size "
         "gradient_checkpointing_use_reentrant disable_ds_ckpt use_ds_universal_ckpt deepspeed",
         text=DEEPSPEED,
     ),

@@ -35,6 +35,8 @@ STOCK = (
     "one_step_off_ppo_megatron_trainer",
 )  # fmt: skip
 """Configurations that come with verl."""
+NAMES_OF_FILES = ("config", "config_path", "config_name", "config_dir")
+"""Flags that name the file of a configuration, or its folder."""
 IDLE = ("--cfg", "--help")
 """Options with which a program prints something in place of training."""
 FEWEST_FLAGS = 3
@@ -204,6 +206,7 @@ def _with_configuration(
     named = {canonical(flag.name): flag for flag in (*launch.flags, *config_flags)}
     launch = _with_processes(launch, named, path, root, environ)
     folder, name, config = (_known_text(named.get(item)) for item in ("config_path", "config_name", "config"))
+    folder = folder or _known_text(named.get("config_dir"))
     if name:
         file, place = f"{folder or '.'}/{name.removesuffix('.yaml')}.yaml", named["config_name"].place
     elif config and config.endswith((".yaml", ".yml")):
@@ -211,7 +214,7 @@ def _with_configuration(
     else:
         return launch
     document = _document_of(file, path, root)
-    own_flags = [flag for flag in launch.flags if canonical(flag.name) not in ("config", "config_path", "config_name")]
+    own_flags = [flag for flag in launch.flags if canonical(flag.name) not in NAMES_OF_FILES]
     base: list[Flag] = []
     if document is None and Path(file).stem in STOCK:
         pass  # verl's own: its values are the defaults of the table

@@ -89,8 +89,10 @@ ROLLOUT = (
         lambda flag: len(devices(flag))),
     Row(f"{INFER}model_args.dtype {INFER}model_args.torch_dtype", "engine.dtype",
         convert=choice(bf16="bfloat16", fp32="float32", fp16="float16"), default="bfloat16"),
-    Row(prefixed(INFER, "infer_batch_size model_args.disable_gradient_checkpointing model_args.attn_implementation "
-                 "data_args.template name model_args.NAME"), text="engines batch by themselves"),
+    Row(f"{INFER}worker_cls {TRAIN}worker_cls", text="an agent or a reward of yours is a hook (docs/hooks.md)"),
+    Row(prefixed(INFER, "infer_batch_size use_sequence_packing model_args.disable_gradient_checkpointing "
+                 "model_args.attn_implementation data_args.template name model_args.NAME"),
+        text="engines batch by themselves"),
     Row("validation.data_args.file_name", "eval.data", "each file becomes a table, called after it", named_datasets),
     Row("validation.generating_args.top_p", "eval.top_p"),
     Row("validation.generating_args.top_k", "eval.top_k"),
@@ -164,7 +166,9 @@ TRAINING = (
     Row(f"{TRAIN}training_args.per_device_train_batch_size", "train.global_batch_size",
         "times accumulation and data-parallel ranks, as samples of a step"),
     Row(f"{TRAIN}training_args.gradient_accumulation_steps", "train.global_batch_size", "as above"),
-    Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.warmup_ratio",
+    Row(f"{TRAIN}model_update_frequency", "sync.update_weights_interval"),
+    Row(f"{TRAIN}training_args.bf16", text="train.dtype is bfloat16 without actor_train.model_args.dtype"),
+    Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.warmup_ratio {TRAIN}training_args.max_steps",
         text="max_steps is run.num_rollout; warm-up is train.lr_warmup_iters, in steps"),
     Row(f"{TRAIN}model_args.dtype {TRAIN}model_args.torch_dtype", "train.dtype",
         convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),

@@ -45,7 +45,7 @@ def choice(**values: Any) -> Callable[[Flag], Any]:
         name = flag.text.strip().lower().replace("-", "_")
         if name not in values:
             raise ValueError(
-                f"{flag.text} has no counterpart; there are {', '.join(sorted(map(str, values.values())))}"
+                f"{flag.text} has no counterpart; there are {', '.join(sorted(set(map(str, values.values()))))}"
             )
         return values[name]
 
