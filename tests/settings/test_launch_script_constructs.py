@@ -143,3 +143,56 @@ def test_a_correction_of_verl_is_on_where_its_level_is_named(level: str, expecte
     settings = reading(tmp_path, f"python3 -m verl.trainer.main_ppo {words} {correction}").conversion.settings
     algorithm = settings.model_dump()["algorithm"]
     assert (algorithm["use_tis"], algorithm["tis_level"]) == expected
+
+
+ROWS = "--pretrain /m --dataset /d.jsonl --max_len 64 --train_batch_size 8"
+KTO = (
+    "has no counterpart: it trains on answers that are good or bad by themselves; dpo takes pairs of them "
+    "(docs/algorithms.md)"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.sh", f"deepspeed --module openrlhf.cli.train_kto {ROWS}", f"run.sh:1: openrlhf.cli.train_kto {KTO}"),
+        ("run.sh", "trl kto --model_name_or_path /m --dataset_name /d --max_steps 3", f"run.sh:1: kto {KTO}"),
+        (
+            "run.sh",
+            "accelerate launch a/kto.py --model_name_or_path /m --beta 0.1 --max_steps 3",
+            f"run.sh:1: a/kto.py {KTO}",
+        ),
+        ("run.py", "a = KTOConfig(max_steps=3, bf16=True, learning_rate=1e-6, beta=0.1)", f"run.py:1: KTOConfig {KTO}"),
+        (
+            "run.sh",
+            "python3 -m verl.trainer.main_generation data.path=/d model.path=/m trainer.nnodes=1 data.n_samples=2 "
+            "trainer.n_gpus_per_node=8 rollout.temperature=1",
+            "run.sh:1: verl.trainer.main_generation has no counterpart: it samples answers and trains nothing; "
+            "that is `slimectl rollout` (docs/algorithms.md)",
+        ),
+    ],
+)
+def test_a_program_that_does_what_nothing_here_does_is_refused(name: str, text: str, message: str, tmp_path: Path):
+    with pytest.raises(SettingsError) as error:
+        reading(tmp_path, text, name, stack="verl" if "verl" in text else None)
+    assert str(error.value).replace(f"{tmp_path}/", "") == message
+
+
+def test_of_two_programs_the_one_that_has_a_counterpart_is_read(tmp_path: Path):
+    text = f"deepspeed ../batch_inference.py {ROWS} --eval_task rm\ndeepspeed ../train_sft.py {ROWS}"
+    assert reading(tmp_path, text).conversion.values["algorithm.name"] == "sft"
+
+
+def test_an_estimator_without_a_counterpart_is_left_to_the_user(tmp_path: Path):
+    result = reading(tmp_path, "START --advantage-estimator new")
+    reason = by_hand(result)["--advantage-estimator new"]
+    assert reason.startswith("new has no counterpart; there are ")
+    assert reason.endswith("; set algorithm.name by hand")
+
+
+def test_a_configuration_is_read_from_the_folder_that_config_dir_names(tmp_path: Path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 64}\n")
+    words = "algorithm.adv_estimator=grpo actor_rollout_ref.model.path=/m data.train_files=/d trainer.nnodes=1"
+    result = reading(tmp_path, f"python3 -m verl.trainer.main_ppo --config-dir c --config-name mine {words}")
+    assert (result.conversion.values["rollout.max_prompt_len"], result.notes) == ("64", [])

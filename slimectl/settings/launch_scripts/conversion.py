@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -53,6 +54,8 @@ class Dialect:
     """Prefix that turns a switch off (`--no_bf16`)."""
     programs: str = ""
     """Pattern of the names of programs that train, whatever their flags."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Programs without a counterpart by their last name, and their purpose."""
     common: tuple[str, ...] = ()
     """Groups whose flags say nothing of which command trains, as conversions take them too."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -66,8 +69,8 @@ class Dialect:
     def name_of(self, name: str) -> str:
         """The name of a flag in the table, dashes as underscores."""
         name = canonical(name)
-        head, dot, rest = name.partition(".")
-        return self.aliases.get(name) or (f"{self.aliases.get(f'{head}.', f'{head}.')}{rest}" if dot else name)
+        head, dot, tail = name.partition(".")
+        return self.aliases.get(name) or (f"{self.aliases.get(f'{head}.', f'{head}.')}{tail}" if dot else name)
 
     def row(self, name: str) -> Row | None:
         """The row of a name in the table; for a table of which no key has a counterpart (`NAME`) the row of that."""
@@ -89,6 +92,11 @@ class Dialect:
 
 def canonical(name: str) -> str:
     return name.replace("-", "_")
+
+
+def stem(program: str) -> str:
+    """The last name of a program, which is a path or a module."""
+    return program.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,10 @@ class Conversion:
             del self.values[key]
             self.omissions.append(Omission(self.sources.pop(key), "", reason))
 
+    def unlist(self, name: str) -> None:
+        """Take a flag from the list of those without a counterpart: with another flag it has one."""
+        self.omissions = [item for item in self.omissions if item.flag != str(self.flags[name])]
+
     def omit(self, flag: Flag, reason: str, *, by_hand: bool = False) -> None:
         self.omissions.append(Omission(str(flag), str(flag.place), reason, by_hand))
 
@@ -262,7 +274,8 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
     try:
         value = row.convert(known_flag) if row.convert else plain(known_flag)
     except ValueError as error:
-        conversion.omit(flag, str(error))
+        decides = row.key == "algorithm.name"
+        conversion.omit(flag, f"{error}; set {row.key} by hand" if decides else str(error), by_hand=decides)
         return
     for key, item in value.items() if isinstance(value, Many) else [(row.key, value)]:
         conversion.put(key, item, canonical(flag.name))
@@ -282,7 +295,8 @@ def plain(flag: Flag) -> Any:
 
 def typed(flag: Flag) -> Any:
     """The value with its type read from its text, for tables of another program's arguments."""
-    values = [parse_value(text.lower() if text in ("True", "False") else text) for text in flag.texts]
+    texts = [re.sub(r"\A([-+]?\d+)\.\Z", r"\1.0", text) for text in flag.texts]  # TOML has no `1.`
+    values = [parse_value(text.lower() if text in ("True", "False") else text) for text in texts]
     return True if not values else values[0] if len(values) == 1 else values
 
 

@@ -76,11 +76,23 @@ def _leaves(node: Any, prefix: str, file: str, depth: int) -> Iterator[Flag]:
         elif isinstance(value, yaml.SequenceNode) and not all(
             isinstance(item, yaml.ScalarNode) for item in value.value
         ):
-            yield Flag(name, f"{name}:", (Field("…", place, "it is a list of tables"),), place)
+            paths = [_path_of(item) for item in value.value]
+            fields = [Field(path, place) for path in paths if path] if all(paths) else []
+            yield Flag(name, f"{name}:", tuple(fields) or (Field("…", place, "it is a list of tables"),), place)
         else:
             nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
             values = [Field(text, place) for item in nodes for text in _scalar(item)]
             yield Flag(name, f"{name}:", tuple(values), place, "" if values else NULL)
+
+
+def _path_of(node: Any) -> str:
+    """The path of a table of a data set; empty for others."""
+    import yaml
+
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return next(
+        (str(value.value) for key, value in pairs if key.value == "path" and isinstance(value, yaml.ScalarNode)), ""
+    )
 
 
 def _merged(pairs: Sequence[tuple[Any, Any]], file: str) -> Iterator[tuple[Any, Any]]:
@@ -165,6 +177,10 @@ DERIVED = (
     "take",
 )
 """Methods of a data set that leave it what it was, in other rows and columns."""
+TRAINS = re.compile(
+    r"(GRPO|RLOO|PPO|SFT|DPO|Reward|KTO|BCO|ORPO|CPO|GKD|MiniLLM|OnlineDPO|NashMD|XPO|PRM)Config"
+)  # fmt: skip
+"""Classes that say by their names what trains."""
 CONFIGURATIONS = re.compile(r"\w*(?:Config|Arguments|Trainer)$")
 
 
@@ -231,7 +247,7 @@ class _PythonFile:
         kind = _called(call)
         prefix = "lora_" if kind == "LoraConfig" else "trainer." if kind.endswith("Trainer") else ""
         place = Place(self._name, call.lineno)
-        if kind in ("GRPOConfig", "RLOOConfig", "PPOConfig", "SFTConfig", "DPOConfig", "RewardConfig"):
+        if TRAINS.fullmatch(kind):
             yield Flag("configuration", "class", (Field(kind, place),), place)
         for keyword in call.keywords:
             line = Place(self._name, keyword.value.lineno)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, stem, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.openrlhf_names import aliases
 from slimectl.settings.launch_scripts.values import (
@@ -59,11 +59,12 @@ MODEL = (
     Row("lora_rank", "train.lora_rank", "0 is none", positive),
     Row("lora_alpha", "train.lora_alpha"),
     Row("target_modules", "train.lora_targets", convert=texts),
+    Row("load_model", text="weights are those of model.path, a Hugging Face directory; save a .pt file as one first"),
     Row("lora_dropout load_in_4bit", text="adapters have no dropout, and weights are not quantized"),
     Row("gradient_checkpointing", "train.gradient_checkpointing", convert=on),
     Row("adam_offload", "train.offload", convert=Always("optimizer")),
     Row(
-        "zero_stage zpg overlap_comm grad_accum_dtype deepcompile local_rank ds_tensor_parallel_size "
+        "zero_stage backend zpg overlap_comm grad_accum_dtype deepcompile local_rank ds_tensor_parallel_size "
         "gradient_checkpointing_use_reentrant disable_ds_ckpt use_ds_universal_ckpt deepspeed",
         text=DEEPSPEED,
     ),
@@ -114,6 +115,7 @@ DATA = (
     Row("max_len", "rollout.max_context_len"),
     Row("temperature", "rollout.temperature"),
     Row("top_p", "rollout.top_p"),
+    Row("top_k", "rollout.top_k"),
     Row("n_samples_per_prompt", "rollout.n_samples_per_prompt", default=1),
     Row("rollout_batch_size", "run.rollout_batch_size", default=1024),
     Row("train_batch_size", "train.global_batch_size", default=128),
@@ -233,6 +235,14 @@ GROUPS = {
     "Cluster": CLUSTER, "Model": MODEL, "Data": DATA, "Algorithm": ALGORITHM, "Training": TRAINING,
     "Running": RUNNING,
 }  # fmt: skip
+ABSENT = {
+    "train_kto": "trains on answers that are good or bad by themselves; dpo takes pairs of them",
+    "train_prm": "trains a model that rewards single steps; reward_model rewards whole answers",
+    "train_kd": "distils from a teacher's answers in a file; opd asks a teacher about the policy's own",
+    "train_es_ray": "trains by evolution strategies, without gradients",
+    "batch_inference": "samples or scores answers; that is `slimectl rollout` and `slimectl score`",
+}
+"""Programs without a counterpart, and their purpose."""
 SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model", "train_opd": "opd"}
 ROWS = ("sft", "dpo", "reward_model")
 """Algorithms that read rows, and sample nothing."""
@@ -294,7 +304,7 @@ def settle(conversion: Conversion) -> None:
 
 def _settle_algorithm(conversion: Conversion) -> None:
     values, text = conversion.values, conversion.text
-    script = text("launcher").rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
+    script = stem(text("launcher"))
     estimator = conversion.converted("advantage_estimator")
     if script in SCRIPTS:
         conversion.put("algorithm.name", SCRIPTS[script], "launcher")
@@ -308,12 +318,7 @@ def _settle_algorithm(conversion: Conversion) -> None:
         values.pop("algorithm.kl_coef", None)
         conversion.put("algorithm.kl_loss_coef", text("init_kl_coef", "0.01"), "use_kl_loss", "init_kl_coef")
         conversion.settled.add("algorithm.kl_coef")
-        _relist(conversion, "use_kl_loss")
-
-
-def _relist(conversion: Conversion, name: str) -> None:
-    """Take a flag from the list of those without a counterpart: with another flag it has one."""
-    conversion.omissions = [item for item in conversion.omissions if item.flag != str(conversion.flags[name])]
+        conversion.unlist("use_kl_loss")
 
 
 def _settle_lengths(conversion: Conversion) -> None:
@@ -323,7 +328,7 @@ def _settle_lengths(conversion: Conversion) -> None:
         conversion.settled |= {"run.rollout_batch_size"}
         if "max_epochs" in conversion.flags:
             conversion.put("run.num_epoch", conversion.text("max_epochs"), "max_epochs")
-            _relist(conversion, "max_epochs")
+            conversion.unlist("max_epochs")
         return
     if conversion.values.get("algorithm.name") == "opd":
         conversion.settled.add("algorithm.kl_coef")
@@ -352,5 +357,12 @@ def _settle_reward(conversion: Conversion) -> None:
 
 
 OPENRLHF = Dialect(
-    "openrlhf", "OpenRLHF", GROUPS, settle, unlisted, programs=r"(openrlhf|molt)\.cli\.train_", aliases=aliases()
+    "openrlhf",
+    "OpenRLHF",
+    GROUPS,
+    settle,
+    unlisted,
+    programs=r"(openrlhf|molt)\.cli\.train_",
+    absent=ABSENT,
+    aliases=aliases(),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert, stem
 from slimectl.settings.launch_scripts.documents import python_flags, yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, options
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
@@ -35,6 +35,8 @@ STOCK = (
     "one_step_off_ppo_megatron_trainer",
 )  # fmt: skip
 """Configurations that come with verl."""
+NAMES_OF_FILES = ("config", "config_path", "config_name", "config_dir")
+"""Flags that name the file of a configuration, or its folder."""
 IDLE = ("--cfg", "--help")
 """Options with which a program prints something in place of training."""
 FEWEST_FLAGS = 3
@@ -87,7 +89,27 @@ def read(
         if launch.condition and launch.launcher:
             notes.append(Note(launch.launcher.place, f"whether this command is started: {launch.condition}"))
         launch = _with_configuration(launch, path, folder, notes, environ)
+    _check_program(launch)
     return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
+
+
+def _absence(launch: Launch) -> str:
+    """The purpose of a program without a counterpart; empty for one that is read."""
+    program = launch.launcher.texts[0] if launch.launcher else ""
+    return launch.dialect.absent.get(stem(program), "")
+
+
+def _check_program(launch: Launch) -> None:
+    """Raise SettingsError if nothing here does what a command, or the class of a configuration, does."""
+    if (reason := _absence(launch)) and launch.launcher:
+        raise SettingsError(
+            f"{launch.launcher.place}: {launch.launcher.texts[0]} has no counterpart: it {reason} (docs/algorithms.md)"
+        )
+    for flag in launch.flags:
+        kind = flag.texts[0] if flag.name == "configuration" and flag.texts else ""
+        reason = launch.dialect.absent.get(kind.removesuffix("Config").lower(), "")
+        if reason:
+            raise SettingsError(f"{flag.place}: {kind} has no counterpart: it {reason} (docs/algorithms.md)")
 
 
 def _known(dialect: Dialect, flags: Sequence[Flag]) -> int:
@@ -122,8 +144,9 @@ def _training_command(
         names = " or ".join(dialect.title for dialect in dialects)
         unread = "".join(f"; {note.place}: {note.text}" for note in script.notes[:1])
         raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training{unread}")
-    highest = max(launch.num_known for launch in launches.values())
-    main = [launch for launch in launches.values() if launch.num_known * 2 >= highest]
+    present = [launch for launch in launches.values() if not _absence(launch)] or list(launches.values())
+    highest = max(launch.num_known for launch in present)
+    main = [launch for launch in present if launch.num_known * 2 >= highest]
     if len(main) > 1:
         places = [launch.launcher.place.line for launch in main if launch.launcher]
         lines = ", ".join(map(str, places))
@@ -147,14 +170,14 @@ def _launch(command: Command, dialect: Dialect) -> Launch | None:
     program = command.fields[position]
     head = Field(program.text, command.place)
     launcher = Flag("launcher", "", (head, *loose), command.place)
-    known = _known(dialect, flags)
+    num_known = _known(dialect, flags)
     if dialect.programs and re.search(dialect.programs, program.text):
-        known += FEWEST_FLAGS
+        num_known += FEWEST_FLAGS
     if dialect.name == "trl" and any(
         field.text.rpartition("/")[2] == "accelerate" for field in command.fields[:position]
     ):
-        known += 1
-    return Launch(dialect, tuple(flags), known, launcher, command.condition)
+        num_known += 1
+    return Launch(dialect, tuple(flags), num_known, launcher, command.condition)
 
 
 def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
@@ -183,6 +206,7 @@ def _with_configuration(
     named = {canonical(flag.name): flag for flag in (*launch.flags, *config_flags)}
     launch = _with_processes(launch, named, path, root, environ)
     folder, name, config = (_known_text(named.get(item)) for item in ("config_path", "config_name", "config"))
+    folder = folder or _known_text(named.get("config_dir"))
     if name:
         file, place = f"{folder or '.'}/{name.removesuffix('.yaml')}.yaml", named["config_name"].place
     elif config and config.endswith((".yaml", ".yml")):
@@ -190,7 +214,7 @@ def _with_configuration(
     else:
         return launch
     document = _document_of(file, path, root)
-    own_flags = [flag for flag in launch.flags if canonical(flag.name) not in ("config", "config_path", "config_name")]
+    own_flags = [flag for flag in launch.flags if canonical(flag.name) not in NAMES_OF_FILES]
     base: list[Flag] = []
     if document is None and Path(file).stem in STOCK:
         pass  # verl's own: its values are the defaults of the table

@@ -81,12 +81,18 @@ ROLLOUT = (
     Row(f"{INFER}strategy_args.strategy_name", "engine.backend", convert=choice(
         vllm="vllm", sglang="sglang", hf_infer="embedded")),
     Row(f"{INFER}num_gpus_per_worker", "cluster.rollout_num_gpus_per_engine"),
+    Row(prefixed(f"{INFER}strategy_args.strategy_config.", "tensor_parallel_size tp_size"),
+        "cluster.rollout_num_gpus_per_engine"),
+    Row(prefixed(f"{INFER}strategy_args.strategy_config.", "load_format sleep_level"),
+        text="engines load model.path, and free their memory in turn with cluster.colocate"),
     Row(f"{INFER}device_mapping", "cluster.rollout_num_gpus", "the number of devices",
         lambda flag: len(devices(flag))),
     Row(f"{INFER}model_args.dtype {INFER}model_args.torch_dtype", "engine.dtype",
         convert=choice(bf16="bfloat16", fp32="float32", fp16="float16"), default="bfloat16"),
-    Row(prefixed(INFER, "infer_batch_size model_args.disable_gradient_checkpointing model_args.attn_implementation "
-                 "data_args.template name model_args.NAME"), text="engines batch by themselves"),
+    Row(f"{INFER}worker_cls {TRAIN}worker_cls", text="an agent or a reward of yours is a hook (docs/hooks.md)"),
+    Row(prefixed(INFER, "infer_batch_size use_sequence_packing model_args.disable_gradient_checkpointing "
+                 "model_args.attn_implementation data_args.template name model_args.NAME"),
+        text="engines batch by themselves"),
     Row("validation.data_args.file_name", "eval.data", "each file becomes a table, called after it", named_datasets),
     Row("validation.generating_args.top_p", "eval.top_p"),
     Row("validation.generating_args.top_k", "eval.top_k"),
@@ -160,7 +166,9 @@ TRAINING = (
     Row(f"{TRAIN}training_args.per_device_train_batch_size", "train.global_batch_size",
         "times accumulation and data-parallel ranks, as samples of a step"),
     Row(f"{TRAIN}training_args.gradient_accumulation_steps", "train.global_batch_size", "as above"),
-    Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.warmup_ratio",
+    Row(f"{TRAIN}model_update_frequency", "sync.update_weights_interval"),
+    Row(f"{TRAIN}training_args.bf16", text="train.dtype is bfloat16 without actor_train.model_args.dtype"),
+    Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.warmup_ratio {TRAIN}training_args.max_steps",
         text="max_steps is run.num_rollout; warm-up is train.lr_warmup_iters, in steps"),
     Row(f"{TRAIN}model_args.dtype {TRAIN}model_args.torch_dtype", "train.dtype",
         convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),
@@ -241,6 +249,8 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         conversion.omit(flag, "a key is not copied; export it, or set track.api_key = env:NAME")
     elif prefix and prefixes[prefix] and not flag.problem and "." not in leaf:
         conversion.put(f"{prefixes[prefix]}{leaf}", typed(flag), name)
+    elif prefix and prefixes[prefix] and not flag.problem:
+        conversion.omit(flag, f"it is in a table; give that as JSON text in [{prefixes[prefix].rstrip('.')}]")
     elif name.startswith(("rewards.", "reward.", "custom_envs.", "train_env_manager.", "val_env_manager.")):
         conversion.omit(flag, REWARDS)
     elif name.startswith(("reference.", "critic.", "system_envs.")):
@@ -295,12 +305,13 @@ def _settle_pipeline(conversion: Conversion) -> None:
     """Other pipelines of ROLL have their workers under other names, or keys of their own."""
     trainer = next((flag for flag in conversion.flags.values() if flag.spelling.startswith(("sft_", "student_"))), None)
     if trainer is not None and trainer.spelling.startswith("student_"):
-        conversion.put("algorithm.name", "opd", trainer.name)
+        conversion.put("algorithm.name", "opd", "what student_train does")
     elif trainer is not None:
-        conversion.put("algorithm.name", "sft", trainer.name)
+        conversion.put("algorithm.name", "sft", "what sft_train does")
         epochs = conversion.flags.get(f"{TRAIN}training_args.num_train_epochs")
         if epochs is not None and not epochs.problem and "run.num_rollout" not in conversion.values:
             conversion.put("run.num_epoch", epochs.texts[0], epochs.name)
+            conversion.unlist(epochs.name)
     elif "beta" in conversion.flags or "chosen_key" in conversion.flags:
         conversion.put("algorithm.name", "dpo", "beta", "chosen_key")
     if conversion.values.get("algorithm.name") in ("sft", "dpo"):

@@ -78,10 +78,10 @@ class Script(Commands):
         """The output of a pipe: known where its first command's is, and the others change text alone."""
         output = self._captured(Substitution("", (commands[0],), quoted=True), Place("", 0))
         for command in commands[1:]:
-            words = [field for word in getattr(command, "argv", ()) for field in self._fields(word)]
+            argv = [field for word in getattr(command, "argv", ()) for field in self._fields(word)]
             text = None
-            if isinstance(command, syntax.Simple) and not any(field.problem for field in (output, *words)):
-                text = filtered([field.text for field in words], output.text)
+            if isinstance(command, syntax.Simple) and not any(field.problem for field in (output, *argv)):
+                text = filtered([field.text for field in argv], output.text)
             output = Field("", Place("", 0), NOT_EXECUTED) if text is None else output.with_text(text)
         return output
 

@@ -148,8 +148,8 @@ class Commands(Variables):
 
     def _with_marks(self, command: syntax.Simple, script: Field) -> Field:
         """The text of an inner script in which marks stand for what is not known, so that the rest is read."""
-        words = [word for word in command.argv if self._field(word) == script]
-        return self._marked(words[-1]) if script.unknown and words else script
+        matches = [word for word in command.argv if self._field(word) == script]
+        return self._marked(matches[-1]) if script.unknown and matches else script
 
     def _readable(self, field: Field) -> Path | None:
         """The file that a word names, if it lies in the folder that may be read and is not being read already."""
@@ -356,10 +356,10 @@ class Commands(Variables):
         elif option:
             self._variables[names[0]] = {str(number): text.with_text(part) for number, part in enumerate(parts)}
         else:
-            rest = (separators[:1] or " ").join(parts[len(names) - 1 :])
+            tail = (separators[:1] or " ").join(parts[len(names) - 1 :])
             for name, part in zip(names, [*parts[: len(names) - 1], *([""] * len(names))], strict=False):
                 self._variables[name] = text.with_text(part)
-            self._variables[names[-1]] = text.with_text(rest)
+            self._variables[names[-1]] = text.with_text(tail)
 
     def _eval(self, fields: list[Field], command: syntax.Simple) -> bool | None:
         if not any(field.problem for field in fields) and self._calls < MAX_CALLS:
@@ -408,8 +408,8 @@ def _script_file(fields: Sequence[Field]) -> int | None:
     for position, field in enumerate(fields):
         if os.path.basename(field.text) not in ("bash", "sh", "zsh"):
             continue
-        rest = [number for number in range(position + 1, len(fields)) if not fields[number].text.startswith("-")]
-        return rest[0] if rest and fields[rest[0]].text.endswith((".sh", ".slurm", ".sbatch")) else None
+        arguments = [number for number in range(position + 1, len(fields)) if not fields[number].text.startswith("-")]
+        return arguments[0] if arguments and fields[arguments[0]].text.endswith((".sh", ".slurm", ".sbatch")) else None
     return None
 
 

@@ -19,7 +19,7 @@ def filtered(argv: Sequence[str], text: str) -> str | None:
     """The output of a command for a text on its stdin; None for commands and options that are not known here."""
     filters: dict[str, Callable[[Sequence[str], str], str | None]] = {
         "tr": _tr, "cut": _cut, "sed": _sed, "awk": _awk, "head": _head, "tail": _tail, "wc": _wc, "xargs": _xargs,
-        "cat": lambda rest, text: None if rest else text,
+        "cat": lambda argv, text: None if argv else text,
     }  # fmt: skip
     command = filters.get(argv[0]) if argv else None
     return None if command is None or text.count("\n") > MAX_LINES else command(argv[1:], text)
@@ -66,8 +66,8 @@ def _cut(argv: Sequence[str], text: str) -> str | None:
     lines = []
     for line in text.split("\n"):
         parts = line.split(separator)
-        chosen = [parts[number - 1] for number in sorted(set(numbers)) if 0 < number <= len(parts)]
-        lines.append(line if len(parts) == 1 else separator.join(chosen))
+        selection = [parts[number - 1] for number in sorted(set(numbers)) if 0 < number <= len(parts)]
+        lines.append(line if len(parts) == 1 else separator.join(selection))
     return "\n".join(lines)
 
 
@@ -92,11 +92,11 @@ def _awk(argv: Sequence[str], text: str) -> str | None:
     >>> _awk(["-F,", "{print NF}"], "0,1,2"), _awk(["{print $2}"], "a b")
     ('3', 'b')
     """
-    words = list(argv)
+    arguments = list(argv)
     separator = None
-    if words and words[0].startswith("-F"):
-        separator = words.pop(0)[2:] or (words.pop(0) if words else "")
-    match = AWK.match(words[0]) if len(words) == 1 else None
+    if arguments and arguments[0].startswith("-F"):
+        separator = arguments.pop(0)[2:] or (arguments.pop(0) if arguments else "")
+    match = AWK.match(arguments[0]) if len(arguments) == 1 else None
     if match is None or (separator is not None and len(separator) != 1):
         return None
     lines = []

@@ -45,7 +45,7 @@ CLUSTER = (
     Row("actor-num-gpus-per-node", "cluster.actor_num_gpus_per_node", default=8),
     Row("rollout-num-gpus", "cluster.rollout_num_gpus", "0, a router alone, is engine.url", positive),
     Row("rollout-num-gpus-per-engine", "cluster.rollout_num_gpus_per_engine"),
-    Row("num-gpus-per-node", "cluster.num_gpus_per_node"),
+    Row("num-gpus-per-node rollout-num-gpus-per-node", "cluster.num_gpus_per_node"),
     Row("colocate", "cluster.colocate", "engines then have all GPUs of the trainer", on),
     Row("offload offload-train", "cluster.offload_train", convert=on),
     Row("no-offload-train", "cluster.offload_train", "the opposite", off),

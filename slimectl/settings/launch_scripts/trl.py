@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Many, Row, stem, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.values import choice, integer, number, on, positive, texts, trackers
 
@@ -45,14 +45,14 @@ MODEL = (
 )
 DATA = (
     Row(
-        "dataset_name dataset_id_or_path dataset_path trainer.train_dataset train_dataset dataset",
+        "dataset_name datasets dataset_id_or_path dataset_path trainer.train_dataset train_dataset dataset",
         "rollout.data",
         convert=texts,
     ),
     Row("trainer.eval_dataset eval_dataset eval_dataset_path", "eval.data.eval"),
     Row(
         "dataset_config dataset_train_split dataset_test_split dataset_splits dataset_num_proc dataset_text_field "
-        "dataset_streaming datasets dataset_mixture dataloader_num_workers dataloader_pin_memory remove_unused_columns "
+        "dataset_streaming dataset_mixture dataloader_num_workers dataloader_pin_memory remove_unused_columns "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_drop_last ignore_data_skip",
         text="a data set of the hub is org/name/FILES in rollout.data (docs/records.md)",
     ),
@@ -147,8 +147,14 @@ ALGORITHM = (
     ),
     Row("use_liger_kernel use_liger_loss", text=KERNELS),
     Row("vllm_importance_sampling_correction", "algorithm.use_tis", convert=on),
-    Row("vllm_importance_sampling_cap", "algorithm.tis_clip"),
-    Row("vllm_importance_sampling_mode", text="algorithm.tis_level and tis_mode are its two halves"),
+    Row("vllm_importance_sampling_cap vllm_importance_sampling_clip_max", "algorithm.tis_clip"),
+    Row("vllm_importance_sampling_clip_min", "algorithm.tis_clip_low"),
+    Row(
+        "vllm_importance_sampling_mode",
+        "algorithm.tis_level",
+        "its first half; the second is algorithm.tis_mode",
+        lambda flag: correction_mode(flag),
+    ),
     Row("label_smoothing", "algorithm.label_smoothing"),
     Row("reward_funcs trainer.reward_funcs", text=REWARDS),
     Row("reward_weights", text="weights stand in score.rm, a sum of verifiers"),
@@ -256,8 +262,28 @@ GROUPS = {
     "Model": MODEL, "Data": DATA, "Generation": GENERATION, "Algorithm": ALGORITHM, "Training": TRAINING,
     "Running": RUNNING,
 }  # fmt: skip
-COMMANDS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model"}
+
+
+def correction_mode(flag: Flag) -> Many:
+    """`LEVEL_MODE`, as in sequence_mask. Raises ValueError for others."""
+    level, _, mode = flag.text.partition("_")
+    if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
+        raise ValueError(f"{flag.text} has no counterpart; algorithm.tis_level and tis_mode are its two halves")
+    return Many({"algorithm.tis_level": level, "algorithm.tis_mode": mode})
+
+
+COMMANDS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model", "ppo": "ppo"}
 """Subcommands of `trl`, and the scripts of the same names."""
+ABSENT = {
+    **dict.fromkeys(("kto", "bco"), "trains on answers that are good or bad by themselves; dpo takes pairs of them"),
+    **dict.fromkeys(("orpo", "cpo"), "trains on pairs without a reference; dpo is the nearest"),
+    **dict.fromkeys(("gkd", "minillm"), "distils from a teacher; opd is the nearest, with algorithm.opd_teacher_load"),
+    **dict.fromkeys(
+        ("online_dpo", "onlinedpo", "xpo", "nash_md", "nashmd"), "trains on pairs that it samples; grpo is the nearest"
+    ),
+    "prm": "trains a model that rewards single steps; reward_model rewards whole answers",
+}
+"""Commands without a counterpart, and their purpose."""
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
@@ -276,10 +302,12 @@ def settle(conversion: Conversion) -> None:
             gpus = conversion.number("num_processes", conversion.number("nproc_per_node", 0))
             if gpus:
                 conversion.put("cluster.rollout_num_gpus", gpus, "num_processes", "vllm_mode")
-        elif "vllm_server_base_url" not in conversion.flags:
+        elif not conversion.flags.keys() & {"vllm_server_base_url", "vllm_url"}:
             host = conversion.text("vllm_server_host", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
             port = conversion.text("vllm_server_port", "8000")
             conversion.put("engine.url", [f"http://{host}:{port}"], "use_vllm", "vllm_server_host", "vllm_server_port")
+        if values.get("algorithm.name", "grpo") in ("grpo", "dr_grpo", "gspo", "cispo", "sapo"):
+            _settle_correction(conversion)
     else:
         conversion.take_back("engine.url", "use_vllm is off")
         conversion.take_back("cluster.colocate", "use_vllm is off")
@@ -305,9 +333,20 @@ def settle(conversion: Conversion) -> None:
         conversion.omissions = [item for item in conversion.omissions if item.flag != str(conversion.flags[name])]
 
 
+def _settle_correction(conversion: Conversion) -> None:
+    """With vLLM, TRL corrects for its probabilities unless it is told not to."""
+    source = "the default of TRL with use_vllm"
+    name = "vllm_importance_sampling_correction"
+    if name in conversion.flags and not conversion.switch(name):
+        return
+    for key, value in (("use_tis", True), ("tis_level", "sequence"), ("tis_mode", "mask"), ("tis_clip", 3.0)):
+        if f"algorithm.{key}" not in conversion.values:
+            conversion.put(f"algorithm.{key}", value, source)
+
+
 def _settle_algorithm(conversion: Conversion) -> None:
     values, text = conversion.values, conversion.text
-    script = text("launcher").rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
+    script = stem(text("launcher"))
     if script in COMMANDS and "configuration" not in conversion.flags:
         conversion.put("algorithm.name", COMMANDS[script], "launcher")
     name, loss = values.get("algorithm.name", "grpo"), text("loss_type")
@@ -366,4 +405,6 @@ def _settle_sizes(conversion: Conversion) -> None:
         conversion.take_back("run.num_epoch", "max_steps goes before it")
 
 
-TRL = Dialect("trl", "TRL", GROUPS, settle, unlisted, negation="no_", programs=rf"^({'|'.join(COMMANDS)})$")
+TRL = Dialect(
+    "trl", "TRL", GROUPS, settle, unlisted, negation="no_", programs=rf"^({'|'.join(COMMANDS)})$", absent=ABSENT
+)

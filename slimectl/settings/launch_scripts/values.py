@@ -45,7 +45,7 @@ def choice(**values: Any) -> Callable[[Flag], Any]:
         name = flag.text.strip().lower().replace("-", "_")
         if name not in values:
             raise ValueError(
-                f"{flag.text} has no counterpart; there are {', '.join(sorted(map(str, values.values())))}"
+                f"{flag.text} has no counterpart; there are {', '.join(sorted(set(map(str, values.values()))))}"
             )
         return values[name]
 
@@ -162,14 +162,17 @@ def named_datasets(flag: Flag) -> Many:
     return Many(data)
 
 
-def bounds(flag: Flag) -> Many:
-    """`LOW_HIGH`, or the upper bound alone."""
-    low, _, high = flag.text.rpartition("_")
-    try:
-        values = {"algorithm.rs_clip": float(high)} | ({"algorithm.rs_clip_low": float(low)} if low else {})
-    except ValueError:
-        raise ValueError(f"{flag.text} is not LOW_HIGH; set algorithm.rs_clip_low and rs_clip by hand") from None
-    return Many(values)
+def bounds(key: str) -> Callable[[Flag], Many]:
+    """`LOW_HIGH` as the values of KEY_low and KEY; a single number is the upper bound."""
+
+    def convert(flag: Flag) -> Many:
+        low, _, high = flag.text.rpartition("_")
+        try:
+            return Many({key: float(high)} | ({f"{key}_low": float(low)} if low else {}))
+        except ValueError:
+            raise ValueError(f"{flag.text} is not LOW_HIGH; set {key}_low and {key} by hand") from None
+
+    return convert
 
 
 def ahead(flag: Flag) -> int:

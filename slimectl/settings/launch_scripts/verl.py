@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.megatron import hand_over
@@ -89,6 +91,10 @@ SUPERVISED = (
     Row("optim.lr_scheduler", "train.lr_decay_style", convert=choice(cosine="cosine", constant="constant",
         linear="linear")),
     Row("optim.clip_grad", "train.clip_grad"),
+    Row("optim.lr_scheduler_type optim.warmup_style", "train.lr_decay_style", convert=choice(cosine="cosine",
+        constant="constant", linear="linear")),
+    Row("optim.lr_warmup_steps", "train.lr_warmup_iters", "negative is none", positive),
+    Row("model.exclude_modules model.lora_adapter_path", text="set train.lora_targets, train.lora_load"),
     Row("optim.betas optim.warmup_steps_ratio optim.lr_warmup_steps_ratio optim.min_lr_ratio",
         text="set train.adam_beta1, adam_beta2, lr_warmup_iters and min_lr"),
     Row("ulysses_sequence_parallel_size", text=SEQUENCE),
@@ -182,7 +188,7 @@ POLICY = (
     Row(f"{ACTOR}policy_loss.NAME {ACTOR}kl_cov_ratio", text="docs/algorithms.md has the losses; "
         "train.custom_loss_function_path is one of yours"),
     Row(f"{ACTOR}profiler.NAME actor_rollout_ref.ref.profiler.NAME actor_rollout_ref.rollout.profiler.NAME "
-        "critic.profiler.NAME global_profiler.NAME actor_rollout_ref.profiler.NAME",
+        "critic.profiler.NAME global_profiler.NAME actor_rollout_ref.profiler.NAME profile.NAME",
         text="run.profile names rounds to profile"),
     Row(f"{ACTOR}use_torch_compile actor_rollout_ref.ref.use_torch_compile", text=KERNELS),
     Row(prefixed(f"{ACTOR}checkpoint.", "contents save_contents load_contents async_save NAME"),
@@ -199,8 +205,8 @@ POLICY = (
                  "rollout.log_prob_max_token_len_per_gpu"), text=MEMORY),
 )  # fmt: skip
 ENGINE = (
-    Row(f"{ROLLOUT}name", "engine.backend", convert=choice(vllm="vllm", sglang="sglang", sglang_async="sglang"),
-        default="vllm"),
+    Row(f"{ROLLOUT}name", "engine.backend", "trtllm is not started here, but vLLM",
+        choice(vllm="vllm", sglang="sglang", sglang_async="sglang", trtllm="vllm"), default="vllm"),
     Row(f"{ROLLOUT}n", "rollout.n_samples_per_prompt", default=1),
     Row(f"{ROLLOUT}temperature", "rollout.temperature"),
     Row(f"{ROLLOUT}top_p", "rollout.top_p"),
@@ -227,7 +233,8 @@ ENGINE = (
     Row(f"{ROLLOUT}quantization {ROLLOUT}quantization_config_file {ROLLOUT}checkpoint_engine.NAME "
         f"{ROLLOUT}cudagraph_capture_sizes {ROLLOUT}layered_summon {ROLLOUT}multi_stage_wake_up {ROLLOUT}skip_rollout "
         f"{ROLLOUT}skip_dump_dir {ROLLOUT}skip.NAME {ROLLOUT}over_sample_rate {ROLLOUT}mtp.NAME "
-        f"{ROLLOUT}scheduling_policy {ROLLOUT}logprobs_mode {ROLLOUT}engine_kwargs.trtllm.NAME {ROLLOUT}limit_images",
+        f"{ROLLOUT}scheduling_policy {ROLLOUT}logprobs_mode {ROLLOUT}engine_kwargs.trtllm.NAME "
+        f"{ROLLOUT}drafter.NAME {ROLLOUT}limit_images",
         text="set the argument of the engine in [vllm.args] or [sglang.args], by its name there"),
     Row(f"{ROLLOUT}enable_rollout_routing_replay", "train.use_rollout_routing_replay", convert=on),
     Row(f"{ROLLOUT}calculate_log_probs", text=SAMPLED),
@@ -240,6 +247,7 @@ ENGINE = (
     Row(f"{ROLLOUT}val_kwargs.temperature", "eval.temperature", default=0.0),
     Row(f"{ROLLOUT}val_kwargs.top_p", "eval.top_p"),
     Row(f"{ROLLOUT}val_kwargs.top_k", "eval.top_k"),
+    Row(f"{ROLLOUT}val_kwargs.max_tokens", "eval.max_response_len"),
     Row(f"{ROLLOUT}val_kwargs.do_sample", text="a temperature of 0 is greedy: eval.temperature"),
 )  # fmt: skip
 ALGORITHM = (
@@ -260,7 +268,8 @@ ALGORITHM = (
         text="the filter looks at rewards, and draws until a round is full"),
     Row("algorithm.rollout_is algorithm.rollout_correction.rollout_is", "algorithm.use_tis",
         "token and sequence are algorithm.tis_level", on),
-    Row("algorithm.rollout_is_threshold algorithm.rollout_correction.rollout_is_threshold", "algorithm.tis_clip"),
+    Row("algorithm.rollout_is_threshold algorithm.rollout_correction.rollout_is_threshold", "algorithm.tis_clip",
+        "LOW_HIGH is also algorithm.tis_clip_low", bounds("algorithm.tis_clip")),
     Row("algorithm.rollout_is_threshold_lower", "algorithm.tis_clip_low"),
     Row("algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.tis_batch_normalize", convert=on),
     Row("algorithm.rollout_correction.rollout_rs", "algorithm.rs_level",
@@ -268,9 +277,11 @@ ALGORITHM = (
         choice(token="token", token_k1="token", sequence="sequence", seq_sum_k1="sequence", geometric="geometric",
                seq_mean_k1="geometric")),
     Row("algorithm.rollout_correction.rollout_rs_threshold", "algorithm.rs_clip",
-        "LOW_HIGH is also algorithm.rs_clip_low", bounds),
+        "LOW_HIGH is also algorithm.rs_clip_low", bounds("algorithm.rs_clip")),
     Row("algorithm.rollout_correction.rollout_rs_threshold_lower", "algorithm.rs_clip_low"),
     Row("algorithm.rollout_correction.rollout_token_veto_threshold", "algorithm.tis_veto"),
+    Row("distillation.enabled", "algorithm.name", "opd, with the first teacher as algorithm.opd_teacher_load",
+        Always("opd")),
     Row("algorithm.rollout_correction.NAME algorithm.pf_ppo.NAME algorithm.use_pf_ppo distillation.NAME",
         text="docs/algorithms.md has what there is; algorithm.opd is distillation from a teacher"),
     Row("algorithm.rollout_is_level", "algorithm.tis_level",
@@ -291,6 +302,7 @@ REWARD = (
     Row("custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path "
         "reward.custom_reward_function.name",
         text="its parameters are verl's; write a function of `sample` for score.custom_rm_path (docs/verifiers.md)"),
+    Row("reward.NAME", text="verifiers grade in worker processes, score.workers (docs/verifiers.md)"),
     Row("reward_model.reward_manager reward.reward_manager.name", "score.rm_type", "dapo; naive picks by data_source",
         choice(dapo="dapo")),
     Row(prefixed("reward_model.", "enable model.path strategy micro_batch_size_per_gpu model.input_tokenizer "
@@ -345,6 +357,15 @@ TRAINER = (
         "trainer.max_critic_ckpt_to_keep trainer.esi_redundant_time",
         text=RESUME,
     ),
+    Row(
+        "model_engine engine",
+        "train.backend",
+        "fsdp and megatron",
+        choice(fsdp="fsdp", fsdp2="fsdp", megatron="megatron", dp="fsdp"),
+    ),
+    Row("optim", text="the optimizer is AdamW"),
+    Row("actor_rollout_ref.nccl_timeout", text="it is no setting; sync.timeout_s is the limit of a weight update"),
+    Row(f"{ACTOR}veomni.NAME actor_rollout_ref.ref.veomni.NAME", text="train.backend is fsdp or megatron"),
     Row("trainer.device", "train.device", convert=choice(cuda="cuda", cpu="cpu")),
     Row(
         "ray_init.num_cpus ray_kwargs.ray_init.num_cpus ray_kwargs.ray_init.runtime_env trainer.use_legacy_worker_impl "
@@ -402,6 +423,12 @@ def settle(conversion: Conversion) -> None:
         conversion.put("algorithm.use_tis", True, f"{ACTOR}tis_imp_ratio_cap")
     _settle_sizes(conversion)
     _settle_correction(conversion)
+    if conversion.switch("distillation.enabled"):
+        conversion.put("algorithm.name", "opd", "distillation.enabled")
+        teacher = next((name for name in conversion.flags if re.fullmatch(r"distillation\..*model_path", name)), None)
+        if teacher is not None and not conversion.flags[teacher].problem:
+            conversion.put("algorithm.opd_teacher_load", conversion.text(teacher), teacher)
+            conversion.unlist(teacher)
     if any(name.startswith("async_training.") for name in conversion.flags):
         _settle_asynchronous(conversion)
     _settle_engine(conversion)
@@ -427,7 +454,7 @@ def _settle_sft(conversion: Conversion) -> None:
     conversion.put("algorithm.name", "sft", "launcher")
     conversion.put("train.dtype", "bfloat16", "verl computes in bfloat16")
     conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
-    conversion.settled |= {"engine.backend", "engine.dtype", "cluster.rollout_num_gpus_per_engine"}
+    conversion.settled |= {"engine.backend", "engine.dtype", "cluster.rollout_num_gpus_per_engine", "eval.temperature"}
     conversion.settled.add("cluster.actor_num_gpus_per_node")
     conversion.settled |= {"train.global_batch_size", "run.rollout_batch_size"}
     if "run.rollout_batch_size" in conversion.values:
@@ -474,7 +501,7 @@ def _settle_sizes(conversion: Conversion) -> None:
 
 
 def _settle_correction(conversion: Conversion) -> None:
-    """Whose weight is bounded is the value of the switch there."""
+    """Set the level of a correction, which is the value of its switch there."""
     for name in ("algorithm.rollout_is", "algorithm.rollout_correction.rollout_is"):
         level = conversion.text(name)
         if level in ("token", "sequence"):
@@ -526,4 +553,12 @@ def _settle_engine(conversion: Conversion) -> None:
         )
 
 
-VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra")
+SAMPLING = "samples answers and trains nothing; that is `slimectl rollout`"
+ABSENT = {
+    **dict.fromkeys(("main_generation", "main_generation_server"), SAMPLING),
+    "main_eval": "measures answers in a file; that is `slimectl score`",
+    "main_prime": "trains with a reward of every token that it learns (PRIME)",
+    **dict.fromkeys(("main_spin", "main_sppo"), "trains on pairs that it samples; grpo is the nearest"),
+}
+"""Programs without a counterpart, and their purpose."""
+VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra", absent=ABSENT)
