@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.architectures.qwen_vl import DECODER, TOWER, published_name
+from slimectl.architectures.qwen_vl import DECODER, PUBLISHED, TOWER, published_name
 from slimectl.engines.embedded.linear import Linear, can_pack
 from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.engines.embedded.qwen2_5_tower import WindowedTower
@@ -142,7 +142,7 @@ class Weights:
 
     def published_name(self, name: str) -> str:
         """Return a tensor's name in published checkpoints; transformers' modules may have others in a vision model."""
-        return published_name(name, self._model_type)
+        return published_name(name, self._model_type) if self._model_type in PUBLISHED else name
 
     @torch.no_grad()
     def write(self, tensors: NamedTensors) -> set[str]:
