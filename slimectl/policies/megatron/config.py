@@ -91,8 +91,7 @@ ACTING = frozenset({
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "deallocate_pipeline_outputs",
     "pipeline_model_parallel_comm_backend", "batch_p2p_sync", "overlap_p2p_comm", "batch_p2p_comm",
-    "use_ring_exchange_p2p", "overlap_p2p_comm_warmup_flush", "microbatch_group_size_per_vp_stage",
-    "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
+    "microbatch_group_size_per_vp_stage", "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
 })  # fmt: skip
 """Arguments that this trainer acts on, of those that no setting, model or need of packed training decides."""
 
@@ -101,6 +100,9 @@ _REASONS = {
     "fp4": "low precision needs TransformerEngine, which this trainer does without",
     "tp_comm": "it needs TransformerEngine, which this trainer does without",
     "transformer_impl": "layers are megatron-core's local ones",
+    "overlap_moe": "its schedule divides megatron-core's own model, whose head is applied apart here",
+    "ep_overlap": "it belongs to overlap_moe_expert_parallel_comm",
+    "delay_wgrad": "it needs TransformerEngine's linear layers",
     "cuda_graph": "packs differ in shape",
     "cpu_offloading": "it needs TransformerEngine; set megatron.recompute_granularity",
     "mtp": "no layer of multi-token prediction is trained",
@@ -116,6 +118,27 @@ _REASONS = {
 
 _ACTUAL = {"transformer_impl": "local"}
 """Values that are in effect whatever the configuration says."""
+
+
+def _check_messages(args: Mapping[str, Any], layout: ParallelLayout) -> None:
+    """Raises SettingsError for an argument with which pipeline stages would wait for each other for ever.
+
+    Two ranks over gloo did (megatron-core 0.16.1): packs differ in length, so stages exchange shapes before tensors,
+    and interleaved ones exchange both ways with the same peer.
+    """
+    interleaved = layout.virtual_pipeline is not None
+    reasons = {
+        "overlap_p2p_comm_warmup_flush": "stages exchange the shapes of packs first, and would wait for each other",
+        "use_ring_exchange_p2p": "torch has no ring exchange",
+    }
+    if interleaved:
+        reasons["batch_p2p_comm"] = "one batch would mix up what interleaved stages send both ways"
+    else:
+        reasons["overlap_p2p_comm"] = "only interleaved stages overlap their messages (virtual pipeline)"
+    for name in (name for name in reasons if args.get(name)):
+        raise SettingsError(f"megatron.args.{name}: is not possible ({reasons[name]}); drop it")
+    if interleaved and args.get("overlap_p2p_comm") is False:
+        raise SettingsError("megatron.args.overlap_p2p_comm: False, but interleaved stages overlap; drop it")
 
 
 def refuse_idle(args: Mapping[str, Any], config: Any, *, acting: Iterable[str] = ()) -> None:
@@ -176,6 +199,7 @@ def transformer_config(
     if architecture.mla:
         width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
         values.setdefault("softmax_scale", softmax_scale(architecture.rope, width, architecture.max_positions))
+    _check_messages(args or {}, layout)
     _refuse_other_families(args or {}, kind)
     refuse_idle(args_of(args or {}, kind), SimpleNamespace(**_defaults(kind) | values))
     if values.get("linear_attention_freq"):

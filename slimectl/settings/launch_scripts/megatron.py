@@ -43,7 +43,7 @@ ARGUMENTS = (
         "megatron.args.microbatch_group_size_per_vp_stage",
         convert=typed,
     ),
-    Row("overlap-p2p-communication-warmup-flush", "megatron.args.overlap_p2p_comm_warmup_flush", convert=typed),
+    Row("overlap-p2p-communication-warmup-flush", text="stages exchange the shapes of packs first"),
     Row("ddp-bucket-size", "megatron.args.bucket_size", convert=typed),
     _argument("hidden-dropout"),
     Row("attention-dropout", text="attention has no dropout"),
