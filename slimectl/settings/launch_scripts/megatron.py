@@ -74,7 +74,8 @@ ARGUMENTS = (
         "no-bias-swiglu-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl use-cpu-initialization "
         "enable-experimental tp-comm-overlap manual-gc manual-gc-interval no-persist-layer-norm "
         "distributed-optimizer-overlap", text=FREE),
-    Row("fp8-format fp8-recipe fp8 fp8-param-gather fp4-format", text="low precision of training is not done here"),
+    Row("fp8-format fp8-recipe fp8 fp8-param-gather fp4-format",
+        text="set megatron.args.transformer_impl and fp8 by hand"),
     Row("use-mcore-models use-megatron-fsdp use-dist-ckpt ckpt-format dist-ckpt-format auto-detect-ckpt-format "
         "ckpt-fully-parallel-save dist-ckpt-strictness no-ckpt-fully-parallel-save ckpt-convert-format",
         text="checkpoints have the layout of megatron.save_format"),

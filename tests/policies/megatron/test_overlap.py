@@ -45,7 +45,7 @@ def test_two_ranks_make_the_same_steps_with_it(two: Ranks, four_layers: ModelDir
         (None, {"overlap_grad_reduce": True}, r"not possible \(gradients are shared once a step, after all"),
         (None, {"overlap_param_gather": True}, r"not possible \(weights are read between steps, and the head apart"),
         (None, {"overlap_param_gather_with_optimizer_step": True}, r"not possible \(weights are read between steps"),
-        (None, {"tp_comm_overlap": True}, r"no effect \(it needs TransformerEngine"),
+        (None, {"tp_comm_overlap": True}, r"no effect \(it needs buffers of TransformerEngine"),
         (None, {"delay_wgrad_compute": True}, r"no effect \(it needs TransformerEngine's linear layers"),
         (None, {"overlap_moe_expert_parallel_comm": True}, r"no effect \(its schedule divides megatron-core's own"),
         (None, {"overlap_p2p_comm": True}, r"not possible \(only interleaved stages"),
