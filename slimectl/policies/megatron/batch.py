@@ -64,16 +64,17 @@ def packed(
     rank: int,
     device: torch.device,
     contexts: Sequence[np.ndarray] | None = None,
+    multiple: int = 1,
 ) -> PackedSequences:
     """Pack sequences of these lengths for context-parallel rank `rank`, padded as `layout` requires.
 
-    Every sequence is padded to a multiple of 2·C, and the last one further until tensor parallelism can split the row;
-    padding follows its sequence, where the causal mask hides it.
+    Every sequence is padded to a multiple of 2·C, and the last one further until tensor parallelism can split the row
+    into a `multiple` of tokens; padding follows its sequence, where the causal mask hides it.
 
     >>> packed([5, 3], ParallelLayout(context=2), rank=0, device=torch.device("cpu")).index_T.tolist()
     [0, 1, 6, 7, 8, 11]
     """
-    padded = _padded_lengths(lengths, layout)
+    padded = _padded_lengths(lengths, layout, multiple)
     contexts = contexts or [np.zeros(0, dtype=np.int64)] * len(padded)
     starts = tuple(accumulate(padded, initial=0))[:-1]
     # On the host: on a GPU each of these would be a launch, and what is read back would be waited for.
@@ -101,10 +102,10 @@ def packed(
     )  # fmt: skip
 
 
-def _padded_lengths(lengths: Sequence[int], layout: ParallelLayout) -> list[int]:
+def _padded_lengths(lengths: Sequence[int], layout: ParallelLayout, multiple: int) -> list[int]:
     unit = 2 * layout.context if layout.context > 1 else 1
     padded = [-(-length // unit) * unit for length in lengths]
-    padded[-1] += -sum(padded) % (unit * layout.tensor)
+    padded[-1] += -sum(padded) % (unit * layout.tensor * multiple)
     return padded
 
 
@@ -165,9 +166,15 @@ def shares(
 
 
 def laid_out(
-    rows: Sequence[TrainingSample], pack: Pack, layout: ParallelLayout, *, rank: int, device: torch.device
+    rows: Sequence[TrainingSample],
+    pack: Pack,
+    layout: ParallelLayout,
+    *,
+    rank: int,
+    device: torch.device,
+    multiple: int = 1,
 ) -> Batch:
-    """Build the part of `pack` for context-parallel rank `rank`."""
+    """Build the part of `pack` for context-parallel rank `rank`; its tokens are a multiple of `multiple`."""
     pack_layout = lay_out(rows, pack)
     if any(rows[i].images for i in pack_layout.rows):
         raise SettingsError('train.backend: "megatron" reads no images, and rows have some; train them with "fsdp"')
@@ -175,10 +182,10 @@ def laid_out(
     spans = sorted(pack_layout.spans, key=lambda span: (len(span.context), -span.length))
     lengths = [span.length for span in spans]
     place = np.empty(len(pack_layout.tokens_T), dtype=np.int64)
-    for start, span in zip(accumulate(_padded_lengths(lengths, layout), initial=0), spans, strict=False):
+    for start, span in zip(accumulate(_padded_lengths(lengths, layout, multiple), initial=0), spans, strict=False):
         place[span.start : span.start + span.length] = np.arange(start, start + span.length)
     contexts = [place[span.context] for span in spans]
-    sequences = packed(lengths, layout, rank=rank, device=device, contexts=contexts)
+    sequences = packed(lengths, layout, rank=rank, device=device, contexts=contexts, multiple=multiple)
     tokens_S = np.zeros(sequences.tokens, dtype=np.int64)
     tokens_S[place] = pack_layout.tokens_T
     index_T = _local_positions(sequences.lengths, sequences.starts, rank, layout.context)

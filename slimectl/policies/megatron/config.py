@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -91,16 +92,30 @@ ACTING = frozenset({
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "deallocate_pipeline_outputs",
     "pipeline_model_parallel_comm_backend", "batch_p2p_sync", "overlap_p2p_comm", "batch_p2p_comm",
-    "use_ring_exchange_p2p", "overlap_p2p_comm_warmup_flush", "microbatch_group_size_per_vp_stage",
-    "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
+    "microbatch_group_size_per_vp_stage", "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
 })  # fmt: skip
 """Arguments that this trainer acts on, of those that no setting, model or need of packed training decides."""
 
+ENGINE = "transformer_engine"
+"""Value of transformer_impl with which attention and MLP multiply by TransformerEngine."""
+
+FP8_ARGUMENTS = frozenset({
+    "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",
+    "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+})  # fmt: skip
+"""Arguments that act with TransformerEngine."""
+
+FP8_TOKENS = 32
+"""Tokens of a rank are a multiple of this with fp8: products in blocks of MXFP8 need 32, others 16 or 8."""
+
 _REASONS = {
-    "fp8": "low precision needs TransformerEngine, which this trainer does without",
-    "fp4": "low precision needs TransformerEngine, which this trainer does without",
-    "tp_comm": "it needs TransformerEngine, which this trainer does without",
-    "transformer_impl": "layers are megatron-core's local ones",
+    "fp8": 'low precision needs TransformerEngine: transformer_impl = "transformer_engine"',
+    "fp4": "products of 4 bits are not taken",
+    "first_last_layers_bf16": "it belongs to fp8, which needs TransformerEngine",
+    "tp_comm": "it needs buffers of TransformerEngine that are not made here",
+    "overlap_moe": "its schedule divides megatron-core's own model, whose head is applied apart here",
+    "ep_overlap": "it belongs to overlap_moe_expert_parallel_comm",
+    "delay_wgrad": "it needs TransformerEngine's linear layers",
     "cuda_graph": "packs differ in shape",
     "cpu_offloading": "it needs TransformerEngine; set megatron.recompute_granularity",
     "mtp": "no layer of multi-token prediction is trained",
@@ -114,8 +129,54 @@ _REASONS = {
 }
 """Why arguments do nothing, by the beginning of their names."""
 
-_ACTUAL = {"transformer_impl": "local"}
-"""Values that are in effect whatever the configuration says."""
+
+def uses_engine(args: Mapping[str, Any]) -> bool:
+    return args.get("transformer_impl") == ENGINE
+
+
+def _check_engine(args: Mapping[str, Any], architecture: Architecture, dtype: torch.dtype) -> None:
+    """Raises SettingsError where TransformerEngine is asked for and not installed, or has no such layers here."""
+    if not uses_engine(args):
+        return
+    transformer = architecture.transformer
+    kinds = {
+        "latent attention": architecture.mla,
+        "experts": transformer.get("num_moe_experts"),
+        "linear attention": transformer.get("linear_attention_freq"),
+    }
+    name = f"megatron.args.transformer_impl: {ENGINE}"
+    for kind in (kind for kind, present in kinds.items() if present):
+        raise SettingsError(f"{name}, but layers with {kind} are megatron-core's local ones here; drop it")
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if not HAVE_TE:
+        raise SettingsError(
+            f"{name} is not installed for {sys.executable}; with a GPU run: {sys.executable} -m pip install "
+            f"--no-build-isolation 'transformer-engine[pytorch]', or drop it"
+        )
+    if args.get("fp8") and dtype != torch.bfloat16:
+        raise SettingsError('megatron.args.fp8: products in fp8 are of bfloat16; set train.dtype = "bfloat16"')
+
+
+def _check_messages(args: Mapping[str, Any], layout: ParallelLayout) -> None:
+    """Raises SettingsError for an argument with which pipeline stages would wait for each other for ever.
+
+    Two ranks over gloo did (megatron-core 0.16.1): packs differ in length, so stages exchange shapes before tensors,
+    and interleaved ones exchange both ways with the same peer.
+    """
+    interleaved = layout.virtual_pipeline is not None
+    reasons = {
+        "overlap_p2p_comm_warmup_flush": "stages exchange the shapes of packs first, and would wait for each other",
+        "use_ring_exchange_p2p": "torch has no ring exchange",
+    }
+    if interleaved:
+        reasons["batch_p2p_comm"] = "one batch would mix up what interleaved stages send both ways"
+    else:
+        reasons["overlap_p2p_comm"] = "only interleaved stages overlap their messages (virtual pipeline)"
+    for name in (name for name in reasons if args.get(name)):
+        raise SettingsError(f"megatron.args.{name}: is not possible ({reasons[name]}); drop it")
+    if interleaved and args.get("overlap_p2p_comm") is False:
+        raise SettingsError("megatron.args.overlap_p2p_comm: False, but interleaved stages overlap; drop it")
 
 
 def refuse_idle(args: Mapping[str, Any], config: Any, *, acting: Iterable[str] = ()) -> None:
@@ -123,7 +184,7 @@ def refuse_idle(args: Mapping[str, Any], config: Any, *, acting: Iterable[str] =
     for name, value in args.items():
         if name in ACTING or name in _NEEDED or name in acting or not hasattr(config, name):
             continue
-        if value != _ACTUAL.get(name, getattr(config, name)):
+        if value != getattr(config, name):
             reason = next((why for start, why in _REASONS.items() if name.startswith(start)), "nothing here reads it")
             raise SettingsError(f"megatron.args.{name}: {value} has no effect ({reason}); drop it")
 
@@ -170,6 +231,7 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
+        "transformer_impl": "local",
         **fields,
     }
     if architecture.layer == "wide_qk_norm":
@@ -178,8 +240,11 @@ def transformer_config(
     if architecture.mla:
         width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
         values.setdefault("softmax_scale", softmax_scale(architecture.rope, width, architecture.max_positions))
+    _check_messages(args or {}, layout)
+    _check_engine(args or {}, architecture, dtype)
     _refuse_other_families(args or {}, kind)
-    refuse_idle(args_of(args or {}, kind), SimpleNamespace(**_defaults(kind) | values))
+    acting = {"transformer_impl", *FP8_ARGUMENTS} if uses_engine(args or {}) else ()
+    refuse_idle(args_of(args or {}, kind), SimpleNamespace(**_defaults(kind) | values), acting=acting)
     if values.get("linear_attention_freq"):
         # megatron-core (0.16.1) refuses contexts with its own gated delta net; PackedDeltaNet divides heads over them.
         # Delete when it takes them.

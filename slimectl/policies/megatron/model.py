@@ -30,7 +30,7 @@ from slimectl.architectures.config import Architecture
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.attention import PackedCoreAttention, PackedSelfAttention
 from slimectl.policies.megatron.batch import PackedSequences
-from slimectl.policies.megatron.config import transformer_config
+from slimectl.policies.megatron.config import ENGINE, transformer_config
 from slimectl.policies.megatron.delta_net import PackedDeltaNet, PlainRMSNorm
 from slimectl.policies.megatron.mla import LatentAttention
 from slimectl.policies.megatron.moe import Experts, Router
@@ -84,7 +84,7 @@ def _layer(architecture: Architecture, config: Any, index: int) -> ModuleSpec:
             self_attention=_attention_of(architecture, config, linear=linear),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_experts() if experts else ModuleSpec(module=MLP, submodules=_linears()),
+            mlp=_experts() if experts else ModuleSpec(module=MLP, submodules=_linears(*_products(config))),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={}
             if architecture.mla
@@ -126,20 +126,30 @@ def _grouped_query_attention(architecture: Architecture, config: Any) -> ModuleS
     query_norm, key_norm = (RMSNorm, RMSNorm) if config.qk_layernorm else (IdentityOp, IdentityOp)
     if architecture.layer == "wide_qk_norm":
         query_norm, key_norm = WideQueryNorm, WideKeyNorm
+    column, row = _products(config)
     return ModuleSpec(
         module=PackedSelfAttention,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=column,
             core_attention=PackedCoreAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=row,
             q_layernorm=query_norm,
             k_layernorm=key_norm,
         ),
     )
 
 
-def _linears() -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _products(config: Any) -> tuple[type, type]:
+    """Return the column- and row-parallel products of attention and MLP; their parameters have the same names."""
+    if config.transformer_impl != ENGINE:
+        return ColumnParallelLinear, RowParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    return TEColumnParallelLinear, TERowParallelLinear
+
+
+def _linears(column: type = ColumnParallelLinear, row: type = RowParallelLinear) -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=column, linear_fc2=row)
 
 
 def _experts() -> ModuleSpec:

@@ -26,7 +26,8 @@ from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions
 
 _REFUSED = {
     "overlap_grad_reduce": "gradients are shared once a step, after all of its micro-batches",
-    "overlap_param_gather": "weights are read between steps",
+    "overlap_param_gather": "weights are read between steps, and the head apart from its module",
+    "overlap_param_gather_with_optimizer_step": "weights are read between steps",
     "use_megatron_fsdp": 'that is train.backend = "fsdp"',
     "average_in_collective": "a loss here is a sum",
     "use_precision_aware_optimizer": 'train.optimizer_state_dtype = "bfloat16" is the same',

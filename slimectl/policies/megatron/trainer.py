@@ -27,6 +27,7 @@ from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of
 from slimectl.policies.megatron import checkpoint, model, optimizer, parallel, parameters
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
+from slimectl.policies.megatron.config import FP8_TOKENS
 from slimectl.policies.megatron.hooks import UserFunctions
 from slimectl.policies.megatron.lora import Adapters
 from slimectl.policies.megatron.master_weights import PARAM, masters
@@ -233,7 +234,10 @@ class MegatronTrainer:
             self.replay.begin(rows, packs_by_rank)
         packs = packs_by_rank[parallel_state.get_data_parallel_rank()]
         rank = parallel_state.get_context_parallel_rank()
-        batches = [laid_out(rows, pack, self.layout, rank=rank, device=self.device) for pack in packs]
+        multiple = FP8_TOKENS if self.chunks[0].config.fp8 else 1
+        batches = [
+            laid_out(rows, pack, self.layout, rank=rank, device=self.device, multiple=multiple) for pack in packs
+        ]
         self.balance.begin(rows, sum(bool(pack) for share in packs_by_rank for pack in share))
 
         def forward(batch: Batch, chunk: int) -> Tensor:

@@ -50,7 +50,7 @@ ARGUMENTS = (
         "megatron.args.microbatch_group_size_per_vp_stage",
         convert=typed,
     ),
-    Row("overlap-p2p-communication-warmup-flush", "megatron.args.overlap_p2p_comm_warmup_flush", convert=typed),
+    Row("overlap-p2p-communication-warmup-flush", text="stages exchange the shapes of packs first"),
     Row("ddp-bucket-size", "megatron.args.bucket_size", convert=typed),
     _argument("hidden-dropout"),
     Row("attention-dropout", text="attention has no dropout"),
@@ -85,7 +85,7 @@ ARGUMENTS = (
         "enable-experimental tp-comm-overlap manual-gc manual-gc-interval no-persist-layer-norm "
         "distributed-optimizer-overlap", text=FREE),
     Row("fp8-format fp8-recipe fp8 fp8-param-gather fp4-format fp4-recipe fp4-param-gather",
-        text="low precision of training is not done here"),
+        text="set megatron.args.transformer_impl and fp8 by hand"),
     Row("use-mcore-models use-megatron-fsdp use-dist-ckpt ckpt-format dist-ckpt-format auto-detect-ckpt-format "
         "ckpt-fully-parallel-save dist-ckpt-strictness no-ckpt-fully-parallel-save ckpt-convert-format",
         text="checkpoints have the layout of megatron.save_format"),

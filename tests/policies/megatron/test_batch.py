@@ -9,7 +9,7 @@ from policies.policy_cases import random_rows
 from slimectl.algorithms.packing import plan_batches, tokens_of
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.attention import _calls
-from slimectl.policies.megatron.batch import Batch, laid_out, shares
+from slimectl.policies.megatron.batch import Batch, laid_out, packed, shares
 from slimectl.types import TrainingSample
 
 ROWS = [
@@ -97,3 +97,10 @@ def test_every_rank_gets_as_many_packs_and_every_row_is_in_one(layout: ParallelL
     packed = [i for packs in dealt for pack in packs for bundle in pack for i in bundle.rows]
     assert sorted(packed) == list(range(len(rows)))
     assert all(tokens_of(pack) <= 30 * layout.context for packs in dealt for pack in packs)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tensor=2), ParallelLayout(context=2)], ids=str)
+def test_a_row_is_padded_to_what_products_in_fp8_need(layout: ParallelLayout):
+    row = packed([5, 40], layout, rank=0, device=torch.device("cpu"), multiple=32)
+    assert len(row.index_T) % (32 * layout.tensor) == 0
+    assert row.lengths[0] in (5, 8)

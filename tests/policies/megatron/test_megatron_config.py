@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -98,10 +101,9 @@ def test_an_argument_that_would_make_another_model_is_refused(argument, reason):
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ({"fp8": "hybrid"}, r"fp8: hybrid has no effect \(low precision needs TransformerEngine"),
+        ({"fp8": "hybrid"}, r"fp8: hybrid has no effect \(low precision needs TransformerEngine: transformer_impl"),
         ({"mtp_num_layers": 1}, r"mtp_num_layers: 1 has no effect \(no layer of multi-token prediction"),
         ({"attention_dropout": 0.1}, r"attention_dropout: 0.1 has no effect \(attention is slimectl's own"),
-        ({"transformer_impl": "transformer_engine"}, r"transformer_impl: transformer_engine has no effect"),
         ({"window_size": [8, 0]}, r"window_size: \[8, 0\] has no effect \(every token attends"),
         ({"attention_backend": "flash"}, r"attention_backend: flash has no effect \(attention is"),
         ({"activation_func_clamp_value": 7.0}, r"has no effect \(nothing here reads it\); drop it"),
@@ -111,6 +113,28 @@ def test_an_argument_that_would_make_another_model_is_refused(argument, reason):
 def test_an_argument_that_nothing_acts_on_is_refused(argument, reason):
     with pytest.raises(SettingsError, match=rf"^megatron\.args\..*{reason}"):
         configured(args=argument)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+def test_transformer_engine_that_is_not_installed_is_refused_with_the_command_that_installs_it():
+    with pytest.raises(SettingsError) as refused:
+        configured(args={"transformer_impl": "transformer_engine", "fp8": "hybrid"})
+    assert str(refused.value) == (
+        f"megatron.args.transformer_impl: transformer_engine is not installed for {sys.executable}; with a GPU run: "
+        f"{sys.executable} -m pip install --no-build-isolation 'transformer-engine[pytorch]', or drop it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("deepseek_v3", "latent attention"), ("qwen3_moe", "experts"), ("qwen3_5", "linear attention")]
+)
+def test_transformer_engine_is_for_dense_layers(name: str, kind: str):
+    with pytest.raises(SettingsError, match=f"transformer_engine, but layers with {kind} are megatron-core's local"):
+        configured(name, args={"transformer_impl": "transformer_engine"})
+
+
+def test_layers_multiply_by_megatron_cores_own_products():
+    assert configured().transformer_impl == "local"
 
 
 def test_an_argument_may_say_what_is_so_anyway():
