@@ -118,7 +118,8 @@ def test_the_number_of_threads_changes_no_digit(kernels: Kernels, dtype: torch.d
         for count in (1, 3):
             torch.set_num_threads(count)
             scratch = kernels.attention_scratch(cache, heads=6)
-            results.append((kernels.product(rows_NI, panels, 100), kernels.attend(qkv_NHD, cache, positions_N, scratch)))
+            attended = kernels.attend(qkv_NHD, cache, positions_N, scratch)
+            results.append((kernels.product(rows_NI, panels, 100), attended))
     finally:
         torch.set_num_threads(threads)
     assert all(map(torch.equal, *results))
