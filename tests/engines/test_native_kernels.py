@@ -109,6 +109,22 @@ def test_a_row_does_not_depend_on_those_beside_it(kernels: Kernels, dtype: torch
     assert torch.equal(together[17:18], kernels.product(rows_NI[17:18], panels, 32))
 
 
+def test_the_number_of_threads_changes_no_digit(kernels: Kernels, dtype: torch.dtype) -> None:
+    panels = kernels.pack(torch.randn(100, 40).to(dtype), None, gated=False)
+    rows_NI, qkv_NHD = torch.randn(50, 40).to(dtype), torch.randn(5, 10, 16).to(dtype)
+    cache, positions_N = torch.randn(2, 5, 2, 20, 16).to(dtype), torch.arange(5) + 12
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            scratch = kernels.attention_scratch(cache, heads=6)
+            attended = kernels.attend(qkv_NHD, cache, positions_N, scratch)
+            results.append((kernels.product(rows_NI, panels, 100), attended))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *results))
+
+
 def test_an_engine_without_kernels_says_the_same(make_engine: Callable[..., Any], answers: Callable[..., Any]) -> None:
     request = (list(b"once upon"), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     (first,), (second,) = (answers(make_engine(compile_kernels=each), request) for each in (True, False))
