@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,15 @@ def test_a_limit_ends_an_episode_with_the_rewards_so_far(play: Play, limits: dic
     assert sample.reward == pytest.approx(0.1 * (report["turns"] - 1) + 0.5)  # the last one's is that of the end
 
 
+def living(pids: Iterable[int]) -> list[psutil.Process]:
+    """Those of the processes that have not ended."""
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    return processes
+
+
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
@@ -148,8 +159,7 @@ def test_an_episode_that_its_environment_breaks_off_is_played_again_and_its_proc
     assert (again.metadata["env"]["failures"], again.metadata["env"]["timeouts"]) == (1, deed == "hang")
     pids = [int(pid) for pid in (tmp_path / "log").read_text().split()]
     assert len(pids) == 3
-    gone = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    assert psutil.wait_procs(gone, timeout=300)[1] == []
+    assert psutil.wait_procs(living(pids), timeout=300)[1] == []
 
 
 def test_the_end_of_an_output_is_all_that_was_written_by_now():
@@ -178,7 +188,7 @@ def test_a_host_ends_with_its_process_and_leaves_no_files(play: Play, tmp_path: 
     words = [sys.executable, "-c", textwrap.dedent(lines)]
     output = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     host = int(output.stdout)
-    assert psutil.wait_procs([psutil.Process(host)] if psutil.pid_exists(host) else [], timeout=3000)[1] == []
+    assert psutil.wait_procs(living([host]), timeout=3000)[1] == []
     assert list(tmp_path.iterdir()) == []
 
 

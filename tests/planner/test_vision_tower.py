@@ -156,10 +156,11 @@ def test_a_step_counts_every_image_once_forward_and_thrice_if_it_is_trained():
     assert step(False, 2) - step(False, 0) == pytest.approx(3 * 8 * image)
 
 
+@pytest.mark.parametrize("family", WIDE)
 @pytest.mark.parametrize(("freeze", "passes"), [(True, 1), (False, 3)])
-def test_the_rate_of_a_policy_counts_images_as_its_plan_does(freeze: bool, passes: int):
-    model = plan.model_of(with_defaults(WIDE), freeze_vision_tower=freeze).all[0]
+def test_the_rate_of_a_policy_counts_images_as_its_plan_does(freeze: bool, passes: int, family: str):
+    model = plan.model_of(with_defaults(WIDE[family]), freeze_vision_tower=freeze).all[0]
     images = flops.image_flops(model, 7)
     assert images is not None
-    assert images.forward(16) == tower_of(WIDE).image_flops(16, trained=False).value
+    assert images.forward(16) == tower_of(WIDE[family]).image_flops(16, trained=False).value
     assert images.training(16) == passes * images.forward(16)

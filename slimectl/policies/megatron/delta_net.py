@@ -45,30 +45,46 @@ class PackedDeltaNet(GatedDeltaNet):
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
         heads = self.num_value_heads // self.tp_size
         qkv, z, beta, alpha = projected.squeeze(1).split([2 * keys + values, values, heads, heads], dim=-1)
-        parts = [*qkv.split([keys, keys, values], dim=-1), beta, alpha]
-        weights = [*self.conv1d.weight.squeeze(1).split([keys, keys, values]), self.A_log, self.dt_bias]
+        kernel, decay_log, decay_bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
         if packed_seq_params.context == 1:
-            output_THV = self._over_sequences(parts, weights, packed_seq_params.positions_T, packed_seq_params)
+            positions_T = packed_seq_params.positions_T
+            output_THV = self._over_sequences(
+                qkv, beta, alpha, kernel, decay_log, decay_bias, positions_T, packed_seq_params
+            )
         else:
-            parts, weights = to_heads(parts, packed_seq_params), [_own_block(w, packed_seq_params) for w in weights]
-            output_SHV = self._over_sequences(parts, weights, _row_positions(packed_seq_params), packed_seq_params)
+            widths, positions_S = [keys, keys, values], _row_positions(packed_seq_params)
+            *projections, beta, alpha = to_heads([*qkv.split(widths, dim=-1), beta, alpha], packed_seq_params)
+            *kernels, decay_log, decay_bias = (
+                _own_block(weight, packed_seq_params) for weight in (*kernel.split(widths), decay_log, decay_bias)
+            )
+            output_SHV = self._over_sequences(
+                torch.cat(projections, dim=-1), beta, alpha, torch.cat(kernels), decay_log, decay_bias, positions_S,
+                packed_seq_params,
+            )  # fmt: skip
             output_THV = to_tokens(output_SHV, packed_seq_params)
         gate_THV = F.silu(z.unflatten(-1, (heads, -1)).float())
         output_THV = self.out_norm(output_THV.to(hidden_states.dtype)) * gate_THV
         return self.out_proj(output_THV.to(hidden_states.dtype).flatten(1)[:, None])
 
     def _over_sequences(
-        self, parts: Sequence[Tensor], weights: Sequence[Tensor], positions_T: Tensor, packed: PackedSequences
+        self,
+        qkv: Tensor,
+        beta: Tensor,
+        alpha: Tensor,
+        kernel: Tensor,
+        decay_log: Tensor,
+        decay_bias: Tensor,
+        positions_T: Tensor,
+        packed: PackedSequences,
     ) -> Tensor:
         """Compute heads over whole sequences: convolution, norms and delta rule. Returns [T, H, V], float32.
 
-        `parts` are query, key, value, beta and alpha [T, …]; `weights` the kernels of the first three [W, S], the
-        logarithm of the decay and its bias [H].
+        `qkv` has the projections of these heads [T, W], `beta` and `alpha` theirs [T, H]; `kernel` is that of the
+        convolution [W, S], the logarithm of the decay and its bias are [H].
         """
-        *projections, beta, alpha = parts
-        *kernels, decay_log, decay_bias = weights
-        convolved = _causal_convolution(torch.cat(projections, dim=-1), torch.cat(kernels), positions_T)
-        query, key, value = F.silu(convolved).split([part.shape[-1] for part in projections], dim=-1)
+        convolved = _causal_convolution(qkv, kernel, positions_T)
+        keys, values = (size * beta.shape[-1] // self.num_value_heads for size in (self.qk_dim, self.v_dim))
+        query, key, value = F.silu(convolved).split([keys, keys, values], dim=-1)
         share = self.num_value_heads // self.num_key_heads
         query, key = (
             _l2_normalize(part.unflatten(-1, (-1, self.key_head_dim)).float()).repeat_interleave(share, dim=1)
