@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.api_keys import Keys
 from slimectl.engines.embedded.detokenizer import Detokenizer
+from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.http.weight_client import HttpWorkers
@@ -24,6 +26,7 @@ from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.engines.vllm.launch import vllm_server
 from slimectl.engines.vllm.weight_client import VllmWorkers
+from slimectl.types import Completion, SamplingParams
 
 CONTEXT = 256
 KEYS = Keys(admin_api_key="admin-key-of-the-tests")
@@ -92,3 +95,22 @@ def client(urls: Sequence[str], folder: Path, **options: Any) -> HttpEngine:
         forms=HFCheckpoint().open(folder).forms,
         **{"keys": KEYS, **options},
     )
+
+
+PROMPTS = [[*b"once upon a time", 65 + i] for i in range(4)]
+
+
+async def ask(engine: HttpEngine, max_tokens: int = 12) -> list[Completion]:
+    """The answers to all prompts at once, each with its seed."""
+    params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed) for seed in range(len(PROMPTS))]
+    calls = (engine.generate(prompt, params=each) for prompt, each in zip(PROMPTS, params, strict=True))
+    return await asyncio.gather(*calls)
+
+
+def assert_log_probs_of_model(answers: Sequence[Completion], make_engine: Callable[..., EmbeddedEngine]) -> None:
+    """Answers have the log-probabilities that the model gives them in one process."""
+    rows = [[*prompt, *answer.tokens] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    scores = make_engine().scores(rows, [len(prompt) - 1 for prompt in PROMPTS])
+    for answer, score in zip(answers, scores, strict=True):
+        assert len(answer.tokens) == 12
+        assert answer.log_probs == pytest.approx(list(score.log_probs), abs=1e-4)

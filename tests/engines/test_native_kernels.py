@@ -153,3 +153,12 @@ def test_a_library_that_others_could_have_written_is_not_loaded(
     folder.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_kernels.__wrapped__(torch.float32) is None
+
+
+def test_a_user_without_a_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(native.Path, "home", homeless)
+    assert load_kernels.__wrapped__(torch.float32) is None

@@ -154,7 +154,7 @@ def load_kernels(dtype: torch.dtype) -> Kernels | None:
         return None
     try:
         return Kernels(ctypes.CDLL(str(_compiled(DTYPES[dtype]))))
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         logger.info("the embedded engine computes without its own kernels, which need a C compiler: %s", error)
         return None
 
@@ -162,7 +162,7 @@ def load_kernels(dtype: torch.dtype) -> Kernels | None:
 def _compiled(flags: tuple[str, ...]) -> Path:
     """Return the compiled kernels, which are compiled if the cache folder does not have them for this processor.
 
-    Raises OSError or SubprocessError where that fails.
+    Raises OSError or SubprocessError where that fails, RuntimeError for a user without a home.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:

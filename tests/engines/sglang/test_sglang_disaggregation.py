@@ -21,9 +21,7 @@ from slimectl.engines.sglang.router import Router
 from slimectl.engines.sglang.topology import groups_of
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.transport.http import get
-from slimectl.types import Completion, SamplingParams
-
-PROMPTS = [[*b"once upon a time", 65 + i] for i in range(4)]
+from slimectl.types import Completion
 
 
 class Disaggregated:
@@ -54,12 +52,6 @@ class Disaggregated:
         workers.end()
         self.version = version
 
-    async def ask(self, max_tokens: int = 12) -> list[Completion]:
-        params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
-        return await asyncio.gather(
-            *(self.engine.generate(prompt, params=each) for prompt, each in zip(PROMPTS, params, strict=True))
-        )
-
     def kill(self, i: int) -> None:
         pid = self.servers[i].pid()
         assert pid is not None
@@ -82,32 +74,27 @@ def tokens(answers: list[Completion]) -> list[Any]:
 
 
 def test_answers_have_the_log_probabilities_of_the_model(at: Disaggregated, make_engine: Callable[..., EmbeddedEngine]):
-    answers = asyncio.run(at.ask())
-    rows = [[*prompt, *answer.tokens] for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    scores = make_engine().scores(rows, [len(prompt) - 1 for prompt in PROMPTS])
-    for answer, score in zip(answers, scores, strict=True):
-        assert len(answer.tokens) == 12
-        assert answer.log_probs == pytest.approx(list(score.log_probs), abs=1e-4)
+    serving.assert_log_probs_of_model(asyncio.run(serving.ask(at.engine)), make_engine)
 
 
 def test_a_push_in_mid_answer_reaches_both_kinds(at: Disaggregated):
     async def pushed() -> list[Completion]:
-        under_way = asyncio.create_task(at.ask(120))
+        under_way = asyncio.create_task(serving.ask(at.engine, 120))
         await asyncio.sleep(1.0)
         await asyncio.to_thread(at.push, at.pool.urls, "2")
         return await under_way
 
-    undisturbed = tokens(asyncio.run(at.ask(120)))
+    undisturbed = tokens(asyncio.run(serving.ask(at.engine, 120)))
     answers = asyncio.run(pushed())
     assert tokens(answers) == undisturbed
     versions = [asyncio.run(get(f"{url}/model_info", timeout_s=5)).body["weight_version"] for url in at.pool.urls]
     assert versions == ["2", "2"]
-    assert {answer.weight_versions[-1] for answer in asyncio.run(at.ask(2))} == {"2"}
+    assert {answer.weight_versions[-1] for answer in asyncio.run(serving.ask(at.engine, 2))} == {"2"}
 
 
 def test_abort_ends_answers_on_both_sides(at: Disaggregated):
     async def aborted() -> list[Completion]:
-        under_way = asyncio.create_task(at.ask(200))
+        under_way = asyncio.create_task(serving.ask(at.engine, 200))
         await asyncio.sleep(1.0)
         await at.engine.abort()
         return await under_way
@@ -117,10 +104,10 @@ def test_abort_ends_answers_on_both_sides(at: Disaggregated):
 
 @pytest.mark.parametrize("killed", [0, 1], ids=["prefill", "decode"])
 def test_one_that_dies_is_restarted_and_paired_again(at: Disaggregated, killed: int):
-    undisturbed = tokens(asyncio.run(at.ask()))
+    undisturbed = tokens(asyncio.run(serving.ask(at.engine)))
     restarts = at.pool.restarts
     at.kill(killed)
-    assert tokens(asyncio.run(at.ask())) == undisturbed
+    assert tokens(asyncio.run(serving.ask(at.engine))) == undisturbed
     at.pool.settle()
     assert (at.pool.restarts, len(at.pool.urls)) == (restarts + 1, 2)
-    assert tokens(asyncio.run(at.ask())) == undisturbed
+    assert tokens(asyncio.run(serving.ask(at.engine))) == undisturbed

@@ -17,9 +17,6 @@ from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.topology import groups_of
 from slimectl.engines.supervisor.node_group import NodeGroup
 from slimectl.engines.supervisor.server_pool import ServerPool
-from slimectl.types import Completion, SamplingParams
-
-PROMPTS = [[*b"once upon a time", 65 + i] for i in range(4)]
 
 
 class TwoMachines:
@@ -47,12 +44,6 @@ class TwoMachines:
         workers.load_tensors(list(HFCheckpoint().read(self.folder)), version="1")
         workers.end()
 
-    async def ask(self) -> list[Completion]:
-        params = [SamplingParams(max_tokens=12, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
-        return await asyncio.gather(
-            *(self.engine.generate(prompt, params=each) for prompt, each in zip(PROMPTS, params, strict=True))
-        )
-
 
 @pytest.fixture(scope="module")
 def at(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[], Path]) -> Iterator[TwoMachines]:
@@ -65,20 +56,15 @@ def at(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[], Path]) 
 def test_two_machines_answer_with_the_log_probabilities_of_the_model(
     at: TwoMachines, make_engine: Callable[..., EmbeddedEngine]
 ):
-    answers = asyncio.run(at.ask())
-    rows = [[*prompt, *answer.tokens] for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    scores = make_engine().scores(rows, [len(prompt) - 1 for prompt in PROMPTS])
-    for answer, score in zip(answers, scores, strict=True):
-        assert len(answer.tokens) == 12
-        assert answer.log_probs == pytest.approx(list(score.log_probs), abs=1e-4)
+    serving.assert_log_probs_of_model(asyncio.run(serving.ask(at.engine)), make_engine)
 
 
 def test_the_loss_of_the_second_machine_restarts_the_server_with_the_weights(at: TwoMachines):
-    undisturbed = [answer.tokens for answer in asyncio.run(at.ask())]
+    undisturbed = [answer.tokens for answer in asyncio.run(serving.ask(at.engine))]
     pid = at.processes[1].pid()
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    assert [answer.tokens for answer in asyncio.run(at.ask())] == undisturbed
+    assert [answer.tokens for answer in asyncio.run(serving.ask(at.engine))] == undisturbed
     at.pool.settle()
     assert (at.pool.restarts, len(at.pool.urls)) == (1, 1)
-    assert {tuple(answer.weight_versions) for answer in asyncio.run(at.ask())} == {("1",)}
+    assert {tuple(answer.weight_versions) for answer in asyncio.run(serving.ask(at.engine))} == {("1",)}

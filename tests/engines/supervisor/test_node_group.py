@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
+from small_server import server
 
 from slimectl.engines.supervisor.node_group import NodeGroup, interface_variables
 from slimectl.engines.supervisor.server_pool import ServerPool
@@ -17,28 +16,16 @@ from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.transport.http import get
 
-SERVER = """
-import http.server, sys
-host, port, node, meeting = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-print(node, meeting, flush=True)
-if node in sys.argv[5:]:
-    sys.exit(f"ValueError: machine {node} has no such model")
-class Answer(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *_):
-        pass
-http.server.ThreadingHTTPServer((host, port), Answer).serve_forever()
+NODE = """
+    node, meeting, failing = "{node}", sys.argv[3], sys.argv[4:]
+    print(node, meeting, flush=True)
+    if node in failing:
+        sys.exit("ValueError: machine {node} has no such model")
 """
 
 
-def command(node: int, host: str, port: int) -> list[str]:
-    return [sys.executable, "-c", SERVER, host, str(port), str(node)]
-
-
 def processes(logs: Path) -> list[ServerProcess]:
-    return [ServerProcess(partial(command, node), name=f"node {node}", log=logs / f"{node}.log") for node in (0, 1)]
+    return [server(logs, NODE.format(node=node), name=f"node {node}", log=logs / f"{node}.log") for node in (0, 1)]
 
 
 def test_processes_meet_at_the_first_ones_machine_and_it_answers(tmp_path: Path):

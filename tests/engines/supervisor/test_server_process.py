@@ -12,38 +12,15 @@ import sys
 import textwrap
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_server import server
 
 from slimectl.engines.supervisor.server_process import ServerProcess, error_line
 from slimectl.errors import BackendError
 from slimectl.transport.http import get
-
-SERVER = """
-    import http.server, os, subprocess, sys, threading, time
-    host, port = sys.argv[1], int(sys.argv[2])
-    {before}
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-        def log_message(self, *_):
-            pass
-    http.server.ThreadingHTTPServer((host, port), Answer).serve_forever()
-"""
-
-
-def command(code: str, host: str, port: int) -> list[str]:
-    return [sys.executable, "-c", code, host, str(port)]
-
-
-def server(tmp_path: Path, before: str = "", **options: Any) -> ServerProcess:
-    code = textwrap.dedent(SERVER).format(before=textwrap.dedent(before))
-    options = {"name": "small server", "log": tmp_path / "server.log", "start_timeout_s": 20.0} | options
-    return ServerProcess(partial(command, code), **options)
 
 
 def status(url: str) -> int:
