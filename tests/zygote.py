@@ -157,7 +157,10 @@ def detach() -> None:
 
 
 def listen(listener: socket.socket, control: socket.socket) -> NoReturn:
-    """Fork a process for every connection to `listener` until `control` ends; it stays a child of this process."""
+    """Fork a process for every connection to `listener` until `control` ends; it stays a child of this process.
+
+    Each has a process that forks servers for it.
+    """
     detach()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that have ended
     while listener in select.select([listener, control], [], [])[0]:
@@ -168,6 +171,7 @@ def listen(listener: socket.socket, control: socket.socket) -> NoReturn:
                 held.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             request: dict[str, Any] = json.loads(message)
+            fork_children(descriptors)
             take_over(request, dict(zip(request["targets"], descriptors, strict=True)))
             become(request["arguments"])
         for descriptor in descriptors:
@@ -175,6 +179,17 @@ def listen(listener: socket.socket, control: socket.socket) -> NoReturn:
         with connection, contextlib.suppress(BrokenPipeError):
             connection.send(str(pid).encode())
     os._exit(0)
+
+
+def fork_children(descriptors: Sequence[int] = ()) -> None:
+    """Fork a process that forks the children of this one; it does not keep `descriptors`."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        for descriptor in (ours.detach(), *descriptors):
+            os.close(descriptor)
+        serve(theirs)
+    theirs.close()
+    install(lambda: ours)
 
 
 def serve(control: socket.socket) -> NoReturn:
