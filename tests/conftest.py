@@ -15,7 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no path asks nobody
 # Some hundred processes import slimectl; compiling it each time costs each 0.3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False  # nor does pytest rewrite the assertions of each file again: 6 s for each worker
 # Commands of tests print alike wherever they run: CI hides bars, workers of pytest-xdist have COLUMNS.
 os.environ.pop("CI", None)
 os.environ.pop("COLUMNS", None)
@@ -32,6 +31,7 @@ from workshop import Workshop, set_up
 
 # Here only what takes no time: the process that hands out the tests reads this file before it starts the others.
 
+sys.dont_write_bytecode = False  # nor does pytest rewrite the assertions of each file again: 6 s for each worker
 gc.disable()  # until tests are collected: it would look at all objects of some thousand modules, again and again
 
 GROUPS = {
@@ -43,7 +43,7 @@ GROUPS = {
     "tests/stages/test_faults.py": "Ray",
     "tests/stages/test_servers.py": "Ray",
     "tests/trackers/test_shared_run.py": "Ray",
-    "tests/engines/sglang/test_sglang_rollout.py": "rollouts of SGLang",
+    "tests/engines/sglang/test_sglang_": "SGLang",
     "tests/checkpoints/test_gguf.py": "SmolLM2",
     "tests/engines/test_smollm2.py": "SmolLM2",
     "tests/agents/test_clients.py": "SmolLM2",
