@@ -32,6 +32,7 @@ from workshop import Workshop, set_up
 # Here only what takes no time: the process that hands out the tests reads this file before it starts the others.
 
 sys.dont_write_bytecode = False  # nor does pytest rewrite the assertions of each file again: 6 s for each worker
+os.fsync = os.fdatasync = lambda _: None  # no test cuts the power: what kill -9 leaves, the kernel still writes
 gc.disable()  # until tests are collected: it would look at all objects of some thousand modules, again and again
 
 GROUPS = {
@@ -126,8 +127,9 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
-    """End it where the session is broken off before that."""
+    """End it where the session is broken off before that; leave objects that the interpreter's end frees anyway."""
     machines.stop()
+    gc.freeze()  # or pytest would look at all of them five times, for what they could warn of
 
 
 @pytest.fixture(scope="session")

@@ -279,10 +279,12 @@ def preload() -> None:
             import_module(f"slimectl.{package}.{file.stem}")
     for module in ("math_verify", "slimectl.checkpoints.hf", "slimectl.runtime.run", "typer.rich_utils"):
         import_module(module)
+    sys.modules["slimectl.settings"].Settings()  # pydantic prepares its validators with the first
     with contextlib.suppress(ImportError):  # Megatron-core is an extra
         import slimectl.policies.megatron.policy  # noqa: F401
     del sys.modules["wandb"]
     assert threading.active_count() == 1
+    os.fsync = os.fdatasync = lambda _: None  # as in tests/conftest.py
     # What they would do at their end, in every child again: 0.1 s each.
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)

@@ -33,10 +33,13 @@ _running: list[Any] = []
 def shared() -> Any:
     """Return the cluster, whose machines are processes here; the first caller starts it."""
     if not _running:
+        from ray._private import utils
         from ray.cluster_utils import Cluster
 
+        # The agents of the dashboard, a process for each machine, then import a tenth.
+        utils.get_dashboard_dependency_error = lambda: ImportError("nobody looks at it")
         os.environ.update(CONFIG | {ray_worker.ADDRESS: forkserver.ray_workers()})
-        head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, **STORE}
+        head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "no_monitor": True, **STORE}
         _running.append(Cluster(initialize_head=True, head_node_args=head))
         complete(_running[0])
     return _running[0]
