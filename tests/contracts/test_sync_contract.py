@@ -82,6 +82,16 @@ def url(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param))
 
 
+KINDS = ["disk", "delta", "tensor", "distributed"]
+SERVERS = ("served", "sglang", "vllm")
+PAIRS = [
+    (("one process", "two ranks")[(i + j) % 2], server, kind)
+    for i, server in enumerate(SERVERS) for j, kind in enumerate(KINDS)
+]  # fmt: skip
+"""Every transport to every server, and each of both from one process and from two ranks."""
+pushes = pytest.mark.parametrize(("policy", "url", "kind"), PAIRS, indirect=["policy", "url"])
+
+
 def transport(kind: str, policy: Policy, workers: HttpWorkers, model: Path, folder: Path) -> WeightSyncBase:
     write = partial(write_model, model)
     if kind == "disk":
@@ -93,7 +103,6 @@ def transport(kind: str, policy: Policy, workers: HttpWorkers, model: Path, fold
     return DistributedSync(policy, workers, buffer_bytes=MESSAGE_BYTES, timeout_s=60)
 
 
-KINDS = ["disk", "delta", "tensor", "distributed"]
 Make = Callable[..., WeightSyncBase]
 
 
@@ -149,7 +158,7 @@ def train_to_another_answer(policy: Policy, tokens: list[int], model: Path) -> N
     raise AssertionError("ten steps did not change the greedy answer")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pushes
 def test_after_a_push_an_engine_writes_what_the_weights_write(
     kind: str, policy: Policy, url: str, make: Make, model_dir: ModelDir
 ):
@@ -305,7 +314,7 @@ def test_sglang_refuses_a_misshapen_broadcast_and_takes_the_next(sglang: str, ma
     assert answers([sglang], model_dir())[0].tokens == expected(policy, model_dir())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pushes
 def test_a_push_that_is_equal_on_both_sides_passes_the_check(
     kind: str, policy: Policy, url: str, make: Make, model_dir: ModelDir, tmp_path: Path
 ):

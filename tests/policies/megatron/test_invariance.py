@@ -123,20 +123,11 @@ def test_every_case_trains(expected: Callable[[str], Metrics], case: str):
     ids=["small packs", "one sample each"],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_packs_and_micro_batches_change_nothing(
+def test_packs_micro_batches_and_the_order_of_samples_change_nothing(
     alone: Learner, samples: list[Sample], expected: Callable[[str], Metrics], case: str, options: dict[str, Any]
 ):
     wanted = expected(case)
     alone.arrange(PLAIN | options)
-    assert_equal(step(alone, samples, case), wanted)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_order_of_samples_changes_nothing(
-    alone: Learner, samples: list[Sample], expected: Callable[[str], Metrics], case: str
-):
-    wanted = expected(case)
-    alone.arrange(PLAIN)
     assert_equal(step(alone, shuffled(samples), case), wanted)
 
 
