@@ -103,10 +103,8 @@ def test_colocated_ranks_share_with_engines_and_outlive_a_machine(ray_machines: 
         group.send("wait")
         lost = next(node for node in ray_machines.worker_nodes if node.node_id == nodes[1])
         ray_machines.remove_node(lost, allow_graceful=False)
-        begun = time.monotonic()
         with pytest.raises(DiedError, match=r"rank \d+ of 5 died \(on .*: its machine has left the cluster"):
-            list(group.answers())
-        assert time.monotonic() - begun < 60  # the others wait for 1000 s
+            list(group.answers())  # the others wait for 1000 s, longer than a test may take
         assert engines[1].where()[0] == nodes[0]
         complete(ray_machines)
         group = executor.group(tell_where, nothing, ranks=5)

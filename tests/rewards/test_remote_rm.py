@@ -143,21 +143,18 @@ def test_a_list_of_the_wrong_length_names_the_samples():
 
 def test_a_server_that_hangs_and_one_that_is_not_there_cost_their_time_and_no_more():
     async def hang(body):
-        await asyncio.sleep(60)
+        await asyncio.sleep(10_000)  # longer than a test may take
 
-    started = time.perf_counter()
     with grading(hang) as server, pytest.raises(BackendError, match=r"no answer; no time left \(1 try, \d+ s\)"):
         verifier("remote_rm", url=server.url, timeout_s=0.3)(SAMPLE)
     with pytest.raises(BackendError, match=r"no answer: .*\(2 tries"):
         verifier("remote_rm", url=server.url, max_retries=1)(SAMPLE)
-    assert time.perf_counter() - started < 50  # the server would take 60 s
 
 
 def test_what_is_under_way_ends_with_the_work():
     async def hang(body):
-        await asyncio.sleep(60)
+        await asyncio.sleep(10_000)  # longer than a test may take
 
-    started = time.perf_counter()
     with grading(hang) as server:
         settings = Settings.model_validate({"score": {"rm_type": "remote_rm", "rm_url": server.url, "concurrency": 8}})
 
@@ -167,7 +164,6 @@ def test_what_is_under_way_ends_with_the_work():
 
         with pytest.raises(KeyboardInterrupt):
             list(score(source(), Grader(settings), settings.score, executor=LocalExecutor()))
-    assert time.perf_counter() - started < 50  # the server would take 60 s
     assert [thread for thread in threading.enumerate() if thread.name == "asker"] == []
 
 
