@@ -49,10 +49,12 @@ FORKED = ("from multiprocessing.spawn import", "from multiprocessing.forkserver 
 class Zygote:
     """The process that forks children for this one."""
 
+    _lock = threading.Lock()
+    """One for all: who adopts orphans is a property of the process."""
+
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
         self._connect = connect
         self._owner = os.getpid()
-        self._lock = threading.Lock()
 
     def start(
         self, arguments: Sequence[str], descriptors: Mapping[int, int], env: Mapping[str, str], *, session: bool = False
@@ -128,6 +130,7 @@ def install(connect: Callable[[], socket.socket], only_servers: Callable[[], boo
     from slimectl.engines.supervisor import server_process
 
     zygote, spawn = Zygote(connect), multiprocessing.util.spawnv_passfds
+    starting = threading.Lock()
 
     def spawn_forked(path: Any, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
         pid, words = None, [os.fsdecode(word) for word in arguments]
@@ -139,7 +142,8 @@ def install(connect: Callable[[], socket.socket], only_servers: Callable[[], boo
     def start_server(command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **options: Any) -> Any:
         forking = zygote if command[:3] == [sys.executable, "-m", "slimectl"] else None
         if PRELOADED in env:
-            forking = preloaded(command[0], command[2])
+            with starting:  # of threads that start servers together, one starts that process
+                forking = preloaded(command[0], command[2])
         if forking is not None:
             with open(os.devnull, "rb") as nothing:
                 streams = {0: nothing.fileno(), 1: stdout.fileno(), 2: stdout.fileno()}
