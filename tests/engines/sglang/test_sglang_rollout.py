@@ -41,7 +41,7 @@ class Served:
 
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder = folder
-        self.server: ServerProcess = serving.sglang(folder, logs)
+        self.server: ServerProcess = serving.sglang(folder, logs, preloaded=True)
         self.engine: HttpEngine = serving.client([], folder)
         self.fleet = ServerPool(
             lambda _: self.server, 1, interval_s=600.0, announce=self.engine.set_urls, restore=self.push,
