@@ -58,6 +58,10 @@ class SglangWorkers(HttpWorkers):
         """Whether all are `slimectl serve`: on a CPU, SGLang takes tensors as text."""
         return self.checksums_by_hf_name
 
+    @property
+    def adapter_transports(self) -> Sequence[str]:
+        return ("tensor", "distributed") if self.checksums_by_hf_name else ()
+
     def _server_info(self, url: str) -> dict[str, Any]:
         """Return the /server_info of a worker; requested once."""
         if url not in self._server_infos:
@@ -98,9 +102,13 @@ class SglangWorkers(HttpWorkers):
 
     def _open_session(self) -> None:
         """Begin the update session, on engines that support sessions."""
-        for answer in self._ask_all("/begin_weight_update", {}):
+        body = {} if self._adapter is None else {"adapter": self._adapter}
+        for answer in self._ask_all("/begin_weight_update", body):
             if answer.refused and answer.status not in (404, 405) and OPEN_ALREADY not in answer.words:
                 raise answer.error()
+            if answer.refused and self._adapter is not None:  # of a trainer that died: it would take whole weights
+                self._ask_all("/end_weight_update", {}, urls=[answer.url])
+                self._request_all("/begin_weight_update", body, urls=[answer.url])
 
     def sleep(self) -> None:
         self._request_all("/pause_generation", {"mode": "abort"})
