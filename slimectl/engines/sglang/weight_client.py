@@ -27,6 +27,7 @@ from torch import Tensor, dtype
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers, NamedTensor, aligned, dtype_name
 from slimectl.engines.sglang.launch import ADAPTER_LOADER
+from slimectl.errors import BackendError
 from slimectl.protocols import INCOMPLETE
 
 SETTLE_S = 0.2
@@ -48,6 +49,13 @@ class SglangWorkers(HttpWorkers):
 
     @property
     def ranks(self) -> list[int]:
+        """Ranks of each worker in a group for broadcasts. Raises BackendError for those that cannot join one."""
+        for url in self.urls:
+            if int(self._server_info(url).get("pp_size") or 1) > 1:
+                raise BackendError(
+                    f"engine at {url}: SGLang gives its pipeline stages the same ranks in a broadcast; "
+                    f'set sync.transport = "disk" or "delta", or leave sglang.args.pp_size out'
+                )
         return [int(self._server_info(url).get("tp_size") or 1) for url in self.urls]
 
     @property
@@ -62,11 +70,13 @@ class SglangWorkers(HttpWorkers):
 
     @property
     def adapter_transports(self) -> Sequence[str]:
-        """By messages alone if SGLang is among the workers, and not at all without our loader."""
+        """By messages alone if SGLang is among the workers; not without our loader, and not in pipeline stages."""
         if self.checksums_by_hf_name:
             return ("tensor", "distributed")
-        others = [self._server_info(url) for url in self.urls if not self._is_slimectl_serve(url)]
-        return ("tensor",) if all(ADAPTER_LOADER in (info.get("custom_weight_loader") or ()) for info in others) else ()
+        for info in (self._server_info(url) for url in self.urls if not self._is_slimectl_serve(url)):
+            if ADAPTER_LOADER not in (info.get("custom_weight_loader") or ()) or int(info.get("pp_size") or 1) > 1:
+                return ()
+        return ("tensor",)
 
     def _server_info(self, url: str) -> dict[str, Any]:
         """Return the /server_info of a worker; requested once."""

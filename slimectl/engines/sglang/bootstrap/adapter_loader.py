@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from merged_adapter import Merger
-from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 NAME = "adapter_loader.load"
 _MERGERS: WeakKeyDictionary[torch.nn.Module, Merger] = WeakKeyDictionary()
@@ -59,6 +59,12 @@ def _observed(update: Any) -> Any:
     return observe
 
 
-for _name in ("update_weights_from_disk", "update_weights_from_tensor", "load_weights_from_distributed"):
-    if hasattr(WeightUpdater, _name):
-        setattr(WeightUpdater, _name, _observed(getattr(WeightUpdater, _name)))
+def _observe_updates() -> None:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    for name in ("update_weights_from_disk", "update_weights_from_tensor", "load_weights_from_distributed"):
+        setattr(WeightUpdater, name, _observed(getattr(WeightUpdater, name)))
+
+
+with suppress(ImportError, AttributeError):  # SGLang before 0.5.21 has these methods elsewhere
+    _observe_updates()
