@@ -354,6 +354,10 @@ class EmbeddedEngine:
         """Replace some tensors, all of them or none. Raises CheckpointError on an extra or misshapen one."""
         self._apply_weights(lambda: self._intake.update(list(tensors), version=version))
 
+    def replace_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
+        """Replace some tensors, streamed; without weights after an error, as `load_weights`."""
+        self._apply_weights(lambda: self._intake.replace(tensors, version=version))
+
     def begin_update(self) -> None:
         """Open an update session: tensors until `end_update` are one version; no step is taken between the two."""
         self._apply_weights(self._intake.begin)

@@ -296,6 +296,16 @@ class WeightLoader:
         if not self._session_open and self.whole:
             self._complete()
 
+    def replace(self, tensors: NamedTensors, *, version: str) -> None:
+        """Replace some tensors of a whole set, streamed; the others stay, and together they are `version`.
+
+        Raises CheckpointError, as other errors without weights: some tensors may be of the new version.
+        """
+        previous, self._missing = self._missing, set(self._weights.places)
+        self._weights.write(tensors)
+        self._missing, self._next = previous, version
+        self._complete()
+
     def begin(self) -> None:
         """Open a session: a whole set will be loaded in parts. Raises CheckpointError if one is open."""
         if self._session_open:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slimectl.data.hashing import tensor_checksum
 from slimectl.engines.embedded.weights import FileTensor
+from slimectl.engines.server.adapters import AdapterUpdate, announced
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, line
 from slimectl.engines.server.schema import RequestBody, read
@@ -171,6 +172,7 @@ async def update_from_disk(request: web.Request) -> web.Response:
     engine = service.thread.engine
 
     def load() -> None:
+        service.merged = None
         engine.load_weights(service.served.read(folder), version=version or engine.weight_version)
 
     await _load(service, fields, load)
@@ -178,7 +180,7 @@ async def update_from_disk(request: web.Request) -> web.Response:
 
 
 async def update_from_tensor(request: web.Request) -> web.Response:
-    """Load tensors from shared memory."""
+    """Load tensors from shared memory; with the field `adapter` they are an adapter, whole."""
     service, fields = request.app[SERVICE], await read(request)
     if "serialized_named_tensors" in fields or fields.text("load_format") != "shared_memory":
         raise RequestError(
@@ -186,8 +188,9 @@ async def update_from_tensor(request: web.Request) -> web.Response:
             'send load_format "shared_memory" with name and tensors (docs/serving.md)'
         )
     version = _version(fields)
+    alone = await _announced(service, fields)
     with shared_tensors(fields) as tensors:
-        await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
+        await _update(service, fields, tensors, version, alone)
     return _done("Success")
 
 
@@ -209,7 +212,7 @@ async def update_from_distributed(request: web.Request) -> web.Response:
         tensors = await run_in_daemon_thread(partial(group.receive, forms, flattened=flattened))
     except (RuntimeError, ValueError) as error:  # errors of gloo and nccl: the trainer went away, or sent others
         raise RequestError(f"the broadcast failed; has the trainer gone? {line(error)}") from None
-    await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
+    await _update(service, fields, tensors, version)
     return _done("Succeeded to update parameter online.")
 
 
@@ -257,17 +260,29 @@ async def destroy_group(request: web.Request) -> web.Response:
 
 
 async def begin_update(request: web.Request) -> web.Response:
-    """Open an update session: tensors until end_weight_update are one version; until then nothing is sampled."""
-    service = request.app[SERVICE]
-    await read(request)
+    """Open an update session: tensors until end_weight_update are one version; until then nothing is sampled.
+
+    With the field `adapter` they are the parts of an adapter, which the end merges into its base model.
+    """
+    service, fields = request.app[SERVICE], await read(request)
+    adapter = await _announced(service, fields)
+    if service.adapter_update is not None:  # of a trainer that died: none of it was written
+        service.adapter_update = None
+        await service.thread.call(service.thread.engine.end_update)
     await service.thread.call(service.thread.engine.begin_update)
+    service.adapter_update = adapter
     return _done("Success")
 
 
 async def end_update(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     await read(request)
-    await service.thread.call(service.thread.engine.end_update)
+    adapter, service.adapter_update = service.adapter_update, None
+    try:
+        if adapter is not None and adapter.parts:
+            await service.thread.call(partial(_merge, service, adapter))
+    finally:
+        await service.thread.call(service.thread.engine.end_update)
     return _done("Success")
 
 
@@ -287,6 +302,40 @@ async def check(request: web.Request) -> web.Response:
     fields.choice("action", "checksum", ("checksum",))
     checksums = await service.thread.call(lambda: service.thread.engine.checksums(tensor_checksum))
     return _done("Success", ranks=[{"checksums": checksums}])
+
+
+async def _announced(service: Service, fields: RequestBody) -> AdapterUpdate | None:
+    served = service.served
+    return await run_in_daemon_thread(partial(announced, fields, served.folder, served.base_model))
+
+
+async def _update(
+    service: Service,
+    fields: RequestBody,
+    tensors: Sequence[tuple[str, Tensor | FileTensor]],
+    version: str | None,
+    alone: AdapterUpdate | None = None,
+) -> None:
+    """Load tensors of the model, or parts of an adapter: of the open session's, or `alone`, which is then merged."""
+    adapter = alone or service.adapter_update
+
+    def load() -> None:
+        if adapter is None:
+            service.merged = None
+            service.thread.engine.update_weights(tensors, version=version)
+            return
+        adapter.add(tensors, version)
+        if alone is not None:
+            _merge(service, alone)
+
+    await _load(service, fields, load)
+
+
+def _merge(service: Service, adapter: AdapterUpdate) -> None:
+    """Give the engine an adapter's base model with the adapter. Raises CheckpointError for an incomplete one."""
+    adapter.check_complete()
+    merged, service.merged = service.merged, None
+    service.merged = adapter.apply(service.thread.engine, merged)
 
 
 async def _load(service: Service, fields: RequestBody, load: Callable[[], None]) -> None:
