@@ -85,6 +85,7 @@ def serve(
     from slimectl.engines.server.access import Guard, own_names
     from slimectl.engines.server.app import serve as serving
     from slimectl.engines.server.state import ServerConfig, Streaming
+    from slimectl.weight_sync.delta_format import DeltaFile
 
     text = tokenizer(folder)
     served_model = ServerConfig(
@@ -95,6 +96,7 @@ def serve(
         max_running=settings.engine.max_running_requests,
         read=ModelCheckpoint().read,
         version=version_of(folder),
+        read_delta=DeltaFile,
     )
     embedded = engine(settings, folder, text, load=False)
     streaming = Streaming(interval=interval, incremental=incremental)
