@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from slimectl import builders
 from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.chat import encode, render
+from slimectl.data.ownership import read_manifest
 from slimectl.data.run_dir import write_folder
 from slimectl.data.streams import of_type
 from slimectl.errors import RecordError, SettingsError
@@ -30,6 +31,8 @@ from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, Ste
 
 LeftOut = Callable[[Prompt], Any]
 """Called with every prompt that is too long."""
+CREATED = "create_model"
+"""Stage in the manifest of a model with random weights, which no training has changed."""
 
 
 class _Closing:
@@ -167,10 +170,14 @@ class Trainer(_Closing):
 def create_model(card: str, folder: Path | str, *, seed: int = 1234) -> Path:
     """Make a model of random weights from a model card (`slimectl models` lists them) in a directory; return its path.
 
-    A model that slimectl made there is replaced; anything else is refused with SettingsError.
+    An earlier result of this function there is replaced; anything else, a trained model too, is refused with
+    SettingsError.
     """
     path = Path(folder)
-    write_folder(path, lambda staged: builders.create_model(card, staged, seed=seed))
+    if (read_manifest(path) or {"stage": CREATED}).get("stage") != CREATED:
+        raise SettingsError(f"{path}: holds a model that was trained or converted; name another folder, or remove it")
+    fields = {"stage": CREATED, "card": card, "seed": seed}
+    write_folder(path, lambda staged: builders.create_model(card, staged, seed=seed), manifest_fields=fields)
     return path
 
 

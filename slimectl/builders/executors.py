@@ -28,12 +28,10 @@ def placement(settings: Settings) -> Placement:
     return Placement(
         actor_nodes=cluster.actor_num_nodes,
         actor_gpus_per_node=cluster.actor_num_gpus_per_node,
-        engines=0 if settings.engine.url else settings.num_engines,
-        gpus_per_engine=cluster.rollout_num_gpus_per_engine,
+        engine_gpus=() if settings.engine.url else settings.engine_gpus,
         gpus_per_node=cluster.num_gpus_per_node,
         colocate=cluster.colocate,
         on_gpu=on_gpu,
-        nodes_per_engine=cluster.nodes_per_engine,
     )
 
 

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from slimectl.protocols import Engine, Executor
 
 
-def engine_gpus(settings: Settings) -> float:
-    """Return the number of GPUs that an engine has on one machine."""
-    cluster = settings.cluster
-    gpus = cluster.rollout_num_gpus_per_engine / cluster.nodes_per_engine
+def engine_gpus(settings: Settings, gpus: int = 1) -> float:
+    """Return the GPUs that a process of an engine has, of `gpus` on its machine; 0 on a CPU."""
     return gpus if device(settings.engine.device) == "cuda" else 0.0
 
 
@@ -135,7 +133,7 @@ def _hosted(settings: Settings, spec: ServerSpec, *, executor: Executor, logs: P
         executor.host(
             partial(_server, settings, part, log=logs / f"{part.name}.log", waiting=waiting),
             name=part.name,
-            gpus=engine_gpus(settings),
+            gpus=engine_gpus(settings, spec.gpus // spec.nodes),
         )
         for part in spec.parts()
     ]

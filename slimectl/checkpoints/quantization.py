@@ -202,9 +202,11 @@ class Int4Groups:
 Scheme = Fp8Blocks | Fp8Scale | Int4Groups
 
 KEPT = re.compile(
-    r"norm|(^|\.)(embed_tokens|pos_embed|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b))\.weight$"
+    r"norm|(^|\.)visual\.|"
+    r"(^|\.)(embed_tokens|pos_embed|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b))\.weight$"
 )
-"""Matrices that stay in full precision: small, but sensitive to quantization. (A router's `gate` is no `gate_proj`.)"""
+"""Matrices that stay in full precision: small, but sensitive to quantization. (A router's `gate` is no `gate_proj`.)
+So does a vision tower, as in the checkpoints that its makers publish."""
 TABLES = re.compile(r"norm|embed_tokens|pos_embed")
 """Matrices among them that are no layers: a configuration does not name them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -349,11 +350,14 @@ def table(placement: Placement) -> Iterator[str]:
 def placement_lines(placement: Placement) -> str:
     """Summary of the placement in one line."""
     machines, ranks = _count(placement.nodes, "machine"), _count(placement.ranks, "rank")
-    engines = _count(placement.engines, "engine")
+    sizes = Counter(placement.engine_gpus)
+    engines = _count(sizes.total(), "engine")
     if not placement.on_gpu:
         return f"{machines}: {ranks}; {engines} beside, where there is room"
-    node, engine = _count(placement.gpus_per_node, "GPU"), _count(placement.gpus_per_engine, "GPU")
-    return f"{machines} of {node}: {ranks} and {engines} of {engine}, {'sharing' if placement.colocate else 'apart'}"
+    node = _count(placement.gpus_per_node, "GPU")
+    if sizes:
+        engines = ", ".join(f"{_count(count, 'engine')} of {_count(gpus, 'GPU')}" for gpus, count in sizes.items())
+    return f"{machines} of {node}: {ranks} and {engines}, {'sharing' if placement.colocate else 'apart'}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -139,11 +139,16 @@ def host_store(host: str) -> TCPStore:
 
 
 def picklable_error(error: BaseException, source: str) -> BaseException:
-    """Return the exception in picklable form: of its own type where that can be pickled, its traceback as a note."""
+    """Return the exception in picklable form: of its own type where that can be pickled, its traceback as a note.
+
+    `remote_frames` lists file and line of every frame, which a traceback would have here (user_code.error_location).
+    """
     text = "".join(traceback.format_exception(error)).rstrip()
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     try:
         picklable: BaseException = pickle.loads(pickle.dumps(error.with_traceback(None)))
     except Exception:
         picklable = SlimectlError(f"{source}: {type(error).__name__}: {error}")
     picklable.add_note(f"on {source}:\n{text}")
+    picklable.remote_frames = frames  # type: ignore[attr-defined]
     return picklable

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
+
+from slimectl.settings.cluster import nodes_of
 
 SHARED = 0.5
 """Fraction of a GPU that a rank and an engine each reserve if they share it."""
+ENGINE_SIZE = "cluster.rollout_num_gpus_per_engine"
+"""Setting of an engine's GPUs; `num_gpus_per_engine` of sglang.server_groups goes before it."""
 
 
 @dataclass(frozen=True)
@@ -25,36 +30,45 @@ class Bundle:
         return 1.0 if self.rank is None or self.engine is None else SHARED
 
 
+class EnginePart(NamedTuple):
+    """What an engine has on one machine: so many GPUs from the bundle `first` on."""
+
+    engine: int
+    first: int
+    gpus: int
+
+
 @dataclass(frozen=True)
 class Placement:
     """Placement of training ranks, then engines, on machines of `gpus_per_node` GPUs, without gaps.
 
-    `actor_gpus_per_node` ranks on each of `actor_nodes` machines; `engines` of `gpus_per_engine` GPUs each, on separate
+    `actor_gpus_per_node` ranks on each of `actor_nodes` machines; engines of `engine_gpus` GPUs each, on separate
     GPUs or, colocated, on those of the ranks from the first on. On a CPU only ranks have bundles; engines run anywhere.
 
-    >>> placement = Placement(actor_nodes=1, actor_gpus_per_node=2, engines=1, gpus_per_engine=2)
+    >>> placement = Placement(actor_nodes=1, actor_gpus_per_node=2, engine_gpus=(2,))
     >>> [(bundle.gpu, bundle.rank, bundle.engine) for bundle in placement.bundles]
     [(0, 0, None), (1, 1, None), (2, None, 0), (3, None, 0)]
     """
 
     actor_nodes: int = 1
     actor_gpus_per_node: int = 1
-    engines: int = 0
-    gpus_per_engine: int = 1
+    engine_gpus: tuple[int, ...] = ()
+    """GPUs of each engine; one that fills several machines has a part on each."""
+
     gpus_per_node: int = 8
     colocate: bool = False
     on_gpu: bool = True
-    nodes_per_engine: int = 1
-    """Machines of one engine; of several it takes all GPUs."""
 
-    @property
-    def parts(self) -> int:
-        """Number of engines' parts: an engine has a part on each of its machines."""
-        return self.engines * self.nodes_per_engine
-
-    @property
-    def gpus_per_part(self) -> int:
-        return self.gpus_per_engine // self.nodes_per_engine
+    @cached_property
+    def parts(self) -> list[EnginePart]:
+        """The parts of all engines, in the order of their GPUs."""
+        parts: list[EnginePart] = []
+        first = 0 if self.colocate else self.ranks
+        for engine, gpus in enumerate(self.engine_gpus):
+            machines = nodes_of(gpus, self.gpus_per_node)
+            parts += [EnginePart(engine, first + i * (gpus // machines), gpus // machines) for i in range(machines)]
+            first += gpus
+        return parts
 
     @property
     def ranks(self) -> int:
@@ -66,14 +80,10 @@ class Placement:
         if not self.on_gpu:
             ranks_per_node = self.actor_gpus_per_node
             return [Bundle(rank // ranks_per_node, rank % ranks_per_node, rank=rank) for rank in range(self.ranks)]
-        first_gpu, engine_gpus = self._first_engine, self.engines * self.gpus_per_engine
+        engines = {gpu: part.engine for part in self.parts for gpu in range(part.first, part.first + part.gpus)}
         return [
-            Bundle(
-                *divmod(gpu, self.gpus_per_node),
-                rank=gpu if gpu < self.ranks else None,
-                engine=(gpu - first_gpu) // self.gpus_per_engine if 0 <= gpu - first_gpu < engine_gpus else None,
-            )
-            for gpu in range(max(self.ranks, first_gpu + engine_gpus))
+            Bundle(*divmod(gpu, self.gpus_per_node), rank=gpu if gpu < self.ranks else None, engine=engines.get(gpu))
+            for gpu in range(max(self.ranks, 1 + max(engines, default=-1)))
         ]
 
     @property
@@ -81,55 +91,48 @@ class Placement:
         """Number of machines in use."""
         return 1 + max((bundle.node for bundle in self.bundles), default=0)
 
-    def of_engine(self, engine: int) -> list[int]:
-        """Return the bundle indices of an engine."""
-        return [index for index, bundle in enumerate(self.bundles) if bundle.engine == engine]
-
     def of_part(self, part: int) -> list[int]:
         """Return the bundle indices of a part, counted over all engines."""
-        engine, node = divmod(part, self.nodes_per_engine)
-        return self.of_engine(engine)[node * self.gpus_per_part : (node + 1) * self.gpus_per_part]
+        _, first, gpus = self.parts[part]
+        return list(range(first, first + gpus))
 
     def problems(self) -> Iterator[str]:
         """Yield why the placement is invalid, a line each, with the setting to change and the nearest valid sizes."""
         if not self.on_gpu:
             return
-        actor, machine, engine_gpus = self.actor_gpus_per_node, self.gpus_per_node, self.gpus_per_engine
+        actor, machine = self.actor_gpus_per_node, self.gpus_per_node
         if actor > machine or (self.actor_nodes > 1 and actor != machine):
             yield (
                 f"cluster.actor_num_gpus_per_node: {actor} x cluster.actor_num_nodes: {self.actor_nodes} do not fill"
                 f" machines of {machine} GPUs (cluster.num_gpus_per_node) one after the other; {self._suggest_actors()}"
             )
-        if self.engines and self.gpus_per_part > machine:
-            whole = nearest_valid(engine_gpus, range(machine, 2 * engine_gpus + 1), lambda size: size % machine == 0)
+        if (large := next((part.gpus for part in self.parts if part.gpus > machine), None)) is not None:
+            whole = nearest_valid(large, range(machine, 2 * large + 1), lambda size: size % machine == 0)
             yield (
-                f"cluster.rollout_num_gpus_per_engine: {engine_gpus}, but a machine has {machine} GPUs"
+                f"{ENGINE_SIZE}: {large}, but a machine has {machine} GPUs"
                 f" (cluster.num_gpus_per_node), and a larger engine takes whole ones; give"
                 f" {' or '.join(map(str, whole))}"
             )
-        elif spanning := self._first_spanning_part(self.ranks, self.gpus_per_part):
-            legal = nearest_valid(
-                engine_gpus, range(1, machine + 1), lambda size: not self._first_spanning_part(self.ranks, size)
-            )
-            pieces = "two" if self.nodes_per_engine == 1 else str(1 + self.nodes_per_engine)
+        elif (engine := self._first_spanning_engine()) is not None:
+            size = self.engine_gpus[engine]
+            legal = nearest_valid(size, range(1, machine + 1), lambda other: self._fits_with(size, other))
+            machines = nodes_of(size, machine)
+            pieces = "two" if machines == 1 else str(1 + machines)
             yield (
-                f"cluster.rollout_num_gpus_per_engine: {engine_gpus} cuts engine"
-                f" {(spanning - 1) // self.nodes_per_engine} in {pieces} machines of {machine} GPUs;"
+                f"{ENGINE_SIZE}: {size} cuts engine {engine} in {pieces} machines of {machine} GPUs;"
                 f" give {' or '.join(map(str, legal))}{self._suggest_ranks()}"
             )
 
-    @property
-    def _first_engine(self) -> int:
-        return 0 if self.colocate else self.ranks
+    def _first_spanning_engine(self) -> int | None:
+        """Return the first engine with a part that would span two machines."""
+        machine = self.gpus_per_node
+        spanning = (p.engine for p in self.parts if p.first // machine != (p.first + p.gpus - 1) // machine)
+        return next(spanning, None)
 
-    def _first_spanning_part(self, ranks: int, part_gpus: int) -> int:
-        """Return the first part of an engine that would span two machines, counted from 1; 0 if none would."""
-        offset, machine = 0 if self.colocate else ranks, self.gpus_per_node
-        for part in range(self.parts):
-            first_gpu = offset + part * part_gpus
-            if first_gpu // machine != (first_gpu + part_gpus - 1) // machine:
-                return part + 1
-        return 0
+    def _fits_with(self, size: int, other: int) -> bool:
+        """Return whether no engine would span machines if those of `size` GPUs had `other` of them."""
+        sizes = tuple(other if gpus == size else gpus for gpus in self.engine_gpus)
+        return replace(self, engine_gpus=sizes)._first_spanning_engine() is None
 
     def _suggest_actors(self) -> str:
         machine, ranks = self.gpus_per_node, self.ranks
@@ -144,7 +147,7 @@ class Placement:
         sizes = nearest_valid(
             self.ranks,
             range(1, self.gpus_per_node + 1),
-            lambda n: not self._first_spanning_part(n, self.gpus_per_part),
+            lambda n: replace(self, actor_gpus_per_node=n)._first_spanning_engine() is None,
         )
         return f", or train on {' or '.join(map(str, sizes))}" if sizes else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slimectl.registry import ENGINES
+from slimectl.settings.cluster import nodes_of
 from slimectl.settings.effects import ineffective
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
@@ -220,11 +221,13 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
 def _engines_over_machines(settings: Settings) -> Iterator[str]:
     """Conflicts of engines that span several machines with other settings."""
     engine, cluster = settings.engine, settings.cluster
-    if cluster.nodes_per_engine == 1 or not settings.uses_servers or engine.url:
+    gpus = max(settings.engine_gpus, default=1)
+    machines = nodes_of(gpus, cluster.num_gpus_per_node)
+    if machines == 1 or not settings.uses_servers or engine.url:
         return
     size = (
-        f"cluster.rollout_num_gpus_per_engine: {cluster.rollout_num_gpus_per_engine} takes {cluster.nodes_per_engine} "
-        f"machines of cluster.num_gpus_per_node: {cluster.num_gpus_per_node}"
+        f"cluster.rollout_num_gpus_per_engine: {gpus} takes {machines} machines of cluster.num_gpus_per_node: "
+        f"{cluster.num_gpus_per_node}"
     )
     if not ENGINES.fact(engine.backend, "spans_machines", False):
         yield f'{size}, and an engine of {engine.backend} lives on one; set engine.backend = "sglang", or lower it'

@@ -29,8 +29,8 @@ class ClusterSettings(Section):
     """GPUs of all engines; as many as engine.num_engines need where not given."""
 
     rollout_num_gpus_per_engine: PositiveInt = 1
-    """Tensor-parallel size of an engine; a multiple of cluster.num_gpus_per_node spreads an SGLang engine over as many
-    machines."""
+    """GPUs of an engine: its tensor-parallel size times its pipeline stages; a multiple of cluster.num_gpus_per_node
+    spreads an SGLang engine over as many machines."""
 
     num_gpus_per_node: PositiveInt = 8
     """GPUs of a machine."""
@@ -44,11 +44,6 @@ class ClusterSettings(Section):
     @property
     def ranks(self) -> int:
         return self.actor_num_nodes * self.actor_num_gpus_per_node
-
-    @property
-    def nodes_per_engine(self) -> int:
-        """Machines of one engine, if it fills them."""
-        return nodes_of(self.rollout_num_gpus_per_engine, self.num_gpus_per_node)
 
 
 def nodes_of(gpus: int, gpus_per_node: int) -> int:

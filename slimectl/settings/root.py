@@ -88,16 +88,20 @@ class Settings(Section):
         return self.engine.num_engines if gpus is None else gpus // gpus_per_engine
 
     @property
+    def engine_gpus(self) -> tuple[int, ...]:
+        """GPUs of each engine to start (on a CPU: processes)."""
+        size = self.cluster.rollout_num_gpus_per_engine
+        if not (groups := self.sglang.server_groups):
+            return (size,) * self.num_engines
+        counts = [(int(group.get("num_engines", 1)), int(group.get("num_gpus_per_engine", size))) for group in groups]
+        return tuple(gpus for engines, gpus in counts for _ in range(engines))
+
+    @property
     def rollout_gpus(self) -> int:
         """Number of GPUs of all engines (on a CPU: of engines); of servers that run already, by their addresses."""
-        size = self.cluster.rollout_num_gpus_per_engine
         if self.cluster.rollout_num_gpus is not None:
             return self.cluster.rollout_num_gpus
-        if groups := self.sglang.server_groups:
-            return sum(
-                int(group.get("num_engines", 1)) * int(group.get("num_gpus_per_engine", size)) for group in groups
-            )
-        return max(len(self.engine.url), self.num_engines) * size
+        return max(len(self.engine.url) * self.cluster.rollout_num_gpus_per_engine, sum(self.engine_gpus))
 
     @property
     def uses_servers(self) -> bool:

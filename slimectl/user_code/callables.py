@@ -185,9 +185,13 @@ class Hook:
 
 
 def error_location(error: BaseException, module: str) -> str:
-    """Return FILE:LINE of the innermost frame in a module's file; empty if the error did not pass there."""
+    """Return FILE:LINE of the innermost frame in a module's file; empty if the error did not pass there.
+
+    An error of another process has its frames in `remote_frames` (executors.rank_process.picklable_error).
+    """
     file = getattr(sys.modules.get(module), "__file__", None)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    lines = [line for name, line in [*frames, *getattr(error, "remote_frames", ())] if name == file]
     return f"{Path(str(file)).name}:{lines[-1]}" if lines else ""
 
 

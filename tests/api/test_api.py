@@ -21,6 +21,7 @@ from slimectl import (
     Settings,
     SlimectlError,
     Trainer,
+    create_model,
     evaluate,
     load_settings,
     prompts,
@@ -110,6 +111,18 @@ def test_a_trainer_goes_on_where_another_was_saved(settings: Settings):
         reports = list(other.train(samples))
     assert [report.step for report in reports] == [2]
     assert [report.metrics["train/grad_norm"] for report in reports] == expected
+
+
+def test_a_new_model_replaces_a_new_one_but_no_trained_one(settings: Settings, tmp_path: Path):
+    folder = create_model("tiny", tmp_path / "model", seed=1)
+    first = (folder / "model.safetensors").read_bytes()
+    assert (create_model("tiny", folder, seed=2) / "model.safetensors").read_bytes() != first
+    with Trainer(settings) as trainer:
+        trainer.save(folder, force=True)
+    trained = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(SettingsError, match="model: holds a model that was trained or converted; name another folder"):
+        create_model("tiny", folder)
+    assert (folder / "model.safetensors").read_bytes() == trained
 
 
 def test_pushed_weights_answer(settings: Settings):

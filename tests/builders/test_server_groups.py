@@ -93,7 +93,27 @@ def test_an_engine_over_machines_has_a_part_on_each():
     assert [part.name for spec in _specs(settings, MODEL) for part in spec.parts()] == [
         "engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"
     ]  # fmt: skip
-    assert (placement(settings).parts, placement(settings).gpus_per_part) == (4, 1)
+    assert [part.gpus for part in placement(settings).parts] == [1, 1, 1, 1]
+
+
+def test_groups_of_engines_have_the_gpus_that_each_names():
+    groups = [
+        {"name": "policy", "num_engines": 2},
+        {"name": "judge", "model": "models/judge", "num_gpus_per_engine": 4},
+    ]
+    settings = given(cluster={"rollout_num_gpus_per_engine": 2}, sglang={"server_groups": groups})
+    assert [(spec.name, spec.gpus) for spec in _specs(settings, MODEL)] == [
+        ("policy-0", 2), ("policy-1", 2), ("judge-0", 4)
+    ]  # fmt: skip
+    assert (placement(settings).engine_gpus, settings.rollout_gpus) == ((2, 2, 4), 8)
+
+
+def test_pipeline_stages_share_the_gpus_of_an_engine():
+    settings = given(cluster={"rollout_num_gpus_per_engine": 4}, sglang={"args": {"pp_size": 2}})
+    (spec,) = _specs(settings, MODEL)
+    assert (spec.gpus, spec.tensor_parallel) == (4, 2)
+    with pytest.raises(SettingsError, match="pp_size: 3 pipeline stages do not divide the 4 GPUs of engine"):
+        _specs(given(cluster={"rollout_num_gpus_per_engine": 4}, sglang={"args": {"pp_size": 3}}), MODEL)
 
 
 def test_no_router_can_be_asked_for():

@@ -29,6 +29,7 @@ from executor_cases import (
 
 from slimectl.errors import DiedError
 from slimectl.executors.local import LocalExecutor
+from slimectl.user_code import error_location
 
 
 def on_ray(logs: Path, request: pytest.FixtureRequest) -> Any:
@@ -136,6 +137,7 @@ def test_an_item_that_overran_is_tried_once_more_alone(executor: Any, tmp_path: 
 def test_an_exception_and_a_death_are_results_of_their_items_alone(executor: Any):
     results = list(executor.map(refuses_two_and_dies_on_five, range(8), workers=1))
     assert isinstance(results[2], ValueError)
+    assert error_location(results[2], refuses_two_and_dies_on_five.__module__).startswith("executor_cases.py:")
     assert isinstance(results[5], Exception)
     assert [results[n] for n in (0, 1, 3, 4, 6, 7)] == [0, 1, 3, 4, 6, 7]
 

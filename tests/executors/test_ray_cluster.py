@@ -47,7 +47,7 @@ def assert_planned(executor: RayExecutor, placement: Placement) -> list[str]:
 
 
 def test_apart_ranks_and_engines_are_where_the_plan_said(shared_cluster: Any):
-    placement = Placement(actor_gpus_per_node=4, engines=4, gpus_per_node=4)
+    placement = Placement(actor_gpus_per_node=4, engine_gpus=(1,) * 4, gpus_per_node=4)
     executor = RayExecutor(shared_cluster.address, placement=placement)
     try:
         nodes = assert_planned(executor, placement)
@@ -63,7 +63,7 @@ def test_apart_ranks_and_engines_are_where_the_plan_said(shared_cluster: Any):
 
 
 def test_a_server_over_two_machines_has_a_process_on_each_and_is_restarted_as_one(shared_cluster: Any, tmp_path: Path):
-    placement = Placement(engines=1, gpus_per_engine=8, gpus_per_node=4, nodes_per_engine=2, colocate=True)
+    placement = Placement(engine_gpus=(8,), gpus_per_node=4, colocate=True)
     executor = RayExecutor(shared_cluster.address, placement=replace(placement, actor_nodes=0))
     try:
         nodes = assert_planned(executor, executor.places.placement)
@@ -89,9 +89,7 @@ def test_a_server_over_two_machines_has_a_process_on_each_and_is_restarted_as_on
 
 
 def test_colocated_ranks_share_with_engines_and_outlive_a_machine(ray_machines: Any):
-    placement = Placement(
-        actor_nodes=2, actor_gpus_per_node=4, engines=4, gpus_per_engine=2, gpus_per_node=4, colocate=True
-    )
+    placement = Placement(actor_nodes=2, actor_gpus_per_node=4, engine_gpus=(2,) * 4, gpus_per_node=4, colocate=True)
     executor = RayExecutor(ray_machines.address, placement=placement)
     try:
         nodes = assert_planned(executor, placement)
@@ -131,4 +129,4 @@ def test_a_cluster_that_is_too_small_says_what_is_there_and_what_is_asked_for(sh
 
 def test_an_impossible_placement_is_refused_before_anything_is_held(shared_cluster: Any):
     with pytest.raises(BackendError, match="cuts engine 1 in two machines"):
-        RayExecutor(shared_cluster.address, placement=Placement(actor_gpus_per_node=2, engines=2, gpus_per_engine=4))
+        RayExecutor(shared_cluster.address, placement=Placement(actor_gpus_per_node=2, engine_gpus=(4, 4)))

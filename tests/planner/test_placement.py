@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from slimectl.planner.placement import Placement, divisibility_warnings, nearest_valid
 
-TWO_NODES = Placement(actor_nodes=1, actor_gpus_per_node=8, engines=8)
+TWO_NODES = Placement(actor_nodes=1, actor_gpus_per_node=8, engine_gpus=(1,) * 8)
 
 
 def test_apart_ranks_fill_the_first_machine_and_engines_the_second():
@@ -21,29 +22,40 @@ def test_apart_ranks_fill_the_first_machine_and_engines_the_second():
 
 
 def test_colocated_engines_share_the_gpus_of_the_ranks_from_the_first_on():
-    placed = Placement(actor_nodes=2, actor_gpus_per_node=8, engines=3, gpus_per_engine=4, colocate=True)
+    placed = Placement(actor_nodes=2, actor_gpus_per_node=8, engine_gpus=(4,) * 3, colocate=True)
     assert len(placed.bundles) == 16
     assert [b.rank for b in placed.bundles] == list(range(16))
     assert [b.engine for b in placed.bundles] == [0] * 4 + [1] * 4 + [2] * 4 + [None] * 4
     assert [b.share for b in placed.bundles] == [0.5] * 12 + [1.0] * 4
-    assert placed.of_engine(2) == [8, 9, 10, 11]
+    assert placed.of_part(2) == [8, 9, 10, 11]
 
 
 def test_more_engines_than_shared_gpus_take_further_ones():
-    placed = Placement(actor_gpus_per_node=2, engines=2, gpus_per_engine=2, colocate=True)
+    placed = Placement(actor_gpus_per_node=2, engine_gpus=(2, 2), colocate=True)
     assert [(b.rank, b.engine) for b in placed.bundles] == [(0, 0), (1, 0), (None, 1), (None, 1)]
 
 
 def test_an_engine_over_two_machines_has_a_part_on_each():
-    placed = Placement(actor_gpus_per_node=8, engines=2, gpus_per_engine=16, nodes_per_engine=2)
+    placed = Placement(actor_gpus_per_node=8, engine_gpus=(16, 16))
     assert list(placed.problems()) == []
-    assert (placed.nodes, placed.parts, placed.gpus_per_part) == (5, 4, 8)
-    assert placed.of_engine(1) == list(range(24, 40))
+    assert placed.nodes == 5
+    assert placed.parts == [(0, 8, 8), (0, 16, 8), (1, 24, 8), (1, 32, 8)]
     assert [placed.of_part(part) for part in (0, 3)] == [list(range(8, 16)), list(range(32, 40))]
 
 
+def test_engines_of_several_sizes_stand_one_after_the_other():
+    placed = Placement(actor_gpus_per_node=8, engine_gpus=(16, 4, 1, 1))
+    assert list(placed.problems()) == []
+    assert placed.parts == [(0, 8, 8), (0, 16, 8), (1, 24, 4), (2, 28, 1), (3, 29, 1)]
+    assert [bundle.engine for bundle in placed.bundles[8:]] == [0] * 16 + [1] * 4 + [2, 3]
+    cut = replace(placed, engine_gpus=(1, 8))
+    assert next(cut.problems()) == (
+        "cluster.rollout_num_gpus_per_engine: 8 cuts engine 1 in two machines of 8 GPUs; give 7, or train on 7"
+    )
+
+
 def test_on_a_cpu_only_ranks_have_places():
-    placed = Placement(actor_nodes=2, actor_gpus_per_node=3, engines=4, gpus_per_engine=5, on_gpu=False)
+    placed = Placement(actor_nodes=2, actor_gpus_per_node=3, engine_gpus=(5,) * 4, on_gpu=False)
     assert [(b.node, b.gpu, b.rank, b.engine) for b in placed.bundles] == [
         (0, 0, 0, None), (0, 1, 1, None), (0, 2, 2, None), (1, 0, 3, None), (1, 1, 4, None), (1, 2, 5, None)
     ]  # fmt: skip
@@ -57,17 +69,17 @@ def test_on_a_cpu_only_ranks_have_places():
          "machines of 8 GPUs (cluster.num_gpus_per_node) one after the other; give 8 on 1 or 8 on 2"),
         ({"actor_nodes": 3, "actor_gpus_per_node": 4}, "cluster.actor_num_gpus_per_node: 4 x cluster.actor_num_nodes: "
          "3 do not fill machines of 8 GPUs (cluster.num_gpus_per_node) one after the other; give 8 on 1 or 8 on 2"),
-        ({"gpus_per_engine": 12}, "cluster.rollout_num_gpus_per_engine: 12, but a machine has 8 GPUs "
+        ({"engine_gpus": (12,) * 8}, "cluster.rollout_num_gpus_per_engine: 12, but a machine has 8 GPUs "
          "(cluster.num_gpus_per_node), and a larger engine takes whole ones; give 8 or 16"),
-        ({"actor_gpus_per_node": 4, "engines": 1, "gpus_per_engine": 16, "nodes_per_engine": 2},
+        ({"actor_gpus_per_node": 4, "engine_gpus": (16,)},
          "cluster.rollout_num_gpus_per_engine: 16 cuts engine 0 in 3 machines of 8 GPUs; give 4, or train on 8"),
-        ({"engines": 3, "gpus_per_engine": 3}, "cluster.rollout_num_gpus_per_engine: 3 cuts engine 2 in two machines "
+        ({"engine_gpus": (3, 3, 3)}, "cluster.rollout_num_gpus_per_engine: 3 cuts engine 2 in two machines "
          "of 8 GPUs; give 2 or 4, or train on 5"),
-        ({"actor_gpus_per_node": 6, "engines": 2, "gpus_per_engine": 4}, "cluster.rollout_num_gpus_per_engine: 4 cuts "
+        ({"actor_gpus_per_node": 6, "engine_gpus": (4, 4)}, "cluster.rollout_num_gpus_per_engine: 4 cuts "
          "engine 0 in two machines of 8 GPUs; give 2, or train on 4 or 8"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_placed_names_the_nearest_sizes_that_can(changed: dict[str, int], problem: str):
+def test_what_cannot_be_placed_names_the_nearest_sizes_that_can(changed: dict[str, Any], problem: str):
     assert next(replace(TWO_NODES, **changed).problems()) == problem
 
 

@@ -16,3 +16,7 @@ def hangs_on_stuck(sample: Sample) -> float:
     while sample.response == "stuck":
         pass
     return 1.0
+
+
+def always_fails(sample: Sample) -> float:
+    raise ValueError("broken")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reward_functions import hangs_on_stuck, slow_for_even_ones
+from reward_functions import always_fails, hangs_on_stuck, slow_for_even_ones
 from transformers import AutoModelForCausalLM
 
 from slimectl import builders
@@ -58,6 +58,11 @@ def test_an_overrun_time_limit_is_reward_0_with_the_reason_and_costs_no_other_sa
     assert [sample.reward for sample in scored] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
     assert scored[2].metadata == {"reward_error": "took more than 1.5 s of CPU time"}
     assert all(sample.metadata == {} for sample in scored if sample.index != 2)
+
+
+def test_an_error_in_a_worker_process_is_named_with_its_line(executor: LocalExecutor):
+    with pytest.raises(HookError, match=r"^reward of sample 0: ValueError: broken \(reward_functions.py:\d+\)$"):
+        list(score([answered("x")], always_fails, ScoreSettings(workers=1), executor=executor))
 
 
 def test_nothing_is_graded_before_it_is_asked_for(executor: LocalExecutor):

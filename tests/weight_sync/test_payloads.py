@@ -167,3 +167,10 @@ def test_a_pickled_copy_of_the_workers_goes_its_own_way():
 def test_an_address_without_an_engine_is_named():
     with pytest.raises(BackendError, match=r"engine at http://127\.0\.0\.1:9 is not there"):
         SglangWorkers(["http://127.0.0.1:9"], timeout_s=3).begin(mode="abort")
+
+
+def test_an_engine_with_pipeline_stages_is_sent_no_broadcast():
+    workers = SglangWorkers(["http://127.0.0.1:1"])
+    workers._server_infos["http://127.0.0.1:1"] = {"tp_size": 2, "pp_size": 2}
+    with pytest.raises(BackendError, match=r"pipeline stages the same ranks in a broadcast; set sync\.transport"):
+        _ = workers.ranks

@@ -23,6 +23,9 @@ class ServerSpec:
 
     name: str
     model: Path
+    gpus: int = 1
+    """GPUs of the server: the ranks of a pipeline stage times its stages."""
+
     tensor_parallel: int = 1
     role: str = "regular"
     nodes: int = 1
@@ -58,6 +61,9 @@ class ServerSpec:
             for node in range(self.nodes)
         ]
 
+
+PIPELINE_KEYS = ("pp_size", "pipeline_parallel_size")
+"""Names of the number of pipeline stages among the arguments of SGLang and vLLM."""
 
 GROUP_KEYS = {"name", "model", "num_engines", "num_gpus_per_engine", "role", "args"}
 
@@ -118,16 +124,29 @@ def _specs_of(
         raise SettingsError(f"sglang.server_groups: {name}: role {role!r} is not one of {', '.join(ROLES)}")
     group_model = Path(group["model"]) if group.get("model") else model
     gpus = _count(group, name, "num_gpus_per_engine", gpus_per_engine)
+    server_args = {**args, **(group.get("args") or {})}
     for i in range(_count(group, name, "num_engines", 1)):
         yield ServerSpec(
             name=f"{name}-{i}",
             model=group_model,
-            tensor_parallel=gpus,
+            gpus=gpus,
+            tensor_parallel=_stage_ranks(gpus, server_args, name),
             nodes=1 if gpus_per_node is None else nodes_of(gpus, gpus_per_node),
             role=role,
             gets_weights=group_model == model,
-            args={**args, **(group.get("args") or {})},
+            args=server_args,
         )
+
+
+def _stage_ranks(gpus: int, args: Mapping[str, Any], name: str) -> int:
+    """Return the GPUs of one pipeline stage. Raises SettingsError if the stages do not divide those of the engine."""
+    key, stages = next(((key, args[key]) for key in PIPELINE_KEYS if args.get(key) is not None), ("", 1))
+    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1 or gpus % stages:
+        raise SettingsError(
+            f"{key}: {stages!r} pipeline stages do not divide the {gpus} GPUs of {name}; "
+            f"cluster.rollout_num_gpus_per_engine counts those of all stages"
+        )
+    return gpus // stages
 
 
 def _count(group: Mapping[str, Any], name: str, key: str, default: int) -> int:

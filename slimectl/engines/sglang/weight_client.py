@@ -26,6 +26,7 @@ from torch import Tensor, dtype
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers, NamedTensor, aligned, dtype_name
+from slimectl.errors import BackendError
 
 SETTLE_S = 0.2
 """Seconds that an engine that continues in place may take to notice that it is idle."""
@@ -46,6 +47,13 @@ class SglangWorkers(HttpWorkers):
 
     @property
     def ranks(self) -> list[int]:
+        """Ranks of each worker in a group for broadcasts. Raises BackendError for those that cannot join one."""
+        for url in self.urls:
+            if int(self._server_info(url).get("pp_size") or 1) > 1:
+                raise BackendError(
+                    f"engine at {url}: SGLang gives its pipeline stages the same ranks in a broadcast; "
+                    f'set sync.transport = "disk" or "delta", or leave sglang.args.pp_size out'
+                )
         return [int(self._server_info(url).get("tp_size") or 1) for url in self.urls]
 
     @property

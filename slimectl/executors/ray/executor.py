@@ -74,7 +74,7 @@ class RayExecutor:
         return rank_group
 
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
-        """Build an object in an actor and return its proxy; with `gpus`, on the next free engine of the placement.
+        """Build an object in an actor and return its proxy; with `gpus`, on the next free engine that has so many.
 
         An engine over several machines has a part on each, which counts as an engine here.
 
@@ -84,7 +84,7 @@ class RayExecutor:
             self._end_host(name)
         place: dict[str, Any] = {}
         surroundings = self._surroundings
-        part = self._assign_part(name) if gpus else None
+        part = self._assign_part(name, gpus) if gpus else None
         if part is not None and self.places is not None:
             self.places.settle()
             place = self.places.of_part(part)
@@ -175,15 +175,17 @@ class RayExecutor:
         finally:
             kill([host.actor], [host.location])
 
-    def _assign_part(self, name: str) -> int:
-        """Return the part of an engine of the placement for `name`: the one it had before, or the first free one."""
+    def _assign_part(self, name: str, gpus: float) -> int:
+        """Return the engine part of `gpus` GPUs for `name`: the one it had before, or the first free one."""
         if self.places is None:
             raise BackendError("a host with GPUs needs a placement that has engines")
         with self._engine_lock:
-            for part in range(self.places.placement.parts):
-                if self._parts.setdefault(part, name) == name:
-                    return part
-        raise BackendError(f"the placement has {self.places.placement.engines} engines; {name} would be one more")
+            parts = self.places.placement.parts
+            for index, part in enumerate(parts):
+                if part.gpus == gpus and self._parts.setdefault(index, name) == name:
+                    return index
+        engines = len({part.engine for part in parts if part.gpus == gpus})
+        raise BackendError(f"the placement has {engines} engines with {gpus:g} GPUs; {name} would be one more")
 
 
 def _identity(make: Callable[[], Any]) -> Callable[[], Any]:

@@ -129,12 +129,11 @@ class PlacedBundles:
         return sorted(range(len(self._bundle_spots)), key=key)
 
     def _check_engines(self) -> None:
-        for part in range(self.placement.parts if self.placement.on_gpu else 0):
-            nodes = {self.spots[place][0] for place in self.placement.of_part(part)}
+        for index, part in enumerate(self.placement.parts if self.placement.on_gpu else ()):
+            nodes = {self.spots[place][0] for place in self.placement.of_part(index)}
             if len(nodes) > 1:
-                engine = part // self.placement.nodes_per_engine
                 raise BackendError(
-                    f"the cluster has no machine with {self.placement.gpus_per_part} free GPUs for engine {engine}; "
+                    f"the cluster has no machine with {part.gpus} free GPUs for engine {part.engine}; "
                     "free some, or lower cluster.rollout_num_gpus_per_engine"
                 )
 

@@ -1,7 +1,7 @@
 """Values of slime's arguments, as its scripts read them from `args`.
 
-The table by which launch scripts are read (`settings/launch_scripts/slime.py`) says which setting an argument stands
-for. Here are the values of arguments that have another one than that setting, or that have no setting.
+The table by which launch scripts are read (`settings/launch_scripts/slime_flags.py`) says which setting an argument
+stands for. Here are the values of arguments that have another one than that setting, or that have no setting.
 """
 
 from __future__ import annotations

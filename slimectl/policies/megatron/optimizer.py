@@ -30,7 +30,7 @@ _REFUSED = {
     "overlap_param_gather_with_optimizer_step": "weights are read between steps",
     "use_megatron_fsdp": 'that is train.backend = "fsdp"',
     "average_in_collective": "a loss here is a sum",
-    "use_precision_aware_optimizer": 'train.optimizer_state_dtype = "bfloat16" is the same',
+    "use_precision_aware_optimizer": 'moments in 16 bits are train.optimizer_state_dtype = "bfloat16"',
     "optimizer": "it is AdamW",
 }
 

@@ -18,7 +18,7 @@ from slimectl.settings.launch_scripts.values import (
     texts,
     trackers,
 )
-from slimectl.settings.launch_scripts.verl import SIZES, prefixed
+from slimectl.settings.launch_scripts.verl_keys import SIZES, prefixed
 
 TRAIN, INFER = "actor_train.", "actor_infer."
 LAYOUT = "the reference and rewards have no GPUs of their own; verifiers run in worker processes"

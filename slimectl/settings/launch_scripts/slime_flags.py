@@ -1,0 +1,450 @@
+"""The table of slime's flags, with the setting that each becomes or why it has none.
+
+Hooks that were written for slime read the settings by this table too: as `args.rollout_temperature`.
+"""
+
+from __future__ import annotations
+
+from slimectl.settings.launch_scripts.conversion import Row
+from slimectl.settings.launch_scripts.megatron import ARGUMENTS, SHAPE
+from slimectl.settings.launch_scripts.values import (
+    Always,
+    addresses,
+    choice,
+    dataset_pairs,
+    function_path,
+    function_paths,
+    image_column,
+    json_object,
+    mib,
+    off,
+    on,
+    positive,
+    secret,
+    texts,
+)
+
+GENERATE = "slime.rollout.sglang_rollout.generate_rollout"
+SFT = "slime.rollout.sft_rollout.generate_rollout"
+CHECKPOINT = "a run goes on by `slimectl run --resume runs/NAME`; other weights are model.path (`slimectl convert`)"
+DUMPS = "replay a kept step by `slimectl train SAMPLES`"
+DEEPGEMM = "matrices are torch's own; precision is train.dtype"
+NEVER = "nothing here does without it; there is no switch"
+CI = "a test of that program; `slimectl doctor` tests this one"
+OWNED = "the number of the engines' processes is slimectl's; see docs/clusters.md"
+
+LAUNCH = (
+    Row("train-backend", "train.backend", default="megatron"),
+    Row("debug-rollout-only", text="sampling alone is `slimectl rollout -c FILE`"),
+    Row("debug-train-only", text="training alone is `slimectl train SAMPLES -c FILE`"),
+    Row("load-debug-rollout-data load-debug-rollout-data-subsample load-forge-rollout-data", text=DUMPS),
+)
+CLUSTER = (
+    Row("actor-num-nodes", "cluster.actor_num_nodes"),
+    Row("actor-num-gpus-per-node", "cluster.actor_num_gpus_per_node", default=8),
+    Row("rollout-num-gpus", "cluster.rollout_num_gpus", "0, a router alone, is engine.url", positive),
+    Row("rollout-num-gpus-per-engine", "cluster.rollout_num_gpus_per_engine"),
+    Row("num-gpus-per-node rollout-num-gpus-per-node", "cluster.num_gpus_per_node"),
+    Row("colocate", "cluster.colocate", "engines then have all GPUs of the trainer", on),
+    Row("offload offload-train", "cluster.offload_train", convert=on),
+    Row("no-offload-train", "cluster.offload_train", "the opposite", off),
+    Row("offload-rollout no-offload-rollout", text="with cluster.colocate engines always free their memory in turn"),
+    Row("distributed-backend", text="it follows from train.device: nccl on GPUs, gloo on CPUs"),
+    Row("distributed-timeout-minutes", text="it is no setting; sync.timeout_s is the limit of a weight update"),
+    Row("critic-num-nodes critic-num-gpus-per-node", text="the critic shares the trainer's GPUs; see algorithm.critic"),
+)
+TRAINING = (
+    Row("qwen-gdn-backend", text="linear attention has one implementation"),
+    Row("train-env-vars", text="export variables before `slimectl run`; ranks inherit them"),
+    Row(
+        "update-weight-mode",
+        "sync.transport",
+        "delta is a transport; full is the others",
+        choice(full="auto", delta="delta"),
+    ),
+    Row(
+        "update-weight-transport",
+        "sync.transport",
+        "nccl is distributed, or tensor where GPUs are shared",
+        choice(nccl="distributed", disk="disk"),
+    ),
+    Row("release-train", text="with cluster.colocate the trainer's memory is freed in turn (cluster.offload_train)"),
+    Row("update-weight-disk-dir update-weight-delta-dir", "sync.update_weight_disk_dir"),
+    Row("update-weight-disk-keep-files", "sync.update_weight_disk_keep_files", convert=on),
+    Row(
+        "update-weight-delta-encoding update-weight-encoding",
+        "sync.update_weight_delta_encoding",
+        convert=choice(xor="xor", overwrite="overwrite"),
+    ),
+    Row(
+        "update-weight-delta-checksum",
+        "sync.update_weight_delta_checksum",
+        "blake3 is blake2b",
+        choice(xxh3_128="xxh3-128", blake3="blake2b", adler32="adler32"),
+    ),
+    Row("custom-update-weight-post-write-path", "sync.custom_post_write_path", convert=function_path),
+    Row("update-weight-local-checkpoint-dir", text="engines read pushes from sync.update_weight_disk_dir"),
+    Row("custom-model-provider-path", "megatron.custom_model_provider_path", convert=function_path),
+    Row("recompute-loss-function", text="the loss is computed in parts already, which bounds its memory"),
+    Row("log-probs-chunk-size", text="log-probabilities are computed in parts of a size that fits"),
+    Row("only-train-params-name-list", "train.only_train_params_name_list", convert=texts),
+    Row("freeze-params-name-list", "train.freeze_params_name_list", convert=texts),
+    Row("use-lora", text="train.lora_rank switches adapters on"),
+    Row("lora-rank", "train.lora_rank"),
+    Row("lora-alpha", "train.lora_alpha"),
+    Row("lora-load", "train.lora_load"),
+    Row("lora-learning-rate", "train.lr"),
+    Row("lora-weight-decay", "train.weight_decay"),
+    Row("lora-target-modules", "train.lora_targets", "the last parts of names, as in Hugging Face's", texts),
+    Row("lora-target-preset", text="set train.lora_targets to the last parts of names, as in Hugging Face's"),
+    Row("save-lora lora-save-merged-hf", text="a checkpoint has the adapter; `slimectl convert` merges it"),
+    Row("lora-dropout", text="adapters have no dropout"),
+    Row("freeze-indexer", text="set train.freeze_params_name_list to the indexer's names"),
+    Row("allgather-cp", text="context parallelism has one form; see docs/megatron.md"),
+    Row("gradient-checkpointing", "train.gradient_checkpointing", convert=on),
+    Row("fsdp-max-tokens-per-gpu", "train.max_tokens_per_gpu"),
+    Row("true-on-policy-mode", text="float32 on both sides is the closest: train.dtype and engine.dtype"),
+    Row("log-model-config", text="`slimectl plan -c FILE` prints the model's shape"),
+    Row("use-critic", text="algorithm.name = ppo has a critic, no other algorithm does"),
+    Row("bf16", "train.dtype", convert=Always("bfloat16"), default="bfloat16"),
+    Row("fsdp-cpu-offload", "train.offload", convert=Always("parameters")),
+    Row(
+        "fsdp-cpu-backend attn-implementation fsdp-state-dict-cpu-offload",
+        text="kernels and backends follow from train.device",
+    ),
+    Row("qkv-format", text="packs have no padding: thd there"),
+    Row("int4-params-rollout", text="convert the engine's weights by `slimectl convert --to int4`: engine.load"),
+    Row(
+        "delta-compression delta-dtype delta-full-interval",
+        text="a delta names what changed and is exact: sync.update_weight_delta_encoding",
+    ),
+    Row("fp16", text="training is in bfloat16 or float32: train.dtype"),
+)
+ROLLOUT = (
+    Row("hf-checkpoint", "model.path"),
+    Row("megatron-to-hf-mode", text="models are Hugging Face directories on both sides"),
+    Row("processor", text="the processor is that of model.path"),
+    Row("model-name", text="the family follows from the model's config.json"),
+    Row(
+        "rollout-function-path",
+        "rollout.function_path",
+        "slime's own functions are what slimectl does without one",
+        function_path,
+    ),
+    Row("rollout-temperature", "rollout.temperature"),
+    Row("rollout-top-p", "rollout.top_p"),
+    Row("rollout-top-k", "rollout.top_k"),
+    Row("rollout-max-context-len", "rollout.max_context_len"),
+    Row("rollout-max-prompt-len", "rollout.max_prompt_len"),
+    Row("rollout-max-response-len", "rollout.max_response_len"),
+    Row("rollout-skip-special-tokens", text="tokens are kept as they are; the text of an answer is for reading"),
+    Row("rollout-stop", "rollout.stop", convert=texts),
+    Row("rollout-stop-token-ids", "rollout.stop_token_ids", convert=texts),
+    Row("rollout-shuffle", "rollout.shuffle", convert=on),
+    Row("rollout-seed", "rollout.seed"),
+    Row("over-sampling-batch-size", "rollout.over_sampling_batch_size"),
+    Row(
+        "dynamic-sampling-filter-path",
+        "rollout.dynamic_sampling_filter_path",
+        "slime's check of rewards that differ is slimectl.stages.filters:nonzero_std",
+        function_path,
+    ),
+    Row("partial-rollout", "rollout.partial_rollout", convert=on),
+    Row("mask-offpolicy-in-partial-rollout", "rollout.mask_offpolicy_in_partial_rollout", convert=on),
+    Row("custom-generate-function-path", "rollout.custom_generate_function_path", convert=function_path),
+    Row("rollout-sample-hook-path", "rollout.sample_hook_path", convert=function_paths),
+    Row("custom-rollout-log-function-path", "track.custom_rollout_log_function_path", convert=function_path),
+    Row("custom-eval-rollout-log-function-path", "track.custom_eval_rollout_log_function_path", convert=function_path),
+    Row("buffer-filter-path", "rollout.buffer_filter_path", convert=function_path),
+    Row("update-weight-buffer-size", "sync.update_weight_buffer_size", "bytes become MiB", mib),
+    Row("update-weights-interval", "sync.update_weights_interval"),
+    Row("keep-old-actor", text="old log-probabilities are of the weights before a round's steps, in any case"),
+    Row("rollout-data-postprocess-path", "rollout.data_postprocess_path", convert=function_path),
+    Row("rollout-data-transport", text="samples go to the ranks by the executor; there is one way"),
+    Row("rollout-external-engine-addrs", "engine.url", "HOST:PORT becomes http://HOST:PORT", addresses),
+    Row("async-buffer-size", "run.async_level"),
+    Row("max-turns", "rollout.agent_max_turns"),
+)
+FAULTS = (
+    Row("use-fault-tolerance", "engine.use_fault_tolerance", convert=on),
+    Row("rollout-health-check-interval", "engine.health_check_interval"),
+    Row("rollout-health-check-timeout", "engine.health_check_timeout"),
+    Row("rollout-health-check-first-wait", "engine.health_check_first_wait"),
+)
+DATA = (
+    Row("num-rollout", "run.num_rollout"),
+    Row("num-epoch", "run.num_epoch"),
+    Row("disable-rollout-global-dataset", text="set rollout.data_source_path to a source of your own"),
+    Row("data-source-path", "rollout.data_source_path", convert=function_path),
+    Row("prompt-data", "rollout.data", convert=texts),
+    Row("apply-chat-template", "rollout.apply_chat_template", convert=on),
+    Row("apply-chat-template-kwargs", "rollout.apply_chat_template_kwargs", "the JSON becomes a table", json_object),
+    Row("input-key", "rollout.input_key", default="input"),
+    Row("label-key", "rollout.label_key"),
+    Row("multimodal-keys", "rollout.image_key", "the column of image; videos are not read", image_column),
+    Row("metadata-key", "rollout.metadata_key"),
+    Row("tool-key", "rollout.tool_key"),
+    Row("start-rollout-id", text=CHECKPOINT),
+    Row("rollout-batch-size", "run.rollout_batch_size"),
+    Row("n-samples-per-prompt", "rollout.n_samples_per_prompt", default=1),
+    Row("global-batch-size", "train.global_batch_size"),
+    Row("num-steps-per-rollout", "train.num_steps_per_rollout"),
+    Row("micro-batch-size", "train.micro_batch_size"),
+    Row("balance-data", "train.balance_data", convert=on),
+    Row("balance-by-flops", "train.balance_by_flops", convert=on),
+    Row("use-dynamic-batch-size", "train.use_dynamic_batch_size", convert=on),
+    Row("max-tokens-per-gpu", "train.max_tokens_per_gpu"),
+    Row("log-probs-max-tokens-per-gpu", text="one limit, train.max_tokens_per_gpu, is that of every pass"),
+)
+EVALUATION = (
+    Row("eval-function-path", text="give a dataset its own custom_generate_function_path: [eval.data.NAME]"),
+    Row("eval-interval", "eval.interval"),
+    Row("eval-prompt-data", "eval.data", "NAME PATH pairs become a table; a single path is called aime", dataset_pairs),
+    Row("eval-config", text="give the same file to `slimectl run --eval-config FILE`"),
+    Row("skip-eval-before-train", "eval.before_train", "the opposite", off),
+    Row("eval-input-key", text="set input_key in [eval.data.NAME]"),
+    Row("eval-label-key", text="set label_key in [eval.data.NAME]"),
+    Row("eval-tool-key", text="set tool_key in [eval.data.NAME]"),
+    Row("n-samples-per-eval-prompt", "eval.n_samples_per_prompt"),
+    Row("eval-temperature", "eval.temperature"),
+    Row("eval-top-p", "eval.top_p"),
+    Row("eval-top-k", "eval.top_k"),
+    Row("eval-max-response-len", "eval.max_response_len"),
+    Row("eval-max-prompt-len", text="rollout.max_prompt_len is the limit of every prompt"),
+    Row("eval-min-new-tokens", "eval.min_new_tokens"),
+    Row("eval-max-context-len", text="rollout.max_context_len is the limit of every conversation"),
+)
+ALGORITHM = (
+    Row("ref-load", "algorithm.ref_load", "a Hugging Face directory; the reference is model.path without it"),
+    Row(
+        "ref-ckpt-step", text="convert that step to a Hugging Face directory by `slimectl convert`: algorithm.ref_load"
+    ),
+    Row("load", text=CHECKPOINT),
+    Row("ckpt-step", text=CHECKPOINT),
+    Row("save", "run.dir", "its folder is run.dir, its name run.name"),
+    Row("save-interval", "run.save_interval"),
+    Row("async-save", text="checkpoints are written while the next round is sampled where run.async_level allows"),
+    Row("no-save-optim", text="a checkpoint has the optimizer, so that a run can go on exactly"),
+    Row("no-load-optim no-load-rng finetune", text="a new run begins with a new optimizer; --resume takes all"),
+    Row("save-hf", text="checkpoints are Hugging Face directories already (megatron.save_format)"),
+    Row("seed", "run.seed"),
+    Row("clip-grad", "train.clip_grad"),
+    Row("calculate-per-token-loss", "algorithm.calculate_per_token_loss", convert=on, default=False),
+    Row("lr", "train.lr"),
+    Row("optimizer", text="the optimizer is AdamW"),
+    Row(
+        "lr-decay-style",
+        "train.lr_decay_style",
+        default="linear",
+        convert=choice(constant="constant", linear="linear", cosine="cosine"),
+    ),
+    Row("lr-warmup-iters", "train.lr_warmup_iters"),
+    Row("lr-decay-iters", "train.lr_decay_iters"),
+    Row("lr-warmup-fraction", text="set train.lr_warmup_iters, in steps"),
+    Row("min-lr", "train.min_lr"),
+    Row("weight-decay", "train.weight_decay", default=0.01),
+    Row("adam-beta1", "train.adam_beta1"),
+    Row("adam-beta2", "train.adam_beta2", default=0.999),
+    Row("adam-eps", "train.adam_eps"),
+    Row("num-critic-only-steps", "algorithm.num_critic_only_steps"),
+    Row("critic-lr", "algorithm.critic_lr"),
+    Row("critic-load", "algorithm.critic_load"),
+    Row("critic-save critic-lr-warmup-iters", text="the critic is saved with the policy and has a constant rate"),
+    Row("megatron-config-path", text="write its keys into [megatron] and [megatron.args]"),
+    Row("eps-clip", "algorithm.eps_clip", default=0.2),
+    Row("eps-clip-high", "algorithm.eps_clip_high"),
+    Row("eps-clip-c", "algorithm.eps_clip_c"),
+    Row("value-clip", "algorithm.value_clip"),
+    Row("kl-coef", "algorithm.kl_coef"),
+    Row(
+        "loss-type",
+        "algorithm.name",
+        "sft_loss is algorithm.name = sft",
+        choice(policy_loss="grpo", sft_loss="sft", custom_loss="grpo"),
+    ),
+    Row("custom-loss-function-path", "train.custom_loss_function_path", convert=function_path),
+    Row(
+        "kl-loss-type",
+        "algorithm.kl_loss_type",
+        default="k1",
+        convert=choice(k1="k1", k2="k2", k3="k3", low_var_kl="low_var_kl"),
+    ),
+    Row(
+        "advantage-estimator",
+        "algorithm.name",
+        "on_policy_distillation is opd",
+        choice(
+            grpo="grpo",
+            gspo="gspo",
+            cispo="cispo",
+            ppo="ppo",
+            reinforce_plus_plus="reinforce_plus_plus",
+            reinforce_plus_plus_baseline="reinforce_plus_plus_baseline",
+            on_policy_distillation="opd",
+        ),
+    ),
+    Row("disable-compute-advantages-and-returns", text="set train.custom_advantage_function_path to an estimator"),
+    Row("custom-advantage-function-path", "train.custom_advantage_function_path", convert=function_path),
+    Row("use-kl-loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on; without this flag it is 0"),
+    Row("kl-loss-coef", "algorithm.kl_loss_coef"),
+    Row("use-unbiased-kl", "algorithm.use_unbiased_kl", convert=on),
+    Row("ref-update-interval", "algorithm.ref_update_interval"),
+    Row("entropy-coef", "algorithm.entropy_coef"),
+    Row("gamma", "algorithm.gamma"),
+    Row("lambd", "algorithm.lambd", default=1.0),
+    Row("normalize-advantages", "algorithm.normalize_advantages", convert=on),
+    Row("disable-grpo-std-normalization", "algorithm.grpo_std_normalization", "the opposite", off),
+    Row(
+        "disable-rewards-normalization",
+        text="grpo compares siblings by definition; algorithm.name = reinforce_plus_plus takes rewards as they are",
+    ),
+    Row("use-rollout-entropy", "algorithm.report_entropy", "entropy is measured in every step", on),
+    Row("get-mismatch-metrics", text="trainer and engine are compared in every step (docs/metrics.md)"),
+    Row("reset-optimizer-states", text="the optimizer keeps its state from step to step"),
+    Row("use-stateless-adam", text="AdamW has its two moments; train.optimizer_state_dtype = bfloat16 halves them"),
+    Row("use-rollout-logprobs", "algorithm.use_rollout_logprobs", convert=on),
+    Row("use-tis", "algorithm.use_tis", convert=on),
+    Row("tis-clip tis-threshold", "algorithm.tis_clip"),
+    Row("tis-clip-low", "algorithm.tis_clip_low"),
+    Row("custom-tis-function-path", "train.custom_tis_function_path", convert=function_path),
+    Row("custom-pg-loss-reducer-function-path", "train.custom_pg_loss_reducer_function_path", convert=function_path),
+    Row("use-routing-replay", "megatron.use_routing_replay", convert=on),
+    Row("use-rollout-routing-replay", "train.use_rollout_routing_replay", "goes before --use-routing-replay", on),
+    Row("use-opsm", "algorithm.use_opsm", convert=on),
+    Row("opsm-delta", "algorithm.opsm_delta"),
+)
+DISTILLATION = (
+    Row("use-opd", "algorithm.opd_kl_coef", "a coefficient above 0 switches it on", Always(1.0)),
+    Row("opd-type", text="the teacher is a directory (opd_teacher_load) or servers (opd_teacher_url)"),
+    Row("opd-kl-coef", "algorithm.opd_kl_coef"),
+    Row("opd-teacher-load", "algorithm.opd_teacher_load"),
+    Row("opd-teacher-loads", "algorithm.opd_teacher_load", "one; there are not several teachers"),
+    Row(
+        "use-mopd mopd-NAME topk-level-opd opd-top-k",
+        text="a policy learns from one teacher, by the token that it sampled: algorithm.opd_kl_coef",
+    ),
+    Row("opd-teacher-ckpt-step", text="convert that step by `slimectl convert`: algorithm.opd_teacher_load"),
+)
+TRACKING = (
+    Row("use-wandb", "track.with", "wandb is added to the list", Always(["stdout", "wandb"])),
+    Row("wandb-mode", "track.mode"),
+    Row("wandb-dir", "track.dir"),
+    Row("wandb-key", "track.api_key", "a reference; a key itself is not copied", secret("WANDB_API_KEY"), secret=True),
+    Row("wandb-host", "track.host"),
+    Row("wandb-team", "track.entity"),
+    Row("wandb-group", "track.group"),
+    Row("wandb-project", "track.project"),
+    Row("disable-wandb-random-suffix", "track.random_suffix", "the opposite", off),
+    Row("wandb-always-use-train-step", "track.always_use_train_step", convert=on),
+    Row("log-multi-turn", "track.log_multi_turn", convert=on),
+    Row("log-passrate", "track.log_passrate", convert=on),
+    Row("log-reward-category", "track.log_reward_category"),
+    Row("log-correct-samples", "track.log_correct_samples", convert=on),
+    Row("wandb-run-id", "track.run_id"),
+    Row("use-tensorboard", "track.with", "tensorboard is added to the list", Always(["stdout", "tensorboard"])),
+    Row("tb-project-name tb-experiment-name", "track.kwargs.tensorboard.log_dir", "tensorboard_log/PROJECT/EXPERIMENT"),
+)
+DEBUGGING = (
+    Row("save-debug-rollout-data", "run.keep_samples", "samples are kept in the run's folder", Always(True)),
+    Row(
+        "save-debug-train-data", "run.keep_samples", "what was trained on is kept in the run's folder", Always("train")
+    ),
+    Row("dump-details", "run.keep_samples", "as above", Always("train")),
+    Row(
+        "memory-snapshot-dir memory-snapshot-num-steps memory-recorder record-memory-history profile-target "
+        "use-pytorch-profiler tensorboard-dir",
+        text="set run.profile = [FIRST, LAST], in rounds",
+    ),
+    Row("profile-step-start profile-step-end", text="set run.profile = [FIRST, LAST], in rounds"),
+    Row("check-weight-update-equal", "sync.check_weight_update_equal", convert=on),
+    Row("output-dir", "run.dir"),
+)
+NETWORK = (
+    Row("http-proxy", text="export http_proxy before `slimectl run`"),
+    Row("use-distributed-post", text="requests to servers are asynchronous; engine.server_concurrency limits them"),
+)
+REWARD = (
+    Row("rm-type", "score.rm_type"),
+    Row("reward-key", "score.reward_key"),
+    Row("eval-reward-key", "eval.reward_key"),
+    Row("group-rm", "score.group_rm", convert=on),
+    Row("rm-url", "score.rm_url"),
+    Row("custom-rm-path", "score.custom_rm_path", convert=function_path),
+    Row("custom-reward-post-process-path", "score.custom_reward_post_process_path", convert=function_path),
+    Row(
+        "custom-convert-samples-to-train-data-path",
+        "train.custom_convert_samples_to_train_data_path",
+        convert=function_path,
+    ),
+)
+BUFFER = (
+    Row(
+        "rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type",
+        text="there is no buffer server; an agent's program is rollout.agent (docs/agents.md)",
+    ),
+    Row("loss-mask-type", text="masks follow from the model's chat template"),
+    Row("data-pad-size-multiplier", text="packs are not padded"),
+    Row("rollout-sample-filter-path", "rollout.sample_filter_path", convert=function_path),
+    Row("rollout-all-samples-process-path", "rollout.all_samples_process_path", convert=function_path),
+)
+MEGATRON_HOOKS = (
+    Row("custom-megatron-init-path", "megatron.custom_init_path", convert=function_path),
+    Row(
+        "custom-megatron-before-log-prob-hook-path", "megatron.custom_before_log_prob_hook_path", convert=function_path
+    ),
+    Row(
+        "custom-megatron-before-train-step-hook-path",
+        "megatron.custom_before_train_step_hook_path",
+        convert=function_path,
+    ),
+    Row(
+        "megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules "
+        "megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules",
+        text=DEEPGEMM,
+    ),
+)
+OTHERS = (
+    Row(
+        "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
+        text="layers of multi-token prediction are carried through conversions and not trained",
+    ),
+    Row("ci-test ci-disable-kl-checker ci-save-grad-norm ci-load-grad-norm", text=CI),
+    Row("ci-train-rollout-logprob-abs-diff-threshold", "run.max_logprob_mismatch"),
+    Row("custom-config-path", text="give the same file to `slimectl run --custom-config FILE`: [custom]"),
+    Row("padded-vocab-size make-vocab-size-divisible-by", text="the vocabulary is padded as the layout needs"),
+)
+ROUTER = (
+    Row("sglang-router-ip sglang-router-port", "engine.url", "the two together are an address"),
+    Row(
+        "use-slime-router use-miles-router slime-router-middleware-paths slime-router-NAME",
+        text="slimectl has one router, which keeps what engines return: engine.router",
+    ),
+    Row("sglang-router-request-timeout-secs", "engine.request_timeout_s"),
+    Row("sglang-server-concurrency", "engine.server_concurrency"),
+    Row("sglang-router-policy router-policy", "engine.router"),
+    Row(
+        "router-balance-abs-threshold router-balance-rel-threshold sglang-router-balance-abs-threshold "
+        "sglang-router-balance-rel-threshold",
+        text="sglang-router has its own defaults; engine.router is the policy",
+    ),
+    Row("prefill-num-servers", "sglang.prefill_num_servers"),
+    Row("sglang-config", text="write its groups as sglang.server_groups"),
+    Row(
+        "sglang-model-path sglang-trust-remote-code sglang-random-seed sglang-enable-memory-saver "
+        "sglang-tp-size sglang-port sglang-host sglang-nnodes sglang-node-rank sglang-dist-init-addr "
+        "sglang-gpu-id-step sglang-base-gpu-id sglang-nccl-port sglang-skip-server-warmup "
+        "sglang-enable-return-routed-experts",
+        text=OWNED,
+    ),
+    Row("sglang-dtype", "engine.dtype", "float32 on one side alone makes trainer and engine differ"),
+    Row("sglang-context-length", "rollout.max_context_len"),
+    Row("sglang-NAME", "sglang.args.NAME", "every other field of SGLang's ServerArgs"),
+)
+
+GROUPS = {
+    "Start": LAUNCH, "Cluster": CLUSTER, "Training": TRAINING, "Rollout": ROLLOUT, "Fault tolerance": FAULTS,
+    "Data": DATA, "Evaluation": EVALUATION, "Algorithm": ALGORITHM, "Distillation": DISTILLATION,
+    "Tracking": TRACKING, "Debugging": DEBUGGING, "Network": NETWORK, "Reward": REWARD,
+    "Buffer and masks": BUFFER, "Megatron hooks": MEGATRON_HOOKS, "Other flags": OTHERS, "SGLang": ROUTER,
+    "Megatron's arguments": ARGUMENTS, "Megatron's model shape": SHAPE,
+}  # fmt: skip
