@@ -227,8 +227,11 @@ class WeightUpdateClient(Protocol):
         """Announce that the tensors of this update are those of an adapter, to be merged into its base model."""
         ...
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
-        """Load every tensor from a Hugging Face directory that the workers can read."""
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
+        """Load every tensor from a Hugging Face directory that the workers can read.
+
+        `delta` has what changed in it since another version: a worker that has this one may read that alone.
+        """
         ...
 
     def message_memory(self, most_bytes: int) -> AbstractContextManager[MessageMemory | None]:

@@ -86,6 +86,7 @@ def serve(
     from slimectl.engines.server.access import Guard, own_names
     from slimectl.engines.server.app import serve as serving
     from slimectl.engines.server.state import ServerConfig, Streaming
+    from slimectl.weight_sync.delta_format import DeltaFile
 
     text = tokenizer(folder)
     served_model = ServerConfig(
@@ -97,6 +98,7 @@ def serve(
         read=ModelCheckpoint().read,
         base_model=base_model,
         version=version_of(folder),
+        read_delta=DeltaFile,
     )
     embedded = engine(settings, folder, text, load=False)
     streaming = Streaming(interval=interval, incremental=incremental)

@@ -211,7 +211,7 @@ class Receiver:
     def end(self, *, within_s: float | None = None) -> None:
         self.lines.append("end")
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
         self.lines.append(f"load {folder} {version}")
 
     def expect_adapter(self, adapter: Any) -> None:

@@ -115,7 +115,8 @@ TO_SERVERS = {
 
 CHECKPOINT = {"weight_sync/disk.py", "checkpoints/hf.py", "checkpoints/safetensors_io.py", "model_files.py",
               "data/atomic_replace.py", "data/ownership.py"}  # fmt: skip
-DELTA = {"weight_sync/delta.py", "weight_sync/delta_apply.py", "weight_sync/delta_format.py", "data/atomic_replace.py"}
+DELTA = {"weight_sync/delta.py", "weight_sync/delta_apply.py", "weight_sync/delta_format.py", "native/deltas.py",
+         "data/atomic_replace.py"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,8 @@ def test_a_push_to_servers_enters_six_files_and_those_of_its_transport(
     if transport in (DiskSync, DeltaSync):
         options = {"folder": tmp_path, "write": partial(write_model, folder)}
     sync = transport(policy, serving.workers([url]), **options)
-    assert files_of_second_push(sync, policy, lambda: None) == TO_SERVERS | files
+    compiler = {"native/compiler.py"}  # where this process has not loaded its kernels before
+    assert files_of_second_push(sync, policy, lambda: None) - compiler == TO_SERVERS | files
 
 
 @pytest.mark.parametrize(("transport", "file"), [(TensorSync, "memory.py"), (DistributedSync, "distributed.py")])

@@ -130,7 +130,7 @@ class HttpWorkers:
         """Prepare for tensors, before the first of them."""
         raise NotImplementedError
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
         raise NotImplementedError
 
     def load_tensors(self, tensors: Sequence[NamedTensor], *, version: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 from torch import Tensor
 
+from slimectl.engines.embedded.weight_delta import Delta
 from slimectl.engines.server.adapters import AdapterUpdate, BaseModel, MergedAdapter
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, body, line, status_of
@@ -31,6 +32,7 @@ SEND_S = 60.0
 """Seconds that a client may read nothing of a stream."""
 
 ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
+ReadDelta = Callable[[Path], Delta]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class ServerConfig:
     """Opens a folder as the base model of adapters."""
     version: str = "0"
     """Weight version of the folder."""
+    read_delta: ReadDelta | None = None
+    """Reader of deltas between two versions of a folder."""
 
 
 @dataclass(frozen=True, slots=True)

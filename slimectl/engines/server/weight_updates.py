@@ -27,6 +27,8 @@ from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, line
 from slimectl.engines.server.schema import RequestBody, read
 from slimectl.engines.server.state import SERVICE, Service
+from slimectl.errors import CheckpointError, MissingExtraError
+from slimectl.stdio import logger
 
 Form = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor to receive."""
@@ -160,23 +162,38 @@ GROUP = "weight_update_group"
 TIMEOUT_S = 600.0
 """Seconds that a group waits for its trainer."""
 LONGEST_VERSION = 200
+LONGEST_PATH = 4096
 ADDRESS = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 
 
 async def update_from_disk(request: web.Request) -> web.Response:
-    """Load all tensors of a Hugging Face directory."""
+    """Load all tensors of a Hugging Face directory, or what changed of them: `delta`, where the engine's fit it."""
     service, fields = request.app[SERVICE], await read(request)
     folder, version = Path(fields.needed("model_path")), _version(fields)
+    delta = fields.text("delta", longest=LONGEST_PATH)
     if not folder.is_dir():
         raise fields.refuse("model_path", f"{str(folder)[:200]} is not a directory on this machine")
     engine = service.thread.engine
 
     def load() -> None:
         service.merged = None
-        engine.load_weights(service.served.read(folder), version=version or engine.weight_version)
+        if version is None or delta is None or not _apply_delta(service, Path(delta), version):
+            engine.load_weights(service.served.read(folder), version=version or engine.weight_version)
 
     await _load(service, fields, load)
     return _done("Succeeded to update model weights.", num_paused_requests=0)
+
+
+def _apply_delta(service: Service, delta: Path, version: str) -> bool:
+    """Bring the engine's weights to `version` by a delta; returns False where it does not fit, or cannot be read."""
+    if service.served.read_delta is None:
+        return False
+    try:
+        service.thread.engine.apply_delta(service.served.read_delta(delta), version=version)
+    except (CheckpointError, MissingExtraError) as error:
+        logger.info(f"{delta} is not applied, all weights are read instead: {error}")
+        return False
+    return True
 
 
 async def update_from_tensor(request: web.Request) -> web.Response:

@@ -135,9 +135,11 @@ class SglangWorkers(HttpWorkers):
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
+        body = {"model_path": str(Path(folder).resolve()), **_version_fields(version)}
+        changes = {} if delta is None else {"delta": str(Path(delta).resolve())}
         self._request_all(
-            "/update_weights_from_disk", {"model_path": str(Path(folder).resolve()), **_version_fields(version)}
+            "/update_weights_from_disk", lambda url: body | (changes if self._is_slimectl_serve(url) else {})
         )
 
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:

@@ -85,7 +85,7 @@ class VllmWorkers(HttpWorkers):
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
         self._name_weights(in_progress(version))
         kwargs = {"weights_path": str(Path(folder).resolve())}
         self._request_all("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
