@@ -1,7 +1,7 @@
 """What a push of new weights takes, by transport and engine, beside a plain copy of the same bytes in memory.
 
     python benchmarks/sync.py --model DIR [--sglang PYTHON] [--dtype bfloat16] [--rounds 5] [--folder DIR]
-                              [--only serve/tensor,embedded/memory]
+                              [--only serve/tensor,embedded/memory] [--lora RANK]
 
 One process trains the model of DIR with AdamW at a learning rate of 1e-6, a step a round, and pushes after each step to
 one engine of each kind on this machine: the embedded engine in the same process, `slimectl serve`, and SGLang (where
@@ -11,8 +11,9 @@ many bytes as the engine's weights have, by torch, on one thread, in every round
 Printed are medians of the whole push and the best one, of the time in which the engine was paused, and of the CPU
 seconds of trainer and engine (which other work on the machine disturbs least); GB/s of the model over the whole push,
 how many copies fit into it, by the clock (best of each, too) and by CPU seconds, and the bytes that were sent. `delta`
-alone sends less than the model. Files go to --folder (a temporary one, in memory where /dev/shm is there, so that no
-disk is measured).
+alone sends less than the model. With --lora the policy trains adapters of that rank on all linear layers; others,
+serve-lora and sglang-lora, get the adapters alone, and those without -lora merged weights. Files go to --folder (a
+temporary one, in memory where /dev/shm is there, so that no disk is measured).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.launch import sglang_server
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import NamedTensors, WeightSync
 from slimectl.types import Metrics, TrainingSample
@@ -51,6 +53,7 @@ from slimectl.weight_sync.distributed import DistributedSync
 from slimectl.weight_sync.memory import TensorSync
 
 KEYS = Keys(admin_api_key=new_key())
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WARM_UP = 2
 """Rounds that are not counted: a first push writes whole files and touches new memory."""
 
@@ -61,9 +64,13 @@ def written(model: Path, folder: Path, tensors: NamedTensors) -> None:
 
 
 def transports(
-    policy: FsdpPolicy, url: str, model: Path, folder: Path, dtype: torch.dtype, buffer_bytes: int
+    policy: FsdpPolicy, url: str, model: Path, folder: Path, dtype: torch.dtype, buffer_bytes: int, *, adapters: bool
 ) -> dict[str, WeightSyncBase]:
     workers = SglangWorkers([url], keys=KEYS)
+    if adapters:
+        by_name = {"tensor": TensorSync, "distributed": DistributedSync}
+        options = {"buffer_bytes": buffer_bytes, "adapters": True}
+        return {name: by_name[name](policy, workers, **options) for name in workers.adapter_transports}
     files = {"write": partial(written, model), "dtype": dtype}
     stream = {"buffer_bytes": buffer_bytes, "dtype": dtype}
     return {
@@ -131,14 +138,14 @@ def measure(policy: FsdpPolicy, syncs: dict[tuple[str, str], tuple[WeightSync, i
         "by CPU",
         "MB sent",
     ]
-    print(f"{'engine':<9}{'transport':<12}" + "".join(f"{title:>8}" for title in titles))
+    print(f"{'engine':<12}{'transport':<12}" + "".join(f"{title:>8}" for title in titles))
     for (engine, name), each in pushes.items():
         push = median(each)
         best, cpu = min(metrics["seconds"] for metrics in each), push["trainer"] + push["engine"]
         row = [push["seconds"], best, push["pause_time"], push["trainer"], push["engine"], cpu]
         row += [size / push["seconds"] / 1e9, push["seconds"] / copy["seconds"], best / fastest]
         row += [cpu / copy["trainer"], push["bytes"] / 1e6]
-        print(f"{engine:<9}{name:<12}" + "".join(f"{value:8.3f}" for value in row), flush=True)
+        print(f"{engine:<12}{name:<12}" + "".join(f"{value:8.3f}" for value in row), flush=True)
 
 
 def median(found: list[Metrics]) -> Metrics:
@@ -153,6 +160,7 @@ def main() -> None:
     parser.add_argument("--buffer", type=int, default=512, help="MiB in one message")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm") if Path("/dev/shm").is_dir() else None)
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters, and push them alone too")
     parser.add_argument("--only", help="pairs of engine and transport, e.g. serve/tensor,embedded/memory; else all")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -163,12 +171,17 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
         options_of_serve = {"dtype": options.dtype, "wait_for_weights": True, "keys": KEYS}
-        servers = {"serve": serve_server(model, log=folder / "serve.log", **options_of_serve)}
-        if options.sglang:
-            servers["sglang"] = sglang_server(
-                model, log=folder / "sglang.log", python=options.sglang, dtype=options.dtype
-            )
-        policy = FsdpPolicy(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-6))
+        servers = {}
+        for suffix in ("", "-lora") if options.lora else ("",):
+            name = f"serve{suffix}"
+            servers[name] = serve_server(model, log=folder / f"{name}.log", **options_of_serve)
+            if options.sglang:
+                log = folder / f"sglang{suffix}.log"
+                servers[f"sglang{suffix}"] = sglang_server(
+                    model, log=log, python=options.sglang, dtype=options.dtype, keys=KEYS
+                )
+        lora = LoraOptions(options.lora, 2.0 * options.lora, LINEAR) if options.lora else None
+        policy = FsdpPolicy(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-6), lora=lora)
         size = sum(tensor.numel() for _, tensor in policy.weights()) * dtype.itemsize
         embedded = EmbeddedEngine(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model), dtype=dtype)
         syncs: dict[tuple[str, str], tuple[WeightSync, int]] = {
@@ -178,7 +191,8 @@ def main() -> None:
             if pairs and not any(pair.startswith(f"{engine}/") for pair in pairs):
                 continue
             stack.callback(server.stop)
-            by_name = transports(policy, server.start(), model, folder / engine, dtype, options.buffer * 2**20)
+            where = server.start(), model, folder / engine, dtype, options.buffer * 2**20
+            by_name = transports(policy, *where, adapters=engine.endswith("-lora"))
             for name, sync in by_name.items():
                 stack.callback(sync.close)
                 syncs[engine, name] = sync, server.pid() or 0

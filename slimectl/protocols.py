@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -113,6 +114,30 @@ class PreStepHook(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter and its base model: W + alpha / rank B A for every layer."""
+
+    base: Path
+    """Folder of the base model."""
+    fingerprint: Callable[[Path], str]
+    """Fingerprint of the tensors in that folder, by which an engine recognizes its own copy."""
+    rank: int
+    alpha: float
+    layers: tuple[str, ...]
+    tensors: NamedTensors
+    """LAYER.lora_A.weight [rank, inputs] and LAYER.lora_B.weight [outputs, rank] of every layer, in float32."""
+
+
+@runtime_checkable
+class AdapterPolicy(Protocol):
+    """A policy that trains a LoRA adapter and streams it alone."""
+
+    def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
+        """Call `consumer(adapter)` in the process that holds the weights (rank 0); `consumer` must be picklable."""
+        ...
+
+
 @runtime_checkable
 class Sleeper(Protocol):
     """A model on the trainer's GPUs that can leave them to the engines."""
@@ -193,8 +218,20 @@ class WeightUpdateClient(Protocol):
         """Flush the prefix caches and continue generation; `within_s` is a timeout if workers may be dead."""
         ...
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
-        """Load every tensor from a Hugging Face directory that the workers can read."""
+    @property
+    def adapter_transports(self) -> Sequence[str]:
+        """Transports by which the workers take an adapter alone: tensor, distributed, both or none."""
+        ...
+
+    def expect_adapter(self, adapter: Adapter) -> None:
+        """Announce that the tensors of this update are those of an adapter, to be merged into its base model."""
+        ...
+
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
+        """Load every tensor from a Hugging Face directory that the workers can read.
+
+        `delta` has what changed in it since another version: a worker that has this one may read that alone.
+        """
         ...
 
     def message_memory(self, most_bytes: int) -> AbstractContextManager[MessageMemory | None]:

@@ -92,6 +92,7 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/test_stdio.py": (PROCESSES,),
     "tests/trackers/test_services.py::test_a_killed_run": (PROCESSES, SLOW),
     "tests/trackers/test_shared_run.py::test_ranks": (PROCESSES, SLOW),
+    "tests/weight_sync/test_push_path.py::test_a_push_of_an_adapter": (PROCESSES,),
     "tests/weight_sync/test_push_path.py::test_a_push_to_servers": (PROCESSES,),
 }
 """By the beginning of a test's id."""

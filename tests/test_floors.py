@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
-    ["__init__", "errors", "redaction", "types", "model_files", "stdio", "registry", "transport"],
+    ["__init__", "errors", "redaction", "types", "model_files", "stdio", "registry", "transport", "native"],
     ["algorithms", "architectures", "rewards", "sandbox", "settings", "user_code"],
     ["protocols", "data", "planner"],
     ["stages"],

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from slimectl.architectures.mapping import ConcatRows, ParamMapping, TensorParallelSplit
 from slimectl.errors import SettingsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LINEAR = re.compile(r"decoder\.layers\.\d+\..*\b(linear_\w+|in_proj|out_proj)\.weight")
 
@@ -22,6 +26,19 @@ def halves(layer: str) -> tuple[str, str]:
 def is_adapter(name: str) -> bool:
     """Whether a parameter belongs to an adapter."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def layer_of(name: str) -> str:
+    """Name of the layer of an adapter's parameter."""
+    return name.removesuffix(".weight").rpartition(".")[0]
+
+
+def merged(weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor, scale: float) -> Tensor:
+    """Return W + scale B A in float32, for A and B in float32.
+
+    Trainers and engines call it alike: on processors of one kind the sums have the same bits.
+    """
+    return (b_OK @ a_KI).mul_(scale).add_(weight_OI)
 
 
 def chosen(layers: Iterable[str], targets: Sequence[str]) -> list[str]:

@@ -6,22 +6,30 @@ R rows · a band is a block of rows that stay together.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from slimectl.errors import CheckpointError
 
 if TYPE_CHECKING:  # the planner counts parameters by these classes, without torch
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 Shape = tuple[int, ...]
 
 
-def _cat(parts: Sequence[Tensor], *, dim: int = 0) -> Tensor:
+Empty = Callable[["tuple[int, ...]", "dtype"], "Tensor"]
+"""Memory for a merged tensor, by its shape and dtype."""
+
+
+def _cat(parts: Sequence[Tensor], *, dim: int = 0, empty: Empty | None = None) -> Tensor:
     import torch
 
-    return torch.cat(list(parts), dim=dim)
+    if empty is None:
+        return torch.cat(list(parts), dim=dim)
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return torch.cat(list(parts), dim=dim, out=empty(tuple(shape), parts[0].dtype))
 
 
 def _stack(parts: Sequence[Tensor], *, dim: int) -> Tensor:
@@ -31,9 +39,12 @@ def _stack(parts: Sequence[Tensor], *, dim: int) -> Tensor:
 
 
 class Merge(Protocol):
-    """Merge of Hugging Face tensors into one; exact and reversible: values are moved, none changes."""
+    """Merge of Hugging Face tensors into one; exact and reversible: values are moved, none changes.
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor: ...
+    `whole` may return memory of `empty`.
+    """
+
+    def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor: ...
 
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]: ...
 
@@ -44,7 +55,7 @@ class Merge(Protocol):
 class Identity:
     """A single tensor, unchanged."""
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+    def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
         return parts[0]
 
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
@@ -58,8 +69,8 @@ class Identity:
 class ConcatRows:
     """Tensors concatenated by rows, such as gate over up."""
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        return _cat(parts)
+    def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
+        return _cat(parts, empty=empty)
 
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
         split: tuple[Tensor, ...] = merged.split([shape[0] for shape in shapes])
@@ -79,9 +90,9 @@ class InterleaveGroups:
 
     groups: int
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+    def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
         banded = [part.reshape(self.groups, part.shape[0] // self.groups, *part.shape[1:]) for part in parts]
-        return _cat(banded, dim=1).flatten(0, 1)
+        return _cat(banded, dim=1, empty=empty).flatten(0, 1)
 
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
         bands = merged.reshape(self.groups, merged.shape[0] // self.groups, *merged.shape[1:])
@@ -103,11 +114,11 @@ class InterleaveGatedGroups:
     groups: int
     dim: int
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+    def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
         query_and_gate, *key_and_value = parts
         pairs = query_and_gate.reshape(-1, 2, self.dim, *query_and_gate.shape[1:])
         return InterleaveGroups(self.groups).whole(
-            [pairs[:, 0].flatten(0, 1), pairs[:, 1].flatten(0, 1), *key_and_value]
+            [pairs[:, 0].flatten(0, 1), pairs[:, 1].flatten(0, 1), *key_and_value], empty
         )
 
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
@@ -132,12 +143,12 @@ class Deinterleave:
     groups: int
     bands: tuple[tuple[int, ...], ...]
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+    def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
         bands = []
         for part, rows in zip(parts, self.bands, strict=True):
             grouped = part.reshape(self.groups, part.shape[0] // self.groups, *part.shape[1:])
             bands += [band.flatten(0, 1) for band in grouped.split(list(rows), dim=1)]
-        return _cat(bands)
+        return _cat(bands, empty=empty)
 
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
         band_iterator = iter(merged.split([self.groups * rows for bands in self.bands for rows in bands]))
@@ -212,15 +223,18 @@ class ParamMapping:
         """Whether it is state without gradients: the expert bias of a router."""
         return self.megatron.endswith(".router.expert_bias")
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Merge tensors to the Megatron parameter. Raises CheckpointError for a tensor of another shape."""
+    def to_megatron(self, tensors: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
+        """Merge tensors to the Megatron parameter, in memory of `empty` if it is given.
+
+        Raises CheckpointError for a tensor of another shape.
+        """
         for name, tensor, shape in zip(self.hf, tensors, self.shapes, strict=True):
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; copy config and"
                     " weights from the same checkpoint"
                 )
-        return self.join.whole(tensors)
+        return self.join.whole(tensors, empty)
 
     def to_hf(self, full: Tensor) -> tuple[tuple[str, Tensor], ...]:
         """Split to (Hugging Face name, tensor) pairs without padding rows. Raises CheckpointError for a wrong shape."""

@@ -68,7 +68,7 @@ _NAMES = {
         "step_table",
     ),
     "trainers": ("layout",),
-    "weight_sync": ("in_process", "keyed", "synchronizer", "to_servers", "urls", "workers"),
+    "weight_sync": ("adapter_obstacle", "in_process", "keyed", "synchronizer", "to_servers", "urls", "workers"),
 }
 """Names of every module that other packages use."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

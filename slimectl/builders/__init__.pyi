@@ -60,6 +60,7 @@ from slimectl.builders.trackers import sample_table as sample_table
 from slimectl.builders.trackers import start_trackers as start_trackers
 from slimectl.builders.trackers import step_table as step_table
 from slimectl.builders.trainers import layout as layout
+from slimectl.builders.weight_sync import adapter_obstacle as adapter_obstacle
 from slimectl.builders.weight_sync import in_process as in_process
 from slimectl.builders.weight_sync import keyed as keyed
 from slimectl.builders.weight_sync import synchronizer as synchronizer

@@ -45,6 +45,9 @@ class EngineBackend:
     reads_torch_dist: ClassVar[bool] = False
     """Whether it starts from a model directory in Megatron's layout; else it gets a conversion of it."""
 
+    adapter_transports: ClassVar[Sequence[str]] = ()
+    """Transports by which its servers take a LoRA adapter alone; none if they take whole weights only."""
+
     settings_class: ClassVar[type[BaseModel] | None] = None
     """Settings of the engine's own, in a section of its name; None if it has none."""
 
@@ -114,6 +117,7 @@ class EmbeddedBackend(EngineBackend):
 
     in_process = True
     reads_torch_dist = True
+    adapter_transports = ("tensor", "distributed")
 
     def check(self, settings: Settings) -> None:
         if settings.cluster.executor == "local":

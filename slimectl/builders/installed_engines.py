@@ -51,6 +51,7 @@ class SglangBackend(InstalledBackend):
     """SGLang servers, configured in [sglang]."""
 
     default_router = "cache_aware"
+    adapter_transports = ("tensor",)
     memory_option = "enable_memory_saver"
 
     def installed(self) -> InstalledServer:
@@ -106,6 +107,7 @@ class SglangBackend(InstalledBackend):
 class VllmBackend(InstalledBackend):
     """vLLM servers, configured in [vllm]."""
 
+    adapter_transports = ("tensor", "distributed")
     memory_option = "enable_sleep_mode"
 
     def check(self, settings: Settings) -> None:

@@ -14,7 +14,7 @@ from slimectl.builders.engines import EngineBackend, engine, engine_backend, eng
 from slimectl.builders.executors import executor as executor_of
 from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import convert, device, served_model
-from slimectl.builders.weight_sync import keyed, pushed_precision, urls
+from slimectl.builders.weight_sync import adapter_obstacle, keyed, pushed_precision, urls
 from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.errors import SettingsError
 from slimectl.settings import Settings
@@ -41,6 +41,8 @@ def check_engine(settings: Settings) -> None:
     """
     if settings.engine.load:
         pushed_precision(settings, served_model(settings, Path()))  # refuses
+    if settings.train.lora_rank is not None and settings.uses_servers:
+        adapter_obstacle(settings)  # refuses
     if settings.engine.url:
         return
     backend = engine_backend(settings)

@@ -81,10 +81,12 @@ def serve(
     With `record` the APIs for agents are those that record, and it gets the samples of each session that ends.
     """
     from slimectl.architectures.config import read_config
+    from slimectl.checkpoints.base_model import base_model
     from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
     from slimectl.engines.server.access import Guard, own_names
     from slimectl.engines.server.app import serve as serving
     from slimectl.engines.server.state import ServerConfig, Streaming
+    from slimectl.weight_sync.delta_format import DeltaFile
 
     text = tokenizer(folder)
     served_model = ServerConfig(
@@ -94,7 +96,9 @@ def serve(
         dtype=settings.engine.dtype,
         max_running=settings.engine.max_running_requests,
         read=ModelCheckpoint().read,
+        base_model=base_model,
         version=version_of(folder),
+        read_delta=DeltaFile,
     )
     embedded = engine(settings, folder, text, load=False)
     streaming = Streaming(interval=interval, incremental=incremental)

@@ -43,6 +43,9 @@ class PolicyBackend:
     settings_class: ClassVar[type[BaseModel] | None] = None
     """Settings of the trainer's own, in a section of its name; None if it has none."""
 
+    streams_adapters: ClassVar[bool] = False
+    """Whether its policies implement AdapterPolicy of slimectl/protocols.py, where they train adapters."""
+
     def check(self, settings: Settings) -> None:
         """Check, before anything is built, that it is installed and supports the model.
 
@@ -71,6 +74,8 @@ class PolicyBackend:
 
 class FsdpBackend(PolicyBackend):
     """The Hugging Face module, in one process or sharded by FSDP2."""
+
+    streams_adapters = True
 
     def check_training(self, settings: Settings, folder: Path, options: Mapping[str, Any]) -> None:
         from slimectl.policies.fsdp.preflight import check_training
@@ -114,6 +119,8 @@ class FsdpBackend(PolicyBackend):
 
 class MegatronBackend(PolicyBackend):
     """Megatron-core, configured in [megatron]."""
+
+    streams_adapters = True
 
     def check(self, settings: Settings) -> None:
         if find_spec("megatron") is None:

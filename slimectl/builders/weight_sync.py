@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from slimectl.builders.engines import engine_backend
 from slimectl.builders.models import device, served_model
+from slimectl.builders.trainers import policy_backend
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.protocols import Policy, WeightReceiver, WeightSync, WeightUpdateClient
@@ -91,16 +92,20 @@ def to_servers(
     buffer_bytes = sync.update_weight_buffer_size * 2**20
     on_disk = common | {"folder": files, "write": write, "keep_files": sync.update_weight_disk_keep_files}
     on_disk["wrote"] = _post_write_hook(settings)
+    adapters = _pushes_adapters(settings, receivers)
     name = sync.transport
     if name == "auto":
         all_local = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
-        shares = device(settings.engine.device) == "cuda" or receivers.shares_memory
-        name = "tensor" if all_local and shares and settings.cluster.actor_num_nodes == 1 else "distributed"
+        shares = adapters or device(settings.engine.device) == "cuda" or receivers.shares_memory
+        by_broadcast = not adapters or "distributed" in receivers.adapter_transports
+        is_near = all_local and shares and settings.cluster.actor_num_nodes == 1
+        name = "tensor" if is_near or not by_broadcast else "distributed"
+    of_messages = common | {"buffer_bytes": buffer_bytes, "adapters": adapters}
     transport: WeightSyncBase
     if name == "tensor":
-        transport = TensorSync(policy, receivers, buffer_bytes=buffer_bytes, **common)
+        transport = TensorSync(policy, receivers, **of_messages)
     elif name == "distributed":
-        transport = DistributedSync(policy, receivers, buffer_bytes=buffer_bytes, timeout_s=sync.timeout_s, **common)
+        transport = DistributedSync(policy, receivers, timeout_s=sync.timeout_s, **of_messages)
     elif name == "disk":
         transport = DiskSync(policy, receivers, **on_disk)
     else:
@@ -112,6 +117,44 @@ def to_servers(
     if not sync.check_weight_update_equal:
         return transport
     return VerifiedSync(transport, folder=files, write=write, dtype=dtype)
+
+
+def adapter_obstacle(settings: Settings) -> str | None:
+    """Say why servers get merged weights of a policy with adapters; None if they get adapters alone.
+
+    Raises SettingsError if sync.lora asks for adapters nevertheless.
+    """
+    sync, names = settings.sync, engine_backend(settings).adapter_transports
+    obstacle = None
+    if sync.lora == "merged":
+        return 'sync.lora = "merged"'
+    if not names:
+        obstacle = f"servers of engine.backend = {settings.engine.backend} take no adapter"
+    elif not policy_backend(settings).streams_adapters:
+        obstacle = f"policies of train.backend = {settings.train.backend} give no adapter alone"
+    elif sync.transport not in ("auto", *names):
+        obstacle = f"{settings.engine.backend} takes adapters by sync.transport = {' or '.join(names)}"
+    elif settings.engine.load is not None:
+        obstacle = "engine.load has other weights than the base model"
+    elif sync.check_weight_update_equal and device(settings.train.device) != device(settings.engine.device):
+        obstacle = "sync.check_weight_update_equal compares bits, and products on a GPU have other last ones"
+    if obstacle is not None and sync.lora == "adapter":
+        raise SettingsError(f"sync.lora: adapter is not possible: {obstacle}; set it to auto or merged")
+    return obstacle
+
+
+def _pushes_adapters(settings: Settings, receivers: WeightUpdateClient) -> bool:
+    """Whether pushes have the adapter alone. Raises SettingsError if sync.lora wants it, and servers do not."""
+    if settings.train.lora_rank is None or adapter_obstacle(settings) is not None:
+        return False
+    if settings.sync.transport in ("auto", *receivers.adapter_transports) and receivers.adapter_transports:
+        return True
+    if settings.sync.lora == "adapter":
+        raise SettingsError(
+            f"sync.lora: adapter is not possible: servers at {', '.join(receivers.urls)} take none; set it to auto or "
+            "merged"
+        )
+    return False
 
 
 def pushed_precision(settings: Settings, folder: Path) -> Precision:

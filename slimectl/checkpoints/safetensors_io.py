@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -20,8 +19,8 @@ from torch import Tensor
 from slimectl.errors import CheckpointError
 from slimectl.model_files import open_file
 
-MAX_BLOCKS = 3
-"""Blocks at most: for a tensor that is read, one that is written, and one between."""
+MAX_BLOCKS = 8
+"""Blocks at most: query, key, value and what they are merged to, of the parameter that is written and of the next."""
 LEAST_BYTES = 1 << 20
 """Smaller tensors get memory of their own."""
 MAX_WASTE = 4
@@ -31,10 +30,10 @@ UNUSED_REFERENCES = 3
 
 
 class TensorMemory:
-    """Memory for tensors that are read one after another: the file itself, mapped while a tensor uses that part of it.
+    """Memory for tensors that are read, or made, one after another: blocks that are handed out again when unused.
 
-    What does not lie there as numbers are aligned is read into blocks, which are handed out again once no tensor uses
-    them: a tensor and its views refer to the block below them, and an unused block has no reference but the list's.
+    A tensor and its views refer to the block below them, and an unused block has no reference but the list's. Files are
+    not mapped: one that is cut short meanwhile would end the process.
     """
 
     def __init__(self) -> None:
@@ -42,12 +41,7 @@ class TensorMemory:
         self._lock = Lock()
 
     def read(self, file: BinaryIO, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor at byte `start` of the file; changes of it stay in memory. Raises EOFError."""
-        size = nbytes((shape, dtype))
-        if size >= LEAST_BYTES and start % dtype.itemsize == 0 and start + size <= os.fstat(file.fileno()).st_size:
-            before = start % mmap.ALLOCATIONGRANULARITY
-            mapped = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=start - before)
-            return torch.frombuffer(mapped, dtype=torch.uint8, offset=before).view(dtype).view(shape)
+        """Return the tensor at byte `start` of the file. Raises EOFError."""
         return read_into(file, start, self.empty(shape, dtype))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -124,7 +118,7 @@ def read_into(file: BinaryIO, start: int, tensor: Tensor) -> Tensor:
 
 
 class SafetensorsFile:
-    """A safetensors file, of which no more is mapped than the tensors in use: mapped pages count as memory.
+    """A safetensors file, read tensor by tensor.
 
     Raises CheckpointError if the file is cut short or not of this format.
     """

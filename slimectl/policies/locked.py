@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.protocols import NamedTensors, Policy, Sleeper
+from slimectl.protocols import Adapter, NamedTensors, Policy, Sleeper
 from slimectl.types import Loss, Metrics, TrainingSample
 
 if TYPE_CHECKING:
@@ -61,6 +61,11 @@ class LockedPolicy:
     def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
         with self._lock:
             return self._policy.consume_weights(consumer)
+
+    def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
+        """protocols.AdapterPolicy.consume_adapter, for a policy that trains an adapter."""
+        with self._lock:
+            return self._policy.consume_adapter(consumer)  # type: ignore[attr-defined]
 
     def save(self, path: Path) -> None:
         with self._lock:

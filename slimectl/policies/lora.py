@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from slimectl.architectures.lora import is_adapter
+from slimectl.architectures.lora import is_adapter, merged
 from slimectl.errors import CheckpointError
 from slimectl.model_files import MAX_CONFIG_BYTES, check_file, read_json
 from slimectl.policies.checkpoint import read_tensors, write_float32
@@ -46,8 +46,8 @@ class LoraOptions:
         return self.alpha / self.rank
 
     def merged(self, weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor) -> Tensor:
-        """Merge an adapter into its weight: W + scale B A."""
-        return weight_OI + self.scale * (b_OK @ a_KI).to(weight_OI.dtype)
+        """Merge an adapter into its weight: W + scale B A, in float32."""
+        return merged(weight_OI, a_KI, b_OK, self.scale)
 
 
 def initial(name: str, shape: Sequence[int], *, seed: int) -> Tensor:

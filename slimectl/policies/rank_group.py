@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SettingsError
-from slimectl.protocols import Executor, NamedTensors, Policy, RankPipe, Sleeper
+from slimectl.protocols import Adapter, Executor, NamedTensors, Policy, RankPipe, Sleeper
 from slimectl.types import Loss, Metrics, TrainingSample
 
 if TYPE_CHECKING:
@@ -88,6 +89,10 @@ class DistributedPolicy:
         """Call `consumer(weights)` on rank 0 and return its result; `consumer` and the result must be picklable."""
         return self._call("consume_weights", consumer)
 
+    def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
+        """protocols.AdapterPolicy.consume_adapter on rank 0, if the ranks train an adapter."""
+        return self._call("consume_adapter", consumer)
+
     def save(self, path: Path) -> None:
         self._call("save", path)
 
@@ -143,7 +148,11 @@ def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
 
     method, *arguments = pickle.loads(request)
     if method == "consume_weights":
-        return _consume_weights(policy, arguments[0], rank)
+        weights = policy.weights()
+        return _consume(weights, partial(arguments[0], weights), rank)
+    if method == "consume_adapter":
+        adapter: Adapter = policy.adapter()  # type: ignore[attr-defined]
+        return _consume(adapter.tensors, partial(arguments[0], adapter), rank)
     if method == "sleep":
         return policy.sleep(keep_weights=arguments[0]) if isinstance(policy, Sleeper) else None
     if method == "on_ranks":
@@ -174,11 +183,10 @@ def _gather(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]
     return [result for result, _ in answers]
 
 
-def _consume_weights(policy: Policy, consumer: Callable[[NamedTensors], Any], rank: int) -> Any:
-    """Call `consumer` on rank 0; every rank iterates over all weights, because gathering a tensor is collective."""
-    weights = policy.weights()
+def _consume(tensors: NamedTensors, consumer: Callable[[], Any], rank: int) -> Any:
+    """Call `consumer` on rank 0; every rank iterates over all tensors, because gathering one is collective."""
     try:
-        return consumer(weights) if rank == 0 else None
+        return consumer() if rank == 0 else None
     finally:
-        for _ in weights:
+        for _ in tensors:
             pass

@@ -189,8 +189,14 @@ def _engine(settings: Settings) -> str:
     builders.keys(settings, ())
     urls = len(settings.engine.url)
     if urls:
-        return f"{settings.engine.backend}, {urls} running server{'s' if urls > 1 else ''}, not asked yet"
-    return f"{settings.engine.backend}, {settings.num_engines} to start"
+        line = f"{settings.engine.backend}, {urls} running server{'s' if urls > 1 else ''}, not asked yet"
+    else:
+        line = f"{settings.engine.backend}, {settings.num_engines} to start"
+    if settings.train.lora_rank is None or not settings.uses_servers:
+        return line
+    obstacle = builders.adapter_obstacle(settings)
+    pushed = "the adapter alone" if obstacle is None else f"merged weights ({obstacle})"
+    return f"{line}; a push has {pushed}"
 
 
 def _executor(settings: Settings) -> str:

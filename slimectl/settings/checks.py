@@ -79,6 +79,7 @@ def conflicts(settings: Settings) -> Iterator[str]:
     yield from offload_conflicts(train, settings.megatron)
     yield from megatron_conflicts(settings.megatron, train.backend, settings.cluster.ranks)
     yield from _save_format_contradictions(settings)
+    yield from _adapter_contradictions(settings)
     yield from _routing_contradictions(settings)
     yield from _hook_conflicts(settings)
     yield from _shadowed_settings(settings)
@@ -129,6 +130,19 @@ def _save_format_contradictions(settings: Settings) -> Iterator[str]:
             f"megatron.save_format: torch_dist has no value head, which {settings.algorithm.name} trains in the same "
             f"model; set hf"
         )
+
+
+def _adapter_contradictions(settings: Settings) -> Iterator[str]:
+    """Conflicts of pushes of adapters alone with transports of whole checkpoints, and with weights of other files."""
+    if settings.train.lora_rank is None or settings.sync.lora != "adapter":
+        return
+    if settings.sync.transport in ("disk", "delta"):
+        yield (
+            f"sync.lora: adapter, but sync.transport = {settings.sync.transport} writes whole checkpoints; set "
+            f"sync.transport to auto, or sync.lora to merged"
+        )
+    if settings.engine.load is not None:
+        yield "sync.lora: adapter, but engine.load has other weights than the base model; set sync.lora to merged"
 
 
 def _greedy_repeats(evaluation: EvalSettings, rollout: RolloutSettings) -> Iterator[str]:

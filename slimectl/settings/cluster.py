@@ -59,6 +59,10 @@ class SyncSettings(Section):
     memory or CUDA IPC, same machine), distributed (broadcast by gloo or nccl), delta (changed bytes over disk). auto:
     in_process; tensor on one machine, except to SGLang on a CPU, which takes tensors as text; else distributed."""
 
+    lora: Literal["auto", "adapter", "merged"] = "auto"
+    """What servers get of train.lora_rank: the adapter, which they merge into the base model of their files, or all
+    weights, merged by the trainer. auto: the adapter, where servers and transport take it (docs/clusters.md)."""
+
     update_weights_interval: PositiveInt = 1
     """Rounds between two pushes; above 1 answers are staler."""
 

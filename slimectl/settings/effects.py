@@ -128,6 +128,10 @@ DEPENDENCIES = (
                'with cluster.executor = "{cluster.executor}"; set cluster.executor = "ray"'),
     Dependency("sync", ("pause_mode", "timeout_s", "check_weight_update_equal"), _SERVERS,
                lambda s: s.uses_servers, _NEEDS_SERVERS),
+    Dependency("sync", ("lora",), ("train.lora_rank", *_SERVERS),
+               lambda s: s.uses_servers and s.train.lora_rank is not None,
+               "without an adapter and servers that get it; set train.lora_rank, and engine.num_engines or "
+               "engine.backend"),
     Dependency("sync", ("update_weight_buffer_size",), ("sync.transport", *_SERVERS),
                lambda s: s.uses_servers and s.sync.transport in ("auto", "tensor", "distributed"),
                "without the transports tensor and distributed to servers; set sync.transport"),

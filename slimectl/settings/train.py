@@ -114,7 +114,7 @@ class TrainSettings(Section):
     """Function of (args, samples), by path: a dict of lists with what of a round is trained on."""
 
     lora_rank: Annotated[int, Field(ge=1)] | None = None
-    """Train adapters of this rank and leave the model as it is; merged wherever weights go."""
+    """Train adapters of this rank and leave the model as it is; merged in checkpoints, and where sync.lora says so."""
 
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """Their scale, times the rank; twice the rank where not given."""

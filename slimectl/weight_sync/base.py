@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from threading import RLock
 from typing import Protocol
 
@@ -16,7 +17,16 @@ import torch
 from torch import Tensor
 
 from slimectl.errors import BackendError, SlimectlError
-from slimectl.protocols import INCOMPLETE, NamedTensors, Policy, WeightReceiver, WeightSync, WeightUpdateClient
+from slimectl.protocols import (
+    INCOMPLETE,
+    Adapter,
+    AdapterPolicy,
+    NamedTensors,
+    Policy,
+    WeightReceiver,
+    WeightSync,
+    WeightUpdateClient,
+)
 from slimectl.stdio import logger
 from slimectl.types import Metrics
 
@@ -84,6 +94,18 @@ def drained(tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
     finally:
         for _ in stream:
             pass
+
+
+def consume_adapter(policy: Policy, send: Callable[[NamedTensors], int], workers: WeightUpdateClient) -> int:
+    """Call `send` with the tensors of the policy's adapter, which `workers` expect then; returns the bytes sent."""
+    adapted: AdapterPolicy = policy  # type: ignore[assignment]
+    sent: int = adapted.consume_adapter(partial(_send_adapter, send=send, workers=workers))
+    return sent
+
+
+def _send_adapter(adapter: Adapter, *, send: Callable[..., int], workers: WeightUpdateClient) -> int:
+    workers.expect_adapter(adapter)
+    return send(adapter.tensors, workers=workers)
 
 
 def in_progress_version(version: str, *, last: bool) -> str:

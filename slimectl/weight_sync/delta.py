@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from slimectl.data.atomic_replace import staging, storage_errors, write_text
 from slimectl.data.ownership import STAGED, remove_made
 from slimectl.errors import CheckpointError
+from slimectl.native.deltas import RoundingComparer
 from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics
 from slimectl.weight_sync.base import Precision, WeightSyncBase, drained, targets
@@ -26,6 +28,7 @@ from slimectl.weight_sync.delta_apply import (
     weight_version,
 )
 from slimectl.weight_sync.delta_format import (
+    CHUNK_BYTES,
     Change,
     Checksum,
     DeltaWriter,
@@ -84,13 +87,15 @@ class DeltaSync(WeightSyncBase):
 
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
         metrics: Metrics = {"bytes": 0.0, "full": 0.0}
+        delta = None
         if version != self._version:
             metrics = self._update_checkpoint(version)
+            delta = None if metrics["full"] else self._delta
             if self.wrote is not None:
-                self.wrote(self.current if metrics["full"] or self._delta is None else self._delta, workers)
+                self.wrote(delta or self.current, workers)
         try:
             with self.paused(workers) as watch:
-                workers.load_disk(self.checkpoint, version=version)
+                workers.load_disk(self.checkpoint, version=version, delta=delta)
         except BaseException:
             self._version = None  # whole weights next: these may be why
             raise
@@ -127,6 +132,7 @@ class DeltaSync(WeightSyncBase):
     def close(self) -> None:
         if not self.keep_files:
             release_mapped(self.current)
+            _CHECKSUMS.pop(self.current, None)
             remove_made(self.current)
             if self._delta is not None:
                 self._delta.unlink(missing_ok=True)
@@ -162,7 +168,7 @@ def write_delta(
         recover(base)
         if weight_version(base) != versions.start:
             raise CheckpointError(f"{base}: does not hold weights {versions.start}; push whole ones")
-        tensor_regions = tensor_ranges(base)
+        tensor_regions, comparer = tensor_ranges(base), _Comparer(base, versions)
         writers = [DeltaWriter(staged, versions)]
         if journal:
             overwriting = dataclasses.replace(versions, encoding="overwrite")
@@ -172,13 +178,14 @@ def write_delta(
                 region = tensor_regions.pop(name, None)
                 if region is None or (region.code, region.shape) != (CODES.get(cast_dtype), tuple(tensor.shape)):
                     raise CheckpointError(f"{base}: {name} has another form there; push whole weights")
-                change, changed = _compare(region, tensor, cast_dtype, versions.checksum)
+                change, changed = comparer.compare(name, region, tensor, cast_dtype)
                 for writer in writers:
                     writer.add(name, change, changed)
             if tensor_regions:
                 raise CheckpointError(f"{base}: {min(tensor_regions)} is not among the new weights; push whole ones")
             size, *_ = [writer.finish() for writer in writers]
             staged.rename(target)
+            comparer.finish()
         except BaseException:
             staged_in_base.unlink(missing_ok=True)
             raise
@@ -189,20 +196,56 @@ def write_delta(
     return size
 
 
-def _compare(region: TensorRange, tensor: Tensor, dtype: torch.dtype, checksum: str) -> tuple[Change, Difference]:
-    """Compare a tensor, cast to `dtype`, with its bytes in the checkpoint, in one pass over both."""
-    flat, old_B = tensor.cpu().contiguous().view(-1), region.mapped()
-    before, after = Checksum(checksum), Checksum(checksum)
-    parts = []
-    for part in region.chunks():
-        first = part.start // region.width
-        new = flat[first : part.stop // region.width].to(dtype)
-        new_B = new.view(torch.uint8).numpy()
-        before.update(old_B[part])
-        after.update(new_B)
-        parts.append(difference(old_B[part], new_B, region.width, first=first))
-    change = Change(region.code, list(region.shape), before.hexdigest(), after.hexdigest())
-    return change, Difference.joined(parts)
+_CHECKSUMS: dict[Path, tuple[str, str, dict[str, str]]] = {}
+"""Version and kind of the checksums of a checkpoint's tensors that this process computed last, for its next delta."""
+
+
+class _Comparer:
+    """Compares tensors with their bytes in the checkpoint `base`, in one pass over both."""
+
+    def __init__(self, base: Path, versions: Versions) -> None:
+        self._base, self._versions = base, versions
+        version, kind, checksums = _CHECKSUMS.pop(base, ("", "", {}))
+        is_start = (version, kind) == (versions.start, versions.checksum)
+        self._before: dict[str, str] = checksums if is_start else {}
+        self._after: dict[str, str] = {}
+        self._rounding: RoundingComparer | None = None
+        self._mapped_files: dict[Path, Any] = {}
+
+    def compare(self, name: str, region: TensorRange, tensor: Tensor, dtype: torch.dtype) -> tuple[Change, Difference]:
+        """Compare a tensor, cast to `dtype`; the difference is to be used before the next call."""
+        flat, old_B = tensor.cpu().contiguous().view(-1), region.mapped(self._mapped_files)
+        rounding = self._rounding_comparer() if (flat.dtype, dtype) == (torch.float32, torch.bfloat16) else None
+        kind = self._versions.checksum
+        # Should these bytes have been damaged since, a copy of them becomes other weights, and refuses the delta.
+        before = None if name in self._before else Checksum(kind)
+        after, parts = Checksum(kind), []
+        for part in region.chunks():
+            first = part.start // region.width
+            numbers_N, old_part_B = flat[first : part.stop // region.width], old_B[part]
+            if rounding is not None:
+                new, *columns = rounding.compare(numbers_N, old_part_B.view("<u2"), first=first)
+                is_single = region.nbytes <= CHUNK_BYTES
+                parts.append(Difference(*(column if is_single else column.copy() for column in columns)))
+            else:
+                new = numbers_N.to(dtype).view(torch.uint8).numpy()
+                parts.append(difference(old_part_B, new, region.width, first=first))
+            if before is not None:
+                before.update(old_part_B)
+            after.update(new)
+        self._after[name] = after.hexdigest()
+        first_checksum = self._before[name] if before is None else before.hexdigest()
+        change = Change(region.code, list(region.shape), first_checksum, self._after[name])
+        return change, Difference.joined(parts)
+
+    def _rounding_comparer(self) -> RoundingComparer | None:
+        if self._rounding is None:
+            self._rounding = RoundingComparer(CHUNK_BYTES // 2)
+        return self._rounding if self._rounding.exists else None
+
+    def finish(self) -> None:
+        """Keep the checksums of all tensors for the next delta."""
+        _CHECKSUMS[self._base] = self._versions.end, self._versions.checksum, self._after
 
 
 def _write_versioned(write: Write, version: str, path: Path, tensors: NamedTensors) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from slimectl.data.atomic_replace import storage_errors, sync_folder, write_text
 from slimectl.errors import CheckpointError
+from slimectl.native.deltas import change_numbers
 from slimectl.weight_sync.delta_format import (
     CHUNK_BYTES,
     Checksum,
@@ -19,7 +20,6 @@ from slimectl.weight_sync.delta_format import (
     DeltaWriter,
     Difference,
     TensorRange,
-    digest,
     tensor_ranges,
 )
 
@@ -84,10 +84,11 @@ def apply_written(folder: Path) -> None:
         journal, tensor_regions = DeltaFile(folder / JOURNAL), tensor_ranges(folder)
         (folder / VERSION).unlink(missing_ok=True)
         changed = [name for name, change in journal.changes.items() if change.changed]
+        mapped_files: dict[Path, Any] = {}
         for name in changed:
             region = tensor_regions[name]
-            indices_C, values_C = journal.changed(name, region.width)
-            region.mapped().view(values_C.dtype)[indices_C] = values_C
+            gaps_C, values_C = journal.gaps(name, region.width)
+            change_numbers(region.mapped(mapped_files).view(values_C.dtype), gaps_C, values_C, is_xor=False)
         _finish(folder, journal, {tensor_regions[name].file for name in changed})
 
 
@@ -137,7 +138,7 @@ class Patch:
 
     def __init__(self, delta: DeltaFile, name: str, region: TensorRange) -> None:
         self.indices_C, self.values_C = delta.changed(name, region.width)
-        self._region, self._is_xor = region, delta.versions.encoding == "xor"
+        self._region, self._is_xor = region, delta.is_xor
 
     def chunks(self, before: Checksum | None = None, *, all_of_them: bool = True) -> Iterator[tuple[int, Any, Any]]:
         """Yield (first byte, new bytes, new values of changed numbers) of each chunk, or only of those that change.
@@ -176,8 +177,7 @@ def _check_forms(delta: DeltaFile, tensor_regions: dict[str, TensorRange]) -> No
 
 def _matches(delta: DeltaFile, tensor_regions: dict[str, TensorRange]) -> bool:
     """Whether the directory has the state after the delta."""
-    checksum = delta.versions.checksum
-    return all(digest(checksum, tensor_regions[name].read()) == change.after for name, change in delta.changes.items())
+    return all(delta.matches(name, tensor_regions[name].read()) for name in delta.changes)
 
 
 def _roll_forward(folder: Path, tensor_regions: dict[str, TensorRange], *, checked: bool) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from slimectl.errors import CheckpointError, MissingExtraError
+from slimectl.native.deltas import indices
 
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Bytes of a number by safetensors' code; all others have one."""
@@ -66,9 +67,15 @@ class TensorRange:
                 raise CheckpointError(f"{self.file}: {len(view)} bytes are missing; push whole weights again")
             view = view[count:]
 
-    def mapped(self) -> Any:
-        """Return all bytes [B] as they are in the file, where they can be changed. Raises CheckpointError."""
-        data_B = mapped_file(self.file)[self.start : self.start + self.nbytes]
+    def mapped(self, files: dict[Path, Any]) -> Any:
+        """Return all bytes [B] as they are in the file, where they can be changed. Raises CheckpointError.
+
+        `files` has the bytes of files that were mapped since somebody else could have replaced them.
+        """
+        file_B = files.get(self.file)
+        if file_B is None:
+            file_B = files[self.file] = mapped_file(self.file)
+        data_B = file_B[self.start : self.start + self.nbytes]
         if len(data_B) < self.nbytes:
             raise CheckpointError(
                 f"{self.file}: {self.nbytes - len(data_B)} bytes are missing; push whole weights again"
@@ -279,23 +286,47 @@ class DeltaFile:
             raise CheckpointError(f"{self.path}: {error.strerror}; push whole weights") from error
         return footer if tail[8:24] == _seal(footer) else None
 
-    def changed(self, name: str, width: int) -> tuple[Any, Any]:
-        """Return the indices [C] of the numbers that change, ascending, and their bits [C] in the delta's encoding."""
+    @property
+    def start(self) -> str:
+        """Weight version that the changes begin from."""
+        return self.versions.start
+
+    @property
+    def is_xor(self) -> bool:
+        """Whether bits are the xor of old and new ones, rather than the new ones."""
+        return self.versions.encoding == "xor"
+
+    @property
+    def forms(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Code of safetensors and shape of every tensor."""
+        return {name: (change.code, tuple(change.shape)) for name, change in self.changes.items()}
+
+    def matches(self, name: str, data: Any) -> bool:
+        """Whether these are the bytes of a tensor after the changes."""
+        return digest(self.versions.checksum, data) == self.changes[name].after
+
+    def gaps(self, name: str, width: int) -> tuple[Any, Any]:
+        """Return how many equal numbers lie before each that changes [C], and bits [C] in the delta's encoding."""
         change = self.changes[name]
         if change.gaps is None or change.values is None:
-            return np.empty(0, np.int64), np.empty(0, f"<u{width}")
-        gaps_C, values_C = (self._numbers(span, change.changed) for span in (change.gaps, change.values))
-        indices_C = np.cumsum(gaps_C.astype(np.int64) + 1) - 1
+            return np.empty(0, np.uint8), np.empty(0, f"<u{width}")
+        with self.path.open("rb", buffering=0) as file:
+            gaps_C, values_C = (self._numbers(file, span, change.changed) for span in (change.gaps, change.values))
         count = math.prod(change.shape)
-        if values_C.itemsize != width or not 0 <= indices_C[0] <= indices_C[-1] < count:
+        end = int(gaps_C.sum(dtype=np.uint64)) + len(gaps_C)
+        if values_C.itemsize != width or end > count or int(gaps_C.max()) >= count:
             raise CheckpointError(f"{self.path}: is damaged ({name} is out of bounds); push whole weights")
-        return indices_C, values_C
+        return gaps_C, values_C
 
-    def _numbers(self, span: list[int], count: int) -> Any:
+    def changed(self, name: str, width: int) -> tuple[Any, Any]:
+        """Return the indices [C] of the numbers that change, ascending, and their bits [C] in the delta's encoding."""
+        gaps_C, values_C = self.gaps(name, width)
+        return indices(gaps_C), values_C
+
+    def _numbers(self, file: FileIO, span: list[int], count: int) -> Any:
         start, size, width = span
-        with self.path.open("rb") as file:
-            file.seek(start)
-            data = file.read(size)
+        file.seek(start)
+        data = file.read(size)
         try:
             if size == width * count:  # not compressed
                 return np.frombuffer(data, f"<u{width}")

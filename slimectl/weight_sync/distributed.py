@@ -22,7 +22,16 @@ import torch.distributed as dist
 from slimectl.errors import BackendError, SlimectlError
 from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import Message, Precision, WeightSyncBase, buckets, cast, drained, in_progress_version
+from slimectl.weight_sync.base import (
+    Message,
+    Precision,
+    WeightSyncBase,
+    buckets,
+    cast,
+    consume_adapter,
+    drained,
+    in_progress_version,
+)
 
 JOIN_TIMEOUT_S = 120.0
 LOOK_S = 0.005
@@ -210,7 +219,8 @@ class DistributedSync(WeightSyncBase):
     """Broadcasts by gloo from a CPU, nccl from a GPU; `timeout_s` bounds joining, and each message of `buffer_bytes`.
 
     The first push creates the group, in the process that has the weights, and later pushes reuse it; it is recreated
-    after a failure and when the workers change. A push to some workers alone uses a temporary group.
+    after a failure and when the workers change. A push to some workers alone uses a temporary group. `adapters` is
+    that of TensorSync.
     """
 
     def __init__(
@@ -222,19 +232,23 @@ class DistributedSync(WeightSyncBase):
         buffer_bytes: int = 512 * 2**20,
         dtype: Precision = None,
         timeout_s: float = 600.0,
+        adapters: bool = False,
     ) -> None:
         super().__init__(policy, workers, pause_mode=pause_mode)
-        self.buffer_bytes, self.dtype, self.timeout_s = buffer_bytes, dtype, timeout_s
+        self.buffer_bytes, self.dtype, self.timeout_s, self.adapters = buffer_bytes, dtype, timeout_s, adapters
         self._key = f"slimectl-{uuid4().hex[:8]}"
 
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
         alone = list(workers.urls) != list(self.workers.urls)
         send = partial(
             _send, workers=workers, key=f"{self._key}-alone" if alone else self._key, keep=not alone, version=version,
-            most_bytes=self.buffer_bytes, dtype=self.dtype, timeout_s=self.timeout_s,
+            most_bytes=self.buffer_bytes, timeout_s=self.timeout_s,
         )  # fmt: skip
         with self.paused(workers) as watch:
-            sent = self.policy.consume_weights(send)
+            if self.adapters:
+                sent = consume_adapter(self.policy, partial(send, dtype=None), workers)
+            else:
+                sent = self.policy.consume_weights(partial(send, dtype=self.dtype))
         return {"bytes": float(sent), "pause_time": watch.seconds}
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from slimectl.weight_sync.base import (
     WeightSyncBase,
     buckets,
     cast,
+    consume_adapter,
     drained,
     in_progress_version,
     targets,
@@ -27,7 +28,8 @@ ON_CPU_BYTES = 64 * 2**20
 class TensorSync(WeightSyncBase):
     """Sends messages of at most `buffer_bytes`, through shared memory that the process keeps for the next push.
 
-    `dtype` is the engines' precision: nothing wider is sent, and the cast is written where the engines read it.
+    `dtype` is the engines' precision: nothing wider is sent, and the cast is written where the engines read it. With
+    `adapters` a push has the policy's adapter alone, in float32, which the engines merge into its base model.
     """
 
     def __init__(
@@ -38,14 +40,18 @@ class TensorSync(WeightSyncBase):
         pause_mode: str = "in_place",
         buffer_bytes: int = 512 * 2**20,
         dtype: Precision = None,
+        adapters: bool = False,
     ) -> None:
         super().__init__(policy, workers, pause_mode=pause_mode)
-        self.buffer_bytes, self.dtype = buffer_bytes, dtype
+        self.buffer_bytes, self.dtype, self.adapters = buffer_bytes, dtype, adapters
 
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
-        send = partial(_send, workers=workers, version=version, most_bytes=self.buffer_bytes, dtype=self.dtype)
+        send = partial(_send, workers=workers, version=version, most_bytes=self.buffer_bytes)
         with self.paused(workers) as watch:
-            sent = self.policy.consume_weights(send)
+            if self.adapters:
+                sent = consume_adapter(self.policy, partial(send, dtype=None), workers)
+            else:
+                sent = self.policy.consume_weights(partial(send, dtype=self.dtype))
         return {"bytes": float(sent), "pause_time": watch.seconds}
 
     def close(self) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
+from slimectl.architectures.mapping import ConcatRows, InterleaveGroups, ParamMapping
 from slimectl.checkpoints.hf import HFWeights, InMemoryWeights, write_hf
 from slimectl.checkpoints.safetensors_io import LEAST_BYTES, MAX_BLOCKS, TensorMemory, buffer
+from slimectl.checkpoints.torch_dist.reader import TorchDistReader
+from slimectl.checkpoints.torch_dist.writer import Chunk, write_torch_dist
+from slimectl.errors import CheckpointError
 
 SHAPE, DTYPE = (LEAST_BYTES // 2,), torch.bfloat16
 
@@ -52,3 +58,40 @@ def test_tensors_that_are_held_keep_their_values_while_others_are_read(tmp_path:
         for name in tensors:
             assert torch.equal(weights.get(name), tensors[name])
     assert all(torch.equal(references[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("layout", ["hf", "torch_dist"])
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(layout: str, tmp_path: Path):
+    """Its tensors were mapped once, and the process ended by SIGBUS."""
+    tensors = {"carried.a": torch.full(SHAPE, 1.0, dtype=DTYPE), "carried.b": torch.full(SHAPE, 2.0, dtype=DTYPE)}
+    if layout == "hf":
+        write_hf(tmp_path, InMemoryWeights(tensors.items()))
+        get = HFWeights(tmp_path, TensorMemory()).get
+    else:
+        chunks = [Chunk(name, SHAPE, (0,), SHAPE, DTYPE, partial(tensors.__getitem__, name)) for name in tensors]
+        write_torch_dist(tmp_path, chunks)
+        reader = TorchDistReader(tmp_path, TensorMemory())
+        get = partial(reader.read, offsets=(0,), sizes=SHAPE)
+    first = get("carried.a")
+    (file,) = [file for file in tmp_path.iterdir() if file.stat().st_size > LEAST_BYTES]
+    with file.open("rb+") as stream:
+        stream.truncate(LEAST_BYTES // 2)
+    assert torch.equal(first, tensors["carried.a"])
+    with pytest.raises(
+        CheckpointError, match=rf"^{file}: cannot be read .*; (download or convert|copy or save) it again$"
+    ):
+        get("carried.b")
+
+
+def test_merged_parameters_take_memory_that_is_reused():
+    memory = TensorMemory()
+    shape = (4 * 256, 2048)
+    parts = [torch.full(shape, float(i)) for i in range(3)]
+    for merge in (ConcatRows(), InterleaveGroups(4)):
+        link = ParamMapping("linear", ("a", "b", "c"), (shape,) * 3, merge)
+        merged = link.to_megatron(parts, memory.empty)
+        assert torch.equal(merged, link.to_megatron(parts))
+        assert merged.untyped_storage().nbytes() == merged.nbytes
+        place = merged.data_ptr()
+        del merged
+        assert link.to_megatron(parts, memory.empty).data_ptr() == place

@@ -26,6 +26,7 @@ from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors, Policy
@@ -364,6 +365,83 @@ def test_a_push_that_fails_where_the_weights_are_leaves_the_policy_usable(policy
         policy.consume_weights(partial(memory._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
     assert len(list(policy.weights())) > 10
     assert sync.push()["bytes"] > 0
+
+
+ADAPTER = LoraOptions(rank=4, alpha=8.0, targets=("q_proj", "o_proj", "up_proj"))
+"""Query without key and value, and up without gate: engines that fuse them must keep the others."""
+
+
+def adapted(folder: Path, options: LoraOptions = ADAPTER) -> FsdpPolicy:
+    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02), lora=options)
+
+
+def test_an_adapter_alone_gives_every_bit_of_merged_weights(url: str, model_dir: ModelDir, tmp_path: Path):
+    """Also after whole weights of another policy, which leave nothing of themselves."""
+    workers = serving.workers([url], timeout_s=60)
+    policy, other = adapted(model_dir()), alone(model_dir())
+    trained(other)
+    for kind in workers.adapter_transports:
+        sync: Any = transport(kind, policy, workers, model_dir(), tmp_path)
+        trained(policy)
+        sync.push()
+        merged = workers.checksums()
+        sync.policy = other
+        sync.push()
+        assert workers.checksums() != merged
+        sync.policy, sync.adapters = policy, True
+        sent = [sync.push()["bytes"] for _ in range(2)]  # the second one finds the base model
+        assert workers.checksums() == merged
+        assert sent == [sum(tensor.nbytes for _, tensor in policy.adapter().tensors)] * 2
+        (answer,) = answers([url], model_dir())
+        assert answer.tokens == expected(policy, model_dir())
+        assert answer.weight_versions == [policy.weight_version]
+        sync.close()
+    fewer = adapted(model_dir(), LoraOptions(2, 8.0, ("down_proj",)))
+    trained(fewer)
+    TensorSync(fewer, workers, adapters=True).push()
+    assert answers([url], model_dir())[0].tokens == expected(fewer, model_dir())
+
+
+def push_parts(sync: WeightSyncBase, policy: FsdpPolicy, parts: dict[str, torch.Tensor]) -> None:
+    """Push these tensors as the policy's adapter, in one message."""
+    with sync.paused(sync.workers):
+        sync.workers.expect_adapter(policy.adapter())
+        sync.workers.load_tensors(list(parts.items()), version="61")
+
+
+def test_an_adapter_that_does_not_fit_is_refused_in_a_line_and_the_next_one_taken(url: str, model_dir: ModelDir):
+    policy, workers = adapted(model_dir()), serving.workers([url], timeout_s=60)
+    sync: Any = TensorSync(policy, workers, adapters=True, buffer_bytes=4000)
+    sync.push()
+    before = answers([url], model_dir())[0].tokens
+    parts = dict(policy.adapter().tensors)
+    a = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    elsewhere = {"model.layers.9.self_attn.q_proj.lora_A.weight": parts[a]}
+    for wrong, message in [
+        (parts | {a: parts[a][:3]}, r"q_proj\.lora_A\.weight has shape \[3, 64\]"),
+        (parts | elsewhere, "is no adapter of a layer of"),
+        ({name: part for name, part in parts.items() if name != a}, "5 of the adapter's 6 layers have come"),
+    ]:
+        with pytest.raises(BackendError, match=message) as refusal:
+            push_parts(sync, policy, wrong)
+        assert "\n" not in str(refusal.value)
+        assert answers([url], model_dir())[0].tokens == before
+    sync.push()
+    assert answers([url], model_dir())[0].weight_versions == [policy.weight_version]
+
+
+def test_a_killed_server_gets_base_and_adapter_when_it_is_back(model_dir: ModelDir, tmp_path: Path):
+    policy = adapted(model_dir())
+    for number in range(2):
+        trained(policy)
+        process = serving.serve(model_dir(), tmp_path, wait_for_weights=True, name=f"serve-{number}")
+        url, pid = process.start(), process.pid()
+        workers = serving.workers([url], timeout_s=60)
+        assert pid is not None
+        TensorSync(policy, workers, adapters=True).push_to(workers)
+        assert answers([url], model_dir())[0].tokens == expected(policy, model_dir())
+        os.kill(pid, signal.SIGKILL)
+        process.stop()
 
 
 class Spare:

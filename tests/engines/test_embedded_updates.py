@@ -12,9 +12,12 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.data.hashing import tensor_checksum
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.errors import BackendError, CheckpointError
 from slimectl.types import Completion, SamplingParams
+from slimectl.weight_sync.delta import write_delta
+from slimectl.weight_sync.delta_format import DeltaFile, Versions
 
 Make = Callable[..., EmbeddedEngine]
 Tensors = dict[str, torch.Tensor]
@@ -50,6 +53,66 @@ def interrupted(engine: EmbeddedEngine, by: Callable[[], None], params: Sampling
         return await task
 
     return asyncio.run(scene())
+
+
+def delta_between(folder: Path, old: Tensors, new: Tensors) -> DeltaFile:
+    """A delta from version 0, the old tensors, to version 1."""
+    folder.mkdir()
+    HFCheckpoint().write(folder, old.items())
+    (folder / "weight_version.txt").write_text("0")
+    target, versions = folder / "change.delta", Versions("0", "1", "xor", "xxh3-128")
+    write_delta(iter(new.items()), target=target, base=folder, versions=versions, dtype=None)
+    return DeltaFile(target)
+
+
+@pytest.mark.parametrize("compile_kernels", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "share"), [("qwen3", 0.01), ("qwen2", 0.01), ("qwen3", 0.5)])
+def test_a_delta_makes_the_weights_of_a_whole_load(
+    family: str,
+    share: float,
+    dtype: torch.dtype,
+    compile_kernels: bool,
+    model_dir: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = model_dir(family)
+    old = {name: tensor.to(dtype) for name, tensor in HFCheckpoint().read(folder)}
+    new = {name: torch.where(torch.rand(each.shape) < share, each * 1.5 + 0.1, each) for name, each in old.items()}
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    engine, whole = (EmbeddedEngine(config, tokenizer, dtype=dtype, compile_kernels=compile_kernels) for _ in range(2))
+    engine.load_weights(old.items(), version="0")
+    engine.apply_delta(delta_between(tmp_path / "0", old, new), version="1")
+    whole.load_weights(new.items(), version="1")
+    assert engine.checksums(tensor_checksum) == whole.checksums(tensor_checksum)
+    params = dataclasses.replace(GREEDY, max_tokens=4)
+    assert answer(engine, params).log_probs == answer(whole, params).log_probs
+
+
+def test_a_delta_that_does_not_fit_changes_nothing_and_one_that_lies_leaves_no_weights(
+    make_engine: Make, tensors: Tensors, changed: Tensors, tmp_path: Path
+) -> None:
+    engine = make_engine()
+    engine.load_weights(tensors.items(), version="7")
+    before = engine.checksums(tensor_checksum)
+    delta = delta_between(tmp_path / "0", tensors, changed)
+    with pytest.raises(CheckpointError, match="the engine has 7, the delta begins from 0"):
+        engine.apply_delta(delta, version="1")
+    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    with pytest.raises(CheckpointError, match=r"is torch\.float32 on cpu here, and BF16 in the delta"):
+        engine.apply_delta(delta_between(tmp_path / "1", narrow, narrow), version="1")
+    few = dict(list(tensors.items())[1:])
+    with pytest.raises(CheckpointError, match=r"no tensor for .* in the delta"):
+        engine.apply_delta(delta_between(tmp_path / "2", few, few), version="1")
+    assert engine.checksums(tensor_checksum) == before
+    assert answer(engine).weight_versions == ["7"]
+    engine.load_weights(changed.items(), version="0")  # other weights under the version that the delta begins from
+    with pytest.raises(CheckpointError, match="does not become what the delta says"):
+        engine.apply_delta(delta, version="1")
+    assert not engine.has_weights
+    engine.load_weights(tensors.items(), version="0")
+    engine.apply_delta(delta, version="1")
+    assert answer(engine).weight_versions == ["1"]
 
 
 @pytest.mark.parametrize("retract", [False, True])

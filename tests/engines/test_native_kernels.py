@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slimectl.engines.embedded import native
 from slimectl.engines.embedded.linear import Linear
-from slimectl.engines.embedded.native import Kernels, load_kernels
+from slimectl.engines.embedded.native import SOURCE, Kernels, load_kernels
+from slimectl.native import compiler
 from slimectl.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -97,6 +97,42 @@ def test_products_are_those_of_torch(kernels: Kernels, dtype: torch.dtype, rows:
     close(gated.gated(rows_NI) / 100, gated_reference.gated(rows_NI) / 100)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gates"), [(21, 40, False), (37, 21, False), (300, 250, False), (48, 40, True), (16, 3, True)]
+)
+def test_panels_hold_every_weight_once(
+    dtype: torch.dtype, kernels: Kernels, outputs: int, inputs: int, gates: bool
+) -> None:
+    weight_OI = torch.arange(1, outputs * inputs + 1).view(outputs, inputs).to(dtype)
+    panels = kernels.pack(weight_OI, None, gated=gates)
+    order = torch.arange(outputs).view(2, -1, 8).transpose(0, 1).flatten() if gates else torch.arange(outputs)
+    expected = torch.zeros(-(-outputs // 16) * 16, inputs, dtype=dtype)
+    expected[:outputs] = weight_OI[order]
+    assert torch.equal(panels, expected.view(-1, 16, inputs).transpose(1, 2).flatten())
+
+
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("changes", [1, 7, 900])
+def test_panels_follow_the_numbers_of_a_weight_that_changed(
+    kernels: Kernels, dtype: torch.dtype, gates: bool, changes: int
+) -> None:
+    layer = Linear(40, [24, 24], bias=True, dtype=dtype, device=CPU, packs=False, kernels=kernels, gates=gates)
+    layer._kernels.multiplies = True  # type: ignore[union-attr]
+    layer.weight_OI.copy_(torch.randn(48, 40))
+    layer.bias_O.copy_(torch.randn(48))  # type: ignore[union-attr]
+    layer.refresh()
+    indices_C = torch.randperm(48 * 40)[:changes].sort().values
+    layer.weight_OI.view(-1)[indices_C] += 1
+    layer.bias_O += 1  # type: ignore[operator]
+    layer.refresh_at(indices_C)
+    assert layer._kernels is not None
+    assert layer.bias_O is not None
+    assert layer._panels is not None
+    assert torch.equal(layer._panels, kernels.pack(layer.weight_OI, None, gated=layer._gates))
+    assert layer._bias_panels is not None
+    assert torch.equal(layer._bias_panels, kernels.pack(layer.bias_O[:, None], None, gated=layer._gates))
+
+
 def test_gates_are_those_of_torch_for_large_and_small_inputs(kernels: Kernels, dtype: torch.dtype) -> None:
     gates = torch.cat((torch.linspace(-100, 100, 64), torch.ones(64)))[None].to(dtype)
     close(kernels.silu_product(gates), F.silu(gates[:, :64].float()))
@@ -139,9 +175,9 @@ def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Kernels) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = native._compiled(())
+    first = compiler.compiled(SOURCE)
     monkeypatch.setattr(subprocess, "run", None)
-    assert native._compiled(()) == first
+    assert compiler.compiled(SOURCE) == first
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
@@ -160,5 +196,5 @@ def test_a_user_without_a_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(native.Path, "home", homeless)
+    monkeypatch.setattr(compiler.Path, "home", homeless)
     assert load_kernels.__wrapped__(torch.float32) is None

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slimectl.architectures.lora import halves, merged
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.protocols import Adapter
 from slimectl.types import TrainingSample
 
 FAMILIES = ("llama", "llama_untied", "llama3_rope", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe")
@@ -108,3 +110,21 @@ def flat_log_probs(policy: Any, rows: list[TrainingSample]) -> Tensor:
 
 def new_policy(model_dir: Path, **options: Any) -> FsdpPolicy:
     return FsdpPolicy(model_dir, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=1e-3)} | options))
+
+
+def adapter_parts(adapter: Adapter) -> tuple[float, dict[str, Tensor]]:
+    """Scale and tensors of an adapter, copied where the weights are."""
+    parts = {name: tensor.clone() for name, tensor in adapter.tensors}
+    assert list(parts) == [half for layer in adapter.layers for half in halves(layer)]
+    return adapter.alpha / adapter.rank, parts
+
+
+def assert_merged_are_weights(policy: Any, folder: Path) -> None:
+    """The adapter that a policy streams, merged into the model of a folder, has every bit of its weights."""
+    scale, parts = policy.consume_adapter(adapter_parts)
+    base = dict(HFCheckpoint().read(folder))
+    for name, tensor in policy.weights():
+        a, b = halves(name.removesuffix(".weight"))
+        expected = merged(base[name], parts.pop(a), parts.pop(b), scale) if a in parts else base[name]
+        assert torch.equal(tensor, expected), name
+    assert not parts

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from policies.policy_cases import Clipped, new_policy, padded_log_probs, random_rows
+from policies.policy_cases import Clipped, assert_merged_are_weights, new_policy, padded_log_probs, random_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +18,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpCritic
+from slimectl.policies.locked import LockedPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
@@ -131,6 +132,8 @@ def test_two_ranks_equal_one(model_dir: ModelDir):
         for (name, alone), (other, ranked) in zip(one.weights(), two.weights(), strict=True):
             assert name == other
             assert torch.allclose(alone, ranked, atol=1e-4)
+        for policy in (one, LockedPolicy(two)):
+            assert_merged_are_weights(policy, model_dir())
     finally:
         two.close()
 

@@ -295,6 +295,7 @@ ROWS: dict[str, Row] = {
     "sft_warmup.batch_size": see(ran, 3, **WARM),
     "sft_warmup.lr": see(ran, 0.1, **WARM),
     "sync.transport": see(pushed, "delta", **SERVERS),
+    "sync.lora": see(pushed, "merged", **SERVERS, **LORA),
     "sync.update_weights_interval": running(2, run__num_rollout=3),
     "sync.update_weight_buffer_size": see(pushed, 7, **SERVERS, sync__transport="tensor"),
     "sync.update_weight_disk_dir": see(pushed, "{folder}/pushes", **DELTA),

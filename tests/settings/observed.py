@@ -200,6 +200,7 @@ class Receiver:
     """The engines' side of a push, which keeps what it gets."""
 
     urls, ranks, shares_memory, checksums_by_hf_name = ("http://127.0.0.1:1",), (1,), True, True
+    adapter_transports = ("tensor", "distributed")
 
     def __init__(self) -> None:
         self.lines: Lines = []
@@ -210,8 +211,11 @@ class Receiver:
     def end(self, *, within_s: float | None = None) -> None:
         self.lines.append("end")
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
         self.lines.append(f"load {folder} {version}")
+
+    def expect_adapter(self, adapter: Any) -> None:
+        self.lines.append(f"expect {len(adapter.layers)} layers of rank {adapter.rank}")
 
     def message_memory(self, most_bytes: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,8 @@ from torch import Tensor
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.atomic_replace import write_text
 from slimectl.errors import CheckpointError
+from slimectl.native import deltas
+from slimectl.native.deltas import RoundingComparer
 from slimectl.weight_sync import delta_apply
 from slimectl.weight_sync.delta import snapshot, write_delta
 from slimectl.weight_sync.delta_apply import VERSION, apply_delta, apply_written, weight_version
@@ -136,6 +139,90 @@ def test_numbers_that_differ_are_found_in_every_place_of_a_word(dtype: torch.dty
         assert each.indices_C.tolist() == [1000 + index]
         assert each.old_C.tolist() == [0]
         assert each.new_C.tobytes() == new[index : index + 1].view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 100, 2048, 5000])
+def test_rounded_numbers_are_compared_as_by_torch(size: int):
+    """Numbers of any bits, infinities and NaNs among them."""
+    chance = torch.Generator().manual_seed(size)
+    numbers_N = torch.randint(-(2**31), 2**31, (size,), dtype=torch.int32, generator=chance).view(torch.float32)
+    numbers_N[::7] = torch.tensor([float("nan"), float("-inf"), 0.0]).repeat(size)[: len(numbers_N[::7])]
+    rounded_N = numbers_N.bfloat16()
+    old_N = rounded_N.view(torch.int16).clone()
+    old_N[::3] ^= 1
+    comparer = RoundingComparer(5000)
+    if not comparer.exists:
+        pytest.skip("no C compiler, or not Linux on x86-64")
+    new, indices_C, before_C, after_C = comparer.compare(numbers_N, old_N.numpy().view("<u2"), first=1000)
+    expected_N = rounded_N.view(torch.int16).numpy().view("<u2")
+    assert new.tolist() == expected_N.tolist()
+    assert indices_C.tolist() == list(range(1000, 1000 + size, 3))
+    assert before_C.tolist() == old_N.numpy().view("<u2")[::3].tolist()
+    assert after_C.tolist() == expected_N[::3].tolist()
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("is_xor", [True, False])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("gap_width", [1, 2, 4, 8])
+def test_numbers_change_alike_with_and_without_a_compiler(
+    gap_width: int, width: int, is_xor: bool, compiler: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not compiler:
+        monkeypatch.setattr(deltas, "_library", lambda: None)
+    numbers_N = np.arange(300).astype(f"<u{width}")
+    bits_C = np.array([1, 2, 3, 4], f"<u{width}")
+    indices_C = deltas.change_numbers(numbers_N, np.array([0, 3, 0, 250], f"<u{gap_width}"), bits_C, is_xor=is_xor)
+    assert indices_C.tolist() == [0, 4, 5, 256]
+    expected_N = np.arange(300).astype(f"<u{width}")
+    for index, bits in zip(indices_C, bits_C, strict=True):
+        expected_N[index] = expected_N[index] ^ bits if is_xor else bits
+    assert numbers_N.tolist() == expected_N.tolist()
+
+
+def rounded_delta(folder: Path, old: Weights, new: Weights) -> dict[str, bytes]:
+    """Files of a delta from bfloat16 to float32 weights, which are rounded, and of the checkpoint that it makes."""
+    folder.mkdir()
+    base = checkpoint(
+        folder / "base", {name: tensor.bfloat16() for name, tensor in old.items()}, "1", shard_bytes=10**8
+    )
+    versions, target = Versions("1", "2", "xor", "xxh3-128"), folder / "1-to-2.delta"
+    write_delta(iter(new.items()), target=target, base=base, versions=versions, dtype=torch.bfloat16, journal=True)
+    apply_written(base)
+    return contents(base) | {"delta": target.read_bytes()}
+
+
+def test_deltas_of_rounded_weights_are_equal_with_and_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(0)
+    old = {"a": torch.randn(1_100_000), "b": torch.randn(33, 3), "c": torch.randn(0, 2)}  # the first in two chunks
+    new = {name: tensor * (1 + 0.01 * (torch.rand(tensor.shape) < 0.02)) for name, tensor in old.items()}
+    first = rounded_delta(tmp_path / "compiler", old, new)
+    monkeypatch.setattr(deltas, "_library", lambda: None)
+    assert first == rounded_delta(tmp_path / "none", old, new)
+    rounded = {name: tensor.bfloat16() for name, tensor in new.items()}
+    assert dict(HFCheckpoint().read(tmp_path / "none" / "base"))["a"].equal(rounded["a"])
+
+
+def test_a_damaged_base_makes_a_copy_refuse_the_delta_though_its_checksums_are_remembered(tmp_path: Path):
+    weights = {"a": torch.arange(100, dtype=torch.float32)}
+    base, copy = checkpoint(tmp_path / "base", weights, "1", shard_bytes=10_000), tmp_path / "copy"
+    snapshot(base, copy)
+    for version in (2, 3):
+        if version == 3:
+            region = tensor_ranges(base)["a"]
+            with region.file.open("rb+", buffering=0) as stream:
+                region.write(stream, b"\x01", 4 * 50)
+        weights = {"a": weights["a"] + (torch.arange(100) == version)}
+        target, versions = tmp_path / f"{version}.delta", Versions(str(version - 1), str(version), "xor", "xxh3-128")
+        write_delta(iter(weights.items()), target=target, base=base, versions=versions, dtype=None, journal=True)
+        apply_written(base)
+        if version == 2:
+            apply_delta(target, copy)
+    assert dict(HFCheckpoint().read(base))["a"].equal(weights["a"])  # the damage is a change like any other
+    with pytest.raises(CheckpointError, match="a does not become what it should; push whole weights"):
+        apply_delta(target, copy)
 
 
 def test_checksums_are_those_of_the_algorithms():

@@ -174,3 +174,16 @@ def test_an_engine_with_pipeline_stages_is_sent_no_broadcast():
     workers._server_infos["http://127.0.0.1:1"] = {"tp_size": 2, "pp_size": 2}
     with pytest.raises(BackendError, match=r"pipeline stages the same ranks in a broadcast; set sync\.transport"):
         _ = workers.ranks
+
+
+def test_sglang_takes_adapters_with_our_loader_in_one_pipeline_stage():
+    workers = SglangWorkers(["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    ours = {"custom_weight_loader": ["adapter_loader.load"]}
+    for info, transports in [
+        ({"engine": "slimectl"}, ("tensor", "distributed")),
+        (ours, ("tensor",)),
+        (ours | {"pp_size": 2}, ()),
+        ({"custom_weight_loader": None}, ()),
+    ]:
+        workers._server_infos = {"http://127.0.0.1:1": {"engine": "slimectl"}, "http://127.0.0.1:2": info}
+        assert workers.adapter_transports == transports

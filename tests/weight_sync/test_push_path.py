@@ -22,6 +22,7 @@ from slimectl.checkpoints.hf import HFCheckpoint, write_model
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.locked import LockedPolicy
+from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import Policy, WeightSync
 from slimectl.types import SamplingParams, TrainingSample
@@ -82,6 +83,12 @@ def trainer(folder: Path) -> FsdpPolicy:
 
 
 @pytest.fixture(scope="module")
+def adapted(folder: Path) -> FsdpPolicy:
+    lora = LoraOptions(rank=4, alpha=8.0, targets=("q_proj",))
+    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02), lora=lora)
+
+
+@pytest.fixture(scope="module")
 def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = serving.serve(folder, tmp_path_factory.mktemp("logs"), wait_for_weights=True)
     yield server.start()
@@ -108,7 +115,8 @@ TO_SERVERS = {
 
 CHECKPOINT = {"weight_sync/disk.py", "checkpoints/hf.py", "checkpoints/safetensors_io.py", "model_files.py",
               "data/atomic_replace.py", "data/ownership.py"}  # fmt: skip
-DELTA = {"weight_sync/delta.py", "weight_sync/delta_apply.py", "weight_sync/delta_format.py", "data/atomic_replace.py"}
+DELTA = {"weight_sync/delta.py", "weight_sync/delta_apply.py", "weight_sync/delta_format.py", "native/deltas.py",
+         "data/atomic_replace.py"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -127,4 +135,13 @@ def test_a_push_to_servers_enters_six_files_and_those_of_its_transport(
     if transport in (DiskSync, DeltaSync):
         options = {"folder": tmp_path, "write": partial(write_model, folder)}
     sync = transport(policy, serving.workers([url]), **options)
-    assert files_of_second_push(sync, policy, lambda: None) == TO_SERVERS | files
+    compiler = {"native/compiler.py"}  # where this process has not loaded its kernels before
+    assert files_of_second_push(sync, policy, lambda: None) - compiler == TO_SERVERS | files
+
+
+@pytest.mark.parametrize(("transport", "file"), [(TensorSync, "memory.py"), (DistributedSync, "distributed.py")])
+def test_a_push_of_an_adapter_enters_no_file_more(
+    transport: Callable[..., WeightSync], file: str, adapted: FsdpPolicy, url: str
+):
+    sync = transport(LockedPolicy(adapted), serving.workers([url]), adapters=True)
+    assert files_of_second_push(sync, adapted, lambda: None) == TO_SERVERS | {f"weight_sync/{file}"}

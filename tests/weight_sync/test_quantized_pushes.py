@@ -47,7 +47,7 @@ class Readers:
 
     def end(self, *, within_s: float | None = None) -> None: ...
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
         # In place: a push works with a copy of its client.
         for file in folder.glob("*.safetensors"):
             self.tensors.update(load_file(file))

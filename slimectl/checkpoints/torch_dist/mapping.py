@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slimectl.architectures import torch_dist_keys as naming
 from slimectl.architectures.config import read_config
-from slimectl.architectures.mapping import ParamMapping
+from slimectl.architectures.mapping import Empty, ParamMapping
 from slimectl.architectures.torch_dist_keys import KeyStyle, ShardKey
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.checkpoints.safetensors_io import TensorMemory, TensorSpec
@@ -147,7 +147,8 @@ def chunks_of(weights: Weights, model: Model, carried: tuple[str, ...]) -> list[
     Raises CheckpointError if tensors that Megatron fuses have different dtypes.
     """
     forms, dtypes = weights.forms(), dict[str, tuple[torch.dtype, str]]()
-    chunks = [chunk for link in model.links for chunk in _chunks(weights, model, link, _dtype(link, forms))]
+    empty = TensorMemory().empty
+    chunks = [chunk for link in model.links for chunk in _chunks(weights, model, link, _dtype(link, forms), empty)]
     for chunk in chunks:
         dtype, _ = dtypes.setdefault(chunk.key, (chunk.dtype, chunk.key))
         if dtype != chunk.dtype:
@@ -187,9 +188,9 @@ def _dtype(link: ParamMapping, forms: Mapping[str, TensorSpec]) -> torch.dtype:
     return dtypes.pop()
 
 
-def _chunks(weights: Weights, model: Model, link: ParamMapping, dtype: torch.dtype) -> Iterator[Chunk]:
+def _chunks(weights: Weights, model: Model, link: ParamMapping, dtype: torch.dtype, empty: Empty) -> Iterator[Chunk]:
     def load(rows: tuple[int, int]) -> Tensor:
-        parameter = link.to_megatron([weights.get(name) for name in link.hf])
+        parameter = link.to_megatron([weights.get(name) for name in link.hf], empty)
         return parameter[rows[0] : rows[1]] if rows != (0, link.shape[0]) else parameter
 
     default_style = naming.key_style(model.architecture)

@@ -32,6 +32,7 @@ from slimectl.engines.embedded.pictures import Pictures
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
 from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.embedded.scheduler import RunningSequence as Running
+from slimectl.engines.embedded.weight_delta import Delta, check_delta, write_delta
 from slimectl.engines.embedded.weights import FileTensor, WeightLoader
 from slimectl.engines.limits import check_prompt, check_tokens
 from slimectl.errors import BackendError, SettingsError
@@ -353,6 +354,23 @@ class EmbeddedEngine:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor | FileTensor]], *, version: str | None = None) -> None:
         """Replace some tensors, all of them or none. Raises CheckpointError on an extra or misshapen one."""
         self._apply_weights(lambda: self._intake.update(list(tensors), version=version))
+
+    def replace_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
+        """Replace some tensors, streamed; without weights after an error, as `load_weights`."""
+        self._apply_weights(lambda: self._intake.replace(tensors, version=version))
+
+    def apply_delta(self, delta: Delta, *, version: str) -> None:
+        """Change the weights in place from the delta's first version to `version`.
+
+        Raises CheckpointError where the delta does not fit. If that shows by a checksum only, after the weights have
+        been changed, the engine has none until they are loaded whole.
+        """
+
+        def change() -> None:
+            slots = check_delta(self._model.weights, delta)
+            self._intake.change(lambda: write_delta(slots, delta), start=delta.start, version=version)
+
+        self._apply_weights(change)
 
     def begin_update(self) -> None:
         """Open an update session: tensors until `end_update` are one version; no step is taken between the two."""

@@ -5,6 +5,7 @@
    N rows, I inputs, O outputs, E hidden size, H query heads, K key-value heads, D head dimension; E and I are multiples of 8, D of 16,
    T token capacity of a slot. */
 
+#include <emmintrin.h>
 #include <stdint.h>
 
 typedef float Float8 __attribute__((vector_size(32), aligned(4), may_alias));
@@ -178,12 +179,73 @@ void attend(const ELEMENT *qkv, ELEMENT *cache, const int64_t *positions, ELEMEN
 #define TILE 6
 #define BLOCK 48
 
+#define STREAMED 65536 /* numbers from which panels go to memory past the cache, which holds no more of them */
+
+#ifdef BFLOAT16
+typedef Short8 Element8;
+#else
+typedef Float8 Element8;
+#endif
+
+/* Interleaves row i with row i + 4; three times over, 8 x 8 numbers are transposed. */
+INLINE void interleave(const Element8 *rows, Element8 *to) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        to[2 * i] = __builtin_shufflevector(rows[i], rows[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+        to[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+    }
+}
+
+INLINE void stream8(ELEMENT *to, Element8 x) {
+    __m128i parts[sizeof x / 16];
+    __builtin_memcpy(parts, &x, sizeof x);
+    for (unsigned i = 0; i < sizeof x / 16; i++) _mm_stream_si128((__m128i *)to + i, parts[i]);
+}
+
+/* Transposes 8 outputs of 8 inputs into a panel. */
+INLINE void pack_block(const ELEMENT *from, ELEMENT *to, long I, int streams) {
+    Element8 rows[8], other[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) rows[j] = *(const Element8 *)(from + j * I);
+    interleave(rows, other);
+    interleave(other, rows);
+    interleave(rows, other);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        if (streams) stream8(to + i * PANEL, other[i]);
+        else *(Element8 *)(to + i * PANEL) = other[i];
+    }
+}
+
 void pack(const ELEMENT *weight, ELEMENT *panels, long O, long I, long gated) {
-    for (long first = 0; first < O; first += PANEL)
-        for (long j = 0; j < PANEL; j++) {
-            long o = !gated ? first + j : j < 8 ? first / 2 + j : O / 2 + first / 2 + j - 8;
-            for (long i = 0; i < I; i++) panels[first * I + i * PANEL + j] = o < O ? weight[o * I + i] : 0;
-        }
+    int streams = O * I >= STREAMED && (uintptr_t)panels % 16 == 0;
+    for (long first = 0; first < O; first += PANEL) {
+        const ELEMENT *left = weight + (gated ? first / 2 : first) * I, *right = left + (gated ? O / 2 : PANEL / 2) * I;
+        ELEMENT *to = panels + first * I;
+        long i = 0;
+        if (first + PANEL <= O)
+            for (; i + 8 <= I; i += 8) {
+                pack_block(left + i, to + i * PANEL, I, streams);
+                pack_block(right + i, to + i * PANEL + 8, I, streams);
+            }
+        for (; i < I; i++)
+            for (long j = 0; j < PANEL; j++) {
+                const ELEMENT *half = j < 8 ? left + j * I : right + (j - 8) * I;
+                to[i * PANEL + j] = gated || first + j < O ? half[i] : 0;
+            }
+    }
+    if (streams) _mm_sfence();
+}
+
+/* Does the same with the numbers at `places` of a weight alone, which are ascending. */
+void repack(const ELEMENT *weight, ELEMENT *panels, const int64_t *places, long count, long O, long I, long gated) {
+    long o = 0;
+    for (long c = 0; c < count; c++) {
+        while (places[c] >= (o + 1) * I) o++;
+        long half = gated && o >= O / 2, row = gated ? o - half * (O / 2) : o;
+        long first = gated ? row / 8 * PANEL : row / PANEL * PANEL, j = gated ? row % 8 + 8 * half : row % PANEL;
+        panels[first * I + (places[c] - o * I) * PANEL + j] = weight[places[c]];
+    }
 }
 
 INLINE void tile(int rows, const float *x, const ELEMENT *panel, const ELEMENT *next, float *line, long I) {

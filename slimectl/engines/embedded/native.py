@@ -5,40 +5,29 @@ N rows · I inputs · O outputs · E hidden size · H query heads · K key-value
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slimectl.native.compiler import FLOAT, LONG, POINTER, load_library
+
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
-COMPILERS = ("cc", "gcc", "clang")
-TIMEOUT_S = 120
 DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 PANEL = 16
 """Outputs of a panel of packed weights, as in kernels.c."""
 
-logger = logging.getLogger("slimectl")
-
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
-    "rms_norm": [*[_POINTER] * 3, *[_LONG] * 2, _FLOAT],
-    "norm_heads": [*[_POINTER] * 2, *[_LONG] * 4, _FLOAT],
-    "rotate": [*[_POINTER] * 3, *[_LONG] * 4],
-    "silu_product": [*[_POINTER] * 2, *[_LONG] * 2],
-    "attend": [*[_POINTER] * 5, _FLOAT, *[_LONG] * 7],
-    "pack": [*[_POINTER] * 2, *[_LONG] * 3],
-    "product": [*[_POINTER] * 5, *[_LONG] * 5],
+    "rms_norm": [*[POINTER] * 3, *[LONG] * 2, FLOAT],
+    "norm_heads": [*[POINTER] * 2, *[LONG] * 4, FLOAT],
+    "rotate": [*[POINTER] * 3, *[LONG] * 4],
+    "silu_product": [*[POINTER] * 2, *[LONG] * 2],
+    "attend": [*[POINTER] * 5, FLOAT, *[LONG] * 7],
+    "pack": [*[POINTER] * 2, *[LONG] * 3],
+    "repack": [*[POINTER] * 3, *[LONG] * 4],
+    "product": [*[POINTER] * 5, *[LONG] * 5],
 }
 
 
@@ -49,12 +38,9 @@ class Kernels:
     at 1 to 32 rows of float32, as fast at 512; oneDNN has none of bfloat16 there. With AVX-512 oneDNN's are better.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: Any) -> None:
         self._library = library
         self.multiplies = torch.backends.cpu.get_cpu_capability() == "AVX2"
-        for name, types in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = types, None
 
     def rms_norm(self, rows_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """Return rows / rms(rows) * weight."""
@@ -118,6 +104,12 @@ class Kernels:
         self._library.pack(weight_OI.data_ptr(), panels.data_ptr(), outputs, inputs, gated)
         return panels
 
+    def repack(self, weight_OI: Tensor, panels: Tensor, places_C: Tensor, *, gated: bool) -> None:
+        """Bring panels up to date with a weight of which the numbers at `places_C`, ascending, have changed."""
+        outputs, inputs = weight_OI.shape
+        places, count = places_C.data_ptr(), len(places_C)
+        self._library.repack(weight_OI.data_ptr(), panels.data_ptr(), places, count, outputs, inputs, gated)
+
     def product(
         self,
         rows_NI: Tensor,
@@ -150,42 +142,8 @@ class Kernels:
 @functools.cache
 def load_kernels(dtype: torch.dtype) -> Kernels | None:
     """Return the kernels for a dtype; None without a compiler, and where they were never tried."""
-    if dtype not in DTYPES or not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
+    if dtype not in DTYPES:
         return None
-    try:
-        return Kernels(ctypes.CDLL(str(_compiled(DTYPES[dtype]))))
-    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
-        logger.info("the embedded engine computes without its own kernels, which need a C compiler: %s", error)
-        return None
-
-
-def _compiled(flags: tuple[str, ...]) -> Path:
-    """Return the compiled kernels, which are compiled if the cache folder does not have them for this processor.
-
-    Raises OSError or SubprocessError where that fails, RuntimeError for a user without a home.
-    """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise FileNotFoundError(f"none of {', '.join(COMPILERS)} is installed")
-    parts = [SOURCE.read_text(), *FLAGS, *flags, os.path.realpath(compiler), _processor(), torch.__version__]
-    name = f"kernels-{hashlib.sha256(repr(parts).encode()).hexdigest()[:20]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slimectl" / "kernels"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} belongs to another user, or others may write to it")
-    if (folder / name).is_file():
-        return folder / name
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        # Renamed into place when it is whole: other processes may compile the same at the same time.
-        target = Path(scratch) / name
-        command = [compiler, *FLAGS, *flags, str(SOURCE), "-o", str(target)]
-        subprocess.run(command, check=True, timeout=TIMEOUT_S, capture_output=True)
-        target.replace(folder / name)
-    return folder / name
-
-
-def _processor() -> str:
-    """Return model and instructions of the processor, for which code is compiled."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+    without = "the embedded engine computes without its own kernels"
+    library = load_library(SOURCE, _SIGNATURES, flags=DTYPES[dtype], without=without)
+    return None if library is None else Kernels(library)

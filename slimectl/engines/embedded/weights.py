@@ -5,7 +5,7 @@ V vocabulary · E hidden size · H heads · D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from typing import Any
@@ -295,6 +295,25 @@ class WeightLoader:
         self._missing -= self._weights.write(tensors)
         if not self._session_open and self.whole:
             self._complete()
+
+    def replace(self, tensors: NamedTensors, *, version: str) -> None:
+        """Replace some tensors of a whole set, streamed; the others stay, and together they are `version`.
+
+        Raises CheckpointError, as other errors without weights: some tensors may be of the new version.
+        """
+        previous, self._missing = self._missing, set(self._weights.places)
+        self._weights.write(tensors)
+        self._missing, self._next = previous, version
+        self._complete()
+
+    def change(self, write: Callable[[], None], *, start: str, version: str) -> None:
+        """Bring the weights from `start` to `version`. Raises CheckpointError; without weights if `write` does."""
+        if not self.whole or self._session_open or self.version != start:
+            raise CheckpointError(f"weights: the engine has {self.version or 'none'}, the delta begins from {start}")
+        self.usable, self._missing = False, set(self._weights.places)
+        write()
+        self._missing, self._next = set(), version
+        self._complete()
 
     def begin(self) -> None:
         """Open a session: a whole set will be loaded in parts. Raises CheckpointError if one is open."""

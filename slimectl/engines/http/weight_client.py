@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.errors import BackendError, StorageError
+from slimectl.protocols import Adapter
 from slimectl.transport import shared_memory
 from slimectl.transport.http import Reply, parsed
 from slimectl.transport.shared_memory import SharedMemoryFile, free_bytes
@@ -82,6 +83,7 @@ class HttpWorkers:
         self._update_headers: dict[str, dict[str, str]] = {}
         self._mode = "abort"
         self._session_open = False
+        self._adapter: dict[str, Any] | None = None
         self._block: SharedMemoryBlock | None = None
         self._lent: SharedMemoryBlock | None = None
         self.set_urls(urls)
@@ -111,6 +113,11 @@ class HttpWorkers:
         """Whether `load_tensors` goes through shared memory on a CPU too, faster than any other transport."""
         return False
 
+    @property
+    def adapter_transports(self) -> Sequence[str]:
+        """Transports by which all workers take an adapter alone."""
+        return ()
+
     def _pause(self, mode: str) -> None:
         """Pause generation; answers in flight continue afterwards (in_place, retract) or end (abort)."""
         raise NotImplementedError
@@ -123,7 +130,7 @@ class HttpWorkers:
         """Prepare for tensors, before the first of them."""
         raise NotImplementedError
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
         raise NotImplementedError
 
     def load_tensors(self, tensors: Sequence[NamedTensor], *, version: str) -> None:
@@ -158,7 +165,7 @@ class HttpWorkers:
     # --- around an update ------------------------------------------------------------------------------------------
 
     def begin(self, *, mode: str) -> None:
-        self._mode, self._session_open = mode, False
+        self._mode, self._session_open, self._adapter = mode, False, None
         try:
             self._pause(mode)
         except BaseException:
@@ -174,6 +181,16 @@ class HttpWorkers:
         results = ask_all(self._resume, self.urls, limit_s=min(within_s or self.timeout_s, self.timeout_s))
         self._session_open, self._mode = False, "abort"
         return [result for result in results if isinstance(result, BaseException)]
+
+    def expect_adapter(self, adapter: Adapter) -> None:
+        """Announce an adapter; its session says so to the engines."""
+        self._adapter = {
+            "base": str(adapter.base),
+            "fingerprint": adapter.fingerprint(adapter.base),
+            "rank": adapter.rank,
+            "alpha": adapter.alpha,
+            "layers": len(adapter.layers),
+        }
 
     def _begin_update(self) -> None:
         """Begin the update session before the first tensor."""

@@ -174,9 +174,7 @@ async def serve(
     limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
     async with running(engine, served, listening, guard=guard, extension=extension, **limits) as service:
         if load:
-            loading: asyncio.Future[None] = asyncio.ensure_future(
-                service.thread.call(lambda: engine.load_weights(served.read(served.folder), version=served.version))
-            )
+            loading: asyncio.Future[None] = asyncio.ensure_future(service.thread.call(service.load_folder))
             futures: list[asyncio.Future[Any]] = [loading, stopped]
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():

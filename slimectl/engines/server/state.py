@@ -15,6 +15,8 @@ from typing import Any
 from aiohttp import web
 from torch import Tensor
 
+from slimectl.engines.embedded.weight_delta import Delta
+from slimectl.engines.server.adapters import AdapterUpdate, BaseModel, MergedAdapter
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, body, line, status_of
 from slimectl.engines.server.requests import RequestTable
@@ -30,6 +32,7 @@ SEND_S = 60.0
 """Seconds that a client may read nothing of a stream."""
 
 ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
+ReadDelta = Callable[[Path], Delta]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,12 @@ class ServerConfig:
     dtype: str
     max_running: int
     read: ReadCheckpoint
+    base_model: Callable[[Path], BaseModel]
+    """Opens a folder as the base model of adapters."""
     version: str = "0"
     """Weight version of the folder."""
+    read_delta: ReadDelta | None = None
+    """Reader of deltas between two versions of a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,10 @@ class Service:
     """Status message while there are no weights."""
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights are loaded: one update at a time."""
+    adapter_update: AdapterUpdate | None = None
+    """The adapter that the open session brings."""
+    merged: MergedAdapter | None = None
+    """What the engine's weights are, if they are a base model with an adapter or without."""
     groups: dict[str, Any] = field(default_factory=dict)
     """Process groups for weight broadcasts, by name."""
     streaming: Streaming = Streaming()
@@ -80,6 +91,11 @@ class Service:
     def state(self) -> str:
         """Return "ok", or the status message while there are no weights."""
         return "ok" if self.ready else self.status
+
+    def load_folder(self) -> None:
+        """Load the weights of the served folder."""
+        self.thread.engine.load_weights(self.served.read(self.served.folder), version=self.served.version)
+        self.merged = MergedAdapter(self.served.base_model(self.served.folder))
 
     def check_ready(self) -> None:
         """Raise Refused while the engine has no weights; requests during an update wait for its end."""

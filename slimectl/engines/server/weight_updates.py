@@ -22,10 +22,13 @@ from torch import Tensor
 
 from slimectl.data.hashing import tensor_checksum
 from slimectl.engines.embedded.weights import FileTensor
+from slimectl.engines.server.adapters import AdapterUpdate, announced
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, line
 from slimectl.engines.server.schema import RequestBody, read
 from slimectl.engines.server.state import SERVICE, Service
+from slimectl.errors import CheckpointError, MissingExtraError
+from slimectl.stdio import logger
 
 Form = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor to receive."""
@@ -159,26 +162,42 @@ GROUP = "weight_update_group"
 TIMEOUT_S = 600.0
 """Seconds that a group waits for its trainer."""
 LONGEST_VERSION = 200
+LONGEST_PATH = 4096
 ADDRESS = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 
 
 async def update_from_disk(request: web.Request) -> web.Response:
-    """Load all tensors of a Hugging Face directory."""
+    """Load all tensors of a Hugging Face directory, or what changed of them: `delta`, where the engine's fit it."""
     service, fields = request.app[SERVICE], await read(request)
     folder, version = Path(fields.needed("model_path")), _version(fields)
+    delta = fields.text("delta", longest=LONGEST_PATH)
     if not folder.is_dir():
         raise fields.refuse("model_path", f"{str(folder)[:200]} is not a directory on this machine")
     engine = service.thread.engine
 
     def load() -> None:
-        engine.load_weights(service.served.read(folder), version=version or engine.weight_version)
+        service.merged = None
+        if version is None or delta is None or not _apply_delta(service, Path(delta), version):
+            engine.load_weights(service.served.read(folder), version=version or engine.weight_version)
 
     await _load(service, fields, load)
     return _done("Succeeded to update model weights.", num_paused_requests=0)
 
 
+def _apply_delta(service: Service, delta: Path, version: str) -> bool:
+    """Bring the engine's weights to `version` by a delta; returns False where it does not fit, or cannot be read."""
+    if service.served.read_delta is None:
+        return False
+    try:
+        service.thread.engine.apply_delta(service.served.read_delta(delta), version=version)
+    except (CheckpointError, MissingExtraError) as error:
+        logger.info(f"{delta} is not applied, all weights are read instead: {error}")
+        return False
+    return True
+
+
 async def update_from_tensor(request: web.Request) -> web.Response:
-    """Load tensors from shared memory."""
+    """Load tensors from shared memory; with the field `adapter` they are an adapter, whole."""
     service, fields = request.app[SERVICE], await read(request)
     if "serialized_named_tensors" in fields or fields.text("load_format") != "shared_memory":
         raise RequestError(
@@ -186,8 +205,9 @@ async def update_from_tensor(request: web.Request) -> web.Response:
             'send load_format "shared_memory" with name and tensors (docs/serving.md)'
         )
     version = _version(fields)
+    alone = await _announced(service, fields)
     with shared_tensors(fields) as tensors:
-        await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
+        await _update(service, fields, tensors, version, alone)
     return _done("Success")
 
 
@@ -209,7 +229,7 @@ async def update_from_distributed(request: web.Request) -> web.Response:
         tensors = await run_in_daemon_thread(partial(group.receive, forms, flattened=flattened))
     except (RuntimeError, ValueError) as error:  # errors of gloo and nccl: the trainer went away, or sent others
         raise RequestError(f"the broadcast failed; has the trainer gone? {line(error)}") from None
-    await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
+    await _update(service, fields, tensors, version)
     return _done("Succeeded to update parameter online.")
 
 
@@ -257,17 +277,29 @@ async def destroy_group(request: web.Request) -> web.Response:
 
 
 async def begin_update(request: web.Request) -> web.Response:
-    """Open an update session: tensors until end_weight_update are one version; until then nothing is sampled."""
-    service = request.app[SERVICE]
-    await read(request)
+    """Open an update session: tensors until end_weight_update are one version; until then nothing is sampled.
+
+    With the field `adapter` they are the parts of an adapter, which the end merges into its base model.
+    """
+    service, fields = request.app[SERVICE], await read(request)
+    adapter = await _announced(service, fields)
+    if service.adapter_update is not None:  # of a trainer that died: none of it was written
+        service.adapter_update = None
+        await service.thread.call(service.thread.engine.end_update)
     await service.thread.call(service.thread.engine.begin_update)
+    service.adapter_update = adapter
     return _done("Success")
 
 
 async def end_update(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     await read(request)
-    await service.thread.call(service.thread.engine.end_update)
+    adapter, service.adapter_update = service.adapter_update, None
+    try:
+        if adapter is not None and adapter.parts:
+            await service.thread.call(partial(_merge, service, adapter))
+    finally:
+        await service.thread.call(service.thread.engine.end_update)
     return _done("Success")
 
 
@@ -287,6 +319,40 @@ async def check(request: web.Request) -> web.Response:
     fields.choice("action", "checksum", ("checksum",))
     checksums = await service.thread.call(lambda: service.thread.engine.checksums(tensor_checksum))
     return _done("Success", ranks=[{"checksums": checksums}])
+
+
+async def _announced(service: Service, fields: RequestBody) -> AdapterUpdate | None:
+    served = service.served
+    return await run_in_daemon_thread(partial(announced, fields, served.folder, served.base_model))
+
+
+async def _update(
+    service: Service,
+    fields: RequestBody,
+    tensors: Sequence[tuple[str, Tensor | FileTensor]],
+    version: str | None,
+    alone: AdapterUpdate | None = None,
+) -> None:
+    """Load tensors of the model, or parts of an adapter: of the open session's, or `alone`, which is then merged."""
+    adapter = alone or service.adapter_update
+
+    def load() -> None:
+        if adapter is None:
+            service.merged = None
+            service.thread.engine.update_weights(tensors, version=version)
+            return
+        adapter.add(tensors, version)
+        if alone is not None:
+            _merge(service, alone)
+
+    await _load(service, fields, load)
+
+
+def _merge(service: Service, adapter: AdapterUpdate) -> None:
+    """Give the engine an adapter's base model with the adapter. Raises CheckpointError for an incomplete one."""
+    adapter.check_complete()
+    merged, service.merged = service.merged, None
+    service.merged = adapter.apply(service.thread.engine, merged)
 
 
 async def _load(service: Service, fields: RequestBody, load: Callable[[], None]) -> None:

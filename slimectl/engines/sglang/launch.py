@@ -20,6 +20,8 @@ from slimectl.errors import BackendError
 from slimectl.redaction import is_secret_name
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
+ADAPTER_LOADER = "adapter_loader.load"
+"""Function in `BOOTSTRAP` that SGLang calls with messages of adapters."""
 
 SGLANG = InstalledServer(
     section="sglang",
@@ -117,6 +119,7 @@ def sglang_server(
         f"--model-path={model}", f"--tp-size={tensor_parallel}", f"--dtype={dtype}", f"--device={device}",
         f"--weight-version={weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
         f"--context-length={(max_context or _context(model)) + SLACK}",
+        *([] if "custom_weight_loader" in options else [f"--custom-weight-loader={ADAPTER_LOADER}"]),
         *([] if "stream_interval" in options else [f"--stream-interval={STREAM_INTERVAL}"]),
         *([f"--nnodes={nodes}", f"--node-rank={node}"] if nodes > 1 else []),
         *role_flags(role, options, device=device),

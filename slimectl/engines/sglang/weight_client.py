@@ -26,7 +26,9 @@ from torch import Tensor, dtype
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers, NamedTensor, aligned, dtype_name
+from slimectl.engines.sglang.launch import ADAPTER_LOADER
 from slimectl.errors import BackendError
+from slimectl.protocols import INCOMPLETE
 
 SETTLE_S = 0.2
 """Seconds that an engine that continues in place may take to notice that it is idle."""
@@ -65,6 +67,16 @@ class SglangWorkers(HttpWorkers):
     def shares_memory(self) -> bool:
         """Whether all are `slimectl serve`: on a CPU, SGLang takes tensors as text."""
         return self.checksums_by_hf_name
+
+    @property
+    def adapter_transports(self) -> Sequence[str]:
+        """By messages alone if SGLang is among the workers; not without our loader, and not in pipeline stages."""
+        if self.checksums_by_hf_name:
+            return ("tensor", "distributed")
+        for info in (self._server_info(url) for url in self.urls if not self._is_slimectl_serve(url)):
+            if ADAPTER_LOADER not in (info.get("custom_weight_loader") or ()) or int(info.get("pp_size") or 1) > 1:
+                return ()
+        return ("tensor",)
 
     def _server_info(self, url: str) -> dict[str, Any]:
         """Return the /server_info of a worker; requested once."""
@@ -106,9 +118,13 @@ class SglangWorkers(HttpWorkers):
 
     def _open_session(self) -> None:
         """Begin the update session, on engines that support sessions."""
-        for answer in self._ask_all("/begin_weight_update", {}):
+        body = {} if self._adapter is None else {"adapter": self._adapter}
+        for answer in self._ask_all("/begin_weight_update", body):
             if answer.refused and answer.status not in (404, 405) and OPEN_ALREADY not in answer.words:
                 raise answer.error()
+            if answer.refused and self._adapter is not None:  # of a trainer that died: it would take whole weights
+                self._ask_all("/end_weight_update", {}, urls=[answer.url])
+                self._request_all("/begin_weight_update", body, urls=[answer.url])
 
     def sleep(self) -> None:
         self._request_all("/pause_generation", {"mode": "abort"})
@@ -119,13 +135,16 @@ class SglangWorkers(HttpWorkers):
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
+        body = {"model_path": str(Path(folder).resolve()), **_version_fields(version)}
+        changes = {} if delta is None else {"delta": str(Path(delta).resolve())}
         self._request_all(
-            "/update_weights_from_disk", {"model_path": str(Path(folder).resolve()), **_version_fields(version)}
+            "/update_weights_from_disk", lambda url: body | (changes if self._is_slimectl_serve(url) else {})
         )
 
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
         """Load tensors, first into `slimectl serve`, then into SGLang; one copy in shared memory serves all workers."""
+        first = not self._session_open
         self._begin_update()
         path = "/update_weights_from_tensor"
         serve_urls = [url for url in self.urls if self._is_slimectl_serve(url)]
@@ -135,7 +154,9 @@ class SglangWorkers(HttpWorkers):
             self._request_all(
                 path, {"load_format": "shared_memory", **layout, **_version_fields(version)}, urls=serve_urls
             )
-        if sglang_urls:
+        if sglang_urls and self._adapter is not None:
+            self._load_adapter(sglang_urls, tensors, version, first=first)
+        elif sglang_urls:
             flat, places = flatten(tensors)
             ranks = [int(self._server_info(url).get("tp_size") or 1) for url in sglang_urls]
             # A handle of CUDA IPC can be opened once: every rank reads a separate pickle.
@@ -148,6 +169,25 @@ class SglangWorkers(HttpWorkers):
                 for url, count in zip(sglang_urls, ranks, strict=True)
             }
             self._request_all(path, bodies.__getitem__, urls=sglang_urls)
+
+    def _load_adapter(self, urls: Sequence[str], tensors: Sequence[NamedTensor], version: str, *, first: bool) -> None:
+        """Send a message of an adapter, as bytes in the request, to bootstrap/adapter_loader.py in SGLang."""
+        flat, places = flatten([(name, tensor.cpu()) for name, tensor in tensors])
+        table = [[each.name, dtype_name(each.dtype), list(each.shape), each.start_idx, each.end_idx] for each in places]
+        header = {"adapter": self._adapter, "tensors": table, "first": first, "last": not version.endswith(INCOMPLETE)}
+
+        def body(url: str) -> dict[str, Any]:
+            info = self._server_info(url)
+            encoded = json.dumps(header | {"own": info.get("model_path")}).encode()
+            header_bytes = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+            payload = base64.b64encode(pickle.dumps([("header", header_bytes), ("bytes", flat)])).decode()
+            return {
+                "serialized_named_tensors": [payload] * int(info.get("tp_size") or 1),
+                "load_format": ADAPTER_LOADER,
+                **_version_fields(version),
+            }
+
+        self._request_all("/update_weights_from_tensor", body, urls=urls)
 
     def _join(self, group: dict[str, Any], offsets: dict[str, int]) -> None:
         self._request_all("/init_weights_update_group", lambda url: {**group, "rank_offset": offsets[url]})

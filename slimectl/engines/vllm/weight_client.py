@@ -41,6 +41,10 @@ class VllmWorkers(HttpWorkers):
     def shares_memory(self) -> bool:
         return True
 
+    @property
+    def adapter_transports(self) -> Sequence[str]:
+        return ("tensor", "distributed")
+
     # --- around an update ------------------------------------------------------------------------------------------
 
     def _pause(self, mode: str) -> None:
@@ -81,7 +85,7 @@ class VllmWorkers(HttpWorkers):
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
-    def load_disk(self, folder: Path, *, version: str) -> None:
+    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
         self._name_weights(in_progress(version))
         kwargs = {"weights_path": str(Path(folder).resolve())}
         self._request_all("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
@@ -131,6 +135,8 @@ class VllmWorkers(HttpWorkers):
 
     def _load(self, message: dict[str, Any], version: str) -> None:
         self._name_weights(in_progress(version))
+        if self._adapter is not None:
+            message |= {"adapter": self._adapter, "last": version != in_progress(version)}
         self._request_all("/update_weights", {"update_info": message})
         if version != in_progress(version):
             self._request_all("/finish_weight_update", {"weight_version": version})

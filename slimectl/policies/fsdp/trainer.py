@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_batches
+from slimectl.architectures.lora import halves
 from slimectl.architectures.qwen_vl import TOWER_PATTERN
+from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
 from slimectl.data.routed_experts import routing_marks
@@ -46,7 +48,7 @@ from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
 from slimectl.policies.recompute import Recompute
 from slimectl.policies.token_batch import available_columns, merge_metrics, read_metrics, response_tokens
-from slimectl.protocols import CheckpointFormat, NamedTensors
+from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
 from slimectl.types import Loss, Metrics, TokenBatch, TrainingSample
 
 LAYER_PARAMETERS = 2
@@ -228,6 +230,33 @@ class FsdpTrainer:
 
     def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
         return consumer(self.weights())
+
+    def adapter(self) -> Adapter:
+        """Return the adapter alone; its tensors are gathered as they are read."""
+        assert self.adapters is not None, "a policy without train.lora_rank has no adapter"
+        options, base = self.adapters.options, self.base_dir.resolve()
+        tensors = self._adapter_tensors(self._adapter_parameters)
+        return Adapter(base, fingerprint, options.rank, options.alpha, tuple(self._adapter_parameters), tensors)
+
+    @cached_property
+    def _adapter_parameters(self) -> dict[str, list[tuple[str, str]]]:
+        """Adapted layers by their names in checkpoints: for A and B the name there, and that of the parameter."""
+        assert self.adapters is not None
+        layers = {}
+        for name, slot in self.masters.in_checkpoint:
+            if parameters := self.adapters.pair(slot.parameter):
+                layer = name.removesuffix(".weight")
+                layers[layer] = list(zip(halves(layer), parameters, strict=True))
+        return layers
+
+    def _adapter_tensors(self, layers: Mapping[str, list[tuple[str, str]]]) -> Iterator[tuple[str, Tensor]]:
+        with self._awake():
+            for parameters in layers.values():
+                for name, parameter in parameters:
+                    yield name, self._full_tensor(parameter)
+
+    def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
+        return consumer(self.adapter())
 
     def save(self, path: Path) -> None:
         """Write float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.

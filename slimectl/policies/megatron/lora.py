@@ -158,6 +158,16 @@ class Adapters:
                 tensor = self.options.merged(tensor, *(state.whole(half, PARAM) for half in self.of_weight[name]))
             yield name, tensor
 
+    def layers(self, names: Sequence[str]) -> list[str]:
+        """Hugging Face names of the adapted layers, in the order of `names`."""
+        return [name.removesuffix(".weight") for name in names if name in self.of_weight]
+
+    def tensors(self, state: DistributedParameters, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Stream A and B of every adapted layer, full, in the order of `names`."""
+        for name in names:
+            for half in self.of_weight.get(name, ()):
+                yield half.hf[0], state.whole(half, PARAM)
+
 
 def _add_adapter_output(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
     """Forward hook that adds the adapter's output; mcore's layers may return a bias beside theirs."""

@@ -20,6 +20,7 @@ from slimectl.architectures.config import read_config
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.parallel import ParallelLayout, prefix_obstacle
 from slimectl.architectures.registry import family_of
+from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.errors import SettingsError
 from slimectl.policies.checkpoint import read_trainer
@@ -39,7 +40,7 @@ from slimectl.policies.megatron.routing_replay import RolloutRoutingReplay, Rout
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
 from slimectl.policies.recompute import Recompute
 from slimectl.policies.routed_experts import RoutingShape
-from slimectl.protocols import CheckpointFormat, Weights
+from slimectl.protocols import Adapter, CheckpointFormat, Weights
 from slimectl.types import Metrics, TrainingSample
 
 _QUIET = (
@@ -294,6 +295,20 @@ class MegatronTrainer:
                 yield from self.adapters.merged(self.state, self.names)
             else:
                 yield from self.state.tensors(self.names, PARAM)
+
+    def adapter(self) -> Adapter:
+        """Return the adapter alone; its tensors are gathered as they are read."""
+        assert self.adapters is not None, "a policy without train.lora_rank has no adapter"
+        options, base = self.adapters.options, self.base_dir.resolve()
+        layers, tensors = self.adapters.layers(self.names), self._adapter_tensors(self.adapters)
+        return Adapter(base, fingerprint, options.rank, options.alpha, tuple(layers), tensors)
+
+    def _adapter_tensors(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+        with self._awake():
+            yield from adapters.tensors(self.state, self.names)
+
+    def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
+        return consumer(self.adapter())
 
     def save(self, path: Path) -> None:
         """Write model, optimizer and trainer.json in `save_format`, with config and tokenizer.

@@ -16,12 +16,14 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.architectures.config import read_config
+from slimectl.checkpoints.base_model import base_model
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server.access import Guard, own_names
 from slimectl.engines.server.app import running
 from slimectl.engines.server.state import ServerConfig, Service
 from slimectl.transport.listening import bound
+from slimectl.weight_sync.delta_format import DeltaFile
 
 ADMIN_KEY = "admin-key-of-the-tests"
 
@@ -98,7 +100,9 @@ def served(
     engine = EmbeddedEngine(config, tokenizer, **options)
     if load:
         engine.load_weights(HFCheckpoint().read(folder), version="0")
-    facts = ServerConfig(folder, read_config(folder), tokenizer, "float32", 64, HFCheckpoint().read)
+    facts = ServerConfig(
+        folder, read_config(folder), tokenizer, "float32", 64, HFCheckpoint().read, base_model, read_delta=DeltaFile
+    )
     listening = bound("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     loop, up, over, found = asyncio.new_event_loop(), threading.Event(), asyncio.Event(), []

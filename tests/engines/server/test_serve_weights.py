@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
@@ -18,6 +19,8 @@ import torch
 from slimectl.checkpoints.create import create_model
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.hashing import tensor_checksum
+from slimectl.weight_sync.delta import write_delta
+from slimectl.weight_sync.delta_format import Versions
 
 Tensors = dict[str, torch.Tensor]
 PROMPT = list(b"once upon a time")
@@ -108,6 +111,26 @@ def test_from_disk(server: Any, other: Path, wanted: list[int]) -> None:
     assert (answer["success"], answer["num_paused_requests"]) == (True, 0)
     assert written(server) == (wanted, "3")
     assert server.good("/model_info")["weight_version"] == "3"
+
+
+def test_from_a_delta_where_the_engine_has_its_first_version(
+    server: Any, model_dir: Callable[[str], Path], tensors: Tensors, wanted: list[int], tmp_path: Path
+) -> None:
+    before = tmp_path / "before"  # stays as it is: what the delta changes is not read from there
+    shutil.copytree(model_dir("llama"), before)
+    (before / "weight_version.txt").write_text("0")
+    delta, versions = tmp_path / "0-to-6.delta", Versions("0", "6", "xor", "xxh3-128")
+    write_delta(iter(tensors.items()), target=delta, base=before, versions=versions, dtype=None)
+    body = {"model_path": str(before), "weight_version": "6", "delta": str(delta)}
+    old = written(server)
+    server.good("/update_weights_from_disk", body)
+    assert written(server) == (wanted, "6")
+    (rank,) = server.good("/weights_checker", {"action": "checksum"})["ranks"]
+    assert rank["checksums"] == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+    server.good("/update_weights_from_disk", body)  # from version 6 it does not fit, and the folder is read
+    assert written(server) == (old[0], "6")
+    server.good("/update_weights_from_disk", body | {"delta": str(tmp_path / "none.delta")})
+    assert written(server) == (old[0], "6")
 
 
 def test_from_shared_memory_in_several_calls(server: Any, tensors: Tensors, wanted: list[int]) -> None:

@@ -17,6 +17,7 @@ from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
+from slimectl.protocols import Adapter
 from slimectl.types import Loss, Metrics, TrainingSample
 
 STEADY = OptimizerOptions(lr=1e-3, eps=1e-3, weight_decay=0.1)
@@ -79,6 +80,9 @@ class Rebuilt:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.weights()
+
+    def adapter(self) -> Adapter:
+        return self.policy.adapter()
 
     def save(self, path: Path) -> None:
         self.policy.save(path)

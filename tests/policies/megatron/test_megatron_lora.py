@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from policies.policy_cases import Clipped, new_policy, random_rows
+from policies.policy_cases import Clipped, assert_merged_are_weights, new_policy, random_rows
 from rank_cases import STEADY, Ranks, megatron
 from safetensors.torch import load_file
 
@@ -137,6 +137,7 @@ def alone(four_layers: ModelDir) -> Callable[[str], Outcome]:
 def test_two_ranks_equal_one(two: Ranks, four_layers: ModelDir, alone: Any, kind: str, options: dict[str, Any]):
     two.build(four_layers(kind), lora=lora(*TARGETS.get(kind, EVERY)), **options)
     assert_equal((steps(two), snapshot(two)), alone(kind))
+    assert_merged_are_weights(two, four_layers(kind))
 
 
 @pytest.mark.parametrize(("kind", "options"), FOUR, ids=str)

@@ -30,6 +30,7 @@ if not torch.cuda.is_available():
 
     gc.disable()  # `serve` enables it: collections would look at the objects of all modules again and again
     cpu_shims.apply()
+    import adapter_loader  # noqa: F401
 
 
 def described() -> dict[str, dict[str, Any]]:

@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from merged_adapter import Merger
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, inplace
@@ -29,6 +31,7 @@ GREEDY_BELOW = 1e-5
 """Temperature below which vLLM samples greedily."""
 
 Tensors = list[tuple[str, torch.Tensor]]
+_MERGERS: WeakKeyDictionary[torch.nn.Module, Merger] = WeakKeyDictionary()
 
 
 class Extension:
@@ -57,12 +60,15 @@ class Group(WeightTransferInitInfo):
 class Message(WeightTransferUpdateInfo):
     """Tensors in the block of shared memory `name`, or, without one, as one broadcast in the group `group_name`.
 
-    A row has the name of a tensor, its dtype, its shape and its first byte.
+    A row has the name of a tensor, its dtype, its shape and its first byte. With `adapter` the tensors are parts of
+    this LoRA adapter (merged_adapter.py); after the `last` message it is merged into its base model.
     """
 
     tensors: list[list[Any]] = field(default_factory=list)
     name: str | None = None
     group_name: str | None = None
+    adapter: dict[str, Any] | None = None
+    last: bool = True
 
 
 class SlimectlTransfer(WeightTransferEngine[Group, Message]):
@@ -74,6 +80,7 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._groups: dict[str, tuple[Any, Any]] = {}
+        self._merger = _MERGERS[self.model] = Merger(Path(self.model_config.model), whole=True)
 
     def init_transfer_engine(self, init_info: Group) -> None:
         self.shutdown()
@@ -86,6 +93,7 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
+        self._merger.forget()
 
     def finish_weight_update(self) -> None:
         finish_reload(self.model, self.model_config)
@@ -99,7 +107,14 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
     def receive_weights(self, update_info: Message) -> None:
         try:
             received = self._mapped(update_info) if update_info.name else self._broadcast(update_info)
-            self.model.load_weights(received)
+            if update_info.adapter is None:
+                self._merger.whole = False
+                self.model.load_weights(received)
+                return
+            merged = self._merger.add(update_info.adapter, received, last=update_info.last)
+            if update_info.last:
+                self.model.load_weights(merged)
+                self._merger.loaded()
         except BaseException:
             # Or the next update would begin with the layers that this one left half loaded.
             finalize_layerwise_reload(self.model, self.model_config)
@@ -140,6 +155,13 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     for layer in layers:
         if owners[id(layer.weight)] > 1 and hasattr(layer, "quant_method"):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def finish_folder_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Finish reload_weights, which reads a folder: the next adapter loads its whole base model."""
+    finish_reload(model, model_config)
+    if (merger := _MERGERS.get(model)) is not None:
+        merger.whole = False
 
 
 def _views(memory: mmap.mmap, rows: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -213,7 +235,7 @@ def _keep_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: dispatch(layer, remove_weight=False)
 
 
-inplace.finalize_layerwise_reload = finish_reload  # of reload_weights, which reads a folder
+inplace.finalize_layerwise_reload = finish_folder_reload
 WeightTransferEngineFactory.register_engine(NAME, SlimectlTransfer)
 _temper_log_probs()
 if os.environ.get(KEEP_WEIGHTS) == "1":

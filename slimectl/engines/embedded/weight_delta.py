@@ -1,0 +1,101 @@
+"""Changes a model's weights in place by a delta, so that neither unchanged numbers nor their panels are written.
+
+C changed numbers of a tensor · N numbers of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slimectl.engines.embedded.linear import Linear
+from slimectl.engines.embedded.weights import TensorSlot, Weights
+from slimectl.errors import CheckpointError
+from slimectl.native.deltas import change_numbers
+
+CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Codes of safetensors for an engine's dtypes."""
+
+
+class Delta(Protocol):
+    """Changes from one weight version to another, tensor by tensor."""
+
+    @property
+    def start(self) -> str:
+        """Weight version that the changes begin from."""
+        ...
+
+    @property
+    def is_xor(self) -> bool:
+        """Whether bits are the xor of old and new ones, rather than the new ones."""
+        ...
+
+    @property
+    def forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Code of safetensors and shape of every tensor of the checkpoint."""
+        ...
+
+    def gaps(self, name: str, width: int) -> tuple[Any, Any]:
+        """Return how many equal numbers lie before each that changes [C], and their bits [C] of `width` bytes.
+
+        Raises CheckpointError if they are damaged.
+        """
+        ...
+
+    def matches(self, name: str, data: Any) -> bool:
+        """Whether these are the bytes of the tensor after the changes."""
+        ...
+
+
+def check_delta(weights: Weights, delta: Delta) -> dict[str, TensorSlot]:
+    """Return the targets of the delta's tensors. Raises CheckpointError if these weights cannot be changed by it."""
+    slots: dict[str, TensorSlot] = {}
+    names = set()
+    for name, (code, shape) in delta.forms.items():
+        slot = weights.place(name, torch.empty(shape, device="meta"))
+        if slot is None:
+            continue
+        names.add(weights.published_name(name))
+        view = slot.view
+        if CODES.get(view.dtype) != code or view.device.type != "cpu":
+            raise CheckpointError(f"weights: {name} is {view.dtype} on {view.device} here, and {code} in the delta")
+        slots[name] = slot
+    missing = weights.places.keys() - names
+    if missing:
+        raise CheckpointError(f"weights: no tensor for {min(missing)} in the delta")
+    return slots
+
+
+def write_delta(slots: Mapping[str, TensorSlot], delta: Delta) -> None:
+    """Change the numbers that changed. Raises CheckpointError, in the middle, for a tensor of another checksum."""
+    incomplete: dict[Linear, list[tuple[int, Tensor]]] = {}
+    for name, slot in slots.items():
+        indices_C = _write_tensor(slot, delta, name)
+        linear = slot.linear
+        if linear is None:
+            continue
+        parts = incomplete.setdefault(linear, [])
+        parts.append((linear.offset(slot.view), torch.from_numpy(indices_C)))
+        if len(parts) == linear.count:
+            linear.refresh_at(_joined(incomplete.pop(linear)))
+
+
+def _write_tensor(slot: TensorSlot, delta: Delta, name: str) -> Any:
+    """Change a tensor, and its copies where the model spreads it over heads; returns the indices [C] of the changes."""
+    gaps_C, bits_C = delta.gaps(name, slot.view.element_size())
+    indices_C = None
+    for tensor in slot.view if slot.view.dim() > len(slot.shape) else [slot.view]:
+        numbers_N = tensor.view(-1).view(torch.uint8).numpy().view(bits_C.dtype)
+        indices_C = change_numbers(numbers_N, gaps_C, bits_C, is_xor=delta.is_xor)
+        if not delta.matches(name, numbers_N):
+            raise CheckpointError(f"weights: {name} does not become what the delta says")
+    return indices_C
+
+
+def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the indices of a layer's stacked weights; those of biases have a negative offset, and are left out."""
+    stacked = sorted((part for part in parts if part[0] >= 0), key=lambda part: part[0])
+    return torch.cat([indices_C + offset for offset, indices_C in stacked])

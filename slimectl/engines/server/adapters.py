@@ -1,0 +1,136 @@
+"""LoRA adapters that a trainer pushes: checked as they come, and merged into the base model of the server's files.
+
+K rank · I inputs · O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slimectl.architectures.lora import halves, is_adapter, layer_of, merged
+from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.weights import FileTensor
+from slimectl.engines.server.schema import RequestBody
+from slimectl.errors import CheckpointError
+
+MOST_LAYERS, HIGHEST_RANK = 2**20, 2**16
+REMEDY = 'push whole weights: sync.lora = "merged"'
+
+
+class BaseModel(Protocol):
+    """Base model of adapters: checkpoints.base_model.BaseModel."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def get(self, name: str) -> Tensor: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MergedAdapter:
+    """Weights of an engine: those of a base model, but for `layers`."""
+
+    base: BaseModel
+    layers: frozenset[str] = frozenset()
+
+
+@dataclass
+class AdapterUpdate:
+    """An adapter of `layers` layers: the parts that have come so far, in float32."""
+
+    base: BaseModel
+    rank: int
+    scale: float
+    layers: int
+    version: str | None = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, tensors: Iterable[tuple[str, Tensor | FileTensor]], version: str | None) -> None:
+        """Copy a message. Raises CheckpointError, without any of it, for a tensor that is no part of the adapter."""
+        message = list(tensors)
+        for name, tensor in message:
+            self._check(name, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in message:
+            part = torch.empty(tensor.shape, dtype=torch.float32)
+            if isinstance(tensor, FileTensor):
+                tensor.copy_to(part)
+            else:
+                part.copy_(tensor)
+            self.parts[name] = part
+        self.version = version or self.version
+
+    def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        weight_shape = self.base.shapes.get(f"{layer_of(name)}.weight", ())
+        if not is_adapter(name) or len(weight_shape) != 2:
+            raise CheckpointError(f"weights: {name[:200]} is no adapter of a layer of {self.base.folder}")
+        outputs, inputs = weight_shape
+        expected = (self.rank, inputs) if name == halves(layer_of(name))[0] else (outputs, self.rank)
+        if shape != expected or not dtype.is_floating_point:
+            kind = str(dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"weights: {name} has shape {list(shape)} in {kind}, expected {list(expected)} in float32 for rank "
+                f"{self.rank}"
+            )
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError for an adapter that lacks parts."""
+        layers = {layer_of(name) for name in self.parts}
+        whole = [layer for layer in layers if self.parts.keys() >= set(halves(layer))]
+        if not len(whole) == len(layers) == self.layers:
+            raise CheckpointError(
+                f"weights: {len(whole)} of the adapter's {self.layers} layers have come; push it again"
+            )
+
+    def apply(self, engine: EmbeddedEngine, merged: MergedAdapter | None) -> MergedAdapter:
+        """Give the engine, whose weights are `merged`, the base model with this adapter; returns what they are then."""
+        layers = {layer_of(name) for name in self.parts}
+        version = self.version or engine.weight_version
+        if merged is not None and engine.has_weights and merged.base.folder == self.base.folder:
+            # In the order of the base model, whose layers then are read, merged and packed one after another.
+            weights = {f"{layer}.weight" for layer in layers | merged.layers}
+            engine.replace_weights(self._merged(name for name in self.base.shapes if name in weights), version=version)
+        else:
+            engine.load_weights(self._merged(self.base.shapes), version=version)
+        return MergedAdapter(self.base, frozenset(layers))
+
+    def _merged(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            weight = self.base.get(name)
+            a, b = halves(name.removesuffix(".weight"))
+            if a in self.parts:
+                weight = merged(weight, self.parts[a], self.parts[b], self.scale)
+            yield name, weight
+
+
+def announced(fields: RequestBody, folder: Path, open_base: Callable[[Path], BaseModel]) -> AdapterUpdate | None:
+    """Read the field `adapter` of a request, and open its base model; None without the field.
+
+    The base model is that of the trainer's folder where this machine has it, else of the server's own `folder`. Raises
+    CheckpointError if its fingerprint is not the trainer's.
+    """
+    if "adapter" not in fields:
+        return None
+    adapter = RequestBody(fields.object("adapter"), at="adapter.")
+    adapter.check_names(("base", "fingerprint", "rank", "alpha", "layers"))
+    base_folder = Path(adapter.text("base", longest=4096) or folder)
+    base = open_base(base_folder if base_folder.is_dir() else folder)
+    if base.fingerprint != adapter.needed("fingerprint"):
+        raise CheckpointError(f"weights: {base.folder} is not the model that the adapter was trained on; {REMEDY}")
+    rank = adapter.whole("rank", 0, low=1, high=HIGHEST_RANK)
+    alpha = adapter.number("alpha", 0.0, low=0.0, high=float("inf"))
+    layers = adapter.whole("layers", 0, low=1, high=MOST_LAYERS)
+    if not (rank and alpha and layers):
+        raise adapter.refuse("rank", "rank, alpha and layers are not all given")
+    return AdapterUpdate(base, rank, alpha / rank, layers)

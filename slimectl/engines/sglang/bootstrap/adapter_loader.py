@@ -1,0 +1,70 @@
+"""SGLang's --custom-weight-loader for LoRA adapters: merges them into the base model of the files (0.5.18 to 0.5.21).
+
+SGLang calls `load` for every message; on a CPU launch_server.py imports this module first, elsewhere SGLang does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from merged_adapter import Merger
+
+NAME = "adapter_loader.load"
+_MERGERS: WeakKeyDictionary[torch.nn.Module, Merger] = WeakKeyDictionary()
+
+
+def load(model: Any, message: list[tuple[str, torch.Tensor]]) -> None:
+    """Take a message: "header", the bytes of a JSON object, and "bytes", those of the tensors in its table."""
+    tensors = dict(message)
+    header = json.loads(bytes(tensors["header"].cpu().numpy()))
+    merger = _MERGERS.get(model)
+    if merger is None:  # other updates, before this module was imported, were not seen
+        merger = _MERGERS[model] = Merger(Path(header["own"]), whole=False)
+    if header["first"]:
+        merger.forget()
+    flat = tensors["bytes"].cpu()
+    parts = [
+        (name, flat[start:end].view(getattr(torch, dtype)).view(shape))
+        for name, dtype, shape, start, end in header["tensors"]
+    ]
+    merged = merger.add(header["adapter"], parts, last=header["last"])
+    if header["last"]:
+        model.load_weights(merged)
+        merger.loaded()
+
+
+def _observed(update: Any) -> Any:
+    """Wrap a method of WeightUpdater: errors of `load` become refusals, and other updates leave no base model whole.
+
+    An exception of a custom loader would end SGLang's scheduler (0.5.21). Delete that part when it is caught there.
+    """
+
+    @functools.wraps(update)
+    def observe(self: Any, *args: Any, **options: Any) -> Any:
+        if options.get("load_format") == NAME:
+            try:
+                return update(self, *args, **options)
+            except Exception as error:
+                return False, str(error)
+        if (merger := _MERGERS.get(self.get_model())) is not None:
+            merger.whole = False
+        return update(self, *args, **options)
+
+    return observe
+
+
+def _observe_updates() -> None:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    for name in ("update_weights_from_disk", "update_weights_from_tensor", "load_weights_from_distributed"):
+        setattr(WeightUpdater, name, _observed(getattr(WeightUpdater, name)))
+
+
+with suppress(ImportError, AttributeError):  # SGLang before 0.5.21 has these methods elsewhere
+    _observe_updates()
