@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from slimectl.settings.cluster import nodes_of
-
 SHARED = 0.5
 """Fraction of a GPU that a rank and an engine each reserve if they share it."""
 ENGINE_SIZE = "cluster.rollout_num_gpus_per_engine"
@@ -62,6 +60,8 @@ class Placement:
     @cached_property
     def parts(self) -> list[EnginePart]:
         """The parts of all engines, in the order of their GPUs."""
+        from slimectl.settings.cluster import nodes_of  # `plan` of a card imports no settings
+
         parts: list[EnginePart] = []
         first = 0 if self.colocate else self.ranks
         for engine, gpus in enumerate(self.engine_gpus):
@@ -116,7 +116,7 @@ class Placement:
         elif (engine := self._first_spanning_engine()) is not None:
             size = self.engine_gpus[engine]
             legal = nearest_valid(size, range(1, machine + 1), lambda other: self._fits_with(size, other))
-            machines = nodes_of(size, machine)
+            machines = sum(part.engine == engine for part in self.parts)
             pieces = "two" if machines == 1 else str(1 + machines)
             yield (
                 f"{ENGINE_SIZE}: {size} cuts engine {engine} in {pieces} machines of {machine} GPUs;"
