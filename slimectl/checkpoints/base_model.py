@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slimectl.checkpoints.hf import HFWeights
-from slimectl.checkpoints.safetensors_io import TensorMemory
+from slimectl.checkpoints.safetensors_io import MappedMemory
 from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.checkpoints.validate import HEAD, UnfusedExperts
@@ -20,12 +20,15 @@ SAMPLED = 64
 
 
 class BaseModel:
-    """Tensors of a model's folder, each read when it is asked for; large ones are mapped. Raises CheckpointError."""
+    """Tensors of a model's folder, each read when it is asked for; large ones of Hugging Face's files are mapped.
+
+    Raises CheckpointError.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         torch_dist = is_torch_dist(folder)
-        self._stored: Weights = ModelCheckpoint().open(folder) if torch_dist else HFWeights(folder, TensorMemory())
+        self._stored: Weights = ModelCheckpoint().open(folder) if torch_dist else HFWeights(folder, MappedMemory())
         self._weights = self._stored if torch_dist else UnfusedExperts(self._stored)
 
     @cached_property
@@ -41,7 +44,7 @@ class BaseModel:
         """BLAKE2b of 64 elements of every tensor: equal for copies of a model in any dtype that holds its values.
 
         It tells models apart that were trained, if only by one step, and finds no damage of single bytes.
-        `engines/supervisor/bootstrap/base_model.py` computes the same in the Python of other servers.
+        `engines/supervisor/bootstrap/merged_adapter.py` computes the same in the Python of other servers.
         """
         digest = hashlib.blake2b(digest_size=16)
         for name in sorted(self._stored.forms()):

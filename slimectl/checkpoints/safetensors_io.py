@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -70,6 +71,23 @@ class TensorMemory:
                 return None
             self._blocks.append(np.empty(size, dtype=np.uint8))
             return self._blocks[-1]
+
+
+class MappedMemory(TensorMemory):
+    """Maps tensors where they lie in their files, so that a part of one is all that is read, and no memory stays.
+
+    For files that nobody changes meanwhile: one that is cut short ends the process.
+    """
+
+    def read(self, file: BinaryIO, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the tensor at byte `start` of the file; changes of it stay in memory. Raises EOFError."""
+        size = nbytes((shape, dtype))
+        is_whole = start + size <= os.fstat(file.fileno()).st_size
+        if size < LEAST_BYTES or start % dtype.itemsize or not is_whole:
+            return read_into(file, start, torch.empty(shape, dtype=dtype))
+        before = start % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=start - before)
+        return torch.frombuffer(mapped, dtype=torch.uint8, offset=before).view(dtype).view(shape)
 
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]

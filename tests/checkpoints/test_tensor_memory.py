@@ -11,7 +11,7 @@ import torch
 
 from slimectl.architectures.mapping import ConcatRows, InterleaveGroups, ParamMapping
 from slimectl.checkpoints.hf import HFWeights, InMemoryWeights, write_hf
-from slimectl.checkpoints.safetensors_io import LEAST_BYTES, MAX_BLOCKS, TensorMemory, buffer
+from slimectl.checkpoints.safetensors_io import LEAST_BYTES, MAX_BLOCKS, MappedMemory, TensorMemory, buffer
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk, write_torch_dist
 from slimectl.errors import CheckpointError
@@ -47,6 +47,19 @@ def test_blocks_are_few_and_fit_their_tensors():
     assert memory.empty((2, LEAST_BYTES), torch.uint8).data_ptr() == place
     assert memory.empty((0, 3), DTYPE).shape == (0, 3)
     assert len(memory._blocks) == MAX_BLOCKS
+
+
+def test_mapped_tensors_are_those_of_the_file_and_leave_no_memory_behind(tmp_path: Path):
+    tensors = {"large": torch.arange(SHAPE[0]).to(DTYPE), "small": torch.arange(3.0)}
+    write_hf(tmp_path, InMemoryWeights(tensors.items()))
+    memory = MappedMemory()
+    weights = HFWeights(tmp_path, memory)
+    large = weights.get("large")
+    assert torch.equal(large, tensors["large"])
+    assert torch.equal(weights.get("small"), tensors["small"])
+    large.zero_()  # in memory alone
+    assert torch.equal(weights.get("large"), tensors["large"])
+    assert memory._blocks == []
 
 
 def test_tensors_that_are_held_keep_their_values_while_others_are_read(tmp_path: Path):
