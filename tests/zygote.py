@@ -284,23 +284,22 @@ def become(arguments: Sequence[str]) -> NoReturn:
     sys.argv = ["slimectl" if option == "-m" else "-c", *rest]
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:1] = [os.getcwd(), *paths]  # as `python -m` and `python -c` have it
+    if option == "-m":
+        run_to_exit(lambda: runpy.run_module(program, run_name="__main__", alter_sys=True))
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    run_to_exit(lambda: exec(compile(program, "<string>", "exec"), main.__dict__))
+
+
+def run_to_exit(program: Callable[[], object]) -> NoReturn:
+    """Run a program and exit with its code, as an interpreter does."""
     code = 1
     try:
-        if option == "-m":
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            sys.modules["__main__"] = main = types.ModuleType("__main__")
-            exec(compile(program, "<string>", "exec"), main.__dict__)
+        program()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
-    finish(code)
-
-
-def finish(code: int) -> NoReturn:
-    """Exit as an interpreter does."""
     # What an interpreter does at its end, but for freeing every object: that would copy all of the server's memory.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -327,16 +326,8 @@ def serve_preloaded(script: str, control: socket.socket) -> NoReturn:
         random.seed()
         sys.argv = [*words[1:]]
         names["hidden_keys"].mask_logs()
-        code = 1
-        try:
-            leave_with_parent()
-            names["serve"]()
-            code = 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finish(code)
+        leave_with_parent()
+        run_to_exit(names["serve"])
 
     serve(control, launch)
 
