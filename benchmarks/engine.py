@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.registry.garbage import frozen_objects
 from slimectl.types import SamplingParams
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -153,15 +154,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    config = AutoConfig.from_pretrained(options.model)
-    engine = EmbeddedEngine(
-        config,
-        AutoTokenizer.from_pretrained(options.model),
-        dtype=DTYPES[options.dtype],
-        max_running=options.max_running,
-    )
-    engine.load_weights(HFCheckpoint().read(options.model), version="0")
-    reference = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype])
+    with frozen_objects():  # as commands do; vLLM's side does the same
+        config = AutoConfig.from_pretrained(options.model)
+        tokenizer, dtype = AutoTokenizer.from_pretrained(options.model), DTYPES[options.dtype]
+        engine = EmbeddedEngine(config, tokenizer, dtype=dtype, max_running=options.max_running)
+        engine.load_weights(HFCheckpoint().read(options.model), version="0")
+        reference = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     shapes = {name: parameter.numel() for name, parameter in reference.named_parameters()}
     multiplied = sum(shapes.values()) - (0 if config.tie_word_embeddings else shapes["model.embed_tokens.weight"])
 
@@ -188,7 +186,7 @@ def main() -> None:
         rate, step = statistics.median(ours), statistics.median(step_us)
         multiplications = multiplied * tokens + inner * sum(map(len, {tuple(prompt): prompt for prompt, _ in requests}))
         used = 2 * multiplications / (tokens / rate) / 1e9 / peak
-        read = multiplied * DTYPES[options.dtype].itemsize / (step / 1e6) / 1e9 / memory
+        read = multiplied * dtype.itemsize / (step / 1e6) / 1e9 / memory
         other = f"{statistics.median(theirs):9.1f}" if theirs else f"{'-':>9}"
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) if theirs else float("nan")
         print(f"{case:>8} {rate:9.1f} {other} {ratio:6.2f} {used:8.0%} {read:9.0%} {step:8.0f}", flush=True)

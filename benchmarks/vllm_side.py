@@ -10,6 +10,7 @@ Prompts are cached within a batch, not from one batch to the next.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -47,6 +48,8 @@ def main() -> None:
         generation_config="vllm",
         disable_log_stats=True,
     )
+    gc.collect()
+    gc.freeze()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         requests = json.loads(line)

@@ -26,9 +26,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return dtype
 
 
-@pytest.fixture
-def kernels(dtype: torch.dtype) -> Kernels:
-    kernels = load_kernels(dtype)
+@pytest.fixture(params=[(), ("-mno-avx512f",)], ids=["all instructions", "without AVX-512"])
+def kernels(dtype: torch.dtype, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    if request.param and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("the processor has no AVX-512 to do without")
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, *request.param))
+    kernels = load_kernels.__wrapped__(dtype)
     if kernels is None:
         pytest.skip("no C compiler, or not Linux on x86-64")
     torch.manual_seed(0)
@@ -59,9 +62,13 @@ def test_rotation_leaves_values_alone(kernels: Kernels, dtype: torch.dtype) -> N
     close(qkv_NHD, expected)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_attention_reads_no_token_behind_the_new_one(kernels: Kernels, dtype: torch.dtype, head_dim: int) -> None:
-    rows, heads, kv_heads, tokens = 2, 6, 2, 19
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("group", [1, 3, 6])
+def test_attention_reads_no_token_behind_the_new_one(
+    kernels: Kernels, dtype: torch.dtype, head_dim: int, group: int
+) -> None:
+    rows, kv_heads, tokens = 2, 2, 19
+    heads = kv_heads * group
     cache = torch.full((2, 3, kv_heads, tokens, head_dim), float("nan"), dtype=dtype)
     positions_N = torch.tensor([16, 3])
     for row, position in enumerate(positions_N.tolist()):
@@ -72,15 +79,17 @@ def test_attention_reads_no_token_behind_the_new_one(kernels: Kernels, dtype: to
         keys, values = cache[:, row, :, : position + 1].float()
         assert torch.equal(cache[:, row, :, position].flatten(0, 1), qkv_NHD[row, heads:])
         query = qkv_NHD[row, :heads, None].float()
-        expected = F.scaled_dot_product_attention(query, keys.repeat_interleave(3, 0), values.repeat_interleave(3, 0))
+        expected = F.scaled_dot_product_attention(
+            query, keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+        )
         close(out[row], expected.flatten())
 
 
-@pytest.mark.parametrize("rows", [1, 6, 7, 50])
+@pytest.mark.parametrize("rows", [1, 6, 7, 12, 13, 50, 101])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_torch(kernels: Kernels, dtype: torch.dtype, rows: int, bias: bool) -> None:
     layers = []
-    for outputs, gates in (([21], False), ([24, 24], True)):
+    for outputs, gates in (([21], False), ([48, 48], True), ([24, 24], True)):
         for with_kernels in (kernels, None):
             layer = Linear(
                 40, outputs, bias=bias, dtype=dtype, device=CPU, packs=False, kernels=with_kernels, gates=gates
@@ -90,25 +99,29 @@ def test_products_are_those_of_torch(kernels: Kernels, dtype: torch.dtype, rows:
                 layer.bias_O.copy_(torch.arange(sum(outputs)) / 10)
             layer.refresh()
             layers.append(layer)
-    plain, plain_reference, gated, gated_reference = layers
+    plain, plain_reference, gated, gated_reference, narrow, narrow_reference = layers
     rows_NI, residual_NO = torch.randn(rows, 40).to(dtype), torch.randn(rows, 21).to(dtype)
     close(plain(rows_NI) / 10, plain_reference(rows_NI) / 10)
     close(plain.added_to(residual_NO, rows_NI) / 10, plain_reference.added_to(residual_NO, rows_NI) / 10)
     close(gated.gated(rows_NI) / 100, gated_reference.gated(rows_NI) / 100)
+    close(narrow.gated(rows_NI) / 100, narrow_reference.gated(rows_NI) / 100)
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "gates"), [(21, 40, False), (37, 21, False), (300, 250, False), (48, 40, True), (16, 3, True)]
+    ("outputs", "inputs", "gates"), [(21, 40, False), (37, 22, False), (300, 250, False), (96, 40, True), (64, 6, True)]
 )
 def test_panels_hold_every_weight_once(
     dtype: torch.dtype, kernels: Kernels, outputs: int, inputs: int, gates: bool
 ) -> None:
     weight_OI = torch.arange(1, outputs * inputs + 1).view(outputs, inputs).to(dtype)
     panels = kernels.pack(weight_OI, None, gated=gates)
-    order = torch.arange(outputs).view(2, -1, 8).transpose(0, 1).flatten() if gates else torch.arange(outputs)
-    expected = torch.zeros(-(-outputs // 16) * 16, inputs, dtype=dtype)
+    width, step = kernels.panel_outputs, kernels.step
+    order = torch.arange(outputs)
+    if gates:
+        order = order.view(2, -1, width // 2).transpose(0, 1).flatten()
+    expected = torch.zeros(-(-outputs // width) * width, inputs, dtype=dtype)
     expected[:outputs] = weight_OI[order]
-    assert torch.equal(panels, expected.view(-1, 16, inputs).transpose(1, 2).flatten())
+    assert torch.equal(panels, expected.view(-1, width, inputs // step, step).transpose(1, 2).flatten())
 
 
 @pytest.mark.parametrize("gates", [False, True])
@@ -116,21 +129,21 @@ def test_panels_hold_every_weight_once(
 def test_panels_follow_the_numbers_of_a_weight_that_changed(
     kernels: Kernels, dtype: torch.dtype, gates: bool, changes: int
 ) -> None:
-    layer = Linear(40, [24, 24], bias=True, dtype=dtype, device=CPU, packs=False, kernels=kernels, gates=gates)
-    layer._kernels.multiplies = True  # type: ignore[union-attr]
-    layer.weight_OI.copy_(torch.randn(48, 40))
-    layer.bias_O.copy_(torch.randn(48))  # type: ignore[union-attr]
+    kernels = Kernels(kernels.library, dtype)
+    kernels.multiplies = True
+    layer = Linear(40, [48, 48], bias=True, dtype=dtype, device=CPU, packs=False, kernels=kernels, gates=gates)
+    layer.weight_OI.copy_(torch.randn(96, 40))
+    layer.bias_O.copy_(torch.randn(96))  # type: ignore[union-attr]
     layer.refresh()
-    indices_C = torch.randperm(48 * 40)[:changes].sort().values
+    indices_C = torch.randperm(96 * 40)[:changes].sort().values
     layer.weight_OI.view(-1)[indices_C] += 1
     layer.bias_O += 1  # type: ignore[operator]
     layer.refresh_at(indices_C)
-    assert layer._kernels is not None
     assert layer.bias_O is not None
     assert layer._panels is not None
-    assert torch.equal(layer._panels, kernels.pack(layer.weight_OI, None, gated=layer._gates))
+    assert torch.equal(layer._panels, kernels.pack(layer.weight_OI, None, gated=gates))
     assert layer._bias_panels is not None
-    assert torch.equal(layer._bias_panels, kernels.pack(layer.bias_O[:, None], None, gated=layer._gates))
+    assert torch.equal(layer._bias_panels, kernels.pack_bias(layer.bias_O, gated=gates))
 
 
 def test_gates_are_those_of_torch_for_large_and_small_inputs(kernels: Kernels, dtype: torch.dtype) -> None:

@@ -66,8 +66,10 @@ class Linear:
         self.bias_O = torch.empty(sum(outputs), dtype=dtype, device=device) if bias else None
         self.parts = torch.split(self.weight_OI, list(outputs))
         self.bias_parts = () if self.bias_O is None else torch.split(self.bias_O, list(outputs))
+        can_multiply = kernels is not None and kernels.multiplies and inputs % kernels.step == 0
         self._kernels = kernels
-        self._gates = gates and outputs[0] % 8 == 0
+        self._multiplier = kernels if can_multiply else None
+        self._gates = self._multiplier is not None and gates and outputs[0] % (self._multiplier.panel_outputs // 2) == 0
         self._packs = packs
         self._packed: Tensor | None = None
         self._panels: Tensor | None = None
@@ -80,9 +82,9 @@ class Linear:
         return len(self.parts) + len(self.bias_parts)
 
     def refresh(self) -> None:
-        if self._kernels is not None and self._kernels.multiplies:
-            self._panels = self._kernels.pack(self.weight_OI, self._panels, gated=self._gates)
-            self._refresh_bias(self._kernels)
+        if self._multiplier is not None:
+            self._panels = self._multiplier.pack(self.weight_OI, self._panels, gated=self._gates)
+            self._refresh_bias(self._multiplier)
         elif self._packs:
             self._packed = None  # freed before its successor is allocated
             self._packed = _pack(self.weight_OI)
@@ -94,14 +96,14 @@ class Linear:
 
     def refresh_at(self, indices_C: Tensor) -> None:
         """Repack, where only the numbers of the stacked weight at these indices, ascending, and biases have changed."""
-        if self._panels is None or self._kernels is None or len(indices_C) * SPARSE > self.weight_OI.numel():
+        if self._panels is None or self._multiplier is None or len(indices_C) * SPARSE > self.weight_OI.numel():
             return self.refresh()
-        self._kernels.repack(self.weight_OI, self._panels, indices_C, gated=self._gates)
-        return self._refresh_bias(self._kernels)
+        self._multiplier.repack(self.weight_OI, self._panels, indices_C, gated=self._gates)
+        return self._refresh_bias(self._multiplier)
 
-    def _refresh_bias(self, kernels: Kernels) -> None:
+    def _refresh_bias(self, multiplier: Kernels) -> None:
         if self.bias_O is not None:
-            self._bias_panels = kernels.pack(self.bias_O[:, None], self._bias_panels, gated=self._gates)
+            self._bias_panels = multiplier.pack_bias(self.bias_O, gated=self._gates)
 
     def __call__(self, rows_NI: Tensor) -> Tensor:
         if self._panels is not None:
@@ -132,9 +134,9 @@ class Linear:
         return F.silu(outputs_NO[:, :half]).mul_(outputs_NO[:, half:])
 
     def _product(self, rows_NI: Tensor, residual_NO: Tensor | None = None) -> Tensor:
-        assert self._kernels is not None
+        assert self._multiplier is not None
         assert self._panels is not None
-        return self._kernels.product(
+        return self._multiplier.product(
             rows_NI,
             self._panels,
             self.weight_OI.shape[0],

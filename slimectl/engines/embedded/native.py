@@ -5,19 +5,18 @@ N rows · I inputs · O outputs · E hidden size · H query heads · K key-value
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.native.compiler import FLOAT, LONG, POINTER, load_library
 
 SOURCE = Path(__file__).with_name("kernels.c")
 DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
-PANEL = 16
-"""Outputs of a panel of packed weights, as in kernels.c."""
 
 _SIGNATURES = {
     "rms_norm": [*[POINTER] * 3, *[LONG] * 2, FLOAT],
@@ -34,38 +33,41 @@ _SIGNATURES = {
 class Kernels:
     """The kernels for one dtype; all tensors are contiguous and on the CPU.
 
-    `multiplies` says that products of packed weights are faster than oneDNN's, as they are with AVX2: 1.2 to 1.5 times
-    at 1 to 32 rows of float32, as fast at 512; oneDNN has none of bfloat16 there. With AVX-512 oneDNN's are better.
+    `multiplies` says that products of packed weights are faster than oneDNN's, as they are unless the processor has
+    AMX. A panel has `panel_outputs` outputs; a layer's inputs must be a multiple of `step`.
     """
 
-    def __init__(self, library: Any) -> None:
-        self._library = library
-        self.multiplies = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.library = library
+        self.panel_outputs = ctypes.c_long.in_dll(library, "panel_outputs").value
+        self.step = ctypes.c_long.in_dll(library, "inputs_a_step").value
+        self._input_dtype = dtype if ctypes.c_long.in_dll(library, "input_size").value == 2 else torch.float32
+        self.multiplies = dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
 
     def rms_norm(self, rows_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """Return rows / rms(rows) * weight."""
         rows, width = rows_NE.shape
         out_NE = torch.empty_like(rows_NE)
-        self._library.rms_norm(rows_NE.data_ptr(), weight_E.data_ptr(), out_NE.data_ptr(), rows, width, eps)
+        self.library.rms_norm(rows_NE.data_ptr(), weight_E.data_ptr(), out_NE.data_ptr(), rows, width, eps)
         return out_NE
 
     def norm_heads(self, qkv_NHD: Tensor, weight_HD: Tensor, eps: float) -> None:
         """Normalize in place the first heads of every row, as many as the weight has."""
         rows, heads, head_dim = qkv_NHD.shape
-        self._library.norm_heads(
+        self.library.norm_heads(
             qkv_NHD.data_ptr(), weight_HD.data_ptr(), rows, weight_HD.shape[0], heads, head_dim, eps
         )
 
     def rotate(self, qkv_NHD: Tensor, rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
         """Rotate in place the first `rotated` heads of every row; the first half of the sines carries the minus."""
         rows, heads, head_dim = qkv_NHD.shape
-        self._library.rotate(qkv_NHD.data_ptr(), cos_N1D.data_ptr(), sin_N1D.data_ptr(), rows, rotated, heads, head_dim)
+        self.library.rotate(qkv_NHD.data_ptr(), cos_N1D.data_ptr(), sin_N1D.data_ptr(), rows, rotated, heads, head_dim)
 
     def silu_product(self, rows_NI: Tensor) -> Tensor:
         """Return silu(first half of each row) * second half."""
         rows, width = rows_NI.shape
         out = rows_NI.new_empty(rows, width // 2)
-        self._library.silu_product(rows_NI.data_ptr(), out.data_ptr(), rows, width // 2)
+        self.library.silu_product(rows_NI.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
 
     def attend(self, qkv_NHD: Tensor, cache_2SKTD: Tensor, positions_N: Tensor, scratch: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ class Kernels:
         _, slots, kv_heads, tokens, _ = cache_2SKTD.shape
         heads = all_heads - 2 * kv_heads
         out = qkv_NHD.new_empty(rows, heads * head_dim)
-        self._library.attend(
+        self.library.attend(
             qkv_NHD.data_ptr(),
             cache_2SKTD.data_ptr(),
             positions_N.data_ptr(),
@@ -94,21 +96,27 @@ class Kernels:
     def attention_scratch(self, cache_2SKTD: Tensor, heads: int) -> Tensor:
         """Allocate the memory that `attend` computes in."""
         kv_heads, tokens, head_dim = cache_2SKTD.shape[2:]
-        return torch.empty(torch.get_num_threads() * (heads // kv_heads) * (head_dim + tokens))
+        return torch.empty(torch.get_num_threads() * (heads // kv_heads) * (head_dim + tokens + 8))
 
     def pack(self, weight_OI: Tensor, panels: Tensor | None, *, gated: bool) -> Tensor:
         """Return a weight as `product` reads it, in the memory of earlier `panels` of it if there are any."""
         outputs, inputs = weight_OI.shape
         if panels is None:
-            panels = weight_OI.new_empty(-(-outputs // PANEL) * PANEL * inputs)
-        self._library.pack(weight_OI.data_ptr(), panels.data_ptr(), outputs, inputs, gated)
+            panels = weight_OI.new_empty(-(-outputs // self.panel_outputs) * self.panel_outputs * inputs)
+        self.library.pack(weight_OI.data_ptr(), panels.data_ptr(), outputs, inputs // self.step, gated)
         return panels
+
+    def pack_bias(self, bias_O: Tensor, *, gated: bool) -> Tensor:
+        """Return a bias in the order of the panels of its weight."""
+        if gated:
+            return bias_O.view(2, -1, self.panel_outputs // 2).transpose(0, 1).flatten()
+        return F.pad(bias_O, (0, -len(bias_O) % self.panel_outputs))
 
     def repack(self, weight_OI: Tensor, panels: Tensor, places_C: Tensor, *, gated: bool) -> None:
         """Bring panels up to date with a weight of which the numbers at `places_C`, ascending, have changed."""
         outputs, inputs = weight_OI.shape
         places, count = places_C.data_ptr(), len(places_C)
-        self._library.repack(weight_OI.data_ptr(), panels.data_ptr(), places, count, outputs, inputs, gated)
+        self.library.repack(weight_OI.data_ptr(), panels.data_ptr(), places, count, outputs, inputs, gated)
 
     def product(
         self,
@@ -123,8 +131,8 @@ class Kernels:
         """Return rows · weightᵀ + bias + residual; gated: silu(first half) * second half of rows · weightᵀ + bias."""
         rows, inputs = rows_NI.shape
         out = panels.new_empty(rows, outputs // 2 if gated else outputs)
-        rows_NI = rows_NI.to(torch.float32, memory_format=torch.contiguous_format)
-        self._library.product(
+        rows_NI = rows_NI.to(self._input_dtype, memory_format=torch.contiguous_format)
+        self.library.product(
             rows_NI.data_ptr(),
             panels.data_ptr(),
             None if bias is None else bias.data_ptr(),
@@ -146,4 +154,4 @@ def load_kernels(dtype: torch.dtype) -> Kernels | None:
         return None
     without = "the embedded engine computes without its own kernels"
     library = load_library(SOURCE, _SIGNATURES, flags=DTYPES[dtype], without=without)
-    return None if library is None else Kernels(library)
+    return None if library is None else Kernels(library, dtype)
