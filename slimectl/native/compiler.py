@@ -30,6 +30,8 @@ def load_library(
 ) -> ctypes.CDLL | None:
     """Return the library of a C file with the parameters of its functions; None where it cannot be compiled.
 
+    The file may include the headers of its folder.
+
     It was tried on Linux on x86-64 only. `without` begins the log's line about a missing compiler: who computes slower.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
@@ -53,7 +55,8 @@ def compiled(source: Path, flags: tuple[str, ...] = ()) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise FileNotFoundError(f"none of {', '.join(COMPILERS)} is installed")
-    parts = [source.read_text(), *FLAGS, *flags, os.path.realpath(compiler), _processor(), torch.__version__]
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    parts = [*texts, *FLAGS, *flags, os.path.realpath(compiler), _processor(), torch.__version__]
     name = f"{source.stem}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:20]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slimectl" / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

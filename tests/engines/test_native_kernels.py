@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from slimectl.engines.embedded.linear import Linear
 from slimectl.engines.embedded.native import SOURCE, Kernels, load_kernels
+from slimectl.engines.embedded.weights import Weights
 from slimectl.native import compiler
 from slimectl.types import SamplingParams
 
@@ -143,7 +144,7 @@ def test_panels_follow_the_numbers_of_a_weight_that_changed(
     assert layer._panels is not None
     assert torch.equal(layer._panels, kernels.pack(layer.weight_OI, None, gated=gates))
     assert layer._bias_panels is not None
-    assert torch.equal(layer._bias_panels, kernels.pack_bias(layer.bias_O, gated=gates))
+    assert torch.equal(layer._bias_panels, kernels.pack_bias(layer.bias_O, None, gated=gates))
 
 
 def test_gates_are_those_of_torch_for_large_and_small_inputs(kernels: Kernels, dtype: torch.dtype) -> None:
@@ -179,6 +180,43 @@ def test_an_engine_without_kernels_says_the_same(make_engine: Callable[..., Any]
     (first,), (second,) = (answers(make_engine(compile_kernels=each), request) for each in (True, False))
     assert first.tokens == second.tokens
     assert first.log_probs == pytest.approx(second.log_probs, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_whole_blocks_change_no_digit(
+    make_engine: Callable[..., Any],
+    answers: Callable[..., Any],
+    dtype: torch.dtype,
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if load_kernels(dtype) is None:
+        pytest.skip("no C compiler, or not Linux on x86-64")
+    requests = [
+        (list(text), SamplingParams(temperature=1.0, seed=i, max_tokens=9 + i, ignore_eos=True))
+        for i, text in enumerate((b"once", b"upon a time", b"there was"))
+    ]
+    calls: list[int] = []
+    decode = Kernels.decode
+    monkeypatch.setattr(Kernels, "decode", lambda *arguments: (calls.append(1), decode(*arguments))[1])
+    whole = answers(make_engine(family, dtype=dtype), *requests)
+    assert calls
+    monkeypatch.setattr(Weights, "block_addresses", lambda weights: None)
+    count = len(calls)
+    single = answers(make_engine(family, dtype=dtype), *requests)
+    assert len(calls) == count
+    assert [each.tokens for each in whole] == [each.tokens for each in single]
+    assert [each.log_probs for each in whole] == [each.log_probs for each in single]
+
+
+def test_blocks_stay_where_they_are_when_weights_change(make_engine: Callable[..., Any], dtype: torch.dtype) -> None:
+    engine = make_engine("qwen2", dtype=dtype)
+    weights = engine._runner.model.weights
+    before = weights.block_addresses()
+    if before is None:
+        pytest.skip("no C compiler, or not Linux on x86-64")
+    engine.load_weights([(name, tensor + 1) for name, tensor in weights.tensors()], version="1")
+    assert torch.equal(weights.block_addresses(), before)
 
 
 def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -148,8 +148,8 @@ FEW = 16
 class Decode:
     """Attention of one new token for each of the first B slots of the cache.
 
-    A slot has the tokens behind those that its sequence reads from `spans`; there are `offsets_B` of them. `kernels`
-    compute it if they are given, and there are no spans.
+    A slot has the tokens behind those that its sequence reads from `spans`, and `positions_B` are places in it.
+    `kernels` compute it if they are given, and there are no spans.
     """
 
     def __init__(
@@ -159,12 +159,9 @@ class Decode:
         *,
         heads: int,
         dtype: torch.dtype,
-        offsets_B: Tensor | None = None,
         spans: Sequence[Span] = (),
         kernels: Kernels | None = None,
     ) -> None:
-        if offsets_B is not None:
-            positions_B = positions_B - offsets_B
         self._cache = cache
         self._heads = heads
         self._slots = positions_B.shape[0]

@@ -24,6 +24,11 @@ class Cache:
         self._slab = self._storage.view(layers, 2, 0, heads, 0, head_dim)
 
     @property
+    def slab(self) -> Tensor:
+        """All keys and values [L, 2, S, K, T, D], in one piece of memory."""
+        return self._slab
+
+    @property
     def heads(self) -> int:
         return self._slab.shape[3]
 

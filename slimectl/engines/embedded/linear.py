@@ -69,6 +69,7 @@ class Linear:
         can_multiply = kernels is not None and kernels.multiplies and inputs % kernels.step == 0
         self._kernels = kernels
         self._multiplier = kernels if can_multiply else None
+        self._gated = gates
         self._gates = self._multiplier is not None and gates and outputs[0] % (self._multiplier.panel_outputs // 2) == 0
         self._packs = packs
         self._packed: Tensor | None = None
@@ -80,6 +81,13 @@ class Linear:
     def count(self) -> int:
         """Number of tensors that the layer consists of."""
         return len(self.parts) + len(self.bias_parts)
+
+    @property
+    def addresses(self) -> tuple[int, int] | None:
+        """Fixed addresses of panels and bias, 0 without one; None if the kernels do not compute the layer."""
+        if self._panels is None or (self._gated and not self._gates):
+            return None
+        return self._panels.data_ptr(), 0 if self._bias_panels is None else self._bias_panels.data_ptr()
 
     def refresh(self) -> None:
         if self._multiplier is not None:
@@ -103,7 +111,7 @@ class Linear:
 
     def _refresh_bias(self, multiplier: Kernels) -> None:
         if self.bias_O is not None:
-            self._bias_panels = multiplier.pack_bias(self.bias_O, gated=self._gates)
+            self._bias_panels = multiplier.pack_bias(self.bias_O, self._bias_panels, gated=self._gates)
 
     def __call__(self, rows_NI: Tensor) -> Tensor:
         if self._panels is not None:

@@ -18,7 +18,7 @@ from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
 from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.mlp import Experts, Mlp
-from slimectl.engines.embedded.native import load_kernels
+from slimectl.engines.embedded.native import BlockShape, load_kernels
 from slimectl.engines.embedded.pictures import PictureInputs, Pictures
 from slimectl.engines.embedded.prefix_tree import Node, PrefixTree, Span
 from slimectl.engines.embedded.scheduler import TopTokens
@@ -88,6 +88,11 @@ class Inputs(NamedTuple):
     spans: Sequence[Span] = ()
     rope_shift_B: Tensor | None = None
 
+    @property
+    def slot_positions_B(self) -> Tensor:
+        """Positions of the tokens in their slots, which have those behind the spans."""
+        return self.positions_B if self.offsets_B is None else self.positions_B - self.offsets_B
+
     def padded(self, rows: int) -> Inputs:
         """Return the inputs with further rows at position 0."""
         if not rows:
@@ -120,6 +125,11 @@ class Model:
         can_compile = compile_kernels and device.type == "cpu" and self.head_dim % 16 == config.hidden_size % 8 == 0
         self._kernels = load_kernels(dtype) if can_compile else None
         self.weights = Weights(whole, head_dim=self.head_dim, dtype=dtype, device=device, kernels=self._kernels)
+        self._block_shape = BlockShape(
+            self.heads, self.kv_heads, self.head_dim, int(config.intermediate_size), self._eps
+        )
+        self._blocks_LA: Tensor | None = None
+        self._runs_blocks = self._kernels is not None
         self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
         mixtures = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
         self.expert_choices = mixtures[0].choices if mixtures else 0
@@ -213,21 +223,31 @@ class Model:
         """
         count = len(inputs.tokens_B)
         inputs = inputs.padded(rows - count)
-        attend = Decode(
-            cache,
-            inputs.positions_B,
-            heads=self.heads,
-            dtype=self._dtype,
-            offsets_B=inputs.offsets_B,
-            spans=inputs.spans,
-            kernels=self._kernels,
-        )
         positions_B = inputs.positions_B
         if inputs.rope_shift_B is not None:
             positions_B = positions_B + inputs.rope_shift_B
         rope = self._rope.rows(positions_B, inputs.longest)
-        stream_BE, experts_BLk = self._hidden(self._embedded(inputs.tokens_B), rope, attend)
+        stream_BE = self._embedded(inputs.tokens_B)
+        if self._kernels is not None and not inputs.spans and (blocks_LA := self._block_addresses()) is not None:
+            self._kernels.decode(blocks_LA, self._block_shape, stream_BE, cache.slab, inputs.slot_positions_B, rope)
+            return self._logits(stream_BE)[:count], None
+        attend = Decode(
+            cache,
+            inputs.slot_positions_B,
+            heads=self.heads,
+            dtype=self._dtype,
+            spans=inputs.spans,
+            kernels=self._kernels,
+        )
+        stream_BE, experts_BLk = self._hidden(stream_BE, rope, attend)
         return self._logits(stream_BE)[:count], None if experts_BLk is None else experts_BLk[:count]
+
+    def _block_addresses(self) -> Tensor | None:
+        """Return the addresses of the blocks' weights once they have been written, if the kernels run whole blocks."""
+        if self._blocks_LA is None and self._runs_blocks:
+            self._blocks_LA = self.weights.block_addresses()
+            self._runs_blocks = self._blocks_LA is not None
+        return self._blocks_LA
 
     def _embedded(self, tokens_N: Tensor) -> Tensor:
         return F.embedding(tokens_N, self.weights.embedding_VE)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.native.compiler import FLOAT, LONG, POINTER, load_library
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCE = Path(__file__).parent / "kernels" / "kernels.c"
 DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 
 _SIGNATURES = {
@@ -27,7 +27,19 @@ _SIGNATURES = {
     "pack": [*[POINTER] * 2, *[LONG] * 3],
     "repack": [*[POINTER] * 3, *[LONG] * 4],
     "product": [*[POINTER] * 5, *[LONG] * 5],
+    "decode": [*[POINTER] * 9, FLOAT],
 }
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Sizes of a dense block, and the epsilon of its norms."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    eps: float
 
 
 class Kernels:
@@ -93,6 +105,40 @@ class Kernels:
         )
         return out
 
+    def decode(
+        self,
+        blocks_LA: Tensor,
+        shape: BlockShape,
+        stream_NE: Tensor,
+        slab_L2SKTD: Tensor,
+        positions_N: Tensor,
+        rope: tuple[Tensor, Tensor],
+    ) -> None:
+        """Run dense blocks, whose addresses are those of `Block` in kernels.c, on the residual stream, in place."""
+        cos_N1D, sin_N1D = rope
+        rows, width = stream_NE.shape
+        layers, _, slots, kv_heads, tokens, head_dim = slab_L2SKTD.shape
+        heads, values_at = shape.heads, slots * kv_heads * tokens * head_dim
+        sizes = [layers, rows, width, heads, kv_heads, head_dim, shape.inner, tokens, values_at, 2 * values_at]
+        numbers = torch.tensor([*sizes, torch.get_num_threads()])
+        row_width = width + 2 * (heads + kv_heads) * head_dim + shape.inner
+        memory = stream_NE.new_empty(rows * row_width)
+        scratch = self.attention_scratch(slab_L2SKTD[0], heads)
+        if len(scratch) < (inputs := rows * max(width, heads * head_dim, shape.inner)):
+            scratch = torch.empty(inputs)
+        self.library.decode(
+            blocks_LA.data_ptr(),
+            numbers.data_ptr(),
+            stream_NE.data_ptr(),
+            slab_L2SKTD.data_ptr(),
+            positions_N.data_ptr(),
+            cos_N1D.data_ptr(),
+            sin_N1D.data_ptr(),
+            memory.data_ptr(),
+            scratch.data_ptr(),
+            shape.eps,
+        )
+
     def attention_scratch(self, cache_2SKTD: Tensor, heads: int) -> Tensor:
         """Allocate the memory that `attend` computes in."""
         kv_heads, tokens, head_dim = cache_2SKTD.shape[2:]
@@ -106,11 +152,17 @@ class Kernels:
         self.library.pack(weight_OI.data_ptr(), panels.data_ptr(), outputs, inputs // self.step, gated)
         return panels
 
-    def pack_bias(self, bias_O: Tensor, *, gated: bool) -> Tensor:
-        """Return a bias in the order of the panels of its weight."""
+    def pack_bias(self, bias_O: Tensor, panels: Tensor | None, *, gated: bool) -> Tensor:
+        """Return a bias in the order of the panels of its weight, in the memory of earlier ones if there are any."""
+        if panels is None:
+            panels = bias_O.new_zeros(-(-len(bias_O) // self.panel_outputs) * self.panel_outputs)
         if gated:
-            return bias_O.view(2, -1, self.panel_outputs // 2).transpose(0, 1).flatten()
-        return F.pad(bias_O, (0, -len(bias_O) % self.panel_outputs))
+            panels.view(-1, 2, self.panel_outputs // 2).transpose(0, 1).copy_(
+                bias_O.view(2, -1, self.panel_outputs // 2)
+            )
+        else:
+            panels[: len(bias_O)] = bias_O
+        return panels
 
     def repack(self, weight_OI: Tensor, panels: Tensor, places_C: Tensor, *, gated: bool) -> None:
         """Bring panels up to date with a weight of which the numbers at `places_C`, ascending, have changed."""

@@ -50,6 +50,18 @@ class Layer:
     post_norm_E: Tensor
     mlp: Mlp | Experts
 
+    @property
+    def addresses(self) -> list[int] | None:
+        """Addresses that `Block` in kernels.c has, of a dense block whose products the kernels compute; else None."""
+        if not isinstance(self.mlp, Mlp):
+            return None
+        qkv, o, gate_up, down = (each.addresses for each in (self.qkv, self.o, self.mlp.gate_up, self.mlp.down))
+        if qkv is None or o is None or gate_up is None or down is None:
+            return None
+        qk_norm = 0 if self.qk_norm_HD is None else self.qk_norm_HD.data_ptr()
+        norms = self.input_norm_E.data_ptr(), self.post_norm_E.data_ptr()
+        return [norms[0], *qkv, qk_norm, *o, norms[1], *gate_up, *down]
+
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
@@ -177,6 +189,11 @@ class Weights:
         for linear in incomplete:
             linear.refresh()
         return names
+
+    def block_addresses(self) -> Tensor | None:
+        """Return the addresses [L, A] of all blocks, if all are dense and computed by the kernels. They stay."""
+        rows = [layer.addresses for layer in self.layers]
+        return None if None in rows else torch.tensor(rows)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor as it is stored, with its name."""

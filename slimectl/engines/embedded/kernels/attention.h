@@ -1,0 +1,148 @@
+/* Attention of one new token of each sequence to the tokens of its slot of the cache.
+
+   N rows, H query heads, K key-value heads, G query heads of each of them, D head dimension, T token capacity of a slot. */
+
+#pragma once
+#include "numbers.h"
+
+#define LOWEST -3.4e38f /* the score of no token */
+
+/* Return the sums of four registers. */
+INLINE Float4 sums4(const Floats *x) {
+    Float4 parts[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) parts[j] = low4(halves_sum(x[j])) + high4(halves_sum(x[j]));
+    Float4 low = __builtin_shufflevector(parts[0], parts[1], 0, 4, 1, 5) + __builtin_shufflevector(parts[0], parts[1], 2, 6, 3, 7);
+    Float4 high = __builtin_shufflevector(parts[2], parts[3], 0, 4, 1, 5) + __builtin_shufflevector(parts[2], parts[3], 2, 6, 3, 7);
+    return __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
+}
+
+/* Adds to the scores [G, stride] what `width` dimensions of four keys, one after another, contribute. */
+INLINE void add_scores(const float *query, const ELEMENT *const *keys, float *scores, long G, long stride, long D, int width) {
+    Floats parts[4][64 / LANES];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+#pragma GCC unroll 8
+        for (int c = 0; c < width / LANES; c++) parts[j][c] = load_lanes(keys[j] + c * LANES);
+    for (long g = 0; g < G; g++, query += D, scores += stride) {
+        Floats sums[4] = {{0}};
+#pragma GCC unroll 8
+        for (int c = 0; c < width / LANES; c++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sums[j] += *(const Floats *)(query + c * LANES) * parts[j][c];
+        *(Float4 *)scores += sums4(sums);
+    }
+}
+
+/* scores [G, stride] = query [G, D] times keys [tokens, D]; behind the tokens, up to a multiple of 8, they are lowest.
+   Fetches the values meanwhile. */
+INLINE void scores_of(const float *query, const ELEMENT *keys, const ELEMENT *values, float *scores, long G, long tokens,
+                      long stride, long D) {
+    for (long t = 0; t < tokens; t += 4) {
+        prefetch(values + t * D, 4 * D);
+        const ELEMENT *four[4];
+        for (int j = 0; j < 4; j++) four[j] = keys + (t + j < tokens ? t + j : tokens - 1) * D;
+        for (long g = 0; g < G; g++) *(Float4 *)(scores + g * stride + t) = (Float4){0};
+        long d = 0;
+        for (; d + 64 <= D; d += 64) {
+            add_scores(query + d, four, scores + t, G, stride, D, 64);
+            for (int j = 0; j < 4; j++) four[j] += 64;
+        }
+        for (; d < D; d += 16) {
+            add_scores(query + d, four, scores + t, G, stride, D, 16);
+            for (int j = 0; j < 4; j++) four[j] += 16;
+        }
+    }
+    for (long g = 0; g < G; g++)
+        for (long t = tokens; t % 8; t++) scores[g * stride + t] = LOWEST;
+}
+
+/* Turns scores, of which there are a multiple of 8, into weights that sum to 1. */
+INLINE void soften(float *scores, long tokens) {
+    Float8 highest8 = *(Float8 *)scores, totals = all8(0);
+    for (long t = 8; t < tokens; t += 8) {
+        Float8 score = *(Float8 *)(scores + t);
+        highest8 = either(score > highest8, score, highest8);
+    }
+    float highest = highest8[0];
+    for (int j = 1; j < 8; j++) highest = highest8[j] > highest ? highest8[j] : highest;
+    for (long t = 0; t < tokens; t += 8) {
+        Float8 weight = exp8(*(Float8 *)(scores + t) - all8(highest));
+        *(Float8 *)(scores + t) = weight;
+        totals += weight;
+    }
+    Float8 scale = all8(1 / sum8(totals));
+    for (long t = 0; t < tokens; t += 8) *(Float8 *)(scores + t) *= scale;
+}
+
+/* Sums values [tokens, D] by the weights [heads, stride] of some heads, `vectors` registers of dimensions of each.
+   Fetches as much from `next` meanwhile (0: nothing). */
+INLINE void weigh(const float *weights, const ELEMENT *values, const ELEMENT *next, ELEMENT *out, long tokens, long stride,
+                  long D, int heads, int vectors) {
+    Floats sums[4][4] = {{{0}}};
+    for (long t = 0; t < tokens; t++, values += D) {
+        if (next) prefetch(next + t * D, vectors * LANES);
+#pragma GCC unroll 4
+        for (int c = 0; c < vectors; c++) {
+            Floats value = load_lanes(values + c * LANES);
+#pragma GCC unroll 4
+            for (int g = 0; g < heads; g++) sums[g][c] += weights[g * stride + t] * value;
+        }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < heads; g++)
+#pragma GCC unroll 4
+        for (int c = 0; c < vectors; c++) store_lanes(out + g * D + c * LANES, sums[g][c]);
+}
+
+INLINE void weigh_heads(const float *weights, const ELEMENT *values, const ELEMENT *next, ELEMENT *out, long tokens,
+                        long stride, long D, int heads) {
+    long d = 0;
+    for (; d + 4 * LANES <= D; d += 4 * LANES)
+        weigh(weights, values + d, next ? next + d : 0, out + d, tokens, stride, D, heads, 4);
+    for (; d < D; d += LANES) weigh(weights, values + d, next ? next + d : 0, out + d, tokens, stride, D, heads, 1);
+}
+
+/* Writes the keys and values of one new token of each slot at its position, and attends from it to the slot's tokens.
+   qkv is [N, H + 2K, D], `cache` the keys and at `values_at` the values [N, K, T, D], out [N, H, D]; `scratch` has
+   H / K * (D + T + 8) numbers for each thread. */
+INLINE void attend_head(const ELEMENT *qkv, ELEMENT *cache, const int64_t *positions, ELEMENT *out, float *query,
+                        float scale, long pair, long last, long H, long K, long D, long T, long values_at) {
+    long row = pair / K, head = pair % K, position = positions[row], tokens = position + 1, G = H / K, stride = T + 8;
+    const ELEMENT *token = qkv + row * (H + 2 * K) * D;
+    ELEMENT *keys = cache + pair * T * D, *values = keys + values_at;
+    for (long d = 0; d < D; d += 8) {
+        store(keys + position * D + d, load(token + (H + head) * D + d));
+        store(values + position * D + d, load(token + (H + K + head) * D + d));
+    }
+    float *scores = query + G * D;
+    for (long d = 0; d < G * D; d += 8) *(Float8 *)(query + d) = load(token + head * G * D + d) * all8(scale);
+    if (D == 64) scores_of(query, keys, values, scores, G, tokens, stride, 64);
+    else if (D == 128) scores_of(query, keys, values, scores, G, tokens, stride, 128);
+    else scores_of(query, keys, values, scores, G, tokens, stride, D);
+    for (long g = 0; g < G; g++) soften(scores + g * stride, (tokens + 7) / 8 * 8);
+    for (long g = 0; g < G;) {
+        const float *weights = scores + g * stride;
+        const ELEMENT *next = g == 0 && pair < last ? keys + T * D : 0; /* the keys of the next pair */
+        ELEMENT *to = out + (row * H + head * G + g) * D;
+        long heads = G - g < HEADS ? G - g : HEADS;
+        switch (heads) {
+        case 1: weigh_heads(weights, values, next, to, tokens, stride, D, 1); break;
+        case 2: weigh_heads(weights, values, next, to, tokens, stride, D, 2); break;
+        case 3: weigh_heads(weights, values, next, to, tokens, stride, D, 3); break;
+        case 4: weigh_heads(weights, values, next, to, tokens, stride, D, 4); break;
+        }
+        g += heads;
+    }
+}
+
+void attend(const ELEMENT *qkv, ELEMENT *cache, const int64_t *positions, ELEMENT *out, float *scratch, float scale,
+            long N, long H, long K, long D, long T, long values_at, long threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long thread = 0; thread < threads; thread++) {
+        float *query = scratch + thread * (H / K) * (D + T + 8);
+        long end = N * K * (thread + 1) / threads;
+        for (long pair = N * K * thread / threads; pair < end; pair++)
+            attend_head(qkv, cache, positions, out, query, scale, pair, end - 1, H, K, D, T, values_at);
+    }
+}

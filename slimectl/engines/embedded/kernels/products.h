@@ -1,0 +1,192 @@
+/* Products with packed weights.
+
+   Weights are packed in panels of PANEL outputs: STEP inputs of every output of the panel, then the next STEP; a gated
+   panel has LANES outputs of each half. The sums of TILE rows fill most registers. N rows, I inputs, O outputs. */
+
+#pragma once
+#include "numbers.h"
+#include "rows.h"
+
+#define PANEL (2 * LANES)
+#define BLOCK 48
+#define AHEAD (8192 / sizeof(ELEMENT)) /* weights from those that a single tile reads to those that it fetches meanwhile */
+
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+#define STEP 2 /* one instruction adds the products of two inputs */
+typedef ELEMENT INPUT;
+typedef __m512bh Weights;
+INLINE Weights load_weights(const ELEMENT *from) { return (Weights)_mm512_loadu_si512(from); }
+INLINE Floats add_products(Floats sum, const INPUT *inputs, Weights weights) {
+    int32_t pair;
+    __builtin_memcpy(&pair, inputs, sizeof pair);
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, weights, (__m512bh)_mm512_set1_epi32(pair));
+}
+#else
+#define STEP 1
+typedef float INPUT;
+typedef Floats Weights;
+INLINE Weights load_weights(const ELEMENT *from) { return load_lanes(from); }
+INLINE Floats add_products(Floats sum, const INPUT *inputs, Weights weights) { return sum + *inputs * weights; }
+#endif
+
+/* Return rows as `product` reads them, in `memory` if they must be converted. */
+INLINE const INPUT *inputs_of(const ELEMENT *rows, float *memory, long count) {
+#if defined(BFLOAT16) && STEP == 1
+    for (long i = 0; i < count; i += 8) *(Float8 *)(memory + i) = load(rows + i);
+    return memory;
+#else
+    return rows;
+#endif
+}
+
+const long panel_outputs = PANEL, inputs_a_step = STEP, input_size = sizeof(INPUT);
+
+/* STEP inputs of an output, which packing moves as one. */
+#if defined(BFLOAT16) && STEP == 1
+typedef uint16_t CELL;
+typedef Short8 Cells8;
+#else
+typedef int32_t CELL;
+typedef Int8 Cells8;
+#endif
+#define STREAMED 65536 /* cells from which panels go to memory past the cache, which holds no more of them */
+
+/* Interleaves row i with row i + 4; three times over, 8 x 8 cells are transposed. */
+INLINE void interleave(const Cells8 *rows, Cells8 *to) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        to[2 * i] = __builtin_shufflevector(rows[i], rows[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+        to[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+    }
+}
+
+INLINE void stream8(CELL *to, Cells8 x) {
+    __m128i parts[sizeof x / 16];
+    __builtin_memcpy(parts, &x, sizeof x);
+    for (unsigned i = 0; i < sizeof x / 16; i++) _mm_stream_si128((__m128i *)to + i, parts[i]);
+}
+
+/* Transposes 8 cells of 8 outputs into a panel. */
+INLINE void pack_block(const CELL *from, CELL *to, long cells, int streams) {
+    Cells8 rows[8], other[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) rows[j] = *(const Cells8 *)(from + j * cells);
+    interleave(rows, other);
+    interleave(other, rows);
+    interleave(rows, other);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        if (streams) stream8(to + i * PANEL, other[i]);
+        else *(Cells8 *)(to + i * PANEL) = other[i];
+    }
+}
+
+/* The output at place j of the panel that begins with output `first`, or with half of them of each half. */
+INLINE long output_at(long first, long j, long O, long gated) {
+    if (!gated) return first + j;
+    return first / 2 + (j < LANES ? j : O / 2 + j - LANES);
+}
+
+/* The weight is [O, cells]. */
+void pack(const CELL *weight, CELL *panels, long O, long cells, long gated) {
+    int streams = O * cells >= STREAMED && (uintptr_t)panels % 16 == 0;
+    for (long first = 0; first < O; first += PANEL) {
+        CELL *to = panels + first * cells;
+        long c = 0;
+        if (first + PANEL <= O)
+            for (; c + 8 <= cells; c += 8)
+                for (long j = 0; j < PANEL; j += 8)
+                    pack_block(weight + output_at(first, j, O, gated) * cells + c, to + c * PANEL + j, cells, streams);
+        for (; c < cells; c++)
+            for (long j = 0; j < PANEL; j++) {
+                long output = output_at(first, j, O, gated);
+                to[c * PANEL + j] = output < O ? weight[output * cells + c] : 0;
+            }
+    }
+    if (streams) _mm_sfence();
+}
+
+/* Does the same with the numbers at `places` of a weight [O, I] alone, which are ascending. */
+void repack(const ELEMENT *weight, ELEMENT *panels, const int64_t *places, long count, long O, long I, long gated) {
+    long o = 0;
+    for (long c = 0; c < count; c++) {
+        while (places[c] >= (o + 1) * I) o++;
+        long half = gated && o >= O / 2, row = o - half * (O / 2), i = places[c] - o * I;
+        long first = gated ? row / LANES * PANEL : row / PANEL * PANEL, j = gated ? row % LANES + half * LANES : row % PANEL;
+        panels[first * I + (i / STEP * PANEL + j) * STEP + i % STEP] = weight[places[c]];
+    }
+}
+
+INLINE void tile(int rows, const INPUT *x, const ELEMENT *panel, const ELEMENT *next, float *line, long I) {
+    Floats sums[TILE][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (Floats){0};
+    for (long i = 0; i < I; i += STEP, panel += STEP * PANEL) {
+        Weights left = load_weights(panel), right = load_weights(panel + STEP * LANES);
+        if (next) {
+            __builtin_prefetch(next + i * PANEL);
+            if (STEP * LANES * sizeof(ELEMENT) == 64) __builtin_prefetch(next + i * PANEL + STEP * LANES);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            sums[r][0] = add_products(sums[r][0], x + r * I + i, left);
+            sums[r][1] = add_products(sums[r][1], x + r * I + i, right);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        *(Floats *)(line + r * PANEL) = sums[r][0];
+        *(Floats *)(line + r * PANEL + LANES) = sums[r][1];
+    }
+}
+
+/* Adds bias and residual (0: none) to a tile's sums, or multiplies silu of their left half with the right one. */
+static void finish(float *line, const ELEMENT *bias, const ELEMENT *residual, ELEMENT *out, long rows, long width,
+                   long stride, long gated) {
+    for (long r = 0; r < rows; r++, line += PANEL, out += stride) {
+        for (long j = 0; bias && j < PANEL; j += 8) *(Float8 *)(line + j) += load(bias + j);
+        if (gated) {
+            for (long j = 0; j < LANES; j += 8)
+                store(out + j, silu8(*(Float8 *)(line + j)) * *(Float8 *)(line + LANES + j));
+            continue;
+        }
+        ELEMENT part[PANEL] = {0}, *to = width == PANEL ? out : part;
+        const ELEMENT *added = residual ? residual + r * stride : part;
+        if (residual && width < PANEL) { /* the last panel of a row: nothing is read or written behind its outputs */
+            for (long j = 0; j < width; j++) part[j] = added[j];
+            added = part;
+        }
+        for (long j = 0; j < PANEL; j += 8) store(to + j, *(Float8 *)(line + j) + load(added + j));
+        if (width < PANEL)
+            for (long j = 0; j < width; j++) out[j] = part[j];
+    }
+}
+
+#define CASE(count) case count: tile(count, x + from * I, panel, next, line, I); break;
+
+/* out [N, O] = x [N, I] times the packed weight, and what `finish` does; bias is in the order of the panels. */
+void product(const INPUT *x, const ELEMENT *weight, const ELEMENT *bias, const ELEMENT *residual, ELEMENT *out, long N,
+             long I, long O, long gated, long threads) {
+    long panels = (O + PANEL - 1) / PANEL, stride = gated ? O / 2 : O;
+    for (long start = 0; start < N; start += BLOCK) {
+        long rows = N - start < BLOCK ? N - start : BLOCK, tiles = (rows + TILE - 1) / TILE;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+        for (long p = 0; p < panels; p++) {
+            const ELEMENT *panel = weight + p * PANEL * I;
+            long width = O - p * PANEL < PANEL ? O - p * PANEL : PANEL, column = p * (gated ? LANES : PANEL);
+            for (long t = 0; t < tiles; t++) {
+                long from = start + rows * t / tiles, count = start + rows * (t + 1) / tiles - from;
+                float line[TILE * PANEL];
+                const ELEMENT *next = tiles == 1 ? panel + AHEAD : t == tiles - 1 ? panel + PANEL * I : 0;
+                switch (count) {
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TILE > 6
+                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+                }
+                finish(line, bias ? bias + p * PANEL : 0, residual ? residual + from * stride + column : 0,
+                       out + from * stride + column, count, width, stride, gated);
+            }
+        }
+    }
+}
