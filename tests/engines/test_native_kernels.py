@@ -95,7 +95,7 @@ def test_products_are_those_of_torch(kernels: Kernels, dtype: torch.dtype, rows:
             layer = Linear(
                 40, outputs, bias=bias, dtype=dtype, device=CPU, packs=False, kernels=with_kernels, gates=gates
             )
-            layer.weight_OI.copy_(torch.randn(sum(outputs), 40, generator=torch.Generator().manual_seed(1)))
+            layer.write(0, torch.randn(sum(outputs), 40, generator=torch.Generator().manual_seed(1)))
             if layer.bias_O is not None:
                 layer.bias_O.copy_(torch.arange(sum(outputs)) / 10)
             layer.refresh()
@@ -108,21 +108,40 @@ def test_products_are_those_of_torch(kernels: Kernels, dtype: torch.dtype, rows:
     close(narrow.gated(rows_NI) / 100, narrow_reference.gated(rows_NI) / 100)
 
 
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "gates"), [(21, 40, False), (37, 22, False), (300, 250, False), (96, 40, True), (64, 6, True)]
-)
-def test_panels_hold_every_weight_once(
-    dtype: torch.dtype, kernels: Kernels, outputs: int, inputs: int, gates: bool
-) -> None:
-    weight_OI = torch.arange(1, outputs * inputs + 1).view(outputs, inputs).to(dtype)
-    panels = kernels.pack(weight_OI, None, gated=gates)
+def in_panels(weight_OI: torch.Tensor, kernels: Kernels, *, gates: bool) -> torch.Tensor:
+    """The numbers of a weight in the order of its panels, by torch's operators."""
+    outputs, inputs = weight_OI.shape
     width, step = kernels.panel_outputs, kernels.step
-    order = torch.arange(outputs)
     if gates:
-        order = order.view(2, -1, width // 2).transpose(0, 1).flatten()
-    expected = torch.zeros(-(-outputs // width) * width, inputs, dtype=dtype)
-    expected[:outputs] = weight_OI[order]
-    assert torch.equal(panels, expected.view(-1, width, inputs // step, step).transpose(1, 2).flatten())
+        weight_OI = weight_OI[torch.arange(outputs).view(2, -1, width // 2).transpose(0, 1).flatten()]
+    padded = F.pad(weight_OI, (0, 0, 0, -outputs % width))
+    return padded.view(-1, width, inputs // step, step).transpose(1, 2).flatten()
+
+
+SHAPES = [(21, 40, False), (37, 22, False), (300, 250, False), (96, 40, True), (64, 6, True), (2048, 80, True)]
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "gates"), SHAPES)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_panels_hold_every_weight_once(
+    dtype: torch.dtype, kernels: Kernels, outputs: int, inputs: int, gates: bool, parts: int
+) -> None:
+    """Whole or part by part, as elements or as float32 numbers that are rounded; and they can be read again."""
+    exact_OI = torch.randn(outputs, inputs)
+    exact_OI[0, :3] = torch.tensor([float("nan"), float("inf"), 1e-42])
+    weight_OI = exact_OI.to(dtype)
+    bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    for rows_OI in (weight_OI, exact_OI):
+        panels = kernels.new_panels(outputs, inputs, gated=gates)
+        first = 0
+        for rows_RI in rows_OI.chunk(parts):
+            kernels.pack(rows_RI, panels, first)
+            first += len(rows_RI)
+        assert torch.equal(panels.numbers.view(bits), in_panels(weight_OI, kernels, gates=gates).view(bits))
+        assert torch.equal(kernels.unpack(panels, 3, outputs - 5).view(bits), weight_OI[3:-2].view(bits))
+    if not gates:
+        outputs_N = torch.tensor([outputs - 1, 0, 17, 17])
+        assert torch.equal(kernels.gather(panels, outputs_N).view(bits), weight_OI[outputs_N].view(bits))
 
 
 @pytest.mark.parametrize("gates", [False, True])
@@ -130,21 +149,16 @@ def test_panels_hold_every_weight_once(
 def test_panels_follow_the_numbers_of_a_weight_that_changed(
     kernels: Kernels, dtype: torch.dtype, gates: bool, changes: int
 ) -> None:
-    kernels = Kernels(kernels.library, dtype)
-    kernels.multiplies = True
-    layer = Linear(40, [48, 48], bias=True, dtype=dtype, device=CPU, packs=False, kernels=kernels, gates=gates)
-    layer.weight_OI.copy_(torch.randn(96, 40))
-    layer.bias_O.copy_(torch.randn(96))  # type: ignore[union-attr]
-    layer.refresh()
-    indices_C = torch.randperm(96 * 40)[:changes].sort().values
-    layer.weight_OI.view(-1)[indices_C] += 1
-    layer.bias_O += 1  # type: ignore[operator]
-    layer.refresh_at(indices_C)
-    assert layer.bias_O is not None
-    assert layer._panels is not None
-    assert torch.equal(layer._panels, kernels.pack(layer.weight_OI, None, gated=gates))
-    assert layer._bias_panels is not None
-    assert torch.equal(layer._bias_panels, kernels.pack_bias(layer.bias_O, None, gated=gates))
+    layer = Linear(40, [64, 64], bias=True, dtype=dtype, device=CPU, packs=False, kernels=kernels, gates=gates)
+    weight_OI = torch.randn(128, 40).to(dtype)
+    layer.write(0, weight_OI)
+    indices_C = torch.randperm(60 * 40)[:changes].sort().values
+    rows_RI = layer.read(64, 60)
+    assert torch.equal(rows_RI, weight_OI[64:124])
+    rows_RI.view(-1)[indices_C] += 1
+    layer.change(64, rows_RI, indices_C)
+    weight_OI[64:124].view(-1)[indices_C] += 1
+    assert torch.equal(layer.read(0, 128), weight_OI)
 
 
 def test_gates_are_those_of_torch_for_large_and_small_inputs(kernels: Kernels, dtype: torch.dtype) -> None:
@@ -153,14 +167,16 @@ def test_gates_are_those_of_torch_for_large_and_small_inputs(kernels: Kernels, d
 
 
 def test_a_row_does_not_depend_on_those_beside_it(kernels: Kernels, dtype: torch.dtype) -> None:
-    panels = kernels.pack(torch.randn(32, 40).to(dtype), None, gated=False)
+    panels = kernels.new_panels(32, 40, gated=False)
+    kernels.pack(torch.randn(32, 40).to(dtype), panels)
     rows_NI = torch.randn(50, 40).to(dtype)
-    together = kernels.product(rows_NI, panels, 32)
-    assert torch.equal(together[17:18], kernels.product(rows_NI[17:18], panels, 32))
+    together = kernels.product(rows_NI, panels)
+    assert torch.equal(together[17:18], kernels.product(rows_NI[17:18], panels))
 
 
 def test_the_number_of_threads_changes_no_digit(kernels: Kernels, dtype: torch.dtype) -> None:
-    panels = kernels.pack(torch.randn(100, 40).to(dtype), None, gated=False)
+    panels = kernels.new_panels(100, 40, gated=False)
+    kernels.pack(torch.randn(100, 40).to(dtype), panels)
     rows_NI, qkv_NHD = torch.randn(50, 40).to(dtype), torch.randn(5, 10, 16).to(dtype)
     cache, positions_N = torch.randn(2, 5, 2, 20, 16).to(dtype), torch.arange(5) + 12
     threads, results = torch.get_num_threads(), []
@@ -169,7 +185,7 @@ def test_the_number_of_threads_changes_no_digit(kernels: Kernels, dtype: torch.d
             torch.set_num_threads(count)
             scratch = kernels.attention_scratch(cache, heads=6)
             attended = kernels.attend(qkv_NHD, cache, positions_N, scratch)
-            results.append((kernels.product(rows_NI, panels, 100), attended))
+            results.append((kernels.product(rows_NI, panels), attended))
     finally:
         torch.set_num_threads(threads)
     assert all(map(torch.equal, *results))

@@ -1,6 +1,6 @@
-"""Linear layers with weights that are packed once for the CPU.
+"""Linear layers with weights that are packed for the CPU.
 
-N rows · O outputs · I inputs.
+N rows · O outputs · I inputs · R outputs of a part of the weight · C numbers of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimectl.engines.embedded.native import Kernels
+from slimectl.engines.embedded.native import Kernels, Panels
 
 SMALL = 1 << 18
 """Weights of fewer elements are multiplied with a single float32 row faster unpacked."""
@@ -40,11 +40,11 @@ def _product(rows_NI: Tensor, packed_OI: Tensor, bias_O: Tensor | None) -> Tenso
 
 
 class Linear:
-    """One product for several stacked weights (q, k and v; gate and up): `parts` are views, one for each.
+    """One product for several stacked weights (q, k and v; gate and up), whose outputs follow one another.
 
-    `weight_OI` may be passed to share storage (a tied head). `refresh` repacks weights that were written to the parts.
-    `kernels` compute the products if they are the faster ones, else oneDNN if `packs`. Of a layer that `gates`, only
-    `gated` is called.
+    Weights are written and read by rows, each the inputs of an output; `refresh` ends a change of them or of
+    `bias_parts`, which are views of the bias. If the `kernels` multiply, the weights are in their panels alone. Else
+    they are in one tensor, of which oneDNN has a packed copy if `packs`. One that `gates` is called by `gated` only.
     """
 
     def __init__(
@@ -58,74 +58,90 @@ class Linear:
         packs: bool,
         kernels: Kernels | None = None,
         gates: bool = False,
-        weight_OI: Tensor | None = None,
     ) -> None:
-        self.weight_OI = (
-            torch.empty(sum(outputs), inputs, dtype=dtype, device=device) if weight_OI is None else weight_OI
-        )
-        self.bias_O = torch.empty(sum(outputs), dtype=dtype, device=device) if bias else None
-        self.parts = torch.split(self.weight_OI, list(outputs))
+        self.inputs, self.outputs = inputs, sum(outputs)
+        self.starts = [sum(outputs[:i]) for i in range(len(outputs))]
+        """First output of each of the stacked weights."""
+        self.bias_O = torch.empty(self.outputs, dtype=dtype, device=device) if bias else None
         self.bias_parts = () if self.bias_O is None else torch.split(self.bias_O, list(outputs))
-        can_multiply = kernels is not None and kernels.multiplies and inputs % kernels.step == 0
-        self._kernels = kernels
-        self._multiplier = kernels if can_multiply else None
-        self._gated = gates
-        self._gates = self._multiplier is not None and gates and outputs[0] % (self._multiplier.panel_outputs // 2) == 0
-        self._packs = packs
+        self._kernels, self._gates, self._packs = kernels, gates, packs
+        self._small = dtype == torch.float32 and self.outputs * inputs < SMALL
+        self._multiplier: Kernels | None = None
+        self._panels: Panels | None = None
+        self._ordered_bias_O: Tensor | None = None
         self._packed: Tensor | None = None
-        self._panels: Tensor | None = None
-        self._bias_panels: Tensor | None = None
-        self._small = dtype == torch.float32 and self.weight_OI.numel() < SMALL
+        if kernels is not None and kernels.multiplies and inputs % kernels.step == 0:
+            gates = gates and outputs[0] % (kernels.panel_outputs // 2) == 0
+            self._multiplier, self._panels = kernels, kernels.new_panels(self.outputs, inputs, gated=gates)
+        else:
+            self._weight_OI = torch.empty(self.outputs, inputs, dtype=dtype, device=device)
 
     @property
     def count(self) -> int:
         """Number of tensors that the layer consists of."""
-        return len(self.parts) + len(self.bias_parts)
+        return len(self.starts) + len(self.bias_parts)
 
     @property
     def addresses(self) -> tuple[int, int] | None:
         """Fixed addresses of panels and bias, 0 without one; None if the kernels do not compute the layer."""
-        if self._panels is None or (self._gated and not self._gates):
+        if self._panels is None or self._panels.gated != self._gates:
             return None
-        return self._panels.data_ptr(), 0 if self._bias_panels is None else self._bias_panels.data_ptr()
+        bias = 0 if self._ordered_bias_O is None else self._ordered_bias_O.data_ptr()
+        return self._panels.numbers.data_ptr(), bias
+
+    def write(self, first: int, rows_RI: Tensor) -> None:
+        """Write the weights of R outputs from `first` on."""
+        if self._multiplier is None or self._panels is None:
+            self._weight_OI[first : first + len(rows_RI)].copy_(rows_RI)
+            return
+        if rows_RI.dtype not in (self._panels.numbers.dtype, torch.float32):
+            rows_RI = rows_RI.to(self._panels.numbers.dtype)
+        self._multiplier.pack(rows_RI.cpu(), self._panels, first)
+
+    def read(self, first: int, rows: int) -> Tensor:
+        """Return the weights [R, I] of so many outputs from `first` on, a copy or a view."""
+        if self._multiplier is None or self._panels is None:
+            return self._weight_OI[first : first + rows]
+        return self._multiplier.unpack(self._panels, first, rows)
+
+    def change(self, first: int, rows_RI: Tensor, places_C: Tensor) -> None:
+        """Write the numbers at these places of R outputs' weights, ascending, which `read` has returned, as changed."""
+        if self._multiplier is None or self._panels is None:
+            return
+        if len(places_C) * SPARSE > rows_RI.numel():
+            self._multiplier.pack(rows_RI, self._panels, first)
+        else:
+            self._multiplier.repack(rows_RI, places_C, self._panels, first)
 
     def refresh(self) -> None:
+        """Bring up to date what is made of the weights and the bias."""
         if self._multiplier is not None:
-            self._panels = self._multiplier.pack(self.weight_OI, self._panels, gated=self._gates)
-            self._refresh_bias(self._multiplier)
+            if self.bias_O is not None:
+                gated = self._panels is not None and self._panels.gated
+                self._ordered_bias_O = self._multiplier.pack_bias(self.bias_O, self._ordered_bias_O, gated=gated)
         elif self._packs:
             self._packed = None  # freed before its successor is allocated
-            self._packed = _pack(self.weight_OI)
+            self._packed = _pack(self._weight_OI)
 
-    def offset(self, part: Tensor) -> int:
-        """Return the index of a part's first number in the stacked weight; -1 for a part of the bias."""
-        distance, size = part.data_ptr() - self.weight_OI.data_ptr(), self.weight_OI.element_size()
-        return distance // size if 0 <= distance < self.weight_OI.nbytes else -1
-
-    def refresh_at(self, indices_C: Tensor) -> None:
-        """Repack, where only the numbers of the stacked weight at these indices, ascending, and biases have changed."""
-        if self._panels is None or self._multiplier is None or len(indices_C) * SPARSE > self.weight_OI.numel():
-            return self.refresh()
-        self._multiplier.repack(self.weight_OI, self._panels, indices_C, gated=self._gates)
-        return self._refresh_bias(self._multiplier)
-
-    def _refresh_bias(self, multiplier: Kernels) -> None:
-        if self.bias_O is not None:
-            self._bias_panels = multiplier.pack_bias(self.bias_O, self._bias_panels, gated=self._gates)
+    def rows(self, outputs_N: Tensor) -> Tensor:
+        """Return the weights [N, I] of some outputs of a layer that does not gate."""
+        if self._multiplier is None or self._panels is None:
+            return F.embedding(outputs_N, self._weight_OI)
+        return self._multiplier.gather(self._panels, outputs_N)
 
     def __call__(self, rows_NI: Tensor) -> Tensor:
         if self._panels is not None:
-            return self._product(rows_NI)
+            return self._by_kernels(rows_NI)
         if self._packed is None or (self._small and rows_NI.shape[0] == 1):
-            return F.linear(rows_NI, self.weight_OI, self.bias_O)
+            return F.linear(rows_NI, self._weight_OI, self.bias_O)
         return _product(rows_NI, self._packed, self.bias_O)
 
     def added_to(self, residual_NO: Tensor, rows_NI: Tensor) -> Tensor:
         """Return residual + self(rows), in one pass if packed."""
         if self._panels is not None:
-            return self._product(rows_NI, residual_NO)
+            return self._by_kernels(rows_NI, residual_NO)
         if self._packed is None or (self._small and rows_NI.shape[0] == 1):
-            return F.linear(rows_NI, self.weight_OI, self.bias_O).add_(residual_NO)
+            return F.linear(rows_NI, self._weight_OI, self.bias_O).add_(residual_NO)
         sum_NO: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             rows_NI, residual_NO, self._packed, self.bias_O, "add"
         )
@@ -133,22 +149,15 @@ class Linear:
 
     def gated(self, rows_NI: Tensor) -> Tensor:
         """Return silu(first half of the outputs) * second half."""
-        if self._panels is not None and self._gates:
-            return self._product(rows_NI)
         outputs_NO = self(rows_NI)
+        if self._panels is not None and self._panels.gated:
+            return outputs_NO
         half = outputs_NO.shape[1] // 2
         if self._kernels is not None and half % 8 == 0:
             return self._kernels.silu_product(outputs_NO)
         return F.silu(outputs_NO[:, :half]).mul_(outputs_NO[:, half:])
 
-    def _product(self, rows_NI: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+    def _by_kernels(self, rows_NI: Tensor, residual_NO: Tensor | None = None) -> Tensor:
         assert self._multiplier is not None
         assert self._panels is not None
-        return self._multiplier.product(
-            rows_NI,
-            self._panels,
-            self.weight_OI.shape[0],
-            bias=self._bias_panels,
-            residual_NO=residual_NO,
-            gated=self._gates,
-        )
+        return self._multiplier.product(rows_NI, self._panels, bias=self._ordered_bias_O, residual_NO=residual_NO)

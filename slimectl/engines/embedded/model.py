@@ -250,7 +250,7 @@ class Model:
         return self._blocks_LA
 
     def _embedded(self, tokens_N: Tensor) -> Tensor:
-        return F.embedding(tokens_N, self.weights.embedding_VE)
+        return self.weights.embed(tokens_N)
 
     def _hidden(
         self,

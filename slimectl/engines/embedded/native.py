@@ -24,8 +24,10 @@ _SIGNATURES = {
     "rotate": [*[POINTER] * 3, *[LONG] * 4],
     "silu_product": [*[POINTER] * 2, *[LONG] * 2],
     "attend": [*[POINTER] * 5, FLOAT, *[LONG] * 7],
-    "pack": [*[POINTER] * 2, *[LONG] * 3],
-    "repack": [*[POINTER] * 3, *[LONG] * 4],
+    "pack": [POINTER, LONG, POINTER, *[LONG] * 5],
+    "unpack": [*[POINTER] * 2, *[LONG] * 5],
+    "gather": [*[POINTER] * 3, *[LONG] * 3],
+    "repack": [*[POINTER] * 3, *[LONG] * 5],
     "product": [*[POINTER] * 5, *[LONG] * 5],
     "decode": [*[POINTER] * 9, FLOAT],
 }
@@ -42,6 +44,16 @@ class BlockShape:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A weight [O, I] as `product` reads it; of one that is `gated` the first half of the outputs gates the second."""
+
+    numbers: Tensor
+    outputs: int
+    inputs: int
+    gated: bool
+
+
 class Kernels:
     """The kernels for one dtype; all tensors are contiguous and on the CPU.
 
@@ -51,6 +63,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.library = library
+        self._dtype = dtype
         self.panel_outputs = ctypes.c_long.in_dll(library, "panel_outputs").value
         self.step = ctypes.c_long.in_dll(library, "inputs_a_step").value
         self._input_dtype = dtype if ctypes.c_long.in_dll(library, "input_size").value == 2 else torch.float32
@@ -144,56 +157,68 @@ class Kernels:
         kv_heads, tokens, head_dim = cache_2SKTD.shape[2:]
         return torch.empty(torch.get_num_threads() * (heads // kv_heads) * (head_dim + tokens + 8))
 
-    def pack(self, weight_OI: Tensor, panels: Tensor | None, *, gated: bool) -> Tensor:
-        """Return a weight as `product` reads it, in the memory of earlier `panels` of it if there are any."""
-        outputs, inputs = weight_OI.shape
-        if panels is None:
-            panels = weight_OI.new_empty(-(-outputs // self.panel_outputs) * self.panel_outputs * inputs)
-        self.library.pack(weight_OI.data_ptr(), panels.data_ptr(), outputs, inputs // self.step, gated)
-        return panels
+    def new_panels(self, outputs: int, inputs: int, *, gated: bool) -> Panels:
+        """Allocate panels of a weight."""
+        count = -(-outputs // self.panel_outputs) * self.panel_outputs * inputs
+        return Panels(torch.zeros(count, dtype=self._dtype), outputs, inputs, gated)
 
-    def pack_bias(self, bias_O: Tensor, panels: Tensor | None, *, gated: bool) -> Tensor:
-        """Return a bias in the order of the panels of its weight, in the memory of earlier ones if there are any."""
-        if panels is None:
-            panels = bias_O.new_zeros(-(-len(bias_O) // self.panel_outputs) * self.panel_outputs)
+    def pack(self, rows_RI: Tensor, panels: Panels, first: int = 0) -> None:
+        """Write rows of a weight, that of output `first` first, which are in this dtype or float32."""
+        rows_RI = rows_RI.contiguous()
+        rows, inputs = rows_RI.shape
+        wide, cells = rows_RI.dtype != self._dtype, inputs // self.step
+        source, target = rows_RI.data_ptr(), panels.numbers.data_ptr()
+        self.library.pack(source, wide, target, first, rows, panels.outputs, cells, panels.gated)
+
+    def unpack(self, panels: Panels, first: int, rows: int) -> Tensor:
+        """Return rows [R, I] of a weight, that of output `first` first."""
+        rows_RI = panels.numbers.new_empty(rows, panels.inputs)
+        source, target, cells = panels.numbers.data_ptr(), rows_RI.data_ptr(), panels.inputs // self.step
+        self.library.unpack(source, target, first, rows, panels.outputs, cells, panels.gated)
+        return rows_RI
+
+    def gather(self, panels: Panels, outputs_N: Tensor) -> Tensor:
+        """Return the weights [N, I] of some outputs of panels that are not gated."""
+        rows_NI = panels.numbers.new_empty(len(outputs_N), panels.inputs)
+        cells = panels.inputs // self.step
+        source, target = panels.numbers.data_ptr(), rows_NI.data_ptr()
+        self.library.gather(source, outputs_N.data_ptr(), target, len(outputs_N), panels.outputs, cells)
+        return rows_NI
+
+    def repack(self, rows_RI: Tensor, places_C: Tensor, panels: Panels, first: int = 0) -> None:
+        """Write the numbers of rows at `places_C`, ascending; the first row is that of output `first`."""
+        numbers, count, inputs = panels.numbers.data_ptr(), len(places_C), panels.inputs
+        places = places_C.data_ptr()
+        self.library.repack(rows_RI.data_ptr(), numbers, places, count, first, panels.outputs, inputs, panels.gated)
+
+    def pack_bias(self, bias_O: Tensor, ordered_O: Tensor | None, *, gated: bool) -> Tensor:
+        """Return a bias in the order of the panels of its weight, in the memory of an earlier one if there is any."""
+        half = self.panel_outputs // 2
+        if ordered_O is None:
+            ordered_O = bias_O.new_zeros(-(-len(bias_O) // self.panel_outputs) * self.panel_outputs)
         if gated:
-            panels.view(-1, 2, self.panel_outputs // 2).transpose(0, 1).copy_(
-                bias_O.view(2, -1, self.panel_outputs // 2)
-            )
+            ordered_O.view(-1, 2, half).transpose(0, 1).copy_(bias_O.view(2, -1, half))
         else:
-            panels[: len(bias_O)] = bias_O
-        return panels
-
-    def repack(self, weight_OI: Tensor, panels: Tensor, places_C: Tensor, *, gated: bool) -> None:
-        """Bring panels up to date with a weight of which the numbers at `places_C`, ascending, have changed."""
-        outputs, inputs = weight_OI.shape
-        places, count = places_C.data_ptr(), len(places_C)
-        self.library.repack(weight_OI.data_ptr(), panels.data_ptr(), places, count, outputs, inputs, gated)
+            ordered_O[: len(bias_O)] = bias_O
+        return ordered_O
 
     def product(
-        self,
-        rows_NI: Tensor,
-        panels: Tensor,
-        outputs: int,
-        *,
-        bias: Tensor | None = None,
-        residual_NO: Tensor | None = None,
-        gated: bool = False,
+        self, rows_NI: Tensor, panels: Panels, *, bias: Tensor | None = None, residual_NO: Tensor | None = None
     ) -> Tensor:
         """Return rows · weightᵀ + bias + residual; gated: silu(first half) * second half of rows · weightᵀ + bias."""
         rows, inputs = rows_NI.shape
-        out = panels.new_empty(rows, outputs // 2 if gated else outputs)
+        out = panels.numbers.new_empty(rows, panels.outputs // 2 if panels.gated else panels.outputs)
         rows_NI = rows_NI.to(self._input_dtype, memory_format=torch.contiguous_format)
         self.library.product(
             rows_NI.data_ptr(),
-            panels.data_ptr(),
+            panels.numbers.data_ptr(),
             None if bias is None else bias.data_ptr(),
             None if residual_NO is None else residual_NO.data_ptr(),
             out.data_ptr(),
             rows,
             inputs,
-            outputs,
-            gated,
+            panels.outputs,
+            panels.gated,
             torch.get_num_threads(),
         )
         return out

@@ -84,7 +84,7 @@ class WindowedTower:
         angles_P = torch.from_numpy(rotary_angles(grids, merge=self._merge, head=head)).to(device)
         angles_PD = angles_P.view(-1, cell, head // 2)[order].view(-1, head // 2).repeat(1, 2)
         cos_P1D, sin_P1D = angles_PD.cos()[:, None], angles_PD.sin()[:, None]
-        inner = self._blocks[0].gate_up.parts[0].shape[0] if self._blocks else 0
+        inner = self._blocks[0].gate_up.outputs // 2 if self._blocks else 0
         for index, block in enumerate(self._blocks):
             lengths = images if index in self._whole else windows
             qkv_P3HD = block.qkv(_norm(stream_PE, block.norm1_E)).view(-1, 3, self._heads, head)

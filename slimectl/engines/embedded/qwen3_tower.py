@@ -67,7 +67,7 @@ class Merger:
     down: Linear
 
     def __call__(self, stream_PE: Tensor) -> Tensor:
-        cell = self.up.weight_OI.shape[1]
+        cell = self.up.inputs
         normed_PE = self.norm(stream_PE.view(-1, self.norm.weight_E.shape[0]))
         return self.down(F.gelu(self.up(normed_PE.view(-1, cell))))
 

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from slimectl.engines.embedded.linear import Linear
 from slimectl.engines.embedded.weights import TensorSlot, Weights
 from slimectl.errors import CheckpointError
 from slimectl.native.deltas import change_numbers
@@ -59,9 +57,10 @@ def check_delta(weights: Weights, delta: Delta) -> dict[str, TensorSlot]:
         if slot is None:
             continue
         names.add(weights.published_name(name))
-        view = slot.view
-        if CODES.get(view.dtype) != code or view.device.type != "cpu":
-            raise CheckpointError(f"weights: {name} is {view.dtype} on {view.device} here, and {code} in the delta")
+        if CODES.get(weights.dtype) != code or weights.device.type != "cpu":
+            raise CheckpointError(
+                f"weights: {name} is {weights.dtype} on {weights.device} here, and {code} in the delta"
+            )
         slots[name] = slot
     missing = weights.places.keys() - names
     if missing:
@@ -71,31 +70,21 @@ def check_delta(weights: Weights, delta: Delta) -> dict[str, TensorSlot]:
 
 def write_delta(slots: Mapping[str, TensorSlot], delta: Delta) -> None:
     """Change the numbers that changed. Raises CheckpointError, in the middle, for a tensor of another checksum."""
-    incomplete: dict[Linear, list[tuple[int, Tensor]]] = {}
     for name, slot in slots.items():
-        indices_C = _write_tensor(slot, delta, name)
-        linear = slot.linear
-        if linear is None:
-            continue
-        parts = incomplete.setdefault(linear, [])
-        parts.append((linear.offset(slot.view), torch.from_numpy(indices_C)))
-        if len(parts) == linear.count:
-            linear.refresh_at(_joined(incomplete.pop(linear)))
+        _change_tensor(slot, delta, name)
+    for linear in {slot.linear for slot in slots.values() if slot.linear is not None}:
+        linear.refresh()
 
 
-def _write_tensor(slot: TensorSlot, delta: Delta, name: str) -> Any:
-    """Change a tensor, and its copies where the model spreads it over heads; returns the indices [C] of the changes."""
-    gaps_C, bits_C = delta.gaps(name, slot.view.element_size())
+def _change_tensor(slot: TensorSlot, delta: Delta, name: str) -> None:
+    """Change a tensor, and its copies where the model spreads it over heads."""
+    tensor = slot.read() if slot.view is None else slot.view
+    gaps_C, bits_C = delta.gaps(name, tensor.element_size())
     indices_C = None
-    for tensor in slot.view if slot.view.dim() > len(slot.shape) else [slot.view]:
-        numbers_N = tensor.view(-1).view(torch.uint8).numpy().view(bits_C.dtype)
+    for part in tensor if tensor.dim() > len(slot.shape) else [tensor]:
+        numbers_N = part.view(-1).view(torch.uint8).numpy().view(bits_C.dtype)
         indices_C = change_numbers(numbers_N, gaps_C, bits_C, is_xor=delta.is_xor)
         if not delta.matches(name, numbers_N):
             raise CheckpointError(f"weights: {name} does not become what the delta says")
-    return indices_C
-
-
-def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
-    """Return the indices of a layer's stacked weights; those of biases have a negative offset, and are left out."""
-    stacked = sorted((part for part in parts if part[0] >= 0), key=lambda part: part[0])
-    return torch.cat([indices_C + offset for offset, indices_C in stacked])
+    if slot.view is None and slot.linear is not None:
+        slot.linear.change(slot.first, tensor, torch.from_numpy(indices_C))

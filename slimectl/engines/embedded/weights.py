@@ -11,6 +11,7 @@ from io import FileIO
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.architectures.qwen_vl import DECODER, PUBLISHED, TOWER, published_name
@@ -26,6 +27,9 @@ BIASED = ("qwen2", "qwen2_5_vl_text")
 """Model types with a bias on query, key and value without a key for it in config.json."""
 NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text")
 """Model types that normalize queries and keys, head by head."""
+BLOCK_BYTES = 2**20
+BLOCK_ROWS = 64
+"""A matrix is read in blocks of about so many bytes, and of a multiple of so many rows."""
 TOWERS: dict[str, type[WindowedTower] | type[DeepstackTower]] = {
     "qwen2_5_vl": WindowedTower,
     "qwen3_vl": DeepstackTower,
@@ -80,26 +84,65 @@ class FileTensor:
         is_same = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
         is_same = is_same and tuple(target.shape) == self.shape
         memory = target if is_same else torch.empty(self.shape, dtype=self.dtype)
+        self._read(memory, self.offset)
+        if memory is not target:
+            target.copy_(memory)
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of a matrix in blocks, with the index of each one's first row; a block is good until the next.
+
+        Raises CheckpointError if the file is cut short.
+        """
+        rows, width = self.shape
+        count = max(BLOCK_ROWS, BLOCK_BYTES // (width * self.dtype.itemsize) // BLOCK_ROWS * BLOCK_ROWS)
+        memory = torch.empty(min(count, rows), width, dtype=self.dtype)
+        for first in range(0, rows, count):
+            block = memory[: min(count, rows - first)]
+            self._read(block, self.offset + first * width * self.dtype.itemsize)
+            yield first, block
+
+    def _read(self, memory: Tensor, offset: int) -> None:
         if not memory.numel():
             return
         view = memory.detach().view(-1).view(torch.uint8).numpy().data
-        self.file.seek(self.offset)
+        self.file.seek(offset)
         while view:
             count = self.file.readinto(view)
             if not count:
                 raise CheckpointError(f"weights: a block of shared memory is {len(view)} bytes too short")
             view = view[count:]
-        if memory is not target:
-            target.copy_(memory)
 
 
 @dataclass(slots=True)
 class TensorSlot:
-    """Target of a named tensor: a view of the storage, and the linear layer that packs it (None: not packed)."""
+    """Target of a named tensor: a view of the storage, or outputs of a linear layer from `first` on.
 
-    view: Tensor
+    A view may be part of a linear layer, too, as a bias is.
+    """
+
     shape: tuple[int, ...]
+    view: Tensor | None = None
     linear: Linear | None = None
+    first: int = 0
+
+    def write(self, tensor: Tensor | FileTensor) -> None:
+        """Store a tensor, in the storage's dtype. Raises CheckpointError if its file is cut short."""
+        if self.view is not None:
+            if isinstance(tensor, FileTensor):
+                tensor.copy_to(self.view)
+            else:
+                self.view.copy_(tensor)
+            return
+        assert self.linear is not None
+        for first, rows in tensor.blocks() if isinstance(tensor, FileTensor) else [(0, tensor)]:
+            self.linear.write(self.first + first, rows)
+
+    def read(self) -> Tensor:
+        """Return the tensor as it is stored, a copy or a view."""
+        if self.view is None:
+            assert self.linear is not None
+            return self.linear.read(self.first, self.shape[0])
+        return self.view[0] if self.view.dim() > len(self.shape) else self.view
 
 
 NamedTensors = Iterable[tuple[str, Tensor | FileTensor]]
@@ -117,6 +160,7 @@ class Weights:
         decoder = "model." if vision is None else self.published_name(DECODER)
         self._config = config = config.get_text_config()
         self._head_dim = head_dim
+        self.dtype, self.device = dtype, device
         self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._kernels = kernels
         self.packs = not (kernels is not None and kernels.multiplies) and can_pack(dtype, device)
@@ -124,26 +168,19 @@ class Weights:
         self.places: dict[str, TensorSlot] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self._embedding = embedding = f"{decoder}embed_tokens.weight"
-        self.embedding_VE = self._tensor(embedding, vocabulary, hidden)
+        self._embedding_VE = None if self.tied else self._tensor(embedding, vocabulary, hidden)
         self.layers = [self._layer(i, f"{decoder}layers.{i}.") for i in range(config.num_hidden_layers)]
         self.norm_E = self._tensor(f"{decoder}norm.weight", hidden)
         self.vision: VisionTower | None = None
         if vision is not None:
             prefix = self.published_name(TOWER)
             self.vision = TOWERS[self._model_type](vision, prefix, tensor=self._tensor, linear=self._linear)
-        if self.tied:
-            self.head = Linear(
-                hidden,
-                [vocabulary],
-                bias=False,
-                packs=self.packs,
-                kernels=kernels,
-                weight_OI=self.embedding_VE,
-                **self._tensor_options,
-            )
-            self.places[embedding].linear = self.head
-        else:
-            self.head = self._linear(hidden, {"lm_head": vocabulary}, bias=False)
+        head = embedding.removesuffix(".weight") if self.tied else "lm_head"
+        self.head = self._linear(hidden, {head: vocabulary}, bias=False)
+
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        """Return the embeddings [N, E] of tokens, a new tensor."""
+        return self.head.rows(tokens_N) if self._embedding_VE is None else F.embedding(tokens_N, self._embedding_VE)
 
     def place(self, name: str, tensor: Tensor | FileTensor) -> TensorSlot | None:
         """Return the target of a tensor; None for one that this model does not store.
@@ -175,16 +212,13 @@ class Weights:
             place = self.place(name, tensor)
             if place is None:
                 continue
-            if isinstance(tensor, FileTensor):
-                tensor.copy_to(place.view)
-            else:
-                place.view.copy_(tensor)
+            place.write(tensor)
             names.add(self.published_name(name))
             if place.linear is not None:
                 missing = incomplete.pop(place.linear, place.linear.count) - 1
                 if missing:
                     incomplete[place.linear] = missing
-                else:  # packed at once, while the weights are in the processor's cache
+                else:  # at once, while the weights are in the processor's cache
                     place.linear.refresh()
         for linear in incomplete:
             linear.refresh()
@@ -198,11 +232,11 @@ class Weights:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor as it is stored, with its name."""
         for name, place in self.places.items():
-            yield name, place.view[0] if place.view.dim() > len(place.shape) else place.view
+            yield name, place.read()
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         storage = torch.empty(*shape, **self._tensor_options)
-        self.places[name] = TensorSlot(storage, shape)
+        self.places[name] = TensorSlot(shape, storage)
         return storage
 
     def _linear(self, inputs: int, outputs: dict[str, int], *, bias: bool, gates: bool = False) -> Linear:
@@ -216,9 +250,10 @@ class Weights:
             gates=gates,
             **self._tensor_options,
         )
-        for kind, views in (("weight", linear.parts), ("bias", linear.bias_parts)):
-            for name, view in zip(outputs, views, strict=False):
-                self.places[f"{name}.{kind}"] = TensorSlot(view, tuple(view.shape), linear)
+        for (name, width), start in zip(outputs.items(), linear.starts, strict=True):
+            self.places[f"{name}.weight"] = TensorSlot((width, inputs), linear=linear, first=start)
+        for name, view in zip(outputs, linear.bias_parts, strict=False):
+            self.places[f"{name}.bias"] = TensorSlot(tuple(view.shape), view, linear)
         return linear
 
     def _layer(self, index: int, prefix: str) -> Layer:
@@ -255,7 +290,7 @@ class Weights:
         for expert in range(count):
             views = (gate_up_EIH[expert, :inner], gate_up_EIH[expert, inner:], down_EHF[expert])
             for name, view in zip(("gate_proj", "up_proj", "down_proj"), views, strict=True):
-                self.places[f"{prefix}experts.{expert}.{name}.weight"] = TensorSlot(view, tuple(view.shape))
+                self.places[f"{prefix}experts.{expert}.{name}.weight"] = TensorSlot(tuple(view.shape), view)
         gate_EH = self._tensor(f"{prefix}gate.weight", count, hidden)
         return Experts(gate_EH, gate_up_EIH, down_EHF, config.num_experts_per_tok, bool(config.norm_topk_prob))
 
@@ -263,7 +298,7 @@ class Weights:
         """Create one table of both norms, head by head; a [D] tensor written to a view of it spreads over the heads."""
         table_HD = torch.empty(queries + keys, self._head_dim, **self._tensor_options)
         for name, view in (("q_norm", table_HD[:queries]), ("k_norm", table_HD[queries:])):
-            self.places[f"{prefix}{name}.weight"] = TensorSlot(view, (self._head_dim,))
+            self.places[f"{prefix}{name}.weight"] = TensorSlot((self._head_dim,), view)
         return table_HD
 
 

@@ -24,16 +24,27 @@ typedef uint32_t UInt8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint16_t Short8 __attribute__((vector_size(16), aligned(2), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
+/* Return the bits of float32 whose upper half is bfloat16: the nearest, ties to even; 0xffff for a NaN, as torch's
+   operators have it. */
+typedef uint32_t UInts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+INLINE UInts rounded_bits(Floats x) {
+    UInts bits = (UInts)x;
+    return (bits + 0x7fff + ((bits >> 16) & 1)) | (UInts)(x != x);
+}
+INLINE Short8 rounded8(Float8 x) {
+    UInt8 bits = (UInt8)x;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) | (UInt8)(x != x);
+    return __builtin_convertvector(bits >> 16, Short8);
+}
+
+INLINE Float8 all8(float x) { return (Float8){x, x, x, x, x, x, x, x}; }
+
 #ifdef BFLOAT16
 typedef uint16_t ELEMENT;
 INLINE Float8 load(const ELEMENT *from) {
     return (Float8)(__builtin_convertvector(*(const Short8 *)from, UInt8) << 16);
 }
-INLINE void store(ELEMENT *to, Float8 x) {
-    UInt8 bits = (UInt8)x;
-    bits += 0x7fff + ((bits >> 16) & 1); /* to the nearest, ties to even */
-    *(Short8 *)to = __builtin_convertvector(bits >> 16, Short8);
-}
+INLINE void store(ELEMENT *to, Float8 x) { *(Short8 *)to = rounded8(x); }
 INLINE Floats load_lanes(const ELEMENT *from) {
 #if LANES == 16 /* GCC 12 widens by halves */
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
@@ -63,7 +74,6 @@ INLINE void store_lanes(ELEMENT *to, Floats x) { store(to, x); }
 INLINE Float4 low4(Float8 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
 INLINE Float4 high4(Float8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
 
-INLINE Float8 all8(float x) { return (Float8){x, x, x, x, x, x, x, x}; }
 INLINE Float8 either(Int8 mask, Float8 x, Float8 y) { return (Float8)(((Int8)x & mask) | ((Int8)y & ~mask)); }
 
 INLINE float sum8(Float8 x) {

@@ -1,18 +1,14 @@
-/* Products with packed weights.
-
-   Weights are packed in panels of PANEL outputs: STEP inputs of every output of the panel, then the next STEP; a gated
-   panel has LANES outputs of each half. The sums of TILE rows fill most registers. N rows, I inputs, O outputs. */
+/* Products with weights in panels; the sums of TILE rows fill most registers. N rows, I inputs, O outputs. */
 
 #pragma once
 #include "numbers.h"
+#include "panels.h"
 #include "rows.h"
 
-#define PANEL (2 * LANES)
 #define BLOCK 48
 #define AHEAD (8192 / sizeof(ELEMENT)) /* weights from those that a single tile reads to those that it fetches meanwhile */
 
-#if defined(BFLOAT16) && defined(__AVX512BF16__)
-#define STEP 2 /* one instruction adds the products of two inputs */
+#if STEP == 2
 typedef ELEMENT INPUT;
 typedef __m512bh Weights;
 INLINE Weights load_weights(const ELEMENT *from) { return (Weights)_mm512_loadu_si512(from); }
@@ -22,7 +18,6 @@ INLINE Floats add_products(Floats sum, const INPUT *inputs, Weights weights) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, weights, (__m512bh)_mm512_set1_epi32(pair));
 }
 #else
-#define STEP 1
 typedef float INPUT;
 typedef Floats Weights;
 INLINE Weights load_weights(const ELEMENT *from) { return load_lanes(from); }
@@ -39,83 +34,7 @@ INLINE const INPUT *inputs_of(const ELEMENT *rows, float *memory, long count) {
 #endif
 }
 
-const long panel_outputs = PANEL, inputs_a_step = STEP, input_size = sizeof(INPUT);
-
-/* STEP inputs of an output, which packing moves as one. */
-#if defined(BFLOAT16) && STEP == 1
-typedef uint16_t CELL;
-typedef Short8 Cells8;
-#else
-typedef int32_t CELL;
-typedef Int8 Cells8;
-#endif
-#define STREAMED 65536 /* cells from which panels go to memory past the cache, which holds no more of them */
-
-/* Interleaves row i with row i + 4; three times over, 8 x 8 cells are transposed. */
-INLINE void interleave(const Cells8 *rows, Cells8 *to) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        to[2 * i] = __builtin_shufflevector(rows[i], rows[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
-        to[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
-    }
-}
-
-INLINE void stream8(CELL *to, Cells8 x) {
-    __m128i parts[sizeof x / 16];
-    __builtin_memcpy(parts, &x, sizeof x);
-    for (unsigned i = 0; i < sizeof x / 16; i++) _mm_stream_si128((__m128i *)to + i, parts[i]);
-}
-
-/* Transposes 8 cells of 8 outputs into a panel. */
-INLINE void pack_block(const CELL *from, CELL *to, long cells, int streams) {
-    Cells8 rows[8], other[8];
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) rows[j] = *(const Cells8 *)(from + j * cells);
-    interleave(rows, other);
-    interleave(other, rows);
-    interleave(rows, other);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        if (streams) stream8(to + i * PANEL, other[i]);
-        else *(Cells8 *)(to + i * PANEL) = other[i];
-    }
-}
-
-/* The output at place j of the panel that begins with output `first`, or with half of them of each half. */
-INLINE long output_at(long first, long j, long O, long gated) {
-    if (!gated) return first + j;
-    return first / 2 + (j < LANES ? j : O / 2 + j - LANES);
-}
-
-/* The weight is [O, cells]. */
-void pack(const CELL *weight, CELL *panels, long O, long cells, long gated) {
-    int streams = O * cells >= STREAMED && (uintptr_t)panels % 16 == 0;
-    for (long first = 0; first < O; first += PANEL) {
-        CELL *to = panels + first * cells;
-        long c = 0;
-        if (first + PANEL <= O)
-            for (; c + 8 <= cells; c += 8)
-                for (long j = 0; j < PANEL; j += 8)
-                    pack_block(weight + output_at(first, j, O, gated) * cells + c, to + c * PANEL + j, cells, streams);
-        for (; c < cells; c++)
-            for (long j = 0; j < PANEL; j++) {
-                long output = output_at(first, j, O, gated);
-                to[c * PANEL + j] = output < O ? weight[output * cells + c] : 0;
-            }
-    }
-    if (streams) _mm_sfence();
-}
-
-/* Does the same with the numbers at `places` of a weight [O, I] alone, which are ascending. */
-void repack(const ELEMENT *weight, ELEMENT *panels, const int64_t *places, long count, long O, long I, long gated) {
-    long o = 0;
-    for (long c = 0; c < count; c++) {
-        while (places[c] >= (o + 1) * I) o++;
-        long half = gated && o >= O / 2, row = o - half * (O / 2), i = places[c] - o * I;
-        long first = gated ? row / LANES * PANEL : row / PANEL * PANEL, j = gated ? row % LANES + half * LANES : row % PANEL;
-        panels[first * I + (i / STEP * PANEL + j) * STEP + i % STEP] = weight[places[c]];
-    }
-}
+const long input_size = sizeof(INPUT);
 
 INLINE void tile(int rows, const INPUT *x, const ELEMENT *panel, const ELEMENT *next, float *line, long I) {
     Floats sums[TILE][2];
