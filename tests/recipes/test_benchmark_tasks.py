@@ -15,7 +15,7 @@ from slimectl.types import Prompt
 
 DIGESTS = {
     "quickstart 1": "4a245033a2c0b5e6ceb0c6d6278085f3ccece3835c6725438156063e871467f8",
-    "smollm2 1": "b7ebffdf8cebb9489d52c60ab9e6517c9041a393910d4ed1b623176e5ac00343",
+    "smollm2 2": "2789d7d7cb8ae14f93e8b7e1b4a93c88c84c81cec1e5be0593576eb76b6de631",
 }
 """SHA-256 of the files by name and version. After a change of one, raise its version and give its figures anew in
 benchmarks/RESULTS.md; where a setting was only renamed, the version stays."""
