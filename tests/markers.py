@@ -86,6 +86,7 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/stages/test_servers.py::test_three_rounds_on_ray": (RAY, SGLANG),
     "tests/stages/test_servers.py::test_three_rounds_with_the_real_vllm": (VLLM,),
     "tests/test_floors.py": (PROCESSES,),
+    "tests/test_gpu_benchmark.py::test_every_cell": (PROCESSES, SLOW),
     "tests/test_house.py": (PROCESSES,),
     "tests/test_house.py::test_mypy": (SLOW,),
     "tests/test_manifest.py": (PROCESSES,),
