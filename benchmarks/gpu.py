@@ -282,6 +282,7 @@ def begin_memory(trial: Trial) -> int:
     if trial.device == "cpu":
         Path("/proc/self/clear_refs").write_text("5")
         return resident()
+    torch.cuda.init()  # without it torch (2.13) has no memory whose peak could be reset
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()

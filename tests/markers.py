@@ -138,6 +138,7 @@ SECONDS = (
     "tests/sandbox/test_isolation.py::test_one_hanging_test",
     "tests/sandbox/test_isolation.py::test_time_is_that_of_the_processor",
     "tests/simulation/test_simulation.py::test_a_plan_of_fsdp",
+    "tests/simulation/test_simulation.py::test_a_step_waits",
     "tests/simulation/test_simulation.py::test_megatrons_ranks_agree",
     "tests/stages/test_check_reward.py::test_a_slow_sample_and_one_that_hangs",
     "tests/stages/test_grader.py::test_async_functions_wait_side_by_side",
