@@ -92,6 +92,15 @@ def test_a_plan_of_fsdp_is_confirmed_by_its_program_and_faults_of_one_rank_are_f
     assert any("moved, forward_backward: cuda to cpu" in line for line in lines)
 
 
+def test_a_step_waits_for_the_gpu_as_often_however_many_rows_and_tokens_it_has():
+    one_short, four_long = (
+        forked(tasks_of(run_of(world=2, seq_len=seq_len, max_tokens_per_gpu=pack))[0])["reads"]
+        for seq_len, pack in ((64, 64), (256, 1024))
+    )
+    assert one_short == four_long
+    assert 0 < sum(one_short.values()) < 10  # of two packs, and of their log-probabilities before the step
+
+
 def test_megatrons_ranks_agree_and_leave_nothing_on_the_host():
     pytest.importorskip("megatron.core")
     run = run_of(world=8, policy="megatron", layout=ParallelLayout(tensor=2, pipeline=2))
