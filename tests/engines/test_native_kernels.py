@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from slimectl.engines.embedded.linear import Linear
-from slimectl.engines.embedded.native import SOURCE, Kernels, load_kernels
+from slimectl.engines.embedded.native import SOURCE, Kernels, SpanTable, load_kernels
+from slimectl.engines.embedded.prefix_tree import Span
 from slimectl.engines.embedded.weights import Weights
 from slimectl.native import compiler
 from slimectl.types import SamplingParams
@@ -65,25 +66,42 @@ def test_rotation_leaves_values_alone(kernels: Kernels, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("group", [1, 3, 6])
-def test_attention_reads_no_token_behind_the_new_one(
+def test_attention_reads_spans_and_slots_and_no_token_behind_the_new_one(
     kernels: Kernels, dtype: torch.dtype, head_dim: int, group: int
 ) -> None:
-    rows, kv_heads, tokens = 2, 2, 19
+    rows, kv_heads, tokens, layers = 3, 2, 19, 2
     heads = kv_heads * group
-    cache = torch.full((2, 3, kv_heads, tokens, head_dim), float("nan"), dtype=dtype)
-    positions_N = torch.tensor([16, 3])
+    cache = torch.full((2, 4, kv_heads, tokens, head_dim), float("nan"), dtype=dtype)
+    positions_N = torch.tensor([16, 3, 0])
     for row, position in enumerate(positions_N.tolist()):
         cache[:, row, :, :position] = torch.randn(2, kv_heads, position, head_dim).to(dtype)
+    prefix = torch.randn(layers, 2, kv_heads, 11, head_dim).to(dtype)
+    spans = [Span(prefix[:, :, :, 7:], torch.tensor([0, 2]), 7, 11), Span(prefix[:, :, :, :7], slice(0, 3), 0, 7)]
     qkv_NHD = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(dtype)
-    out = kernels.attend(qkv_NHD, cache, positions_N, kernels.attention_scratch(cache, heads))
-    for row, position in enumerate(positions_N.tolist()):
-        keys, values = cache[:, row, :, : position + 1].float()
-        assert torch.equal(cache[:, row, :, position].flatten(0, 1), qkv_NHD[row, heads:])
-        query = qkv_NHD[row, :heads, None].float()
-        expected = F.scaled_dot_product_attention(
-            query, keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-        )
-        close(out[row], expected.flatten())
+    for shared, lengths in ((SpanTable([], rows), (0, 0, 0)), (SpanTable(spans, rows), (11, 7, 11))):
+        scratch = kernels.attention_scratch(cache, heads, shared)
+        out = kernels.attend(1, qkv_NHD, cache, positions_N, shared, scratch)
+        for row, (position, length) in enumerate(zip(positions_N.tolist(), lengths, strict=True)):
+            slot = cache[:, row, :, : position + 1]
+            assert torch.equal(slot[:, :, position].flatten(0, 1), qkv_NHD[row, heads:])
+            keys, values = torch.cat((prefix[1, :, :, :length], slot), 2).float()
+            query = qkv_NHD[row, :heads, None].float()
+            keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+            close(out[row], F.scaled_dot_product_attention(query, keys, values).flatten())
+
+
+def test_spans_change_no_digit(kernels: Kernels, dtype: torch.dtype) -> None:
+    """A row that reads a prompt in place gets what it would from a copy of it in its slot."""
+    prefix = torch.randn(1, 2, 2, 13, 32).to(dtype)
+    own = torch.randn(2, 1, 2, 20, 32).to(dtype)
+    qkv_1HD = torch.randn(1, 8, 32).to(dtype)
+    whole = torch.cat((prefix[0][:, None], own), 3)
+    results = []
+    for cache, position, spans in ((whole, 21, []), (own, 8, [Span(prefix, slice(0, 1), 0, 13)])):
+        shared, slots = SpanTable(spans, 1), cache.clone()
+        scratch = kernels.attention_scratch(slots, 4, shared)
+        results.append(kernels.attend(0, qkv_1HD, slots, torch.tensor([position]), shared, scratch))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("rows", [1, 6, 7, 12, 13, 50, 101])
@@ -183,8 +201,9 @@ def test_the_number_of_threads_changes_no_digit(kernels: Kernels, dtype: torch.d
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            scratch = kernels.attention_scratch(cache, heads=6)
-            attended = kernels.attend(qkv_NHD, cache, positions_N, scratch)
+            shared = SpanTable([], 5)
+            scratch = kernels.attention_scratch(cache, 6, shared)
+            attended = kernels.attend(0, qkv_NHD, cache, positions_N, shared, scratch)
             results.append((kernels.product(rows_NI, panels), attended))
     finally:
         torch.set_num_threads(threads)

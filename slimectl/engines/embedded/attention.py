@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.engines.embedded.kv_cache import Cache
-from slimectl.engines.embedded.native import Kernels
+from slimectl.engines.embedded.native import Kernels, SpanTable
 from slimectl.engines.embedded.prefix_tree import Span
 from slimectl.errors import CheckpointError
 
@@ -149,7 +149,7 @@ class Decode:
     """Attention of one new token for each of the first B slots of the cache.
 
     A slot has the tokens behind those that its sequence reads from `spans`, and `positions_B` are places in it.
-    `kernels` compute it if they are given, and there are no spans.
+    `kernels` compute it if they are given.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class Decode:
         self._slots = positions_B.shape[0]
         self._tokens = cache.tokens
         self._spans = spans
-        self._kernels = None if spans else kernels
+        self._kernels = kernels
         if self._kernels is not None:
-            self._positions_B = positions_B
-            self._scratch = self._kernels.attention_scratch(cache.layer(0), heads)
+            self._positions_B, self._shared = positions_B, SpanTable(spans, self._slots)
+            self._scratch = self._kernels.attention_scratch(cache.layer(0), heads, self._shared)
             return
         self._rows = cache.rows(positions_B)
         device = positions_B.device
@@ -191,7 +191,8 @@ class Decode:
     def __call__(self, layer: int, qkv_NHD: Tensor) -> Tensor:
         """Return attention output [N, H * D]. The query heads of a key-value head are passed as a sequence."""
         if self._kernels is not None:
-            return self._kernels.attend(qkv_NHD, self._cache.layer(layer), self._positions_B, self._scratch)
+            slots = self._cache.layer(layer)
+            return self._kernels.attend(layer, qkv_NHD, slots, self._positions_B, self._shared, self._scratch)
         rows, all_heads, head_dim = qkv_NHD.shape
         heads = self._heads
         kv_heads = (all_heads - heads) // 2

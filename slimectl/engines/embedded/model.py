@@ -18,7 +18,7 @@ from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
 from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.mlp import Experts, Mlp
-from slimectl.engines.embedded.native import BlockShape, load_kernels
+from slimectl.engines.embedded.native import BlockShape, SpanTable, load_kernels
 from slimectl.engines.embedded.pictures import PictureInputs, Pictures
 from slimectl.engines.embedded.prefix_tree import Node, PrefixTree, Span
 from slimectl.engines.embedded.scheduler import TopTokens
@@ -228,8 +228,9 @@ class Model:
             positions_B = positions_B + inputs.rope_shift_B
         rope = self._rope.rows(positions_B, inputs.longest)
         stream_BE = self._embedded(inputs.tokens_B)
-        if self._kernels is not None and not inputs.spans and (blocks_LA := self._block_addresses()) is not None:
-            self._kernels.decode(blocks_LA, self._block_shape, stream_BE, cache.slab, inputs.slot_positions_B, rope)
+        if self._kernels is not None and (blocks_LA := self._block_addresses()) is not None:
+            slot_positions_B, shared = inputs.slot_positions_B, SpanTable(inputs.spans, rows)
+            self._kernels.decode(blocks_LA, self._block_shape, stream_BE, cache.slab, slot_positions_B, shared, rope)
             return self._logits(stream_BE)[:count], None
         attend = Decode(
             cache,

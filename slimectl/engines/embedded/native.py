@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from slimectl.engines.embedded.prefix_tree import Span
 from slimectl.native.compiler import FLOAT, LONG, POINTER, load_library
 
 SOURCE = Path(__file__).parent / "kernels" / "kernels.c"
@@ -23,13 +26,13 @@ _SIGNATURES = {
     "norm_heads": [*[POINTER] * 2, *[LONG] * 4, FLOAT],
     "rotate": [*[POINTER] * 3, *[LONG] * 4],
     "silu_product": [*[POINTER] * 2, *[LONG] * 2],
-    "attend": [*[POINTER] * 5, FLOAT, *[LONG] * 7],
+    "attend": [*[POINTER] * 6, FLOAT, *[LONG] * 8],
     "pack": [POINTER, LONG, POINTER, *[LONG] * 5],
     "unpack": [*[POINTER] * 2, *[LONG] * 5],
     "gather": [*[POINTER] * 3, *[LONG] * 3],
     "repack": [*[POINTER] * 3, *[LONG] * 5],
     "product": [*[POINTER] * 5, *[LONG] * 5],
-    "decode": [*[POINTER] * 9, FLOAT],
+    "decode": [*[POINTER] * 10, FLOAT],
 }
 
 
@@ -52,6 +55,27 @@ class Panels:
     outputs: int
     inputs: int
     gated: bool
+
+
+class SpanTable:
+    """The spans that rows read before their slots, ascending for each row, as `Spans` in attention.h has them."""
+
+    def __init__(self, spans: Sequence[Span], rows: int) -> None:
+        spans_of: list[list[list[int]]] = [[] for _ in range(rows if spans else 0)]
+        for span in sorted(spans, key=lambda span: span.start):
+            keys = span.keys_values
+            assert keys.stride(-1) == 1
+            assert keys.stride(-2) == keys.shape[-1]
+            entry = [keys.data_ptr(), span.end - span.start, keys.stride(2)]
+            for row in range(rows)[span.rows] if isinstance(span.rows, slice) else span.rows.tolist():
+                spans_of[row].append(entry)
+        ends = accumulate(map(len, spans_of), initial=0)
+        self._first = torch.tensor(list(ends))
+        self._entries = torch.tensor([entry for entries in spans_of for entry in entries])
+        self.tokens = max((span.end for span in spans), default=0)
+        """Most tokens that a row reads from spans."""
+        addresses = (self._entries.data_ptr(), self._first.data_ptr()) if spans else (0, 0)
+        self.numbers = torch.tensor([*addresses, self.tokens])
 
 
 class Kernels:
@@ -95,8 +119,10 @@ class Kernels:
         self.library.silu_product(rows_NI.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
 
-    def attend(self, qkv_NHD: Tensor, cache_2SKTD: Tensor, positions_N: Tensor, scratch: Tensor) -> Tensor:
-        """Write each row's keys and values into its slot, and return attention over the slot's tokens [N, H * D]."""
+    def attend(
+        self, layer: int, qkv_NHD: Tensor, cache_2SKTD: Tensor, positions_N: Tensor, shared: SpanTable, scratch: Tensor
+    ) -> Tensor:
+        """Write keys and values of each row into its slot, and return attention [N, H * D] to its spans and slot."""
         rows, all_heads, head_dim = qkv_NHD.shape
         _, slots, kv_heads, tokens, _ = cache_2SKTD.shape
         heads = all_heads - 2 * kv_heads
@@ -105,9 +131,11 @@ class Kernels:
             qkv_NHD.data_ptr(),
             cache_2SKTD.data_ptr(),
             positions_N.data_ptr(),
+            shared.numbers.data_ptr(),
             out.data_ptr(),
             scratch.data_ptr(),
             head_dim**-0.5,
+            layer,
             rows,
             heads,
             kv_heads,
@@ -125,6 +153,7 @@ class Kernels:
         stream_NE: Tensor,
         slab_L2SKTD: Tensor,
         positions_N: Tensor,
+        shared: SpanTable,
         rope: tuple[Tensor, Tensor],
     ) -> None:
         """Run dense blocks, whose addresses are those of `Block` in kernels.c, on the residual stream, in place."""
@@ -136,7 +165,7 @@ class Kernels:
         numbers = torch.tensor([*sizes, torch.get_num_threads()])
         row_width = width + 2 * (heads + kv_heads) * head_dim + shape.inner
         memory = stream_NE.new_empty(rows * row_width)
-        scratch = self.attention_scratch(slab_L2SKTD[0], heads)
+        scratch = self.attention_scratch(slab_L2SKTD[0], heads, shared)
         if len(scratch) < (inputs := rows * max(width, heads * head_dim, shape.inner)):
             scratch = torch.empty(inputs)
         self.library.decode(
@@ -145,6 +174,7 @@ class Kernels:
             stream_NE.data_ptr(),
             slab_L2SKTD.data_ptr(),
             positions_N.data_ptr(),
+            shared.numbers.data_ptr(),
             cos_N1D.data_ptr(),
             sin_N1D.data_ptr(),
             memory.data_ptr(),
@@ -152,10 +182,10 @@ class Kernels:
             shape.eps,
         )
 
-    def attention_scratch(self, cache_2SKTD: Tensor, heads: int) -> Tensor:
+    def attention_scratch(self, cache_2SKTD: Tensor, heads: int, shared: SpanTable) -> Tensor:
         """Allocate the memory that `attend` computes in."""
         kv_heads, tokens, head_dim = cache_2SKTD.shape[2:]
-        return torch.empty(torch.get_num_threads() * (heads // kv_heads) * (head_dim + tokens + 8))
+        return torch.empty(torch.get_num_threads() * (heads // kv_heads) * (head_dim + shared.tokens + tokens + 8))
 
     def new_panels(self, outputs: int, inputs: int, *, gated: bool) -> Panels:
         """Allocate panels of a weight."""

@@ -1,4 +1,4 @@
-/* Attention of one new token of each sequence to the tokens of its slot of the cache.
+/* Attention of one new token of each sequence: to what it reads from others' spans, and to its slot of the cache.
 
    N rows, H query heads, K key-value heads, G query heads of each of them, D head dimension, T token capacity of a slot. */
 
@@ -34,8 +34,27 @@ INLINE void add_scores(const float *query, const ELEMENT *const *keys, float *sc
     }
 }
 
-/* scores [G, stride] = query [G, D] times keys [tokens, D]; behind the tokens, up to a multiple of 8, they are lowest.
-   Fetches the values meanwhile. */
+/* Tokens that sequences share: `keys` of the first layer and head, `head` numbers from each to the next; a layer's values
+   are behind its keys. */
+typedef struct {
+    const ELEMENT *keys;
+    int64_t tokens, head;
+} Span;
+
+/* Spans that rows read before their slots: row n those from first[n] to first[n + 1] (0: none), of so many tokens at most. */
+typedef struct {
+    const Span *spans;
+    const int64_t *first;
+    int64_t tokens;
+} Spans;
+
+/* Keys and values [tokens, D] of a head. */
+typedef struct {
+    const ELEMENT *keys, *values;
+    long tokens;
+} Part;
+
+/* scores [G, stride] = query [G, D] times keys [tokens, D]; up to 3 behind them are overwritten. Fetches the values. */
 INLINE void scores_of(const float *query, const ELEMENT *keys, const ELEMENT *values, float *scores, long G, long tokens,
                       long stride, long D) {
     for (long t = 0; t < tokens; t += 4) {
@@ -53,8 +72,6 @@ INLINE void scores_of(const float *query, const ELEMENT *keys, const ELEMENT *va
             for (int j = 0; j < 4; j++) four[j] += 16;
         }
     }
-    for (long g = 0; g < G; g++)
-        for (long t = tokens; t % 8; t++) scores[g * stride + t] = LOWEST;
 }
 
 /* Turns scores, of which there are a multiple of 8, into weights that sum to 1. */
@@ -75,74 +92,92 @@ INLINE void soften(float *scores, long tokens) {
     for (long t = 0; t < tokens; t += 8) *(Float8 *)(scores + t) *= scale;
 }
 
-/* Sums values [tokens, D] by the weights [heads, stride] of some heads, `vectors` registers of dimensions of each.
-   Fetches as much from `next` meanwhile (0: nothing). */
-INLINE void weigh(const float *weights, const ELEMENT *values, const ELEMENT *next, ELEMENT *out, long tokens, long stride,
-                  long D, int heads, int vectors) {
+/* Sums the values of parts by the weights [heads, stride] of some heads, `vectors` registers of dimensions of each, from
+   dimension d on. Fetches as much from `next` meanwhile (0: nothing). */
+INLINE void weigh(const float *weights, const Part *parts, long count, const ELEMENT *next, ELEMENT *out, long stride,
+                  long D, long d, int heads, int vectors) {
     Floats sums[4][4] = {{{0}}};
-    for (long t = 0; t < tokens; t++, values += D) {
-        if (next) prefetch(next + t * D, vectors * LANES);
+    for (long p = 0; p < count; weights += parts[p++].tokens) {
+        const ELEMENT *values = parts[p].values + d;
+        for (long t = 0; t < parts[p].tokens; t++, values += D) {
+            if (next && p == count - 1) prefetch(next + t * D + d, vectors * LANES);
 #pragma GCC unroll 4
-        for (int c = 0; c < vectors; c++) {
-            Floats value = load_lanes(values + c * LANES);
+            for (int c = 0; c < vectors; c++) {
+                Floats value = load_lanes(values + c * LANES);
 #pragma GCC unroll 4
-            for (int g = 0; g < heads; g++) sums[g][c] += weights[g * stride + t] * value;
+                for (int g = 0; g < heads; g++) sums[g][c] += weights[g * stride + t] * value;
+            }
         }
     }
 #pragma GCC unroll 4
     for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
-        for (int c = 0; c < vectors; c++) store_lanes(out + g * D + c * LANES, sums[g][c]);
+        for (int c = 0; c < vectors; c++) store_lanes(out + g * D + d + c * LANES, sums[g][c]);
 }
 
-INLINE void weigh_heads(const float *weights, const ELEMENT *values, const ELEMENT *next, ELEMENT *out, long tokens,
+INLINE void weigh_heads(const float *weights, const Part *parts, long count, const ELEMENT *next, ELEMENT *out,
                         long stride, long D, int heads) {
     long d = 0;
-    for (; d + 4 * LANES <= D; d += 4 * LANES)
-        weigh(weights, values + d, next ? next + d : 0, out + d, tokens, stride, D, heads, 4);
-    for (; d < D; d += LANES) weigh(weights, values + d, next ? next + d : 0, out + d, tokens, stride, D, heads, 1);
+    for (; d + 4 * LANES <= D; d += 4 * LANES) weigh(weights, parts, count, next, out, stride, D, d, heads, 4);
+    for (; d < D; d += LANES) weigh(weights, parts, count, next, out, stride, D, d, heads, 1);
 }
 
-/* Writes the keys and values of one new token of each slot at its position, and attends from it to the slot's tokens.
-   qkv is [N, H + 2K, D], `cache` the keys and at `values_at` the values [N, K, T, D], out [N, H, D]; `scratch` has
-   H / K * (D + T + 8) numbers for each thread. */
-INLINE void attend_head(const ELEMENT *qkv, ELEMENT *cache, const int64_t *positions, ELEMENT *out, float *query,
-                        float scale, long pair, long last, long H, long K, long D, long T, long values_at) {
-    long row = pair / K, head = pair % K, position = positions[row], tokens = position + 1, G = H / K, stride = T + 8;
+/* Writes a key-value head's key and value of the row's new token at its position of its slot, and attends from it. */
+INLINE void attend_head(const ELEMENT *qkv, ELEMENT *cache, const int64_t *positions, const Spans *shared, ELEMENT *out,
+                        float *query, float scale, long layer, long pair, long last, long H, long K, long D, long T,
+                        long values_at) {
+    long row = pair / K, head = pair % K, position = positions[row], G = H / K, stride = shared->tokens + T + 8;
     const ELEMENT *token = qkv + row * (H + 2 * K) * D;
     ELEMENT *keys = cache + pair * T * D, *values = keys + values_at;
     for (long d = 0; d < D; d += 8) {
         store(keys + position * D + d, load(token + (H + head) * D + d));
         store(values + position * D + d, load(token + (H + K + head) * D + d));
     }
+    const Span *spans = shared->spans + (shared->first ? shared->first[row] : 0);
+    long before = shared->first ? shared->first[row + 1] - shared->first[row] : 0, tokens = 0;
+    Part parts[before + 1];
+    for (long i = 0; i < before; i++) {
+        const ELEMENT *from = spans[i].keys + (2 * K * layer + head) * spans[i].head;
+        parts[i] = (Part){from, from + K * spans[i].head, spans[i].tokens};
+    }
+    parts[before] = (Part){keys, values, position + 1};
     float *scores = query + G * D;
     for (long d = 0; d < G * D; d += 8) *(Float8 *)(query + d) = load(token + head * G * D + d) * all8(scale);
-    if (D == 64) scores_of(query, keys, values, scores, G, tokens, stride, 64);
-    else if (D == 128) scores_of(query, keys, values, scores, G, tokens, stride, 128);
-    else scores_of(query, keys, values, scores, G, tokens, stride, D);
-    for (long g = 0; g < G; g++) soften(scores + g * stride, (tokens + 7) / 8 * 8);
+    for (long i = 0; i <= before; tokens += parts[i++].tokens) {
+        const Part *part = parts + i;
+        if (D == 64) scores_of(query, part->keys, part->values, scores + tokens, G, part->tokens, stride, 64);
+        else if (D == 128) scores_of(query, part->keys, part->values, scores + tokens, G, part->tokens, stride, 128);
+        else scores_of(query, part->keys, part->values, scores + tokens, G, part->tokens, stride, D);
+    }
+    for (long g = 0; g < G; g++) {
+        for (long t = tokens; t % 8; t++) scores[g * stride + t] = LOWEST;
+        soften(scores + g * stride, (tokens + 7) / 8 * 8);
+    }
     for (long g = 0; g < G;) {
         const float *weights = scores + g * stride;
         const ELEMENT *next = g == 0 && pair < last ? keys + T * D : 0; /* the keys of the next pair */
         ELEMENT *to = out + (row * H + head * G + g) * D;
         long heads = G - g < HEADS ? G - g : HEADS;
         switch (heads) {
-        case 1: weigh_heads(weights, values, next, to, tokens, stride, D, 1); break;
-        case 2: weigh_heads(weights, values, next, to, tokens, stride, D, 2); break;
-        case 3: weigh_heads(weights, values, next, to, tokens, stride, D, 3); break;
-        case 4: weigh_heads(weights, values, next, to, tokens, stride, D, 4); break;
+        case 1: weigh_heads(weights, parts, before + 1, next, to, stride, D, 1); break;
+        case 2: weigh_heads(weights, parts, before + 1, next, to, stride, D, 2); break;
+        case 3: weigh_heads(weights, parts, before + 1, next, to, stride, D, 3); break;
+        case 4: weigh_heads(weights, parts, before + 1, next, to, stride, D, 4); break;
         }
         g += heads;
     }
 }
 
-void attend(const ELEMENT *qkv, ELEMENT *cache, const int64_t *positions, ELEMENT *out, float *scratch, float scale,
-            long N, long H, long K, long D, long T, long values_at, long threads) {
+/* Attends in a layer. qkv is [N, H + 2K, D], `cache` the keys and at `values_at` the values [N, K, T, D], out [N, H, D];
+   `scratch` has H / K * (D + shared->tokens + T + 8) numbers for each thread. */
+void attend(const ELEMENT *qkv, ELEMENT *cache, const int64_t *positions, const Spans *shared, ELEMENT *out,
+            float *scratch, float scale, long layer, long N, long H, long K, long D, long T, long values_at,
+            long threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long thread = 0; thread < threads; thread++) {
-        float *query = scratch + thread * (H / K) * (D + T + 8);
+        float *query = scratch + thread * (H / K) * (D + shared->tokens + T + 8);
         long end = N * K * (thread + 1) / threads;
         for (long pair = N * K * thread / threads; pair < end; pair++)
-            attend_head(qkv, cache, positions, out, query, scale, pair, end - 1, H, K, D, T, values_at);
+            attend_head(qkv, cache, positions, shared, out, query, scale, layer, pair, end - 1, H, K, D, T, values_at);
     }
 }

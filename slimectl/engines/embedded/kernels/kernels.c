@@ -21,7 +21,7 @@ typedef struct {
 /* Runs the blocks on the residual stream [N, E], in place; `cache` is [blocks, 2, slots, K, T, D], `scratch` for `attend`
    and for inputs of products. `rows` has N * (E + (2 H + 2 K) D + F) numbers. */
 void decode(const Block *block, const Sizes *size, ELEMENT *stream, ELEMENT *cache, const int64_t *positions,
-            const ELEMENT *cosines, const ELEMENT *sines, ELEMENT *rows, float *scratch, float eps) {
+            const Spans *shared, const ELEMENT *cosines, const ELEMENT *sines, ELEMENT *rows, float *scratch, float eps) {
     long N = size->N, E = size->E, H = size->H, K = size->K, D = size->D, F = size->F, threads = size->threads;
     long heads = H + 2 * K, rotated = H + K;
     ELEMENT *normed = rows, *qkv = normed + N * E, *attended = qkv + N * heads * D, *inner = attended + N * H * D;
@@ -31,7 +31,7 @@ void decode(const Block *block, const Sizes *size, ELEMENT *stream, ELEMENT *cac
         product(inputs_of(normed, scratch, N * E), block->qkv, block->qkv_bias, 0, qkv, N, E, heads * D, 0, threads);
         if (block->qk_norm) norm_heads(qkv, block->qk_norm, N, rotated, heads, D, eps);
         rotate(qkv, cosines, sines, N, rotated, heads, D);
-        attend(qkv, cache, positions, attended, scratch, scale, N, H, K, D, size->T, size->values_at, threads);
+        attend(qkv, cache, positions, shared, attended, scratch, scale, i, N, H, K, D, size->T, size->values_at, threads);
         product(inputs_of(attended, scratch, N * H * D), block->o, block->o_bias, stream, stream, N, H * D, E, 0, threads);
         rms_norm(stream, block->post_norm, normed, N, E, eps);
         product(inputs_of(normed, scratch, N * E), block->gate_up, block->gate_up_bias, 0, inner, N, E, 2 * F, 1, threads);
