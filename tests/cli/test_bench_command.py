@@ -110,7 +110,8 @@ def test_a_task_whose_model_is_missing_is_refused_by_name_and_left_out_otherwise
     assert "the package no_such_model is not installed" in outcome.stderr
     tasks = {"other": benchmark.load(str(tmp_path / "other.toml"))}
     assert [*bench.prepared(tasks, None, tmp_path, skip_missing=True, convert=False)] == []
-    assert "smollm2 1 is left out: package:no_such_model: the package" in capfd.readouterr().err
+    title = tasks["other"].title
+    assert f"{title} is left out: package:no_such_model: the package" in capfd.readouterr().err
 
 
 def test_a_model_for_tasks_that_make_their_own_is_refused():

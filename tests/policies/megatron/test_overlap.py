@@ -34,7 +34,8 @@ def test_two_ranks_make_the_same_steps_with_it(two: Ranks, four_layers: ModelDir
     plain = two.build(four_layers(kind), layout=layout)
     reports, weights = two_steps(plain), {name: tensor.clone() for name, tensor in plain.weights()}
     overlapped = two.build(four_layers(kind), layout=layout, args=args)
-    assert two_steps(overlapped) == reports
+    for report, expected in zip(two_steps(overlapped), reports, strict=True):  # MKL's last digit may follow an address
+        assert report == pytest.approx(expected, rel=1e-6)
     for name, tensor in overlapped.weights():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=1e-7)
 
