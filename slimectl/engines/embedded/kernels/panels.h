@@ -32,10 +32,11 @@ INLINE long place_of(long output, long O, long cells, long gated) {
     return row / width * PANEL * cells + row % width + half * LANES;
 }
 
-/* Returns how many of `left` outputs from this one on are packed at once: those that fill lines of the cache, SIDE, or 1. */
-INLINE long run_of(long output, long left, long O, long gated) {
+/* Returns how many of `left` outputs from this one on are packed at once: those that fill lines of the cache, SIDE, or 1.
+   More rows of wide numbers at once are slower, whatever they fill. */
+INLINE long run_of(long output, long left, long O, long gated, int wide) {
     long half = gated && output >= O / 2, row = output - half * (O / 2);
-    long width = SIDE * sizeof(CELL) >= 64 ? SIDE : gated ? LANES : PANEL;
+    long width = wide || SIDE * sizeof(CELL) >= 64 ? SIDE : gated ? LANES : PANEL;
     if (row % width == 0 && left >= width) return width;
     return row % SIDE == 0 && left >= SIDE ? SIDE : 1;
 }
@@ -105,7 +106,7 @@ INLINE void pack_rows(const char *rows, int wide, CELL *panels, long first, long
     long width = cells * (wide ? STEP * sizeof(float) : sizeof(CELL));
     int large = R * cells >= STREAMED && (uintptr_t)panels % 64 == 0;
     for (long r = 0, n; r < R; r += n, rows += n * width) {
-        n = run_of(first + r, R - r, O, gated);
+        n = run_of(first + r, R - r, O, gated, wide);
         CELL *to = panels + place_of(first + r, O, cells, gated);
         int streams = large && (n * sizeof(CELL) >= 64 || n == PANEL); /* else parts of lines */
         long c = 0;
@@ -137,7 +138,7 @@ void pack(const void *rows, long wide, CELL *panels, long first, long R, long O,
 /* Writes to `rows` what `pack` has packed. */
 void unpack(const CELL *panels, CELL *rows, long first, long R, long O, long cells, long gated) {
     for (long r = 0, n; r < R; r += n, rows += n * cells) {
-        n = run_of(first + r, R - r, O, gated);
+        n = run_of(first + r, R - r, O, gated, 0);
         const CELL *from = panels + place_of(first + r, O, cells, gated);
         long c = 0;
         if (n >= SIDE)
