@@ -13,7 +13,8 @@ fastest counts. Rounds alternate; medians are shown. The learning rate is 0, so 
 With --bound our policies are measured beside the machine's own matrix products instead: the step's FLOPs are 6 for each
 weight of a linear layer and token that is computed (prefixes once), 6 for each weight of the head and state that
 predicts a token, 12 for each head dimension and attention pair, and the bound is what they take at the rate of these
-very products, forward and backward, in this process, just before the step. Dense models.
+very products, forward and backward, in this process, just before the step: by the library that the policies call
+(oneDNN or MKL), and by MKL too. Freed memory is kept, as in a run. Dense models.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ import torch
 from slimectl.algorithms.prefix_trie import build_tries
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.lm_head import CHUNK_LOGITS
+from slimectl.policies.onednn_linear import ROWS, add_product, is_faster, product
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.pack_layout import lay_out
+from slimectl.runtime.process_memory import keep_freed_memory
 from slimectl.types import TrainingSample
 
 Step = Callable[[], float]
@@ -179,13 +183,31 @@ class Work:
         """FLOPs of forward and backward: three products of each."""
         return self.attention + sum(6 * math.prod(shape) * count for shape, count in self.products.items())
 
-    def seconds(self) -> float:
+    def seconds(self, library: str) -> float:
         """CPU seconds of all FLOPs at the rate of the products, each of which runs once in each of its three forms."""
-        taken = sum(count * _product_seconds(*shape) for shape, count in self.products.items())
+        taken = sum(count * LIBRARIES[library](*shape) for shape, count in self.products.items())
         return taken * self.flops / (self.flops - self.attention)
 
 
-def _product_seconds(rows: int, inner: int, outer: int) -> float:
+def _onednn_seconds(rows: int, inner: int, outer: int) -> float:
+    """CPU seconds of a linear layer's three products by oneDNN; a head's in chunks and parts, as it is computed."""
+    part = min(rows, max(ROWS, CHUNK_LOGITS // outer // ROWS * ROWS))
+    states, weight, grad = torch.rand(part, inner), torch.rand(outer, inner), torch.rand(part, outer)
+    grad_weight = torch.zeros_like(weight)
+
+    def run() -> None:
+        product(states, weight)
+        product(grad, weight.t())
+        if part < rows:
+            add_product(grad_weight, grad, states)
+        else:
+            product(states.t(), grad.t())
+
+    run()
+    return cpu_seconds(run) * rows / part
+
+
+def _mkl_seconds(rows: int, inner: int, outer: int) -> float:
     """CPU seconds of a linear layer's three products, into memory that is there: outputs and both gradients."""
     states, weight, grad = torch.rand(rows, inner), torch.rand(outer, inner), torch.empty(rows, outer).fill_(1.0)
     grad_states, grad_weight = states.clone(), weight.clone()
@@ -197,6 +219,9 @@ def _product_seconds(rows: int, inner: int, outer: int) -> float:
 
     run()
     return cpu_seconds(run)
+
+
+LIBRARIES = {"oneDNN": _onednn_seconds, "MKL": _mkl_seconds}
 
 
 def work(model_dir: Path, rows: list[TrainingSample], max_tokens: int) -> Work:
@@ -221,23 +246,32 @@ def work(model_dir: Path, rows: list[TrainingSample], max_tokens: int) -> Work:
 
 def compare_bound(options: argparse.Namespace, dtype: str) -> None:
     """Print CPU seconds of our steps as multiples of those of their matrix products."""
+    keep_freed_memory()
     rows = drawn_rows(options, vocabulary=256)
     bound = work(options.model, rows, options.max_tokens)
     steps = {name: own_step(name, options.model, rows, dtype, options.max_tokens) for name in options.policy}
     norms = ", ".join(f"{step():.6g}" for step in steps.values())
     torch.set_default_dtype(getattr(torch, dtype))
-    bounds, seconds = [], defaultdict[str, list[float]](list)
+    fast = is_faster(torch.device("cpu"), getattr(torch, dtype))
+    bounds, seconds = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for _ in range(options.rounds):
-        bounds.append(bound.seconds())
+        for library in LIBRARIES if fast else ["MKL"]:
+            bounds[library].append(bound.seconds(library))
         for name, step in steps.items():
             seconds[name].append(cpu_seconds(step))
-    read, median = sum(row.input_length for row in rows), statistics.median(bounds)
+    read = sum(row.input_length for row in rows)
     flops, of_attention = bound.flops / 1e9, bound.attention / 1e9
     print(f"{dtype}: {bound.tokens} tokens of {read}, {flops:.0f} GFLOP, of attention {of_attention:.0f}")
-    print(f"{dtype}: their products: {median:.3f} s, {flops / median:.1f} GFLOP/s; gradient norms {norms}")
+    for library, least in bounds.items():
+        median = statistics.median(least)
+        print(f"{dtype}: their products by {library}: {median:.3f} s, {flops / median:.1f} GFLOP/s")
     for name, taken in seconds.items():
-        ratio = statistics.median(step / least for step, least in zip(taken, bounds, strict=True))
-        print(f"{dtype}: {name}: {statistics.median(taken):.3f} s, {ratio:.2f} times their products")
+        ratios = [
+            f"{statistics.median(step / bound for step, bound in zip(taken, least, strict=True)):.2f} of {library}"
+            for library, least in bounds.items()
+        ]
+        print(f"{dtype}: {name}: {statistics.median(taken):.3f} s, times their products: {', '.join(ratios)}")
+    print(f"{dtype}: gradient norms {norms}")
 
 
 def compare_memory(options: argparse.Namespace, dtype: str) -> None:

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from slimectl.policies import onednn_linear
+from slimectl.policies.onednn_linear import ROWS, is_faster
 from slimectl.policies.pack_layout import Predictions
 
 CHUNK_LOGITS = 2**23
@@ -52,8 +55,7 @@ class _LinearLogProbs(torch.autograd.Function):
         entropy: bool,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
-        # From the padded number of rows: all ranks must cut the same chunks.
-        chunk = max(1, CHUNK_LOGITS // weight_VH.shape[0])
+        chunk = _chunk_states(hidden_UH, weight_VH)
         needs_grad = any(ctx.needs_input_grad[:2])
         index_Q, is_local_Q = _local_targets(targets_Q, shard)
         logprobs: list[Tensor] = []
@@ -103,10 +105,21 @@ class _LinearLogProbs(torch.autograd.Function):
             if ctx.temperature != 1.0:
                 grad_CV.div_(ctx.temperature)
             grad_CV = grad_CV.to(hidden_UH.dtype)
+            if is_faster(grad_CV.device, grad_CV.dtype):
+                grad_hidden_UH[C] = onednn_linear.product(grad_CV, rows_VH.t())
+                if grad_weight_VH is not None:
+                    onednn_linear.add_product(_rows(grad_weight_VH, ctx.shard), grad_CV, hidden_UH[C])
+                continue
             torch.mm(grad_CV, rows_VH, out=grad_hidden_UH[C])
             if grad_weight_VH is not None:
                 _rows(grad_weight_VH, ctx.shard).addmm_(grad_CV.t(), hidden_UH[C])
         return grad_hidden_UH, grad_weight_VH, None, None, None, None, None
+
+
+def _chunk_states(hidden_UH: Tensor, weight_VH: Tensor) -> int:
+    """States of a chunk, from the padded number of rows: all ranks must cut the same chunks."""
+    chunk = max(1, CHUNK_LOGITS // weight_VH.shape[0])
+    return chunk // ROWS * ROWS or chunk if is_faster(hidden_UH.device, hidden_UH.dtype) else chunk
 
 
 def _chunks(
@@ -148,7 +161,9 @@ def _rows(weight_VH: Tensor, shard: VocabularyShard | None) -> Tensor:
 
 def _log_p(hidden_CH: Tensor, weight_VH: Tensor, temperature: float, shard: VocabularyShard | None) -> Tensor:
     """log_softmax of a chunk, in float32 at least: bfloat16 log-probabilities have two significant digits."""
-    logits_CV = hidden_CH @ _rows(weight_VH, shard).t()
+    rows_VH = _rows(weight_VH, shard)
+    fast = is_faster(hidden_CH.device, hidden_CH.dtype)
+    logits_CV = onednn_linear.product(hidden_CH, rows_VH) if fast else hidden_CH @ rows_VH.t()
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     if temperature != 1.0:
         logits_CV = logits_CV.div_(temperature)
@@ -179,10 +194,25 @@ def linear_log_probs(
         # Still a function of its inputs, so that backward reaches every rank's collectives.
         empty_Q = (hidden_UH.sum(1) + weight_VH[:0].sum()).float()
         return empty_Q, empty_Q if entropy else None
+    states = len(hidden_UH)
+    hidden_UH, state_Q = _padded(hidden_UH, weight_VH, state_Q)
     logprobs_Q, entropy_U = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden_UH, weight_VH, targets_Q, state_Q, temperature, entropy, shard
     )
+    if len(entropy_U) > states:
+        entropy_U = entropy_U[:states].clone()  # FSDP2 warns of a root module that returns views
     return logprobs_Q, entropy_U if entropy else None
+
+
+def _padded(hidden_UH: Tensor, weight_VH: Tensor, state_Q: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Add states that predict nothing, so that oneDNN computes chunks of few sizes."""
+    states = len(hidden_UH)
+    missing = -states % min(ROWS, _chunk_states(hidden_UH, weight_VH))
+    if not missing or not is_faster(hidden_UH.device, hidden_UH.dtype):
+        return hidden_UH, state_Q
+    if state_Q is None:
+        state_Q = torch.arange(states, device=hidden_UH.device)
+    return F.pad(hidden_UH, (0, 0, 0, missing)), state_Q
 
 
 def predicted_log_probs(

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 ROWS = 64
 """Numbers of rows are best multiples of this: oneDNN builds a kernel for each, which takes up to two products' time."""
+SUM_ROWS = 2048
+"""Rows of a sum that are computed at once: torch has oneDNN add to no matrix, and a large product is fresh memory."""
 
 
 def is_faster(device: torch.device, dtype: torch.dtype) -> bool:
@@ -39,6 +41,13 @@ def product(left_TI: Tensor, right_OI: Tensor, bias_O: Tensor | None = None) -> 
     return torch.ops.mkldnn._linear_pointwise.default(left_TI, right_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
 
 
+def add_product(sum_OI: Tensor, left_TO: Tensor, right_TI: Tensor) -> None:
+    """Add leftᵀ · right to a matrix."""
+    right_IT = right_TI.t()
+    for rows_OI, columns_TO in zip(sum_OI.split(SUM_ROWS), left_TO.split(SUM_ROWS, dim=1), strict=True):
+        rows_OI.add_(product(columns_TO.t(), right_IT))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -56,13 +65,18 @@ class _Linear(torch.autograd.Function):
         )
 
 
+def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Compute torch's `linear` by oneDNN, forward and backward."""
+    rows_TI = input.reshape(-1, input.shape[-1])
+    output_TO: Tensor = _Linear.apply(rows_TI, weight_OI, bias_O)  # type: ignore[no-untyped-call]
+    return output_TO.view(*input.shape[:-1], -1)
+
+
 class OneDnnLinear(nn.Linear):
     """A linear layer that is computed by oneDNN, forward and backward."""
 
     def forward(self, input: Tensor) -> Tensor:
-        rows_TI = input.reshape(-1, input.shape[-1])
-        output_TO: Tensor = _Linear.apply(rows_TI, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return output_TO.view(*input.shape[:-1], -1)
+        return linear(input, self.weight, self.bias)
 
 
 def use_onednn(model: nn.Module) -> None:

@@ -116,13 +116,13 @@ def test_fsdp_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any,
     rows = [TrainingSample([g] * (LENGTH + 1), response, [1.0] * response, group=g) for g in range(SEQUENCES)]
     ((pack,),) = (policy._packs_of_rank(rows),)
     measured = saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
-    tokens = -(-LENGTH * SEQUENCES // policy.row_multiple) * policy.row_multiple  # with those that oneDNN is given
+    multiple = policy.row_multiple  # of tokens and states that oneDNN is given
+    tokens, states = (-(-rows // multiple) * multiple for rows in (LENGTH * SEQUENCES, SEQUENCES * response))
     run = Run(
         1, policy="fsdp", dtype=dtype, recompute=recompute, seq_len=LENGTH, max_tokens_per_gpu=tokens, device="cpu",
         recompute_modules=MODULES[name],
     )  # fmt: skip
-    responses = SEQUENCES * response
-    head = responses * (run.bytes * SHAPE["hidden_size"] + 4 * SHAPE["vocab_size"] + 16)
+    head = states * (run.bytes * SHAPE["hidden_size"] + 4 * SHAPE["vocab_size"] + 16)
     formula = layers_alone(name, run) + head
     if recompute == "full":
         # Angles are held, but not by autograd.

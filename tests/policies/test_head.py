@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimectl.policies import lm_head
+from slimectl.policies import lm_head, onednn_linear
 from slimectl.policies.lm_head import linear_log_probs
 
 
@@ -34,6 +34,50 @@ def test_values_and_gradients_equal_the_plain_formulation(
     else:
         assert entropies is None
     torch.testing.assert_close(torch.autograd.grad(loss, [hidden, weight]), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kept_logits", [0, 10**6])
+def test_onednn_computes_multiples_of_rows_and_gives_the_values_and_gradients_of_torch(
+    monkeypatch: pytest.MonkeyPatch, kept_logits: int, shared: bool
+):
+    monkeypatch.setattr(lm_head, "CHUNK_LOGITS", 200 * 13)
+    monkeypatch.setattr(lm_head, "KEPT_LOGITS", kept_logits)
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(450, 8, generator=draw, requires_grad=True)
+    weight = torch.randn(13, 8, generator=draw, requires_grad=True)
+    state = torch.arange(450)
+    targets = torch.randint(12, (450,), generator=draw)
+    if shared:  # state 3 predicts another token too
+        state, targets = (torch.cat([part[:4], part[3:]]) for part in (state, targets))
+        targets[4] = 12
+    scale = torch.randn(len(targets), generator=draw)
+    products: list[tuple[int, ...]] = []
+    plain_product = onednn_linear.product
+
+    def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        products.append((len(left), left.shape[1]))
+        return plain_product(left, right)
+
+    def step(fast: bool) -> list[torch.Tensor]:
+        monkeypatch.setattr(onednn_linear, "_has_unused_instructions", lambda: fast)
+        logprobs, entropies = linear_log_probs(
+            hidden, weight, targets, temperature=0.7, entropy=True, state_Q=state if shared else None
+        )
+        assert entropies is not None
+        assert len(entropies) == 450
+        loss = (scale * logprobs).sum() + (scale[:450] * entropies).sum()
+        return [logprobs, entropies, *torch.autograd.grad(loss, [hidden, weight])]
+
+    monkeypatch.setattr(onednn_linear, "product", counted)
+    plain = step(False)
+    assert not products
+    torch.testing.assert_close(step(True), plain, rtol=1e-5, atol=1e-5)
+    chunks = [192, 192, 128]  # 200 in whole 64s; 450 states and 62 that predict nothing
+    recomputed = chunks if not kept_logits else []
+    assert [rows for rows, width in products if width == 8] == chunks + recomputed
+    assert [rows for rows, width in products if width == 13] == chunks
 
 
 def test_log_probs_of_bfloat16_are_float32():

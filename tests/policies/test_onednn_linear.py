@@ -50,6 +50,16 @@ def test_a_frozen_weight_gets_no_gradient():
     assert model[1].weight.grad is not None
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_a_product_is_added_in_parts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(onednn_linear, "SUM_ROWS", 4)
+    draw = torch.Generator().manual_seed(0)
+    total, left, right = (torch.randn(shape, generator=draw) for shape in ((10, 3), (6, 10), (6, 3)))
+    expected = total + left.t() @ right
+    onednn_linear.add_product(total, left, right)
+    torch.testing.assert_close(total, expected)
+
+
 def test_only_an_amd_processor_with_avx_512_computes_float32_by_onednn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     has_unused = onednn_linear._has_unused_instructions.__wrapped__
     for vendor in ("AuthenticAMD", "GenuineIntel"):

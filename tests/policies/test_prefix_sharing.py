@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from policies.policy_cases import Clipped, WeightedNegativeLogProb
-from policies.trie_cases import assert_same_step, calm_model, counted_tokens, forked_rows, unique_tokens
+from policies.trie_cases import assert_same_step, calm_model, counted_tokens, forked_rows, padded, unique_tokens
 from torch import Tensor
 
 from slimectl.algorithms import prefix_trie
@@ -80,10 +80,6 @@ def test_values_before_shared_tokens_are_those_of_rows_alone(folder: Path, kind:
     for each in (sharing, plain):
         each.model.hf.score.weight.data.normal_(generator=torch.Generator().manual_seed(1))
     assert_same_step(sharing, plain, forked_rows(10), WeightedNegativeLogProb(), gradients)
-
-
-def padded(tokens: int, multiple: int) -> int:
-    return -(-tokens // multiple) * multiple
 
 
 def test_a_forward_pass_computes_every_prefix_once(

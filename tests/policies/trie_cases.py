@@ -27,6 +27,11 @@ def calm_model(folder: Path, **config: Any) -> Path:
     return folder
 
 
+def padded(tokens: int, multiple: int) -> int:
+    """Tokens of a pack that a policy pads to a multiple."""
+    return -(-tokens // multiple) * multiple
+
+
 def forked_rows(seed: int) -> list[TrainingSample]:
     """Twelve rows, most of which leave an earlier one at any of its tokens, in prompt or answer; one is there twice."""
     draw = random.Random(seed)

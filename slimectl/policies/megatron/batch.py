@@ -174,17 +174,23 @@ def laid_out(
     device: torch.device,
     multiple: int = 1,
 ) -> Batch:
-    """Build the part of `pack` for context-parallel rank `rank`; its tokens are a multiple of `multiple`."""
+    """Build the part of `pack` for context-parallel rank `rank`; its tokens are a multiple of `multiple`.
+
+    A sequence of padding alone makes them one: behind another's tokens it would be a call of attention as long as they.
+    """
     pack_layout = lay_out(rows, pack)
     if any(rows[i].images for i in pack_layout.rows):
         raise SettingsError('train.backend: "megatron" reads no images, and rows have some; train them with "fsdp"')
     # Attention computes neighbours of one length behind as many tokens in one call.
     spans = sorted(pack_layout.spans, key=lambda span: (len(span.context), -span.length))
     lengths = [span.length for span in spans]
+    if multiple > 1 and _padded_lengths([*lengths, 0], layout, multiple)[-1]:
+        lengths.append(0)
     place = np.empty(len(pack_layout.tokens_T), dtype=np.int64)
     for start, span in zip(accumulate(_padded_lengths(lengths, layout, multiple), initial=0), spans, strict=False):
         place[span.start : span.start + span.length] = np.arange(start, start + span.length)
-    contexts = [place[span.context] for span in spans]
+    none = np.zeros(0, dtype=np.int64)
+    contexts = [place[span.context] for span in spans] + [none] * (len(lengths) - len(spans))
     sequences = packed(lengths, layout, rank=rank, device=device, contexts=contexts, multiple=multiple)
     tokens_S = np.zeros(sequences.tokens, dtype=np.int64)
     tokens_S[place] = pack_layout.tokens_T

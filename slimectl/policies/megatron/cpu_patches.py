@@ -10,6 +10,7 @@ torch's current accelerator; delete a patch when its docstring says so.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import types
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from slimectl.errors import BackendError
+from slimectl.policies.onednn_linear import is_faster, linear
 
 TESTED = ("0.16.1",)
 """Versions of megatron-core whose GPU calls are all covered."""
@@ -50,6 +52,7 @@ def install(version: str) -> None:
     _patch_token_dispatcher()
     _patch_uneven_parts()
     _patch_lone_ranks()
+    _patch_linear_layers()
 
 
 def _redirect(module: ModuleType, view: ModuleType) -> None:
@@ -203,6 +206,34 @@ def _unless_alone(exchange: Any) -> Any:
         if group.size() == 1 and output.data_ptr() == source.data_ptr() and output.shape == source.shape:
             return None
         return exchange(output, source, group=group, **options)
+
+    call._slimectl = True  # type: ignore[attr-defined]
+    return call
+
+
+def _patch_linear_layers() -> None:
+    """Compute float32 linear layers by oneDNN where that is faster.
+
+    With tensor parallelism they are mcore's, which exchange inputs and gradients. Delete with onednn_linear.py.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+        multiply = getattr(layers, name)
+        if not hasattr(multiply, "_slimectl"):
+            setattr(layers, name, _by_onednn(multiply))
+
+
+def _by_onednn(multiply: Any) -> Any:
+    from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+    @functools.wraps(multiply)  # with the attribute `warned`, which it sets on whatever has its name
+    def call(input: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None, **options: Any) -> Any:
+        is_alone = get_tensor_model_parallel_group_if_none(options.get("tp_group")).size() == 1
+        defers = options["gradient_accumulation_fusion"] or options.get("grad_output_buffer") is not None
+        if is_alone and not defers and is_faster(input.device, input.dtype):
+            return linear(input, weight, bias)
+        return multiply(input, weight, bias=bias, **options)
 
     call._slimectl = True  # type: ignore[attr-defined]
     return call

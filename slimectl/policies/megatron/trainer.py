@@ -37,6 +37,7 @@ from slimectl.policies.megatron.optimizer import OptimizerChoices
 from slimectl.policies.megatron.parallel import per_row, totals
 from slimectl.policies.megatron.parameters import DistributedParameters, checked_names, trained_links
 from slimectl.policies.megatron.routing_replay import RolloutRoutingReplay, RoutingReplay
+from slimectl.policies.onednn_linear import ROWS, is_faster
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
 from slimectl.policies.recompute import Recompute
 from slimectl.policies.routed_experts import RoutingShape
@@ -133,6 +134,7 @@ class MegatronTrainer:
             user_functions.begin()
         choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
         self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute)
+        self.row_multiple = self._row_multiple(self.chunks[0].config)
         self.balance = MoEAuxLossScaler(self.chunks)
         self.replay = None
         if routing_replay:
@@ -183,6 +185,14 @@ class MegatronTrainer:
             links, dict(zip(local, local_masters, strict=True)), copy_master, self.device
         )
         self.updated = [link for link in links if link.megatron in self.trained and not link.buffer]
+
+    def _row_multiple(self, config: Any) -> int:
+        """Return a number that divides the tokens of every pack."""
+        if config.fp8:
+            return FP8_TOKENS
+        # Experts take any numbers of tokens, and their routing is recorded for every token.
+        is_fast = is_faster(self.device, config.params_dtype) and self.layout.tensor == 1
+        return ROWS if is_fast and not config.num_moe_experts else 1
 
     def _read_weights(self, path: Path) -> None:
         weights = self._open_weights(path)
@@ -235,9 +245,9 @@ class MegatronTrainer:
             self.replay.begin(rows, packs_by_rank)
         packs = packs_by_rank[parallel_state.get_data_parallel_rank()]
         rank = parallel_state.get_context_parallel_rank()
-        multiple = FP8_TOKENS if self.chunks[0].config.fp8 else 1
         batches = [
-            laid_out(rows, pack, self.layout, rank=rank, device=self.device, multiple=multiple) for pack in packs
+            laid_out(rows, pack, self.layout, rank=rank, device=self.device, multiple=self.row_multiple)
+            for pack in packs
         ]
         self.balance.begin(rows, sum(bool(pack) for share in packs_by_rank for pack in share))
 

@@ -104,3 +104,18 @@ def test_a_row_is_padded_to_what_products_in_fp8_need(layout: ParallelLayout):
     row = packed([5, 40], layout, rank=0, device=torch.device("cpu"), multiple=32)
     assert len(row.index_T) % (32 * layout.tensor) == 0
     assert row.lengths[0] in (5, 8)
+
+
+def test_a_pack_is_padded_by_a_sequence_that_nothing_attends_to():
+    rows = [TrainingSample([1, 2, 3, 4, *answer], 4, [1.0] * 4) for answer in ([5, 6, 7, 8], [9, 5, 6, 7])]
+    [[pack]] = plan_batches(rows, max_tokens=50)
+    plain, padded = (
+        laid_out(rows, pack, ParallelLayout(), rank=0, device=torch.device("cpu"), multiple=multiple)
+        for multiple in (5, 16)
+    )
+    assert plain.sequences.lengths == (7, 3)  # ten tokens, the second answer's behind a context of four
+    assert padded.sequences.lengths == (7, 3, 6)
+    assert [len(context) for context in padded.sequences.contexts] == [0, 4, 0]
+    assert padded.sequences.padding_T.tolist() == [False] * 10 + [True] * 6
+    assert padded.tokens_T.tolist() == plain.tokens_T.tolist() + [0] * 6
+    assert padded.predictions.sources_U.tolist() == plain.predictions.sources_U.tolist()

@@ -67,11 +67,11 @@ def alone(four_layers: ModelDir) -> Callable[[str], Outcome]:
 
 
 def assert_equal(policy: Any, alone: Outcome) -> None:
-    for found, expected in zip(two_steps(policy), alone[0], strict=True):
+    # Adam's first update makes whole steps of gradients that are rounding alone, and sums of other lengths round else.
+    for found, expected, rel in zip(two_steps(policy), alone[0], (1e-6, 3e-5), strict=True):
         assert found.keys() == expected.keys()
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx(expected, rel=rel)
     weights = list(policy.weights())
     assert [name for name, _ in weights] == list(alone[1])
     for name, tensor in weights:

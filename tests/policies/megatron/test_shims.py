@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import BackendError, MissingExtraError
+from slimectl.policies import onednn_linear
 from slimectl.policies.megatron import cpu_patches, parallel, patches
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
@@ -127,3 +130,38 @@ def test_gradients_are_measured_and_clipped_as_mcore_does_it():
     patches._scale(65536, torch.zeros(1), [gradients, gradients], 0.5)
     for tensors in (gradients, copies):
         assert all(map(torch.equal, tensors, expected))
+
+
+@on_cpu
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_onednn_gives_the_values_and_gradients_of_a_linear_layer(
+    kind: Any, bias: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+):
+    config = ModelParallelConfig(params_dtype=torch.float32, use_cpu_initialization=True)
+    other = {"gather_output": False} if kind is ColumnParallelLinear else {"input_is_parallel": True}
+    layer = kind(12, 20, config=config, init_method=torch.nn.init.normal_, bias=bias, skip_bias_add=False, **other)
+    layer.requires_grad_(not frozen)
+    draw = torch.Generator().manual_seed(0)
+    states, scale = torch.randn(64, 1, 12, generator=draw), torch.randn(64, 1, 20, generator=draw)
+    calls: list[tuple[int, ...]] = []
+    plain_product = onednn_linear.product
+
+    def counted(*operands: Any) -> torch.Tensor:
+        calls.append(tuple(operands[0].shape))
+        return plain_product(*operands)
+
+    def step(fast: bool) -> list[torch.Tensor | None]:
+        monkeypatch.setattr(onednn_linear, "_has_unused_instructions", lambda: fast)
+        rows, trained = states.clone().requires_grad_(), [part for part in layer.parameters() if part.requires_grad]
+        output, _ = layer(rows)
+        return [output, *torch.autograd.grad((output * scale).sum(), [rows, *trained])]
+
+    monkeypatch.setattr(onednn_linear, "product", counted)
+    plain = step(False)
+    assert not calls
+    torch.testing.assert_close(step(True), plain, rtol=1e-5, atol=1e-5)
+    assert calls == [(64, 12), (64, 20), *([] if frozen else [(12, 64)])]
