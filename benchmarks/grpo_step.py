@@ -146,9 +146,29 @@ def slimectl_settings(given: dict[str, Any]) -> Any:
 
 
 def trl_side(given: dict[str, Any], turns: Turns) -> None:
+    from transformers import TrainerCallback
+
+    class Turn(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            turns.wait()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            turns.done()
+            if state.global_step < state.max_steps:
+                turns.wait()
+
+    trainer = trl_trainer(given, turns, Turn())
+    trainer.train()
+    if given["save"]:
+        trainer.model.generation_config.eos_token_id = trainer.processing_class.eos_token_id
+        trainer.save_model(given["save"])
+
+
+def trl_trainer(given: dict[str, Any], turns: Turns, callback: Any) -> Any:
+    """Return TRL's trainer with the model, prompts and reward of the case."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOTrainer
 
     case = Case(**given["case"])
@@ -160,28 +180,14 @@ def trl_side(given: dict[str, Any], turns: Turns) -> None:
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, stop]
     rows = [json.loads(line) for line in Path(given["prompts"]).read_text().splitlines()]
     columns = [{"prompt": r["prompt"], "label": r["label"], "metadata": json.dumps(r["metadata"])} for r in rows]
-
-    class Turn(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            turns.wait()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            turns.done()
-            if state.global_step < state.max_steps:
-                turns.wait()
-
-    trainer = GRPOTrainer(
+    return GRPOTrainer(
         model=model,
         reward_funcs=trl_reward(case, turns),
         args=trl_config(case, given),
         train_dataset=Dataset.from_list(columns),
         processing_class=tokenizer,
-        callbacks=[Turn()],
+        callbacks=[callback],
     )
-    trainer.train()
-    if given["save"]:
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        trainer.save_model(given["save"])
 
 
 def trl_config(case: Case, given: dict[str, Any]) -> Any:
@@ -192,6 +198,7 @@ def trl_config(case: Case, given: dict[str, Any]) -> Any:
     micro_batch = next((int(part) for part in rest if part.isdecimal()), samples)
     return GRPOConfig(
         output_dir=tempfile.mkdtemp(),
+        seed=given.get("seed", 42),
         use_cpu=True,
         bf16=setting == "autocast",
         max_steps=given["steps"],
