@@ -96,7 +96,7 @@ void product(const INPUT *x, const ELEMENT *weight, const ELEMENT *bias, const E
             for (long t = 0; t < tiles; t++) {
                 long from = start + rows * t / tiles, count = start + rows * (t + 1) / tiles - from;
                 float line[TILE * PANEL];
-                const ELEMENT *next = tiles == 1 ? panel + AHEAD : t == tiles - 1 ? panel + PANEL * I : 0;
+                const ELEMENT *next = tiles == 1 ? (rows > 1 ? panel + AHEAD : 0) : t == tiles - 1 ? panel + PANEL * I : 0;
                 switch (count) {
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if TILE > 6
