@@ -232,7 +232,8 @@ def _by_onednn(multiply: Any) -> Any:
         is_alone = get_tensor_model_parallel_group_if_none(options.get("tp_group")).size() == 1
         defers = options["gradient_accumulation_fusion"] or options.get("grad_output_buffer") is not None
         if is_alone and not defers and is_faster(input.device, input.dtype):
-            return linear(input, weight, bias)
+            # mcore gives a bias beside a frozen weight no gradient.
+            return linear(input, weight, bias.detach() if bias is not None and not weight.requires_grad else bias)
         return multiply(input, weight, bias=bias, **options)
 
     call._slimectl = True  # type: ignore[attr-defined]
