@@ -7,6 +7,7 @@
 #include "numbers.h"
 
 #define PANEL (2 * LANES)
+#define WIDE_AHEAD 64 /* float32 numbers from those of a row that are rounded to those that are fetched meanwhile */
 #define STREAMED 65536 /* cells from which panels go to memory past the cache, which holds no more of them */
 
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
@@ -90,6 +91,7 @@ INLINE CELL cell_at(const void *row, long c, int wide) {
 INLINE Cells cells_at(const void *row, long c, int wide) {
     if (!wide) return *(const Cells *)((const CELL *)row + c);
     const float *from = (const float *)row + c * STEP;
+    for (unsigned i = 0; i < SIDE * STEP; i += 64 / sizeof *from) __builtin_prefetch(from + WIDE_AHEAD + i);
 #if STEP == 2
     Floats low = *(const Floats *)from, high = *(const Floats *)(from + LANES);
     Floats even = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
