@@ -30,9 +30,8 @@ def load_library(
 ) -> ctypes.CDLL | None:
     """Return the library of a C file with the parameters of its functions; None where it cannot be compiled.
 
-    The file may include the headers of its folder.
-
-    It was tried on Linux on x86-64 only. `without` begins the log's line about a missing compiler: who computes slower.
+    The file may include headers of its folder. It was tried on Linux on x86-64 only. `without` begins the log's line
+    about a missing compiler: who computes slower.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
         return None

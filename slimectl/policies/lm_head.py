@@ -119,7 +119,9 @@ class _LinearLogProbs(torch.autograd.Function):
 def _chunk_states(hidden_UH: Tensor, weight_VH: Tensor) -> int:
     """States of a chunk, from the padded number of rows: all ranks must cut the same chunks."""
     chunk = max(1, CHUNK_LOGITS // weight_VH.shape[0])
-    return chunk // ROWS * ROWS or chunk if is_faster(hidden_UH.device, hidden_UH.dtype) else chunk
+    if chunk < ROWS or not is_faster(hidden_UH.device, hidden_UH.dtype):
+        return chunk
+    return chunk // ROWS * ROWS
 
 
 def _chunks(

@@ -150,7 +150,7 @@ def test_panels_hold_every_weight_once(
     weight_OI = exact_OI.to(dtype)
     bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
     for rows_OI in (weight_OI, exact_OI):
-        panels = kernels.new_panels(outputs, inputs, gated=gates)
+        panels = kernels.new_panels(outputs, inputs, bias=False, gated=gates)
         first = 0
         for rows_RI in rows_OI.chunk(parts):
             kernels.pack(rows_RI, panels, first)
@@ -185,7 +185,7 @@ def test_gates_are_those_of_torch_for_large_and_small_inputs(kernels: Kernels, d
 
 
 def test_a_row_does_not_depend_on_those_beside_it(kernels: Kernels, dtype: torch.dtype) -> None:
-    panels = kernels.new_panels(32, 40, gated=False)
+    panels = kernels.new_panels(32, 40, bias=False, gated=False)
     kernels.pack(torch.randn(32, 40).to(dtype), panels)
     rows_NI = torch.randn(50, 40).to(dtype)
     together = kernels.product(rows_NI, panels)
@@ -193,7 +193,7 @@ def test_a_row_does_not_depend_on_those_beside_it(kernels: Kernels, dtype: torch
 
 
 def test_the_number_of_threads_changes_no_digit(kernels: Kernels, dtype: torch.dtype) -> None:
-    panels = kernels.new_panels(100, 40, gated=False)
+    panels = kernels.new_panels(100, 40, bias=False, gated=False)
     kernels.pack(torch.randn(100, 40).to(dtype), panels)
     rows_NI, qkv_NHD = torch.randn(50, 40).to(dtype), torch.randn(5, 10, 16).to(dtype)
     cache, positions_N = torch.randn(2, 5, 2, 20, 16).to(dtype), torch.arange(5) + 12

@@ -66,13 +66,11 @@ class Linear:
         self.bias_parts = () if self.bias_O is None else torch.split(self.bias_O, list(outputs))
         self._kernels, self._gates, self._packs = kernels, gates, packs
         self._small = dtype == torch.float32 and self.outputs * inputs < SMALL
-        self._multiplier: Kernels | None = None
         self._panels: Panels | None = None
-        self._ordered_bias_O: Tensor | None = None
         self._packed: Tensor | None = None
         if kernels is not None and kernels.multiplies and inputs % kernels.step == 0:
             gates = gates and outputs[0] % (kernels.panel_outputs // 2) == 0
-            self._multiplier, self._panels = kernels, kernels.new_panels(self.outputs, inputs, gated=gates)
+            self._panels = kernels.new_panels(self.outputs, inputs, bias=bias, gated=gates)
         else:
             self._weight_OI = torch.empty(self.outputs, inputs, dtype=dtype, device=device)
 
@@ -86,52 +84,51 @@ class Linear:
         """Fixed addresses of panels and bias, 0 without one; None if the kernels do not compute the layer."""
         if self._panels is None or self._panels.gated != self._gates:
             return None
-        bias = 0 if self._ordered_bias_O is None else self._ordered_bias_O.data_ptr()
+        bias = 0 if self._panels.bias is None else self._panels.bias.data_ptr()
         return self._panels.numbers.data_ptr(), bias
 
     def write(self, first: int, rows_RI: Tensor) -> None:
         """Write the weights of R outputs from `first` on."""
-        if self._multiplier is None or self._panels is None:
+        if self._panels is None:
             self._weight_OI[first : first + len(rows_RI)].copy_(rows_RI)
             return
         if rows_RI.dtype not in (self._panels.numbers.dtype, torch.float32):
             rows_RI = rows_RI.to(self._panels.numbers.dtype)
-        self._multiplier.pack(rows_RI.cpu(), self._panels, first)
+        self._panels.kernels.pack(rows_RI.cpu(), self._panels, first)
 
     def read(self, first: int, rows: int) -> Tensor:
         """Return the weights [R, I] of so many outputs from `first` on, a copy or a view."""
-        if self._multiplier is None or self._panels is None:
+        if self._panels is None:
             return self._weight_OI[first : first + rows]
-        return self._multiplier.unpack(self._panels, first, rows)
+        return self._panels.kernels.unpack(self._panels, first, rows)
 
     def change(self, first: int, rows_RI: Tensor, places_C: Tensor) -> None:
-        """Write the numbers at these places of R outputs' weights, ascending, which `read` has returned, as changed."""
-        if self._multiplier is None or self._panels is None:
+        """Write back rows that `read` returned, in which the numbers at `places_C`, ascending, have changed since."""
+        if self._panels is None:  # they are a view
             return
         if len(places_C) * SPARSE > rows_RI.numel():
-            self._multiplier.pack(rows_RI, self._panels, first)
+            self._panels.kernels.pack(rows_RI, self._panels, first)
         else:
-            self._multiplier.repack(rows_RI, places_C, self._panels, first)
+            self._panels.kernels.repack(rows_RI, places_C, self._panels, first)
 
     def refresh(self) -> None:
         """Bring up to date what is made of the weights and the bias."""
-        if self._multiplier is not None:
+        if self._panels is not None:
             if self.bias_O is not None:
-                gated = self._panels is not None and self._panels.gated
-                self._ordered_bias_O = self._multiplier.pack_bias(self.bias_O, self._ordered_bias_O, gated=gated)
+                self._panels.kernels.pack_bias(self.bias_O, self._panels)
         elif self._packs:
             self._packed = None  # freed before its successor is allocated
             self._packed = _pack(self._weight_OI)
 
     def rows(self, outputs_N: Tensor) -> Tensor:
         """Return the weights [N, I] of some outputs of a layer that does not gate."""
-        if self._multiplier is None or self._panels is None:
+        if self._panels is None:
             return F.embedding(outputs_N, self._weight_OI)
-        return self._multiplier.gather(self._panels, outputs_N)
+        return self._panels.kernels.gather(self._panels, outputs_N)
 
     def __call__(self, rows_NI: Tensor) -> Tensor:
         if self._panels is not None:
-            return self._by_kernels(rows_NI)
+            return self._panels.kernels.product(rows_NI, self._panels)
         if self._packed is None or (self._small and rows_NI.shape[0] == 1):
             return F.linear(rows_NI, self._weight_OI, self.bias_O)
         return _product(rows_NI, self._packed, self.bias_O)
@@ -139,7 +136,7 @@ class Linear:
     def added_to(self, residual_NO: Tensor, rows_NI: Tensor) -> Tensor:
         """Return residual + self(rows), in one pass if packed."""
         if self._panels is not None:
-            return self._by_kernels(rows_NI, residual_NO)
+            return self._panels.kernels.product(rows_NI, self._panels, residual_NO)
         if self._packed is None or (self._small and rows_NI.shape[0] == 1):
             return F.linear(rows_NI, self._weight_OI, self.bias_O).add_(residual_NO)
         sum_NO: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
@@ -156,8 +153,3 @@ class Linear:
         if self._kernels is not None and half % 8 == 0:
             return self._kernels.silu_product(outputs_NO)
         return F.silu(outputs_NO[:, :half]).mul_(outputs_NO[:, half:])
-
-    def _by_kernels(self, rows_NI: Tensor, residual_NO: Tensor | None = None) -> Tensor:
-        assert self._multiplier is not None
-        assert self._panels is not None
-        return self._multiplier.product(rows_NI, self._panels, bias=self._ordered_bias_O, residual_NO=residual_NO)

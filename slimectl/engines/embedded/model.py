@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -128,8 +129,6 @@ class Model:
         self._block_shape = BlockShape(
             self.heads, self.kv_heads, self.head_dim, int(config.intermediate_size), self._eps
         )
-        self._blocks_LA: Tensor | None = None
-        self._runs_blocks = self._kernels is not None
         self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
         mixtures = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
         self.expert_choices = mixtures[0].choices if mixtures else 0
@@ -228,9 +227,11 @@ class Model:
             positions_B = positions_B + inputs.rope_shift_B
         rope = self._rope.rows(positions_B, inputs.longest)
         stream_BE = self._embedded(inputs.tokens_B)
-        if self._kernels is not None and (blocks_LA := self._block_addresses()) is not None:
+        if self._kernels is not None and self._blocks_LA is not None:
             slot_positions_B, shared = inputs.slot_positions_B, SpanTable(inputs.spans, rows)
-            self._kernels.decode(blocks_LA, self._block_shape, stream_BE, cache.slab, slot_positions_B, shared, rope)
+            self._kernels.decode(
+                self._blocks_LA, self._block_shape, stream_BE, cache.slab, slot_positions_B, shared, rope
+            )
             return self._logits(stream_BE)[:count], None
         attend = Decode(
             cache,
@@ -243,12 +244,10 @@ class Model:
         stream_BE, experts_BLk = self._hidden(stream_BE, rope, attend)
         return self._logits(stream_BE)[:count], None if experts_BLk is None else experts_BLk[:count]
 
-    def _block_addresses(self) -> Tensor | None:
-        """Return the addresses of the blocks' weights once they have been written, if the kernels run whole blocks."""
-        if self._blocks_LA is None and self._runs_blocks:
-            self._blocks_LA = self.weights.block_addresses()
-            self._runs_blocks = self._blocks_LA is not None
-        return self._blocks_LA
+    @cached_property
+    def _blocks_LA(self) -> Tensor | None:
+        """Addresses of the blocks' weights; None if the kernels do not run whole blocks."""
+        return self.weights.block_addresses()
 
     def _embedded(self, tokens_N: Tensor) -> Tensor:
         return self.weights.embed(tokens_N)

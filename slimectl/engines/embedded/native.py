@@ -49,9 +49,14 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A weight [O, I] as `product` reads it; of one that is `gated` the first half of the outputs gates the second."""
+    """A weight [O, I], and its bias if there is one, as the `product` of its kernels reads them.
 
+    Of one that is `gated` the first half of the outputs gates the second.
+    """
+
+    kernels: Kernels
     numbers: Tensor
+    bias: Tensor | None
     outputs: int
     inputs: int
     gated: bool
@@ -81,42 +86,44 @@ class SpanTable:
 class Kernels:
     """The kernels for one dtype; all tensors are contiguous and on the CPU.
 
-    `multiplies` says that products of packed weights are faster than oneDNN's, as they are unless the processor has
-    AMX. A panel has `panel_outputs` outputs; a layer's inputs must be a multiple of `step`.
+    `multiplies` says that products of packed weights are faster than oneDNN's, as they are but for bfloat16 where the
+    processor has AMX. A panel has `panel_outputs` outputs; a layer's inputs must be a multiple of `step`.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self.library = library
+        self._library = library
         self._dtype = dtype
-        self.panel_outputs = ctypes.c_long.in_dll(library, "panel_outputs").value
-        self.step = ctypes.c_long.in_dll(library, "inputs_a_step").value
-        self._input_dtype = dtype if ctypes.c_long.in_dll(library, "input_size").value == 2 else torch.float32
-        self.multiplies = dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
+        names = ("panel_outputs", "inputs_a_step", "input_size", "multiplies")
+        self.panel_outputs, self.step, input_size, multiplies = (
+            ctypes.c_long.in_dll(library, name).value for name in names
+        )
+        self._input_dtype = dtype if input_size == dtype.itemsize else torch.float32
+        self.multiplies = bool(multiplies)
 
     def rms_norm(self, rows_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """Return rows / rms(rows) * weight."""
         rows, width = rows_NE.shape
         out_NE = torch.empty_like(rows_NE)
-        self.library.rms_norm(rows_NE.data_ptr(), weight_E.data_ptr(), out_NE.data_ptr(), rows, width, eps)
+        self._library.rms_norm(rows_NE.data_ptr(), weight_E.data_ptr(), out_NE.data_ptr(), rows, width, eps)
         return out_NE
 
     def norm_heads(self, qkv_NHD: Tensor, weight_HD: Tensor, eps: float) -> None:
         """Normalize in place the first heads of every row, as many as the weight has."""
         rows, heads, head_dim = qkv_NHD.shape
-        self.library.norm_heads(
+        self._library.norm_heads(
             qkv_NHD.data_ptr(), weight_HD.data_ptr(), rows, weight_HD.shape[0], heads, head_dim, eps
         )
 
     def rotate(self, qkv_NHD: Tensor, rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
         """Rotate in place the first `rotated` heads of every row; the first half of the sines carries the minus."""
         rows, heads, head_dim = qkv_NHD.shape
-        self.library.rotate(qkv_NHD.data_ptr(), cos_N1D.data_ptr(), sin_N1D.data_ptr(), rows, rotated, heads, head_dim)
+        self._library.rotate(qkv_NHD.data_ptr(), cos_N1D.data_ptr(), sin_N1D.data_ptr(), rows, rotated, heads, head_dim)
 
     def silu_product(self, rows_NI: Tensor) -> Tensor:
         """Return silu(first half of each row) * second half."""
         rows, width = rows_NI.shape
         out = rows_NI.new_empty(rows, width // 2)
-        self.library.silu_product(rows_NI.data_ptr(), out.data_ptr(), rows, width // 2)
+        self._library.silu_product(rows_NI.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
 
     def attend(
@@ -127,7 +134,7 @@ class Kernels:
         _, slots, kv_heads, tokens, _ = cache_2SKTD.shape
         heads = all_heads - 2 * kv_heads
         out = qkv_NHD.new_empty(rows, heads * head_dim)
-        self.library.attend(
+        self._library.attend(
             qkv_NHD.data_ptr(),
             cache_2SKTD.data_ptr(),
             positions_N.data_ptr(),
@@ -168,7 +175,7 @@ class Kernels:
         scratch = self.attention_scratch(slab_L2SKTD[0], heads, shared)
         if len(scratch) < (inputs := rows * max(width, heads * head_dim, shape.inner)):
             scratch = torch.empty(inputs)
-        self.library.decode(
+        self._library.decode(
             blocks_LA.data_ptr(),
             numbers.data_ptr(),
             stream_NE.data_ptr(),
@@ -187,10 +194,11 @@ class Kernels:
         kv_heads, tokens, head_dim = cache_2SKTD.shape[2:]
         return torch.empty(torch.get_num_threads() * (heads // kv_heads) * (head_dim + shared.tokens + tokens + 8))
 
-    def new_panels(self, outputs: int, inputs: int, *, gated: bool) -> Panels:
-        """Allocate panels of a weight."""
-        count = -(-outputs // self.panel_outputs) * self.panel_outputs * inputs
-        return Panels(torch.zeros(count, dtype=self._dtype), outputs, inputs, gated)
+    def new_panels(self, outputs: int, inputs: int, *, bias: bool, gated: bool) -> Panels:
+        """Allocate panels of a weight, with or without a bias."""
+        padded = -(-outputs // self.panel_outputs) * self.panel_outputs
+        bias_O = torch.zeros(padded, dtype=self._dtype) if bias else None
+        return Panels(self, torch.zeros(padded * inputs, dtype=self._dtype), bias_O, outputs, inputs, gated)
 
     def pack(self, rows_RI: Tensor, panels: Panels, first: int = 0) -> None:
         """Write rows of a weight, that of output `first` first, which are in this dtype or float32."""
@@ -198,13 +206,13 @@ class Kernels:
         rows, inputs = rows_RI.shape
         wide, cells = rows_RI.dtype != self._dtype, inputs // self.step
         source, target = rows_RI.data_ptr(), panels.numbers.data_ptr()
-        self.library.pack(source, wide, target, first, rows, panels.outputs, cells, panels.gated)
+        self._library.pack(source, wide, target, first, rows, panels.outputs, cells, panels.gated)
 
     def unpack(self, panels: Panels, first: int, rows: int) -> Tensor:
         """Return rows [R, I] of a weight, that of output `first` first."""
         rows_RI = panels.numbers.new_empty(rows, panels.inputs)
         source, target, cells = panels.numbers.data_ptr(), rows_RI.data_ptr(), panels.inputs // self.step
-        self.library.unpack(source, target, first, rows, panels.outputs, cells, panels.gated)
+        self._library.unpack(source, target, first, rows, panels.outputs, cells, panels.gated)
         return rows_RI
 
     def gather(self, panels: Panels, outputs_N: Tensor) -> Tensor:
@@ -212,37 +220,33 @@ class Kernels:
         rows_NI = panels.numbers.new_empty(len(outputs_N), panels.inputs)
         cells = panels.inputs // self.step
         source, target = panels.numbers.data_ptr(), rows_NI.data_ptr()
-        self.library.gather(source, outputs_N.data_ptr(), target, len(outputs_N), panels.outputs, cells)
+        self._library.gather(source, outputs_N.data_ptr(), target, len(outputs_N), panels.outputs, cells)
         return rows_NI
 
     def repack(self, rows_RI: Tensor, places_C: Tensor, panels: Panels, first: int = 0) -> None:
         """Write the numbers of rows at `places_C`, ascending; the first row is that of output `first`."""
         numbers, count, inputs = panels.numbers.data_ptr(), len(places_C), panels.inputs
         places = places_C.data_ptr()
-        self.library.repack(rows_RI.data_ptr(), numbers, places, count, first, panels.outputs, inputs, panels.gated)
+        self._library.repack(rows_RI.data_ptr(), numbers, places, count, first, panels.outputs, inputs, panels.gated)
 
-    def pack_bias(self, bias_O: Tensor, ordered_O: Tensor | None, *, gated: bool) -> Tensor:
-        """Return a bias in the order of the panels of its weight, in the memory of an earlier one if there is any."""
+    def pack_bias(self, bias_O: Tensor, panels: Panels) -> None:
+        """Write a bias in the order of the panels."""
         half = self.panel_outputs // 2
-        if ordered_O is None:
-            ordered_O = bias_O.new_zeros(-(-len(bias_O) // self.panel_outputs) * self.panel_outputs)
-        if gated:
-            ordered_O.view(-1, 2, half).transpose(0, 1).copy_(bias_O.view(2, -1, half))
+        assert panels.bias is not None
+        if panels.gated:
+            panels.bias.view(-1, 2, half).transpose(0, 1).copy_(bias_O.view(2, -1, half))
         else:
-            ordered_O[: len(bias_O)] = bias_O
-        return ordered_O
+            panels.bias[: len(bias_O)] = bias_O
 
-    def product(
-        self, rows_NI: Tensor, panels: Panels, *, bias: Tensor | None = None, residual_NO: Tensor | None = None
-    ) -> Tensor:
+    def product(self, rows_NI: Tensor, panels: Panels, residual_NO: Tensor | None = None) -> Tensor:
         """Return rows · weightᵀ + bias + residual; gated: silu(first half) * second half of rows · weightᵀ + bias."""
         rows, inputs = rows_NI.shape
         out = panels.numbers.new_empty(rows, panels.outputs // 2 if panels.gated else panels.outputs)
         rows_NI = rows_NI.to(self._input_dtype, memory_format=torch.contiguous_format)
-        self.library.product(
+        self._library.product(
             rows_NI.data_ptr(),
             panels.numbers.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            None if panels.bias is None else panels.bias.data_ptr(),
             None if residual_NO is None else residual_NO.data_ptr(),
             out.data_ptr(),
             rows,

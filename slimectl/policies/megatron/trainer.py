@@ -134,7 +134,6 @@ class MegatronTrainer:
             user_functions.begin()
         choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
         self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute)
-        self.row_multiple = self._row_multiple(self.chunks[0].config)
         self.balance = MoEAuxLossScaler(self.chunks)
         self.replay = None
         if routing_replay:
@@ -186,8 +185,10 @@ class MegatronTrainer:
         )
         self.updated = [link for link in links if link.megatron in self.trained and not link.buffer]
 
-    def _row_multiple(self, config: Any) -> int:
-        """Return a number that divides the tokens of every pack."""
+    @property
+    def row_multiple(self) -> int:
+        """A number that divides the tokens of every pack."""
+        config = self.chunks[0].config
         if config.fp8:
             return FP8_TOKENS
         # Experts take any numbers of tokens, and their routing is recorded for every token.
