@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -57,6 +57,8 @@ class Session:
     params: SamplingParams
     limits: SessionLimits
     model: str = "*"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, to which a request may add."""
     obeys_requests: bool = False
     stream_interval: int = 1
     """Least number of tokens between two chunks of a stream."""
@@ -87,6 +89,7 @@ class Session:
     async def answer(self, request: ChatRequest, stream: AnswerStream | None = None) -> Reply:
         """Answer a request and record the turn; `stream` gets the answer while it is sampled. Raises RequestRefused."""
         self._check(request)
+        request = self._with_template_kwargs(request)
         if not self.is_answering:
             self._answering_since = time.monotonic()
         self._in_flight += 1
@@ -96,6 +99,9 @@ class Session:
             self._in_flight -= 1
             if not self.is_answering:
                 self.answering_s += time.monotonic() - self._answering_since
+
+    def _with_template_kwargs(self, request: ChatRequest) -> ChatRequest:
+        return dataclasses.replace(request, template_kwargs={**self.template_kwargs, **request.template_kwargs})
 
     def _check(self, request: ChatRequest) -> None:
         self.counts["requests"] += 1
@@ -185,7 +191,7 @@ class Session:
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt. Raises RequestRefused."""
-        return len(self.tree.continuation(request).tokens)
+        return len(self.tree.continuation(self._with_template_kwargs(request)).tokens)
 
     def samples(self, template: Sample) -> list[Sample]:
         """Return a sample for each branch; `metadata.agent` has the spans of its turns and what was counted."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from slimectl.agents.chat_request import ChatRequest, refused
 from slimectl.agents.chat_trie import ChatTrie, KnownChat
-from slimectl.data.chat import encode, following, render
+from slimectl.data.chat import encode, encode_raw, following, render
 from slimectl.errors import RecordError
 from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, Status, detached_copy
 
@@ -117,7 +117,7 @@ class TrajectoryTree:
             if text is not None and len(text) > length and len(text) < len(prompt) and prompt.startswith(text):
                 parent, length = turn, len(text)
         try:
-            new_tokens = encode(self.tokenizer, prompt[length:])
+            new_tokens = (encode if parent is not None else encode_raw)(self.tokenizer, prompt[length:])
         except RecordError as error:
             raise refused(error) from None
         return Continuation(parent, new_tokens, (parent.tokens() if parent is not None else []) + new_tokens)

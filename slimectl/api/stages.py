@@ -15,7 +15,6 @@ from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
 from slimectl.protocols import Agent, LogProbModel, RewardFn, Tracker
 from slimectl.settings import Settings
-from slimectl.settings.keys import settings_toml
 from slimectl.settings.layers import Layer, from_environment, from_file, nested
 from slimectl.settings.loading import resolve
 from slimectl.settings.secret import check_complete
@@ -224,4 +223,4 @@ def run(
         rounds = RecordedRounds(settings, str(samples))
     check_complete(settings.model_dump(by_alias=True))
     job = TrainingRun(settings, interrupted=interrupted, rounds=rounds)
-    return job.reports(settings_toml(settings), resume=resume, force=force)
+    return job.reports(resume=resume, force=force)

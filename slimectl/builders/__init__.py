@@ -42,6 +42,7 @@ _NAMES = {
         "token_decoder",
         "tokenizer",
         "version_of",
+        "with_template_date",
     ),
     "policies": (
         "check_policy",

@@ -34,6 +34,7 @@ from slimectl.builders.models import source_of as source_of
 from slimectl.builders.models import token_decoder as token_decoder
 from slimectl.builders.models import tokenizer as tokenizer
 from slimectl.builders.models import version_of as version_of
+from slimectl.builders.models import with_template_date as with_template_date
 from slimectl.builders.policies import check_policy as check_policy
 from slimectl.builders.policies import check_training as check_training
 from slimectl.builders.policies import critic as critic

@@ -216,6 +216,7 @@ def command_agent(settings: Settings) -> Agent:
             concurrency=rollout.agent_concurrency,
             model=rollout.agent_model,
             gives_reward=not settings.names_verifier,
+            template_kwargs=rollout.template_kwargs,
         )
     )
 
@@ -234,7 +235,7 @@ def environment_agent(settings: Settings) -> Agent:
         retries=rollout.env_retries,
         concurrency=rollout.env_concurrency,
         gives_reward=not settings.names_verifier,
-        template_kwargs=rollout.apply_chat_template_kwargs,
+        template_kwargs=rollout.template_kwargs,
     )
     return EnvironmentAgent(options, single_turn)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimectl.data.checks import a_chat
+from slimectl.data.checks import a_chat, shown
 from slimectl.errors import RecordError
 from slimectl.stdio import logger
 from slimectl.types import Chat
@@ -27,10 +28,13 @@ GSM8K = "####"
 """Mark between the steps of an answer and its number, as GSM8K has it."""
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
-    "assistant": "assistant", "model": "assistant", "function_call": "assistant", "system": "system",
-    "tool": "tool", "observation": "tool", "function_response": "tool",
+    "assistant": "assistant", "model": "assistant", "function_call": "assistant", "tool_call": "assistant",
+    "system": "system", "developer": "developer", "tool": "tool", "observation": "tool", "function_response": "tool",
+    "tool_response": "tool",
 }  # fmt: skip
 """ShareGPT's speakers, and the roles of chat templates."""
+CALLERS = ("function_call", "tool_call")
+"""ShareGPT's speakers whose text is calls of tools, as JSON."""
 
 _announced: set[tuple[str, str]] = set()
 
@@ -79,6 +83,31 @@ def read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstra
     In a `demonstration` a chat stays whole; otherwise its last turn of the assistant is the label. Raises RecordError
     if a column that the settings name is missing, or the format is none that is known.
     """
+    columns = _read_columns(row, keys, location, demonstration=demonstration)
+    return with_context(row, columns, location)
+
+
+def with_context(row: Mapping[str, Any], columns: Columns, location: str) -> Columns:
+    """Return the columns with the row's `system` and `history` before the prompt. Raises RecordError."""
+    if columns.text in ("", None):
+        return columns
+    system, history = row.get("system"), row.get("history")
+    is_history = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    before: Chat = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    if is_history and history:
+        for question, answer in history:
+            before += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if not before or "system" in columns.names:
+        return columns
+    chat: Chat = [{"role": "user", "content": columns.text}] if isinstance(columns.text, str) else list(columns.text)
+    if chat and before[0]["role"] == "system" == chat[0]["role"]:
+        raise RecordError(f"{location}: system: the chat begins with a system message, too; drop one of them")
+    names = [name for name, messages in (("system", system), ("history", history if is_history else None)) if messages]
+    _announce(location, f"the prompt begins with {' and '.join(names)}", "rollout.input_key")
+    return Columns([*before, *chat], columns.label, (*columns.names, *names))
+
+
+def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstration: bool) -> Columns:
     label_key = _label_key(row, keys, location, IMITATED if demonstration else ANSWERS)
     if has_column(row, keys.input):
         text = column(row, keys.input)
@@ -177,16 +206,32 @@ def _without_answer(chat: Chat) -> tuple[Chat, str | None]:
 
 def _message(message: Any, location: str) -> dict[str, Any]:
     """Return a message as {role, content}; ShareGPT's has {from, value}. Raises RecordError."""
-    if isinstance(message, dict) and "from" in message and "value" in message:
-        role = ROLES.get(str(message["from"]).lower())
+    if isinstance(message, dict) and message.get("from") is not None and "value" in message:
+        speaker = str(message["from"]).lower()
+        role = ROLES.get(speaker)
         if role is None:
             raise RecordError(f"{location}: unknown speaker {message['from']!r}; known are {', '.join(ROLES)}")
-        return {"role": role, "content": message["value"]}
+        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        if speaker in CALLERS:
+            return {**others, "role": role, "content": "", "tool_calls": _calls(message["value"], location)}
+        return {**others, "role": role, "content": message["value"]}
     try:
         a_chat([message])
     except ValueError as error:
         raise RecordError(f"{location}: {error}") from None
     return message  # type: ignore[no-any-return]
+
+
+def _calls(value: Any, location: str) -> list[dict[str, Any]]:
+    """Return the calls that a ShareGPT message has as JSON: an object with name and arguments, or a list of them."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise RecordError(f"{location}: function_call: expected JSON with name and arguments, got {shown(value)}")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _announce(location: str, words: str, settings: str) -> None:

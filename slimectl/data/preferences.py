@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slimectl.data.checks import a_chat, a_scalar, shown
-from slimectl.data.columns import LABEL_KEY, Columns, Keys, column
+from slimectl.data.columns import LABEL_KEY, Columns, Keys, column, with_context
 from slimectl.data.prompt_images import has_images
 from slimectl.data.prompts import nonempty_chat, ordered_rows, with_parts
 from slimectl.errors import RecordError
@@ -61,6 +61,7 @@ def open_preferences(
         text = column(row, input_key)
         has_prompt = text is not None
         columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (input_key, LABEL_KEY))
+        columns = with_context(row, columns, location)
         base = with_parts((location, row), index, keys, columns, nonempty_chat if has_prompt else a_chat)
         if base.images or has_images(chosen) or has_images(rejected):
             raise RecordError(

@@ -67,7 +67,7 @@ def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evalua
             prompt,
             tokenizer,
             apply_chat_template=rollout.apply_chat_template,
-            template_kwargs=rollout.apply_chat_template_kwargs,
+            template_kwargs=rollout.template_kwargs,
         )
         excess[prompt.index] = prompt_excess(len(tokens), rollout, context, evaluation=evaluation)
     if len(prompts) < ROWS:  # of a longer source others may fit

@@ -98,12 +98,13 @@ class GroupGenerator:
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
         if self._rendered is None or self._rendered[0] is not prompt:  # else the length check has rendered it
             settings = self.settings
-            warn_of_raw_prompt(prompt, self.tokenizer, settings)
+            if not getattr(self.agent, "renders_chats", False):
+                warn_of_raw_prompt(prompt, self.tokenizer, settings)
             tokens = render(
                 prompt,
                 self.tokenizer,
                 apply_chat_template=settings.apply_chat_template,
-                template_kwargs=settings.apply_chat_template_kwargs,
+                template_kwargs=settings.template_kwargs,
             )
             self._rendered = prompt, tokens
         return list(self._rendered[1])

@@ -215,7 +215,8 @@ def test_an_answer_keeps_to_a_json_schema_whole_streamed_and_in_both_apis(
 
 
 REASONS_AND_CALLS = (
-    "{% if tools %}<tool_call> {% endif %}{{ messages[-1].content }}<think>\n{% if false %}</think>{% endif %}"
+    "{% if tools %}<tool_call> {% endif %}{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    "{% if false %}</think>{% endif %}"
 )
 """A chat template in the manner of Qwen3-Thinking, which opens the reasoning itself."""
 
@@ -272,7 +273,11 @@ def test_reasoning_and_calls_are_parts_of_the_message_and_streamed(
 
 
 def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service.served.tokenizer, "chat_template", "{{ messages[-1].content }}<tool_call>")
+    monkeypatch.setattr(
+        server.service.served.tokenizer,
+        "chat_template",
+        "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>",
+    )
     side = {"enum": ["left", "right"]}
     parameters = {"properties": {"to": {"$ref": "#/$defs/side"}}, "required": ["to"], "$defs": {"side": side}}
     turn = {"type": "function", "function": {"name": "turn", "parameters": parameters}}
@@ -286,7 +291,9 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         assert json.loads(call["function"]["arguments"])["to"] in side["enum"]
     status, answer = server.ask("/v1/chat/completions", {**body, "tool_choice": {"function": {"name": "fly"}}})
     assert (status, answer["error"]["message"]) == (400, "tool_choice: 'fly' is none of the tools")
-    monkeypatch.setattr(server.service.served.tokenizer, "chat_template", "{{ messages[-1].content }}")
+    monkeypatch.setattr(
+        server.service.served.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     status, answer = server.ask("/v1/chat/completions", {**body, "tool_choice": "required"})
     assert (status, "does not write calls as JSON" in answer["error"]["message"]) == (400, True)
 
