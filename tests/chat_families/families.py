@@ -95,8 +95,14 @@ class Family:
     """Whether the template prints today's date."""
     earlier_end: str = ""
     """The end of a turn that is not the last, where it is none of `stops`."""
-    prompt: str = ""
-    """The prompt of the last turn of CHAT, where it is not the beginning of `chat`."""
+    ends_turns: bool = True
+    """Whether turns end with one of `stops`. Where they do not, nothing can teach a model to stop."""
+    opens: str = ""
+    """What the generation prompt adds to the text before the last turn of `chat`."""
+    call_opens: str = ""
+    """The same for `calls`."""
+    thought_opens: str = ""
+    """The same for `thoughts`."""
     calls: str = ""
     """CALLS rendered with TOOL."""
     thoughts: str = ""
@@ -135,8 +141,8 @@ class Family:
         text = re.sub("‹.*?›", "", marked, flags=re.DOTALL)
         taught = [re.sub("[‹›]", "", span) for span in re.findall("«(.*?)»", marked, flags=re.DOTALL)]
         before = text.rpartition("«")[0]
-        prompt = self.prompt if name == "chat" and self.prompt else re.sub("[«»]", "", before)
-        return Rendering(re.sub("[«»]", "", text), taught, prompt)
+        opens = {"chat": self.opens, "calls": self.call_opens, "thoughts": self.thought_opens}[name]
+        return Rendering(re.sub("[«»]", "", text), taught, re.sub("[«»]", "", before) + opens)
 
 
 PLACEHOLDERS = {
