@@ -116,7 +116,8 @@ def test_tokens(name: str):
         assert len(given.encode(token, add_special_tokens=False)) == 1, token
     assert given.encode("a") == ([given.bos_token_id] if family.adds_bos else []) + [ord("a")]
     for span in family.rendering("chat").taught:
-        assert any(span.endswith(stop) for stop in (*family.stops, family.earlier_end) if stop)
+        ended = any(span.endswith(stop) for stop in (*family.stops, family.earlier_end) if stop)
+        assert ended == family.ends_turns
 
 
 def page() -> str:

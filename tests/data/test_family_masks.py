@@ -10,11 +10,12 @@ from chat_families.families import ARGUMENTS, CHAT, FAMILIES, TOOL, Family, call
 
 from slimectl.data.chat import render
 from slimectl.data.supervised import sft_sample
-from slimectl.errors import RecordError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.types import Chat, Prompt
 
-NAMES = [*FAMILIES]
-CALLING = [name for name, family in FAMILIES.items() if family.calls]
+NAMES = [name for name, family in FAMILIES.items() if family.ends_turns]
+ENDLESS = [name for name in FAMILIES if name not in NAMES]
+CALLING = [name for name in NAMES if FAMILIES[name].calls]
 KINDS = [(name, kind) for name in NAMES for kind in ("chat", "calls", "thoughts") if getattr(FAMILIES[name], kind)]
 
 
@@ -118,4 +119,10 @@ def test_reasoning_under_every_name_is_taught(name: str, key: str):
 @pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].system in ("ignored", "in prompts only")])
 def test_a_system_message_that_vanishes_is_refused(name: str):
     with pytest.raises(RecordError):
+        spans_of(FAMILIES[name], Prompt(CHAT))
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_whose_turns_do_not_end_is_refused(name: str):
+    with pytest.raises((RecordError, SettingsError)):
         spans_of(FAMILIES[name], Prompt(CHAT))
