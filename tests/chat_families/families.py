@@ -8,7 +8,6 @@ template does not show it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import tomllib
@@ -248,7 +247,7 @@ def table() -> str:
             [
                 family.name,
                 family.models,
-                ", ".join(code(end) for end in ends(family)),
+                ", ".join(code(end) for end in ends(family)) or "none",
                 ", ".join(code(stop) for stop in family.stops),
                 family.arguments or "none shown",
                 reasoning_cell(family),
@@ -256,7 +255,7 @@ def table() -> str:
             ]
         )
     lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    notes = "\n".join(f"- {family.name}: {family.notes}" for family in FAMILIES.values() if family.notes)
+    notes = "\n".join(f"- **{family.name}**: {family.notes}" for family in FAMILIES.values() if family.notes)
     return f"{lines}\n\n{notes}\n"
 
 
@@ -278,7 +277,3 @@ def reasoning_cell(family: Family) -> str:
     return {"text": "none", "dropped": "lost before `</think>`", "read": f"`</think>`, earlier turns {family.earlier}"}[
         family.think_tags
     ]
-
-
-def fields() -> list[str]:
-    return [field.name for field in dataclasses.fields(Family)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families.families import ARGUMENTS, CHAT, FAMILIES, call_chat, rendered, table, tokenizer
+from chat_families.families import ARGUMENTS, CHAT, FAMILIES, build_model, call_chat, rendered, table, tokenizer
 
 from slimectl.types import Chat
 
@@ -118,6 +118,17 @@ def test_tokens(name: str):
     for span in family.rendering("chat").taught:
         ended = any(span.endswith(stop) for stop in (*family.stops, family.earlier_end) if stop)
         assert ended == family.ends_turns
+
+
+def test_model_stops_where_the_family_says(tmp_path: Path):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    folder = build_model("glm4.5", tmp_path)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    stops = GenerationConfig.from_pretrained(folder).eos_token_id
+    assert loaded.convert_ids_to_tokens(stops) == ["<|endoftext|>", "<|user|>", "<|observation|>"]
+    assert loaded.chat_template == FAMILIES["glm4.5"].template
+    assert loaded.encode("<|user|>a") == tokenizer("glm4.5").encode("<|user|>a")
 
 
 def page() -> str:
