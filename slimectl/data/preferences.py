@@ -11,7 +11,7 @@ from slimectl.data.columns import LABEL_KEY, Columns, Keys, column
 from slimectl.data.prompt_images import has_images
 from slimectl.data.prompts import nonempty_chat, ordered_rows, with_parts
 from slimectl.errors import RecordError
-from slimectl.types import Chat, Prompt
+from slimectl.types import Chat, Prompt, text_of_label
 
 SIDES = ("chosen", "rejected")
 
@@ -79,7 +79,7 @@ def open_preferences(
 def _answer(location: str, row: dict[str, Any], key: str) -> str | Chat:
     value = row[key]
     try:
-        return a_chat(value) if isinstance(value, list) else str(a_scalar(value))
+        return a_chat(value) if isinstance(value, list) else text_of_label(a_scalar(value))
     except ValueError as error:
         raise RecordError(f"{location}: {key}: {error}") from None
 

@@ -8,7 +8,7 @@ from typing import Any
 from slimectl.data.chat import STAND_INS, Template, as_chat, encode, image_repeats, located, repeated, shared
 from slimectl.data.prompt_images import has_images
 from slimectl.errors import RecordError, SettingsError
-from slimectl.types import Chat, Label, Prompt
+from slimectl.types import Chat, Label, Prompt, text_of_label
 
 
 def sft_sample(
@@ -33,7 +33,7 @@ def sft_sample(
             return _string_sample(prompt.text, prompt.label, tokenizer)
         chat = as_chat(prompt.text)
         if prompt.label is not None and chat[-1]["role"] != "assistant":
-            chat = [*chat, {"role": "assistant", "content": str(prompt.label)}]
+            chat = [*chat, {"role": "assistant", "content": text_of_label(prompt.label)}]
         tokens, mask = assistant_mask(
             chat, tokenizer, Template(tokenizer, prompt, template_kwargs), from_message=from_message
         )
@@ -52,7 +52,7 @@ def _string_sample(text: str, label: Label, tokenizer: Any) -> tuple[list[int], 
         raise RecordError(f"label: {fault}; imitation of a string prompt needs the answer as its label")
     if tokenizer.eos_token_id is None:
         raise SettingsError("model.path: its tokenizer has no end token; set eos_token in tokenizer_config.json")
-    answer = [*encode(tokenizer, str(label)), tokenizer.eos_token_id]
+    answer = [*encode(tokenizer, text_of_label(label)), tokenizer.eos_token_id]
     if not text:  # nothing comes before the first token, which could be predicted from
         return answer, len(answer) - 1, [1] * (len(answer) - 1)
     return encode(tokenizer, text) + answer, len(answer), [1] * len(answer)
