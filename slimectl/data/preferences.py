@@ -8,7 +8,7 @@ from typing import Any
 
 from slimectl.data.checks import a_chat, a_scalar, shown
 from slimectl.data.columns import LABEL_KEY, Columns, Keys, column
-from slimectl.data.prompt_images import has_images
+from slimectl.data.prompt_images import has_images, has_places
 from slimectl.data.prompts import nonempty_chat, ordered_rows, with_parts
 from slimectl.errors import RecordError
 from slimectl.types import Chat, Prompt, text_of_label
@@ -34,6 +34,7 @@ def open_preferences(
     input_key: str,
     metadata_key: str,
     tool_key: str,
+    reads_images: bool = False,
     shuffle_seed: int | None = None,
     epochs: int | None = 1,
     start: int = 0,
@@ -61,8 +62,9 @@ def open_preferences(
         text = column(row, input_key)
         has_prompt = text is not None
         columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (input_key, LABEL_KEY))
-        base = with_parts((location, row), index, keys, columns, nonempty_chat if has_prompt else a_chat)
-        if base.images or has_images(chosen) or has_images(rejected):
+        check = nonempty_chat if has_prompt else a_chat
+        base = with_parts((location, row), index, keys, columns, check, reads_images=reads_images)
+        if base.images or any(map(has_places if reads_images else has_images, (chosen, rejected))):
             raise RecordError(
                 f"{location}: images in preferences are not trained on by this version; leave the row out"
             )
