@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
@@ -44,6 +46,21 @@ SampleStatus = Status
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """Why an engine ended an answer, and the status of its sample."""
+
+
+def text_of_label(label: Label) -> str:
+    """Return a label as the text that is taught, graded and shown: numbers without an exponent, objects as JSON.
+
+    Tables store whole numbers as floats where a value of the column is missing.
+
+    >>> text_of_label(42.0), text_of_label(-0.5), text_of_label(1e-05), text_of_label(["é", 1]), text_of_label(None)
+    ('42', '-0.5', '0.00001', '["é", 1]', '')
+    """
+    if isinstance(label, float) and math.isfinite(label):
+        return str(int(label)) if label.is_integer() else format(Decimal(repr(label)), "f")
+    if isinstance(label, list | dict):
+        return json.dumps(label, ensure_ascii=False)
+    return "" if label is None else str(label)
 
 
 @dataclass(slots=True)

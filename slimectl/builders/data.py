@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slimectl.builders.models import model_folder
+from slimectl.builders.models import model_folder, reads_images
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.settings import Settings
@@ -47,6 +47,7 @@ def prompts(
         metadata_key=options.metadata_key,
         tool_key=options.tool_key,
         image_key=options.image_key,
+        reads_images=reads_images(settings),
         shuffle_seed=options.seed if options.shuffle and shuffle else None,
         weights=options.data_weights if sources == list(options.data) else None,
         mix_seed=options.seed,
@@ -129,6 +130,7 @@ def training_samples(
             input_key=options.input_key,
             metadata_key=options.metadata_key,
             tool_key=options.tool_key,
+            reads_images=reads_images(settings),
             shuffle_seed=options.seed if options.shuffle else None,
             epochs=epochs,
             start=start,

@@ -15,6 +15,7 @@ from typing import Any
 from slimectl.architectures import cards
 from slimectl.architectures.config import raw_config
 from slimectl.architectures.config_checks import check_config
+from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.data.hugging_face import fetch_command, hub_name, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
@@ -104,6 +105,20 @@ def _without_config(folder: Path) -> str:
         "this is a torch_dist checkpoint; copy config.json and tokenizer.json, tokenizer_config.json of its Hugging"
         " Face model into it"
     )
+
+
+def reads_images(settings: Settings) -> bool:
+    """Return whether the model of the settings reads images; False for one that is not there yet, or on a server."""
+    path, card = settings.model.path, settings.model.card
+    try:
+        if path is None:
+            config = {} if card is None else cards.load(card)["config"]
+        else:
+            folder = Path(path) if Path(path).exists() else hub_model(path) or Path(path)
+            config = read_json(policy_folder(folder) / "config.json")
+    except (CheckpointError, OSError):  # loading the model reports what is wrong with it
+        return False
+    return config.get("model_type") in MODEL_TYPES
 
 
 def is_gguf(path: str) -> bool:

@@ -22,6 +22,13 @@ IMITATED = (
     "completion", "response", "output", "solution", "answer", "target", "ground_truth", "reward_model.ground_truth",
 )  # fmt: skip
 """The same columns by the priority of a demonstration: the whole answer before its result."""
+IMAGES = (
+    IMAGE_KEY, "image", "image_paths", "image_path", "image_files", "image_file", "image_urls", "image_url",
+    "imgs", "img", "img_paths", "img_path", "pictures", "picture",
+)  # fmt: skip
+"""Columns of images, by priority."""
+OTHER_MEDIA = re.compile(r"(videos?|audios?|input_audio)(_(paths?|files?|urls?))?")
+NUMBERED_IMAGE = re.compile(r"(image|img|picture)_?\d+")
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 """Columns of prompts that are strings, by priority."""
 GSM8K = "####"
@@ -126,6 +133,24 @@ def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstr
     if question is None:
         raise missing_column(location, keys.input, row, "rollout.input_key", "--input-key")
     return _question(row, question, label_key, keys, location, demonstration)
+
+
+def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
+    """Return the name of the column with the images: the settings' `key`, or the first of `IMAGES` that has some.
+
+    Raises RecordError for columns of a model's inputs that are not read: videos, audio, images in several columns.
+    """
+    filled = [str(name) for name, value in row.items() if value not in (None, "", [], {}, ())]
+    if others := sorted(set(filter(OTHER_MEDIA.fullmatch, filled)) - {key}):
+        raise RecordError(f"{location}: {others[0]}: only images are read; leave the row out, or remove the column")
+    if key != IMAGE_KEY or key in filled:
+        return key
+    if numbered := sorted(filter(NUMBERED_IMAGE.fullmatch, filled)):
+        raise RecordError(f"{location}: {', '.join(numbered)}: put the images of a row into one list, {key}")
+    name = next((name for name in IMAGES if name in filled), key)
+    if name != key:
+        _announce(location, f"the images are taken from {name}", "rollout.image_key")
+    return name
 
 
 def missing_column(location: str, key: str, row: Mapping[str, Any], setting: str, flag: str) -> RecordError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from slimectl.types import Chat, ImageSource, Sample
 
 MARK = "<image>"
 """Place of an image in a text, where the images are in a column."""
+OTHER_MARKS = ("<video>", "<audio>", "<|image_pad|>", "<|video_pad|>")
+"""Places in a text of media that are not read, and placeholder tokens that a text must not write itself."""
 IMAGE_PARTS = ("image", "image_url", "input_image")
 PART: dict[str, Any] = {"type": "image"}
 """An image in a chat of a Prompt: the source is in its `images`."""
@@ -28,25 +32,37 @@ def has_images(text: str | Chat) -> bool:
     return isinstance(text, list) and any(_is_image(part) for message in text for part in _parts(message))
 
 
-def place_images(text: str | Chat, column: Any, folder: Path) -> tuple[str | Chat, list[ImageSource]]:
+def has_places(text: str | Chat) -> bool:
+    """Return whether a prompt has parts that are images, or marks in its texts."""
+    if isinstance(text, str):
+        return any(mark in text for mark in (MARK, *OTHER_MARKS))
+    return has_images(text) or any(has_places(content) for content in _texts(text) if isinstance(content, str))
+
+
+def place_images(
+    text: str | Chat, column: Any, folder: Path, *, reads_images: bool = False
+) -> tuple[str | Chat, list[ImageSource]]:
     """Return a prompt whose images are parts without a source, and the sources in their order.
 
     Sources are in the parts themselves, or in `column`, whose images take the places of parts without a source and of
-    marks in the texts; without any, they come first in the first message of the user. Raises ValueError if images and
-    places differ in number.
+    marks in the texts; without any, they come first in the first message of the user. Marks are text where `column` has
+    no images, unless the model `reads_images`. Raises ValueError if images and places differ in number.
 
     >>> place_images("<image>Left or right?", ["/a.png"], Path("/"))
     ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Left or right?'}]}], ['/a.png'])
     """
-    given = column if isinstance(column, list | tuple) else [] if column in (None, "") else [column]
-    if not given and not has_images(text):
+    given = _listed(column)
+    if not given and not has_images(text) and not (reads_images and has_places(text)):
         return text, []
     chat: Chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if others := [mark for mark in OTHER_MARKS if any(mark in str(content) for content in _texts(chat))]:
+        raise ValueError(f"the prompt has {others[0]}; only images are read, and the place of each is {MARK}")
     if given and not any(MARK in str(content) for content in _texts(chat)) and not has_images(chat):
         chat = _before_question(chat, len(given))
     waiting = iter(given)
     sources: list[ImageSource] = []
-    placed = [_placed(message, waiting, sources, folder, marks=bool(given)) for message in chat]
+    marks = bool(given) or reads_images
+    placed = [_placed(message, waiting, sources, folder, marks=marks) for message in chat]
     left = sum(1 for _ in waiting)
     if left:
         raise ValueError(
@@ -117,8 +133,19 @@ def _placed(
 def _next(waiting: Iterator[Any]) -> Any:
     value = next(waiting, None)
     if value is None:
-        raise ValueError("the prompt has more places for images than its row has images")
+        raise ValueError(f"the prompt has more places for images than its row has images; give one for each {MARK}")
     return value
+
+
+def _listed(column: Any) -> list[Any]:
+    """Return the images of a column: a list, one image, or the JSON of a list, which tables of strings have."""
+    if isinstance(column, str) and column.startswith("["):
+        with suppress(ValueError):
+            column = json.loads(column)
+    if isinstance(column, list | tuple):
+        return list(column)
+    is_empty = column in (None, "") or (isinstance(column, Mapping) and not any(column.values()))
+    return [] if is_empty else [column]
 
 
 def _before_question(chat: Chat, count: int) -> Chat:

@@ -71,7 +71,7 @@ class SampleIndex:
         self._snapshot: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
         self._extending = threading.Lock()
-        self._compressed = path.suffix in (".gz", ".zst")
+        self._compressed = path.suffix.lower() in (".gz", ".zst")
         self._identity = _identity(path)
         self._file = _decompressed(path) if self._compressed else path.open("rb")
         self._load()

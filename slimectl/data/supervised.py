@@ -14,7 +14,7 @@ from slimectl.data.chat import STAND_INS, as_chat, encode, encode_raw, image_rep
 from slimectl.data.prompt_images import has_images
 from slimectl.errors import RecordError, SettingsError
 from slimectl.model_files import end_token_ids
-from slimectl.types import Chat, Label, Prompt
+from slimectl.types import Chat, Label, Prompt, text_of_label
 
 
 def stop_tokens(tokenizer: Any, stop_token_ids: Collection[int] = ()) -> frozenset[int]:
@@ -75,11 +75,11 @@ def _with_label(chat: Chat, label: Label) -> tuple[Chat, Chat | None]:
     if isinstance(label, list | dict):
         raise RecordError("label: a list or an object; imitation needs the response as its label, a text")
     if not chat or chat[-1]["role"] != "assistant":
-        return [*chat, {"role": "assistant", "content": str(label)}], None
+        return [*chat, {"role": "assistant", "content": text_of_label(label)}], None
     last = chat[-1]
     if last.get("tool_calls") or not isinstance(last.get("content"), str):
         raise RecordError("label: the chat ends with a message of the assistant that a label cannot continue")
-    return [*chat[:-1], {**last, "content": last["content"] + str(label)}], chat
+    return [*chat[:-1], {**last, "content": last["content"] + text_of_label(label)}], chat
 
 
 def _string_sample(text: str, label: Label, tokenizer: Any) -> tuple[list[int], int, list[int]]:
@@ -88,7 +88,7 @@ def _string_sample(text: str, label: Label, tokenizer: Any) -> tuple[list[int], 
         raise RecordError(f"label: {fault}; imitation of a string prompt needs the answer as its label")
     if tokenizer.eos_token_id is None:
         raise SettingsError("model.path: its tokenizer has no end token; set eos_token in tokenizer_config.json")
-    prompt, answer = encode_raw(tokenizer, text), [*encode(tokenizer, str(label)), tokenizer.eos_token_id]
+    prompt, answer = encode_raw(tokenizer, text), [*encode(tokenizer, text_of_label(label)), tokenizer.eos_token_id]
     # Without a token before it, the first one cannot be predicted.
     length = len(answer) if prompt else len(answer) - 1
     return prompt + answer, length, [1] * length

@@ -8,7 +8,7 @@ from typing import Literal
 
 from slimectl.errors import RecordError
 from slimectl.rewards.base import Span
-from slimectl.types import Sample
+from slimectl.types import Sample, text_of_label
 
 Source = Literal["response", "last_line", "boxed", "answer_tag"]
 SOURCES: tuple[Source, ...] = ("response", "last_line", "boxed", "answer_tag")
@@ -108,6 +108,4 @@ def label_text(sample: Sample, wanted_by: str) -> str:
         )
     if label is None:
         raise RecordError(f"sample {sample.index}: label: missing, and the {wanted_by} verifier compares with it")
-    if isinstance(label, float) and label.is_integer():
-        return str(int(label))
-    return str(label).strip()
+    return text_of_label(label).strip()

@@ -36,8 +36,9 @@ class RolloutSettings(Section):
     """Key of the tool schemas in a row."""
 
     image_key: str = "images"
-    """Key of the images in a row: paths from the file's folder, or objects with `path` or `bytes`; each takes the place
-    of one <image> in the prompt, or of a part of type "image" (docs/vision.md)."""
+    """Key of the images in a row: paths from the file's folder, or objects with `path` or `bytes`. Each takes the place
+    of one <image> in the prompt, or of a part of type "image". With the default, `image`, `image_path` and other usual
+    names are recognized too (docs/vision.md)."""
 
     apply_chat_template: bool = False
     """Wrap string prompts as one user message in the model's chat template; chat lists always are. Where it is not set

@@ -25,7 +25,7 @@ from slimectl.stages.metrics import optional_metrics, pass_rates
 from slimectl.stages.rollout import rollout, sampling_params
 from slimectl.stages.score import Grader, report_timeouts, reward_number, score
 from slimectl.stages.whole_rounds import whole_round_evaluation
-from slimectl.types import Metrics, Prompt, Sample, Status, TableRow
+from slimectl.types import Metrics, Prompt, Sample, Status, TableRow, text_of_label
 
 OF_ROLLOUT = ("input_key", "label_key", "tool_key", "metadata_key", "stop", "stop_token_ids", "min_new_tokens",
               "custom_generate_function_path")  # fmt: skip
@@ -261,7 +261,7 @@ def table_of(samples: Iterable[Sample], rows: int, *, reward_key: str | None = N
         {
             "prompt": text if isinstance(text := sample.prompt, str) else json.dumps(text, ensure_ascii=False),
             "response": sample.response,
-            "label": "" if sample.label is None else str(sample.label),
+            "label": text_of_label(sample.label),
             "reward": reward_number(sample, reward_key),
         }
         for _, _, sample in sorted(ranked, key=lambda entry: entry[:2])[:rows]

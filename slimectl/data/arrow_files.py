@@ -1,0 +1,113 @@
+"""Rows of Parquet and Arrow files, in the values that JSON has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slimectl.chats.messages import NULL_KEYWORDS, without_nulls
+from slimectl.data.io import readable
+from slimectl.data.json_values import cell_value, shortest_decimals
+from slimectl.data.tables import Row
+from slimectl.errors import MissingExtraError, RecordError
+from slimectl.stdio import logger
+
+ROWS_PER_BATCH = 256
+Conversion = Callable[[Any], Any]
+
+
+def parquet_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a Parquet file. Raises RecordError."""
+
+    def batches() -> Iterator[Any]:
+        import pyarrow.parquet
+
+        file = pyarrow.parquet.ParquetFile(readable(path))
+        check_columns(str(path), file.schema_arrow.names)
+        yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
+
+    return _rows(path, "Parquet", batches())
+
+
+def arrow_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of an Arrow file: a stream, or a file with a footer (Feather, too). Raises RecordError."""
+
+    def batches() -> Iterator[Any]:
+        import pyarrow
+
+        with open(readable(path), "rb") as file:
+            has_footer = file.read(6) == b"ARROW1"
+            file.seek(0)
+            reader = pyarrow.ipc.open_file(file) if has_footer else pyarrow.ipc.open_stream(file)
+            check_columns(str(path), reader.schema.names)
+            if has_footer:
+                yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+            else:
+                yield from reader
+
+    return _rows(path, "Arrow", batches())
+
+
+def check_columns(location: str, columns: Sequence[str]) -> None:
+    """Raise RecordError if two columns have one name."""
+    twice = [name for name, count in Counter(columns).items() if count > 1]
+    if twice:
+        raise RecordError(f"{location}: two columns are called {twice[0]!r}; rename one of them")
+
+
+def _rows(path: Path, name: str, batches: Iterable[Any]) -> Iterator[Row]:
+    number, named = 0, False
+    try:
+        for batch in batches:
+            conversions = _of_fields(batch.schema)
+            for row in batch.to_pylist():
+                for column, convert in conversions.items():
+                    row[column] = convert(row[column])
+                values = cell_value(row)
+                filled = {key: without_nulls(value, keep=NULL_KEYWORDS) for key, value in values.items()}
+                if not named and filled != values:
+                    named = True
+                    logger.info(f"{path}: null fields of its structs are left out, as those that a row does not have")
+                yield f"{path}[{number}]", filled
+                number += 1
+    except ImportError:
+        raise MissingExtraError("pyarrow", extra="parquet", wanted_by=str(path)) from None
+    except (OSError, ValueError, OverflowError) as error:  # pyarrow.ArrowInvalid is a ValueError
+        message = " ".join(str(error).split())
+        raise RecordError(f"{path}: cannot be read as {name} after {number} rows: {message}") from error
+
+
+def _of_fields(fields: Iterable[Any]) -> dict[str, Conversion]:
+    return {field.name: convert for field in fields if (convert := _conversion(field.type)) is not None}
+
+
+def _conversion(kind: Any) -> Conversion | None:
+    """Return the conversion of values that do not show their type; None for a type without any.
+
+    pyarrow returns a float32 as the double of the same value (0.10000000149011612), and a map as a list of pairs.
+    """
+    from pyarrow import BaseExtensionType, types
+
+    if isinstance(kind, BaseExtensionType):
+        return _conversion(kind.storage_type)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return _conversion(kind.value_type)
+    if types.is_float16(kind) or types.is_float32(kind):
+        return _unless_null(lambda value: shortest_decimals(value, "float16" if types.is_float16(kind) else "float32"))
+    if types.is_map(kind):
+        of_item = _conversion(kind.item_type)
+        return _unless_null(lambda pairs: {key: of_item(item) if of_item else item for key, item in pairs})
+    if types.is_struct(kind):
+        fields = _of_fields(kind)
+        convert = lambda value: value | {name: of_field(value[name]) for name, of_field in fields.items()}  # noqa: E731
+        return _unless_null(convert) if fields else None
+    if types.is_nested(kind) and hasattr(kind, "value_type"):  # every kind of list
+        of_value = _conversion(kind.value_type)
+        return None if of_value is None else _unless_null(lambda values: [of_value(value) for value in values])
+    return None
+
+
+def _unless_null(convert: Conversion) -> Conversion:
+    return lambda value: None if value is None else convert(value)
