@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimectl.chats.messages import NULL_KEYWORDS, without_nulls
+from slimectl.chats.messages import NULL_KEYWORDS
 from slimectl.data.io import readable
 from slimectl.data.json_values import cell_value, shortest_decimals
 from slimectl.data.tables import Row
@@ -58,19 +58,24 @@ def check_columns(location: str, columns: Sequence[str]) -> None:
 
 
 def _rows(path: Path, name: str, batches: Iterable[Any]) -> Iterator[Row]:
-    number, named = 0, False
+    number, has_nulls, is_named = 0, False, False
+
+    def on_null() -> None:
+        nonlocal has_nulls
+        has_nulls = True
+
     try:
         for batch in batches:
-            conversions = _of_fields(batch.schema)
+            conversions = _of_fields(batch.schema, on_null)
             for row in batch.to_pylist():
                 for column, convert in conversions.items():
                     row[column] = convert(row[column])
-                values = cell_value(row)
-                filled = {key: without_nulls(value, keep=NULL_KEYWORDS) for key, value in values.items()}
-                if not named and filled != values:
-                    named = True
-                    logger.info(f"{path}: null fields of its structs are left out, as those that a row does not have")
-                yield f"{path}[{number}]", filled
+                if has_nulls and not is_named:
+                    is_named = True
+                    logger.info(
+                        f"{path}: null fields of structs are dropped; a table cannot tell them from missing ones"
+                    )
+                yield f"{path}[{number}]", cell_value(row)
                 number += 1
     except ImportError:
         raise MissingExtraError("pyarrow", extra="parquet", wanted_by=str(path)) from None
@@ -79,32 +84,39 @@ def _rows(path: Path, name: str, batches: Iterable[Any]) -> Iterator[Row]:
         raise RecordError(f"{path}: cannot be read as {name} after {number} rows: {message}") from error
 
 
-def _of_fields(fields: Iterable[Any]) -> dict[str, Conversion]:
-    return {field.name: convert for field in fields if (convert := _conversion(field.type)) is not None}
+def _of_fields(fields: Iterable[Any], on_null: Callable[[], None]) -> dict[str, Conversion]:
+    return {field.name: convert for field in fields if (convert := _conversion(field.type, on_null)) is not None}
 
 
-def _conversion(kind: Any) -> Conversion | None:
+def _conversion(kind: Any, on_null: Callable[[], None]) -> Conversion | None:
     """Return the conversion of values that do not show their type; None for a type without any.
 
-    pyarrow returns a float32 as the double of the same value (0.10000000149011612), and a map as a list of pairs.
+    pyarrow returns a float32 as the double of the same value (0.10000000149011612), a map as a list of pairs, and a
+    struct with all fields that any row has: those that are null are dropped, and `on_null` is called.
     """
     from pyarrow import BaseExtensionType, types
 
     if isinstance(kind, BaseExtensionType):
-        return _conversion(kind.storage_type)
+        return _conversion(kind.storage_type, on_null)
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return _conversion(kind.value_type)
+        return _conversion(kind.value_type, on_null)
     if types.is_float16(kind) or types.is_float32(kind):
         return _unless_null(lambda value: shortest_decimals(value, "float16" if types.is_float16(kind) else "float32"))
     if types.is_map(kind):
-        of_item = _conversion(kind.item_type)
+        of_item = _conversion(kind.item_type, on_null)
         return _unless_null(lambda pairs: {key: of_item(item) if of_item else item for key, item in pairs})
     if types.is_struct(kind):
-        fields = _of_fields(kind)
-        convert = lambda value: value | {name: of_field(value[name]) for name, of_field in fields.items()}  # noqa: E731
-        return _unless_null(convert) if fields else None
+        fields = _of_fields(kind, on_null)
+
+        def struct(value: dict[str, Any]) -> dict[str, Any]:
+            filled = {name: item for name, item in value.items() if item is not None or name in NULL_KEYWORDS}
+            if len(filled) < len(value):
+                on_null()
+            return {name: fields[name](item) if name in fields else item for name, item in filled.items()}
+
+        return _unless_null(struct)
     if types.is_nested(kind) and hasattr(kind, "value_type"):  # every kind of list
-        of_value = _conversion(kind.value_type)
+        of_value = _conversion(kind.value_type, on_null)
         return None if of_value is None else _unless_null(lambda values: [of_value(value) for value in values])
     return None
 
