@@ -221,12 +221,12 @@ def _completed(row: Mapping[str, Any], text: Any, location: str, demonstration: 
 
 
 def _without_answer(chat: Chat) -> tuple[Chat, str | None]:
-    """Return the chat before the last turn of the assistant, and the text of that turn; the chat if it has none."""
-    for i in range(len(chat) - 1, -1, -1):
-        if chat[i]["role"] == "assistant":
-            content = chat[i].get("content")
-            return chat[:i], content if isinstance(content, str) else None
-    return chat, None
+    """Return the chat before its last turn and the text of that turn, if it is the assistant's; else the whole chat."""
+    if not chat or chat[-1]["role"] != "assistant":
+        return chat, None
+    content = chat[-1].get("content")
+    is_text = isinstance(content, str) and not (content == "" and chat[-1].get("tool_calls"))
+    return chat[:-1], content if is_text else None
 
 
 def _message(message: Any, location: str) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class Family:
     """What content that is null becomes beside calls: empty, None (printed), refused, or required (else no calls)."""
     calls_a_turn: int = 2
     """Most calls of one turn."""
+    call_id: str = "call00001"
+    """The id of the call in CALLS."""
     says_and_calls: bool = True
     """Whether a turn may have text and calls."""
     reasoning: str = ""
@@ -93,7 +95,7 @@ class Family:
     date: bool = False
     """Whether the template prints today's date."""
     earlier_end: str = ""
-    """The end of a turn that is not the last, where it is none of `stops`."""
+    """The end of a turn that is not the last, where it is none of `stops`. It is not taught."""
     ends_turns: bool = True
     """Whether turns end with one of `stops`. Where they do not, nothing can teach a model to stop."""
     opens: str = ""
@@ -125,7 +127,7 @@ class Family:
     def call_conversation(self) -> Chat:
         """A question, a call of TOOL, its result and the answer, in the form that the template prints right."""
         arguments = json.dumps(ARGUMENTS) if self.arguments == "text" else ARGUMENTS
-        return call_chat(arguments, None if self.null_content == "required" else "")
+        return call_chat(arguments, None if self.null_content == "required" else "", self.call_id)
 
     @property
     def thinking_conversation(self) -> Chat:
@@ -152,13 +154,13 @@ PLACEHOLDERS = {
 }
 
 
-def call_chat(arguments: Any, content: str | None = "") -> Chat:
+def call_chat(arguments: Any, content: str | None = "", call_id: str = "call00001") -> Chat:
     function = {"name": "lookup", "arguments": arguments}
-    call = {"id": "call00001", "type": "function", "function": function}
+    call = {"id": call_id, "type": "function", "function": function}
     return [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "content": "sunny", "tool_call_id": "call00001", "name": "lookup"},
+        {"role": "tool", "content": "sunny", "tool_call_id": call_id, "name": "lookup"},
         {"role": "assistant", "content": "Sunny."},
     ]
 
@@ -266,8 +268,7 @@ def code(token: str) -> str:
 def ends(family: Family) -> list[str]:
     """The tokens with which taught turns end, in the order of `stops`."""
     taught = [span for name in ("chat", "calls") if getattr(family, name) for span in family.rendering(name).taught]
-    known = [*family.stops, *filter(None, [family.earlier_end])]
-    return [token for token in dict.fromkeys(known) if any(span.endswith(token) for span in taught)]
+    return [token for token in dict.fromkeys(family.stops) if any(span.endswith(token) for span in taught)]
 
 
 def reasoning_cell(family: Family) -> str:

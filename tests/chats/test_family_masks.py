@@ -30,7 +30,8 @@ def chat_of(family: Family, kind: str) -> Chat:
 def spans_of(family: Family, prompt: Prompt) -> list[list[int]]:
     """The runs of tokens that supervised training counts."""
     given: Any = tokenizer(family.name)
-    tokens, length, mask = sft_sample(prompt, given, template_kwargs=family.template_kwargs)
+    stops = given.convert_tokens_to_ids([*family.stops])
+    tokens, length, mask = sft_sample(prompt, given, template_kwargs=family.template_kwargs, end_tokens=stops)
     runs: list[list[int]] = []
     for token, counts, before in zip(tokens[-length:], mask, [0, *mask], strict=False):
         if counts and not before:
@@ -57,8 +58,8 @@ def test_taught_are_the_turns_and_their_ends(name: str, kind: str):
     prompt = Prompt(chat_of(family, kind), tools=[TOOL] if kind == "calls" else None)
     taught = spans_of(family, prompt)
     assert [given.decode(span) for span in taught] == family.rendering(kind).taught
-    ends = {given.convert_tokens_to_ids(token) for token in (*family.stops, family.earlier_end) if token}
-    assert {span[-1] for span in taught} <= ends
+    ends = {*given.convert_tokens_to_ids([*family.stops])}
+    assert {span[-1] for span in (taught[-1:] if family.earlier_end else taught)} <= ends
 
 
 def prompt_text(name: str, chat: Chat) -> str:
@@ -70,7 +71,7 @@ def prompt_text(name: str, chat: Chat) -> str:
 @pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "text"])
 @pytest.mark.parametrize("name", CALLING)
 def test_calls_are_taught_in_every_form_of_a_row(name: str, arguments: Any, content: str | None):
-    taught = spans_of(FAMILIES[name], Prompt(call_chat(arguments, content), tools=[TOOL]))
+    taught = spans_of(FAMILIES[name], Prompt(call_chat(arguments, content, FAMILIES[name].call_id), tools=[TOOL]))
     assert [tokenizer(name).decode(span) for span in taught] == FAMILIES[name].rendering("calls").taught
 
 
@@ -89,7 +90,7 @@ def test_a_developer_is_the_system_where_the_template_knows_none(name: str):
         with pytest.raises(RecordError):
             prompt_text(name, chat)
         return
-    role = "developer" if family.developer == "shown" else "system"
+    role = "developer" if "developer" in family.template else "system"
     assert prompt_text(name, chat) == rendered(name, [{**chat[0], "role": role}, CHAT[1]], header=True)
 
 

@@ -47,7 +47,10 @@ def test_form_of_arguments(name: str):
     content = family.call_conversation[1]["content"]
     for form, arguments in (("object", ARGUMENTS), ("text", json.dumps(ARGUMENTS))):
         try:
-            right = rendered(name, call_chat(arguments, content), tools=True) == family.rendering("calls").text
+            right = (
+                rendered(name, call_chat(arguments, content, family.call_id), tools=True)
+                == family.rendering("calls").text
+            )
         except Exception:  # whatever the template raises
             right = False
         assert right == (form in family.arguments), form
@@ -60,7 +63,7 @@ def test_null_content_beside_calls(name: str):
     outcome = []
     for content in (None, ""):
         try:
-            text = rendered(name, call_chat(arguments, content), tools=True)
+            text = rendered(name, call_chat(arguments, content, family.call_id), tools=True)
             outcome.append("right" if text == family.rendering("calls").text else "None" if "None" in text else "wrong")
         except Exception:  # whatever the template raises
             outcome.append("refused")
@@ -115,9 +118,9 @@ def test_tokens(name: str):
     for token in (*family.stops, *family.special, *family.added, family.eos):
         assert len(given.encode(token, add_special_tokens=False)) == 1, token
     assert given.encode("a") == ([given.bos_token_id] if family.adds_bos else []) + [ord("a")]
-    for span in family.rendering("chat").taught:
-        ended = any(span.endswith(stop) for stop in (*family.stops, family.earlier_end) if stop)
-        assert ended == family.ends_turns
+    taught = family.rendering("chat").taught
+    for span in taught[-1:] if family.earlier_end else taught:
+        assert any(span.endswith(stop) for stop in family.stops) == family.ends_turns
 
 
 def test_model_stops_where_the_family_says(tmp_path: Path):
@@ -139,7 +142,7 @@ def page() -> str:
 
 
 def test_docs_have_the_table():
-    """Run `python tests/data/test_chat_families.py` to write it again."""
+    """Run `python tests/chats/test_families.py` to write it again."""
     assert DOCS.read_text(encoding="utf-8") == page()
 
 
