@@ -37,7 +37,7 @@ ARGUMENTS = st.sampled_from(
 CALLS = st.one_of(
     st.none(),
     st.lists(
-        st.builds(lambda arguments: {"id": "call00001", "function": {"name": "lookup", "arguments": arguments}}, ARGUMENTS),
+        ARGUMENTS.map(lambda arguments: {"id": "call00001", "function": {"name": "lookup", "arguments": arguments}}),
         max_size=2,
     ),
 )  # fmt: skip
