@@ -31,7 +31,10 @@ class Sequential:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
+    """One of several nodes. `takes_plain`: every plain character (see `_is_plain`) is an option."""
+
     options: tuple[Node, ...]
+    takes_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ DEAD = -1
 """Number of the state in which the text is none of the grammar."""
 
 
+PLAIN_ASCII = frozenset(range(0x20, 0x80)) - frozenset(b'"\\')
+"""Characters of ASCII that stand in a JSON string as they are."""
+
+
 def literal(text: str) -> Node:
     return Sequential(tuple(Bytes(frozenset((byte,))) for byte in text.encode()))
 
@@ -92,12 +99,27 @@ class Automaton:
             following = self._steps[state][byte] = self._number(_expanded(stacks)) if stacks else DEAD
         return following
 
+    def takes_plain(self, state: int) -> bool:
+        """Whether any number of plain characters may follow: an unbounded repetition of them begins here."""
+        return any(_repeats_plain(stack) for stack in self._states[state])
+
     def _number(self, state: State) -> int:
         if state not in self._numbers:
             self._numbers[state] = len(self._states)
             self._states.append(state)
             self._steps.append({})
         return self._numbers[state]
+
+
+def _repeats_plain(stack: Stack) -> bool:
+    """Whether a stack begins with a character of an unbounded repetition that takes every plain character."""
+    if stack is None or stack[1] is None:
+        return False
+    first, (repeat, _) = stack
+    if not isinstance(repeat, Repeat) or repeat.high is not None or not isinstance(repeat.node, Choice):
+        return False
+    # Inside an escape or a character of several bytes, `first` is a later part of an option.
+    return repeat.node.takes_plain and first in repeat.node.options
 
 
 def _expanded(stacks: Iterable[Stack]) -> State:
@@ -179,7 +201,7 @@ class Vocabulary:
 
 def _is_plain(text: bytes) -> bool:
     """Whether a text is whole characters without quotes, backslashes and controls."""
-    if any(byte < 0x20 or byte in b'"\\' for byte in text):
+    if any(byte < 0x80 and byte not in PLAIN_ASCII for byte in text):
         return False
     try:
         text.decode()
@@ -225,8 +247,8 @@ class TokenGrammar:
         return self._masks[state]
 
     def _allowed(self, state: int) -> list[int]:
-        # Within a string, the only part of JSON where a letter leads back to its state, most tokens need no walk.
-        if self.automaton.step(state, ord("a")) == state:
+        # Where a free string goes on, most tokens need no walk.
+        if self.automaton.takes_plain(state):
             return [*self.vocabulary.plain, *self.vocabulary.other_tokens.allowed(self.automaton, state)]
         return self.vocabulary.tokens.allowed(self.automaton, state)
 
