@@ -107,7 +107,8 @@ class SamplingParams:
     it for training). `stop` strings end the answer and are cut from its text, not from its tokens. Penalties and
     `logit_bias`, pairs of a token and what is added to its logit, change the distribution that is sampled and its
     log-probabilities: a policy that learns from such answers does not have these. `grammar` restricts the tokens that
-    can be drawn and leaves log-probabilities as they are, as top-k does; an engine without grammars refuses it.
+    can be drawn and leaves log-probabilities as they are, as top-k does; an engine without grammars refuses it. Its
+    answers have a loss mask: where one token alone was allowed, there is nothing to learn.
     """
 
     temperature: float = 1.0
@@ -154,6 +155,9 @@ class Completion:
 
     version_starts: list[int] = field(default_factory=list)
     """Place of the first token of each version; empty if the engine does not say."""
+
+    loss_mask: list[int] | None = None
+    """1 where the policy chose the token, 0 where the grammar allowed no other; None without a grammar."""
 
     @property
     def finish(self) -> str:
@@ -295,13 +299,19 @@ class Sample:
         trainable: bool = True,
         text: str | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        loss_mask: Sequence[int] | None = None,
     ) -> None:
         """Append tokens of the policy (trainable) or of a tool (not trainable) to the response.
 
-        `meta_info` is that of a server's answer: its weight version is noted, and how it ended becomes the status.
-        `args` may come first, as in slime's functions. Raises ValueError if trainable tokens lack log-probabilities of
-        the same number.
+        `loss_mask` has 0 for trainable tokens that a grammar forced. `meta_info` comes with a server's answer: its
+        weight version is noted, its finish reason becomes the status, and its loss mask is taken. `args` may come
+        first, as in slime's functions. Raises ValueError if trainable tokens lack log-probabilities of the same number,
+        or have a loss mask of another length.
         """
+        if loss_mask is None and meta_info is not None:
+            loss_mask = meta_info.get("loss_mask")
+        if trainable and loss_mask is not None and len(loss_mask) != len(tokens):
+            raise ValueError(f"{len(tokens)} trainable tokens need as many values of loss_mask, got {len(loss_mask)}")
         if trainable and (log_probs is None or len(log_probs) != len(tokens)):
             count = "none" if log_probs is None else str(len(log_probs))
             raise ValueError(f"{len(tokens)} trainable tokens need as many log_probs, got {count}")
@@ -311,7 +321,8 @@ class Sample:
             self.rollout_log_probs = [0.0] * self.response_length
         self.tokens = [*self.tokens, *tokens]
         self.response_length += len(tokens)
-        self.loss_mask = [*self.loss_mask, *([1 if trainable else 0] * len(tokens))]
+        new_mask = [0] * len(tokens) if not trainable else [1] * len(tokens) if loss_mask is None else loss_mask
+        self.loss_mask = [*self.loss_mask, *new_mask]
         new_log_probs = list(log_probs) if trainable and log_probs is not None else [0.0] * len(tokens)
         self.rollout_log_probs = [*self.rollout_log_probs, *new_log_probs]
         if text is not None:

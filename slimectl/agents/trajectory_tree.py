@@ -156,7 +156,7 @@ class TrajectoryTree:
         """Return a sample for each branch, the one of the last answer first; each sampled token is taught once.
 
         The tokens of a turn with another temperature than the last of its branch have loss mask 0, since a sample has
-        one temperature.
+        one temperature; so have tokens that a grammar forced.
         """
         leaves = [turn for turn in self.turns if not turn.children]
         taught: set[int] = set()
@@ -177,7 +177,9 @@ class TrajectoryTree:
             answer = turn.completion
             trainable = id(turn) not in taught and turn.temperature == leaf.temperature
             start = sample.response_length
-            sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
+            sample.append_response_tokens(
+                answer.tokens, log_probs=answer.log_probs, text=answer.text, loss_mask=answer.loss_mask
+            )
             if trainable:
                 taught.add(id(turn))
             else:

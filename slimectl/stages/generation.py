@@ -327,6 +327,7 @@ class _GenerationSession:
             sample.rollout_routed_experts = None if self._attempts.evaluation else self._routing(sample)
             if len(set(sample.weight_versions)) > 1 and (spans := self._spans(sample)):
                 sample.metadata = {**sample.metadata, VERSION_SPANS: spans}
+            self._mask_forced(sample)
             if self._together and parts[sample.index] > 1:
                 sample.rollout_id = sample.index
             elif not self._together and len(samples) > 1:
@@ -347,6 +348,16 @@ class _GenerationSession:
             if sample.tokens[place : place + len(completion.tokens)] == completion.tokens:
                 spans += completion.version_spans(place - sample.prompt_length)
         return spans
+
+    def _mask_forced(self, sample: Sample) -> None:
+        """Set the loss mask to 0 for tokens that a grammar forced, in every answer that the sample contains."""
+        for tokens, completion in self._requests:
+            if completion.loss_mask is None or 0 not in completion.loss_mask:
+                continue
+            common = _common_length(sample.tokens, [*tokens, *completion.tokens]) - sample.prompt_length
+            mask, start = sample.loss_mask or [1] * sample.response_length, len(tokens) - sample.prompt_length
+            forced = {start + i for i, chosen in enumerate(completion.loss_mask) if not chosen and start + i < common}
+            sample.loss_mask = [0 if i in forced else value for i, value in enumerate(mask)]
 
     def _routing(self, sample: Sample) -> Routing | None:
         """Return the experts of the sample's tokens, from every request that began like it; None if no engine told.

@@ -67,6 +67,8 @@ def make_sequence(
         images = pictures.shared(images)
         prompt, rope_shift = pictures.marked(tokens, images)
     end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
+    if params.min_tokens and len(end_tokens) >= vocabulary:
+        raise SettingsError("min_tokens: every token is a stop token, so no answer is longer than one; set it to 0")
     return RunningSequence(
         prompt=prompt,
         params=params,
@@ -124,7 +126,9 @@ class EmbeddedEngine:
         )
         self._detokenizer = Detokenizer(tokenizer)
         self._process_image = images if self._model.pictures is not None else None
-        self._end_tokens = _ids(text_config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
+        end_tokens = _ids(text_config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
+        # A tokenizer may have more tokens than the model, which never draws these.
+        self._end_tokens = frozenset(token for token in end_tokens if 0 <= token < self._model.vocabulary)
         self._tokenizer = tokenizer
         self._tokens: Vocabulary | None = None
         self._grammars: dict[JsonGrammar, TokenGrammar] = {}
@@ -429,7 +433,9 @@ class EmbeddedEngine:
 
     def _deliver(self, sequence: Running) -> None:
         scanner = sequence.scanner
-        if scanner is not None and scanner.matched:
+        if sequence.error is not None:
+            sequence.fail(sequence.error)
+        elif scanner is not None and scanner.matched:
             sequence.deliver(scanner.text)
         else:
             sequence.deliver(self._detokenizer.decode(sequence.tokens))
