@@ -25,6 +25,8 @@ KNOWN_KEYS = frozenset(
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text")
 REASONING_PARTS = ("thinking", "reasoning")
 IMAGE_PARTS = ("image", "image_url", "input_image")
+IMAGE_MARK = "<image>"
+"""Place of an image in a text, where the images are in a column."""
 NULL_KEYWORDS = ("default", "const")
 """Keywords of a JSON Schema whose value may be null."""
 
@@ -129,6 +131,14 @@ def plain_text(content: Any, at: str) -> str:
     text, _ = _content(content, at, images=False)
     assert isinstance(text, str)
     return text
+
+
+def content_text(content: Any) -> str:
+    """Return the content of a message as one text for a reader, in which every image is a mark."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    parts = (part if isinstance(part, dict) else {"text": part} for part in content)
+    return "".join(IMAGE_MARK if part.get("type") in IMAGE_PARTS else str(part.get("text", "")) for part in parts)
 
 
 def checked_text(text: str, at: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from slimectl.chats.messages import content_text
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import redact_text, remember
 from slimectl.rewards.base import Grade, Remote, check_url, is_number, quote
@@ -169,4 +170,4 @@ class Judge(Remote):
 def _as_text(prompt: str | Chat) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{turn.get('role', '')}: {turn.get('content') or ''}" for turn in prompt)
+    return "\n\n".join(f"{turn.get('role', '')}: {content_text(turn.get('content'))}" for turn in prompt)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slimectl.chats.messages import content_text
 from slimectl.chats.template import Template
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files
@@ -135,7 +136,7 @@ class _Model:
         if not self.tokenizer.chat_template:
             prompt = sample.prompt
             if not isinstance(prompt, str):
-                prompt = "\n\n".join(str(turn.get("content") or "") for turn in prompt)
+                prompt = "\n\n".join(content_text(turn.get("content")) for turn in prompt)
             return list(self.tokenizer(prompt, response)["input_ids"])
         messages = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
         chat = [*messages, {"role": "assistant", "content": response}]

@@ -96,7 +96,7 @@ def ran(folder: Path, model: Path, functions: dict[str, str], *assignments: str)
     hooks = [f"{setting}=slime_functions.{name}" for setting, name in functions.items()]
     layers = [from_file(Path("slimectl.toml")), from_custom_config(Path("own.yaml"))]
     settings = resolve([*layers, from_assignments([*SMALL, *hooks, *assignments])]).settings
-    assert TrainingRun(settings).execute("")
+    assert TrainingRun(settings).execute()
     return Ran(folder)
 
 

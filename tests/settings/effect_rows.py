@@ -153,6 +153,7 @@ ROWS: dict[str, Row] = {
     "rollout.apply_chat_template": sampling(True),
     "rollout.apply_chat_template_kwargs": sampling({"loud": True}, rollout__apply_chat_template=True,
                                                    model__path="{folder}/other"),
+    "rollout.template_date": elsewhere("builders/test_template_date.py::test_a_date_that_is_printed_is_pinned"),
     "rollout.shuffle": see(read, True, **DATA),
     "rollout.seed": sampling(7),
     "rollout.n_samples_per_prompt": sampling(3),
