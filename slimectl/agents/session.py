@@ -169,7 +169,7 @@ class Session:
     def _params(self, request: ChatRequest, room: int) -> SamplingParams:
         max_tokens = min(room, request.max_tokens or room)
         stop = tuple(dict.fromkeys((*self.params.stop, *request.stop)))
-        # The program gets no special tokens; those of the sample's text come from the tokens.
+        # The program gets a text without special tokens. The sample's text is decoded from its tokens.
         changes: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop, "skip_special_tokens": True}
         changes["min_tokens"] = min(self.params.min_tokens, max_tokens)
         if self.obeys_requests:

@@ -244,7 +244,7 @@ class Conversation:
     def tell(self, *messages: dict[str, Any]) -> None:
         """Add chat messages of other roles, rendered by the template, with the header of the next turn.
 
-        Of a response that keeps special tokens (rollout.skip_special_tokens), its text gets those of the template too.
+        A response that keeps special tokens (rollout.skip_special_tokens) also gets the template's.
         """
         cleaned = [{name: _replace_surrogates(value) for name, value in message.items()} for message in messages]
         self._add(following(self._tokenizer, cleaned, self._template_kwargs), strip_end=True)

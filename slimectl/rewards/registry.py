@@ -60,7 +60,7 @@ class WeightedSum(Verifier):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        weighing = [part for part in self.parts if part.weight]  # 0 times infinity is no number
+        weighing = [part for part in self.parts if part.weight]  # 0 times infinity is NaN
         ends = [sorted(part.weight * end for end in part.verifier.bounds) for part in weighing]
         return sum(low for low, _ in ends), sum(high for _, high in ends)
 
@@ -121,19 +121,19 @@ class WeightedSum(Verifier):
             for part, number, verdict in zip(self.parts, numbers, verdicts, strict=True)
         ]
         reward = {"score": sum(products), **dict(zip(names, numbers, strict=True))} if products else None
-        return Grade(reward, verdicts[0].source, "; ".join(reasons), verdicts[0].extracted, verdicts[0].span)
+        shown = verdicts[self._answering]
+        return Grade(reward, shown.source, "; ".join(reasons), shown.extracted, shown.span)
 
     def extract(self, sample: Sample) -> str | None:
-        return self._answering.extract(sample)
+        return self.parts[self._answering].verifier.extract(sample)
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
-        return self._answering.same_answer(sample, first, second)
+        return self.parts[self._answering].verifier.same_answer(sample, first, second)
 
     @property
-    def _answering(self) -> Verifier:
-        """The first part that can tell an answer; a function of the user cannot."""
-        verifiers = [part.verifier for part in self.parts]
-        return next((each for each in verifiers if not each.runs_user_code), verifiers[0])
+    def _answering(self) -> int:
+        """Position of the first part that can name an answer, which a function of the user cannot."""
+        return next((i for i, part in enumerate(self.parts) if not part.verifier.runs_user_code), 0)
 
 
 async def _grade_in_batches(verifier: Verifier, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:

@@ -141,7 +141,8 @@ def _attach_rewards(
             sample.reward = None if number is None else reward
             sample.metadata.pop(NO_REWARD, None)
             if number is None:
-                sample.metadata[NO_REWARD] = f"{_prefix(grader, sample)}returned None"
+                name = grader.name_of(sample) if isinstance(grader, Grader) else "the reward function"
+                sample.metadata[NO_REWARD] = f"{name} returned None"
             if explanation is not None:
                 sample.metadata["explanation"] = explanation
         yield sample

@@ -135,6 +135,15 @@ def test_a_key_selects_a_number_of_a_part_and_the_explanation_has_every_part(own
     )
 
 
+def test_a_sum_tells_the_answer_of_its_first_verifier(own: str):
+    rm = [*parts(own, "plain"), {"type": "math"}]
+    grader = builders.reward(settings(rm=rm, explain=True))
+    (sample,) = slimectl.score(answers(r"\boxed{4}"), settings(rm=rm, explain=True))
+    explanation = sample.metadata["explanation"]
+    assert (explanation["extracted"], explanation["span"], explanation["from"]) == ("4", [7, 8], r"last \boxed{}")
+    assert grader.verifier_of(sample).extract(sample) == "4"
+
+
 def test_a_function_of_many_gets_batches_and_with_group_rm_all_siblings(own: str):
     calls = builders.reward(settings(rm=parts(own, "spread"))).verifier_of(Sample()).parts[0].verifier
     seen = calls.function._hook.function.__globals__["CALLS"]

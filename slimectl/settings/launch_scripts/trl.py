@@ -159,7 +159,7 @@ ALGORITHM = (
     ),
     Row("label_smoothing", "algorithm.label_smoothing"),
     Row("reward_funcs trainer.reward_funcs", text=REWARDS),
-    Row("reward_weights", text="weights stand in score.rm: [{path = 'FILE.py:NAME', weight = …}, …]"),
+    Row("reward_weights", text="give weights in score.rm: [{path = 'FILE.py:NAME', weight = …}, …]"),
     Row(
         "reward_model_name_or_path reward_model_path trainer.reward_processing_classes",
         text="a reward model is score.rm_type = reward_model with its directory in score.rm_options",
