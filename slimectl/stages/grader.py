@@ -148,7 +148,7 @@ class Grader:
         self._load_function = load_function
         self._user_rewards: dict[str, UserFunction] = {}
         self._verifiers: dict[str, Verifier] = {}
-        self._prepared: set[str] = set()
+        self._prepared: set[int] = set()
         self._agent_may_grade = function is None and settings.has_agent and not settings.names_verifier
         self._function, self._sum = function, None
         self._passed = self._load(function, ARGUMENT) if function is not None else None
@@ -248,12 +248,13 @@ class Grader:
 
     def prepare(self, samples: list[Sample]) -> None:
         """Prepare this process for the verifier or the function of the call, once for each."""
-        rm_type = str(samples[0].metadata.get("rm_type") or "")
-        if failed(samples) or rm_type in self._prepared or self.has_agent_rewards(samples):
+        if failed(samples) or self.has_agent_rewards(samples):
             return
         with suppress(SlimectlError):  # `grade` raises it again
-            self.verifier_of(samples[0]).prepare()
-            self._prepared.add(rm_type)
+            sample_verifier = self.verifier_of(samples[0])
+            if id(sample_verifier) not in self._prepared:
+                sample_verifier.prepare()
+                self._prepared.add(id(sample_verifier))
 
     async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
         """Asynchronous form of `grade`."""
