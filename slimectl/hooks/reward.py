@@ -104,7 +104,7 @@ class UserReward:
         names = list(dict.fromkeys(name for row in rows for name in row))
         if missing := [name for name in self._hook.required if name not in {*names, "args", "settings"}]:
             raise HookError(
-                f"{self.name} wants {', '.join(missing)}, which is no key of the rows; they have {', '.join(names)}"
+                f"{self.name} wants {', '.join(missing)}, which the rows do not have; their keys are {', '.join(names)}"
             )
         return {name: [row.get(name) for row in rows] for name in names} if self.takes_many else rows[0]
 
