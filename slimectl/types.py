@@ -104,8 +104,9 @@ class SamplingParams:
     """Sampling parameters of one answer.
 
     `seed` makes the answer reproducible in any batch. `temperature` 0 is greedy (evaluation only: the settings refuse
-    it for training). `stop` strings end the answer and are cut from its text, not from its tokens. Penalties and
-    `logit_bias`, pairs of a token and what is added to its logit, change the distribution that is sampled and its
+    it for training). `stop` strings end the answer and are cut from its text, not from its tokens. The text has no
+    special tokens, unless `skip_special_tokens` is false: then it has all but the one that ended the answer. Penalties
+    and `logit_bias`, pairs of a token and what is added to its logit, change the distribution that is sampled and its
     log-probabilities: a policy that learns from such answers does not have these. `grammar` restricts the tokens that
     can be drawn and leaves log-probabilities as they are, as top-k does; an engine without grammars refuses it. Its
     answers have a loss mask: where one token alone was allowed, there is nothing to learn.
@@ -120,6 +121,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     seed: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -258,6 +260,11 @@ class Sample:
     def trajectory_id(self) -> int:
         """The trajectory that this sample is, or is a part of: `rollout_id`, or `index` if that is None."""
         return self.index if self.rollout_id is None else self.rollout_id
+
+    @property
+    def has_no_reward(self) -> bool:
+        """Whether it was graded and no reward function had an opinion (score.none_reward)."""
+        return self.reward is None and "no_reward" in self.metadata
 
     @property
     def prompt_length(self) -> int:

@@ -79,7 +79,7 @@ class Session:
     _responses: dict[str, Turn] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tree = TrajectoryTree(self.tokenizer)
+        self.tree = TrajectoryTree(self.tokenizer, not self.params.skip_special_tokens, self.params.stop)
 
     @property
     def is_answering(self) -> bool:
@@ -175,7 +175,8 @@ class Session:
     def _params(self, request: ChatRequest, room: int) -> SamplingParams:
         max_tokens = min(room, request.max_tokens or room)
         stop = tuple(dict.fromkeys((*self.params.stop, *request.stop)))
-        changes: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
+        # The program gets a text without special tokens. The sample's text is decoded from its tokens.
+        changes: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop, "skip_special_tokens": True}
         changes["min_tokens"] = min(self.params.min_tokens, max_tokens)
         if self.obeys_requests:
             wishes = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}

@@ -14,6 +14,7 @@ from typing import Any
 from slimectl.agents.chat_request import ChatRequest, refused
 from slimectl.agents.chat_trie import ChatTrie, KnownChat
 from slimectl.data.chat import encode, encode_raw, following, render
+from slimectl.data.growing_text import marked_text, response_text
 from slimectl.errors import RecordError
 from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, Status, detached_copy
 
@@ -69,9 +70,14 @@ class Continuation:
 
 @dataclass(slots=True)
 class TrajectoryTree:
-    """All turns of a session, found again by the messages that a client sends."""
+    """All turns of a session, found again by the messages that a client sends.
+
+    With `keep_special` the texts of samples have special tokens; `stop` are strings that end every answer.
+    """
 
     tokenizer: Any
+    keep_special: bool = False
+    stop: tuple[str, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     _chats: ChatTrie[Turn] = field(default_factory=ChatTrie)
     """Turns by the chat up to their answer."""
@@ -177,8 +183,9 @@ class TrajectoryTree:
             answer = turn.completion
             trainable = id(turn) not in taught and turn.temperature == leaf.temperature
             start = sample.response_length
+            text = self._answer_text(turn, is_last=turn is leaf)
             sample.append_response_tokens(
-                answer.tokens, log_probs=answer.log_probs, text=answer.text, loss_mask=answer.loss_mask
+                answer.tokens, log_probs=answer.log_probs, text=text, loss_mask=answer.loss_mask
             )
             if trainable:
                 taught.add(id(turn))
@@ -195,7 +202,19 @@ class TrajectoryTree:
         return sample
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return response_text(self.tokenizer.decode, tokens, keep_special=self.keep_special)
+
+    def _answer_text(self, turn: Turn, *, is_last: bool) -> str:
+        """Return the text of an answer in a sample; of the special tokens that end turns, the last one is left out."""
+        answer, stop = turn.completion, (*self.stop, *turn.stop)
+        if not self.keep_special:
+            return answer.text
+        text = response_text(
+            self.tokenizer.decode, answer.tokens, keep_special=True, ended=is_last and answer.finish_reason == "stop"
+        )
+        if stop and answer.text != response_text(self.tokenizer.decode, answer.tokens):
+            return marked_text(self.tokenizer.decode, answer.tokens, answer.text, stop)
+        return text
 
 
 def _requests(path: Sequence[Turn]) -> dict[str, Any]:

@@ -179,14 +179,18 @@ def _has_tokens(path: str) -> bool:
     return any(isinstance(row, dict) and "tokens" in row for _, row in islice(ordered_rows([path]), 1))
 
 
-def reward(settings: Settings) -> Grader:
-    """Build the grader of samples; a reward model's folder is checked too. Raises SettingsError or CheckpointError."""
+def reward(settings: Settings, function: Callable[..., Any] | None = None) -> Grader:
+    """Build the grader of samples; a reward model's folder is checked too. Raises SettingsError or CheckpointError.
+
+    A `function` of the user, of any shape that score.custom_rm_path takes, goes before what the settings name. Raises
+    HookError if it does not fit.
+    """
     path = settings.score.rm_options.get("path") if settings.score.rm_type == "reward_model" else None
     if isinstance(path, str) and (Path(path) / "config.json").exists():
         model_folder(path, setting="score.rm_options.path", verify=settings.model.verify)
     from slimectl.hooks.reward import UserReward
 
-    return Grader(settings, UserReward)
+    return Grader(settings, UserReward, function)
 
 
 def agent(settings: Settings) -> Agent | None:

@@ -218,7 +218,7 @@ def client(
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
-        decode=Detokenizer(text).decode,
+        decode=Detokenizer(text).response_text,
         concurrency=options.server_concurrency,
         affinity=options.session_affinity,
         request_timeout_s=options.request_timeout_s,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slimectl.chats.template import Template
+from slimectl.data.growing_text import response_text
 from slimectl.data.images import tokenizer_processor
 from slimectl.data.prompt_images import has_images
 from slimectl.errors import RecordError
@@ -208,7 +209,10 @@ class Conversation:
         return text
 
     def tell(self, *messages: dict[str, Any]) -> None:
-        """Add chat messages of other roles, rendered by the template, with the header of the next turn."""
+        """Add chat messages of other roles, rendered by the template, with the header of the next turn.
+
+        A response that keeps special tokens (rollout.skip_special_tokens) also gets the template's.
+        """
         cleaned = [{name: _replace_surrogates(value) for name, value in message.items()} for message in messages]
         self._add(following(self._tokenizer, cleaned, self._template_kwargs), strip_end=True)
 
@@ -220,13 +224,13 @@ class Conversation:
         if self.over:
             return
         previous_tokens = self.sample.tokens
+        text = response_text(self._tokenizer.decode, tokens, keep_special=not self._params.skip_special_tokens)
         # The template ends the policy's turn; if the policy sampled the end token itself, that one stays.
         if strip_end and tokens and self.sample.response_length and previous_tokens[-1] == tokens[0]:
             tokens = tokens[1:]
         if self.sample.response_length + len(tokens) >= self._params.max_tokens:
             self._end(Status.TRUNCATED)
             return
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         self.sample.append_response_tokens(tokens, trainable=False, text=text)
 
     @contextmanager

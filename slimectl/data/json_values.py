@@ -149,6 +149,10 @@ def jsonable(value: Any) -> Any:
     return str(value)
 
 
+NONE_REMEDY = ', or set score.none_reward = "skip" if None means no opinion'
+"""End of the message about a reward that is None."""
+
+
 def plain_reward(value: Any) -> Any:
     """Return a reward as JSON types: a number, or an object whose entries are JSON values.
 
@@ -161,7 +165,8 @@ def plain_reward(value: Any) -> Any:
         return {_key(key): _entry(entry, str(key), DEEPEST) for key, entry in value.items()}
     number = plain_number(value)
     if number is None or not is_finite(number):
-        raise ValueError(f"is {kind_of(value)}, not a finite number; mend the reward function")
+        remedy = NONE_REMEDY if value is None else ""
+        raise ValueError(f"is {kind_of(value)}, not a finite number; fix the reward function{remedy}")
     return number
 
 

@@ -103,7 +103,8 @@ def check_grading(grader: Grader, prompts: list[Prompt]) -> None:
             extra=dict(prompt.extra),
             status=Status.COMPLETED,
         )
-        if not grader.is_custom(sample) and not (verifier := grader.verifier_of(sample)).is_async:
+        verifier = grader.verifier_of(sample)
+        if not verifier.runs_user_code and not verifier.is_async:
             try:
                 verifier(sample)
             except SlimectlError:

@@ -156,7 +156,8 @@ def _reward_of(settings: Settings, sources: Sequence[str]) -> str:
 
 
 def _named(score: ScoreSettings) -> str:
-    return score.rm_type or " + ".join(f"{part.get('weight', 1):g} x {part['type']}" for part in score.rm)
+    parts = ((part.get("weight", 1), part.get("type") or part["path"]) for part in score.rm)
+    return score.rm_type or " + ".join(f"{weight:g} x {name}" for weight, name in parts)
 
 
 def _hooks(settings: Settings) -> str:

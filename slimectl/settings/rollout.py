@@ -87,6 +87,10 @@ class RolloutSettings(Section):
     stop_token_ids: list[int] = []
     """Token ids that end an answer, besides the model's end token."""
 
+    skip_special_tokens: bool = True
+    """Leave special tokens out of a response's text. With false they stay, and stop strings and rewards see them: a
+    `</think>` or a channel that is a special token. The one that ends the response is left out all the same."""
+
     ignore_eos: bool = False
     """Go on past the model's end token."""
 

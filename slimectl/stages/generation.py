@@ -51,6 +51,7 @@ def sampling_params(settings: RolloutSettings) -> SamplingParams:
         stop=tuple(settings.stop),
         stop_token_ids=tuple(settings.stop_token_ids),
         ignore_eos=settings.ignore_eos,
+        skip_special_tokens=settings.skip_special_tokens,
     )
 
 

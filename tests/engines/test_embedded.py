@@ -135,6 +135,18 @@ def test_no_end_token_before_min_tokens(make_engine: Make, answers: Ask) -> None
     assert all(set(answer.tokens[:12]).isdisjoint(every) for answer in made)
 
 
+def test_special_tokens_are_text_where_they_are_asked_for(make_engine: Make, answers: Ask) -> None:
+    engine = make_engine()
+    plain = dataclasses.replace(GREEDY, max_tokens=3, logit_bias=((END, 100.0),))  # nothing but <|end|>
+    kept = dataclasses.replace(plain, skip_special_tokens=False)
+    stops = dataclasses.replace(kept, stop=("<|end|><|end|>",))
+    ends = dataclasses.replace(kept, ignore_eos=False)
+    made = answers(engine, *((PROMPTS[0], params) for params in (plain, kept, stops, ends)))
+    assert [(answer.text, len(answer.tokens), answer.finish_reason) for answer in made] == [
+        ("", 3, "length"), ("<|end|>" * 3, 3, "length"), ("", 2, "stop"), ("", 1, "stop"),
+    ]  # fmt: skip
+
+
 def test_stop_string_is_cut_from_the_text_not_from_the_tokens(make_engine: Make, answers: Ask) -> None:
     engine = make_engine()
     letters = tuple(range(97, 123))
