@@ -366,3 +366,17 @@ def test_the_model_is_listed_under_its_name(server: Any) -> None:
     assert card["max_model_len"] == 256
     assert server.good(f"/v1/models/{card['id']}")["id"] == card["id"]
     assert server.ask("/v1/models/gpt-9")[0] == 404
+
+
+def test_a_chat_that_ends_with_the_assistant_is_continued(server: Any) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": "It is"}]
+    body = {"messages": chat, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    tokenizer = server.service.served.tokenizer
+    wanted = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    count = server.good("/v1/chat/completions", body)["usage"]["prompt_tokens"]
+    assert count == len(tokenizer.encode(wanted, add_special_tokens=False))
+    for messages, flag in ((chat, False), (CHAT, True)):
+        status, answer = server.ask(
+            "/v1/chat/completions", {**body, "messages": messages, "continue_final_message": flag}
+        )
+        assert (status, answer["error"]["param"]) == (400, "continue_final_message")
