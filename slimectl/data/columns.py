@@ -11,7 +11,7 @@ from typing import Any
 from slimectl.data.checks import a_chat, shown
 from slimectl.errors import RecordError
 from slimectl.stdio import logger
-from slimectl.types import Chat
+from slimectl.types import Chat, text_of_label
 
 INPUT_KEY, LABEL_KEY, IMAGE_KEY = "prompt", "label", "images"
 ANSWERS = (
@@ -117,7 +117,7 @@ def with_context(row: Mapping[str, Any], columns: Columns, location: str) -> Col
 def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstration: bool) -> Columns:
     label_key = _label_key(row, keys, location, IMITATED if demonstration else ANSWERS)
     if has_column(row, keys.input):
-        text = column(row, keys.input)
+        text = as_messages(column(row, keys.input), f"{location}: {keys.input}")
         if keys.input == INPUT_KEY and label_key == "completion":
             return _completed(row, text, location, demonstration)
         names = (keys.input, keys.label)
@@ -126,9 +126,8 @@ def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstr
         return Columns(text, column(row, label_key) if label_key else None, names)
     if keys.input != INPUT_KEY:
         raise missing_column(location, keys.input, row, "rollout.input_key", "--input-key")
-    for name in ("messages", "conversations", "conversation"):
-        if isinstance(row.get(name), list):
-            return _chat(row, name, label_key, location, demonstration)
+    if name := chat_column(row):
+        return _chat(row, name, label_key, location, demonstration)
     question = next((name for name in QUESTIONS if isinstance(row.get(name), str) and row[name]), None)
     if question is None:
         raise missing_column(location, keys.input, row, "rollout.input_key", "--input-key")
@@ -151,6 +150,21 @@ def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
     if name != key:
         _announce(location, f"the images are taken from {name}", "rollout.image_key")
     return name
+
+
+def chat_column(row: Mapping[str, Any]) -> str | None:
+    """Return the name of the column that has a whole chat in the published formats; None if there is none."""
+    return next(
+        (name for name in ("messages", "conversations", "conversation") if isinstance(row.get(name), list)), None
+    )
+
+
+def as_messages(value: Any, location: str) -> Any:
+    """Return a chat, or one message, of ShareGPT as {role, content}; any other value as it is. Raises RecordError."""
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list) or not any(isinstance(m, dict) and "from" in m for m in messages):
+        return value
+    return [_message(message, location) for message in messages]
 
 
 def missing_column(location: str, key: str, row: Mapping[str, Any], setting: str, flag: str) -> RecordError:
@@ -182,7 +196,8 @@ def _question(
 ) -> Columns:
     text, names = row[name], [name]
     if name == "instruction" and "input" in row:  # alpaca: the input, if any, is what the instruction is about
-        text, names = f"{text}\n\n{row['input']}" if row["input"] else text, [name, "input"]
+        more = row["input"]
+        text, names = f"{text}\n\n{text_of_label(more)}" if more else text, [name, "input"]
     if name == "text" and label_key is None and demonstration:
         _announce(location, "all of text is imitated", "rollout.input_key")
         return Columns("", text, (name,))
@@ -196,7 +211,7 @@ def _question(
 
 
 def _chat(row: Mapping[str, Any], name: str, label_key: str | None, location: str, demonstration: bool) -> Columns:
-    chat = [_message(message, f"{location}: {name}") for message in row[name]]
+    chat: Chat = [_message(message, f"{location}: {name}") for message in row[name]]
     if demonstration and chat and chat[-1]["role"] == "assistant":
         _announce(location, f"the turns of the assistant in {name} are imitated", "rollout.input_key")
         return Columns(chat, None, (name,))
