@@ -109,7 +109,7 @@ def assistant_mask(
     """
     if not tokenizer.is_fast:
         raise SettingsError("model.path: loss masks need a fast tokenizer (tokenizer.json); this one is a slow one")
-    rendering = _Rendering.of(template, tokenizer, template.fit(chat, taught=True))
+    rendering = _Rendering.of(template, tokenizer, template.fit(chat, taught=True), end_tokens)
     mask = [0] * len(rendering.tokens)
     for i, message in enumerate(rendering.chat):
         is_continued = prefilled is not None and i == len(rendering.chat) - 1
@@ -157,11 +157,11 @@ class _Rendering:
     special: frozenset[int]
 
     @classmethod
-    def of(cls, template: Template, tokenizer: Any, chat: Chat) -> Self:
+    def of(cls, template: Template, tokenizer: Any, chat: Chat, end_tokens: Collection[int]) -> Self:
         text = template.text(chat)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         added = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
-        special = frozenset([*added, *tokenizer.all_special_ids])
+        special = frozenset([*added, *tokenizer.all_special_ids, *end_tokens])
         return cls(template, tokenizer, chat, text, [*encoded["input_ids"]], encoded["offset_mapping"], special)
 
     def turn(self, i: int) -> tuple[int, int, int]:
@@ -170,12 +170,8 @@ class _Rendering:
         specials = [span for token, span in zip(self.tokens, self.offsets, strict=True) if token in self.special]
         following = next((span for span in specials if span[0] >= content_end), None)
         has_end = any(stop == content_end for _, stop in specials)
-        if (
-            following is not None
-            and following[1] > tail_end
-            and not has_end
-            and self._is_other_end(i, content_end, following)
-        ):
+        is_beyond = following is not None and following[1] > tail_end and not has_end
+        if following is not None and is_beyond and self._is_other_end(i, content_end, following):
             tail_end = following[1]
         end, ended = content_end, False
         for begin, stop in specials:
