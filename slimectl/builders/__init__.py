@@ -48,6 +48,7 @@ _NAMES = {
         "check_training",
         "critic",
         "frozen",
+        "optimizer_options",
         "policy",
         "rank_policy",
         "round_timer",

@@ -38,6 +38,7 @@ from slimectl.builders.policies import check_policy as check_policy
 from slimectl.builders.policies import check_training as check_training
 from slimectl.builders.policies import critic as critic
 from slimectl.builders.policies import frozen as frozen
+from slimectl.builders.policies import optimizer_options as optimizer_options
 from slimectl.builders.policies import policy as policy
 from slimectl.builders.policies import rank_policy as rank_policy
 from slimectl.builders.policies import round_timer as round_timer

@@ -161,7 +161,7 @@ def _options(
     """Return the options of a model that every trainer takes, without the temperature."""
     train = settings.train
     return {
-        "optimizer": _optimizer(settings, total_steps, lr),
+        "optimizer": optimizer_options(settings, total_steps, lr),
         "max_tokens_per_pack": train.max_tokens_per_gpu,
         "batching": _batching(settings, folder),
         "dtype": train.dtype,
@@ -257,7 +257,7 @@ def _lora(settings: Settings) -> LoraOptions | None:
     return LoraOptions(train.lora_rank, alpha, tuple(train.lora_targets), load)
 
 
-def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) -> OptimizerOptions:
+def optimizer_options(settings: Settings, total_steps: int | None, lr: float | None = None) -> OptimizerOptions:
     """Return the optimizer options of [train]; an explicit `lr` is constant."""
     from slimectl.policies.optimizer import OptimizerOptions
 
@@ -277,14 +277,19 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) ->
 
 
 def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | None:
-    """Return the optimizer steps of a whole run; None if its length is unknown.
+    """Return the optimizer steps of the trained model in a whole run; None if the length of the run is unknown.
 
-    `rollouts` is the number that a file of samples has; pairs count as one.
+    `rollouts` is the number that a file of samples has; a pair counts as one. Steps that train only the critic are not
+    counted.
     """
     rounds = settings.run.num_rollout
-    if rounds is None and rollouts is not None:
-        return -(-rollouts * (settings.run.num_epoch or 1) // settings.rollouts_per_step)
-    return None if rounds is None else rounds * settings.steps_per_round
+    if rounds is not None:
+        rollouts = rounds * settings.rollouts_per_round
+    elif rollouts is not None:
+        rollouts *= settings.run.num_epoch or 1
+    if rollouts is None:
+        return None
+    return settings.steps_of(rollouts) - settings.algorithm.critic_only_steps
 
 
 def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None, store_prefix: str = "ref_") -> Policy:

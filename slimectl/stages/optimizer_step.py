@@ -67,7 +67,7 @@ def optimizer_step(
     options = algorithm.critic_options
     if options is not None:
         metrics |= _critic_step(rows, models, settings, finite)
-        if not options.shared and index.step <= options.only_steps:
+        if index.step <= algorithm.critic_only_steps:
             return metrics | size
     custom_loss = hooks.loss if algorithm.trains_on == "rollouts" else None
     loss = custom_loss or functions.loss(algorithm, rows)
