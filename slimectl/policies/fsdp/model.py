@@ -143,7 +143,7 @@ def _set_recompute(hf: Any, recompute: Recompute) -> None:
     if recompute.granularity == "full":
         for module in hf.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                module.forward = recomputed(module.forward)  # type: ignore[method-assign]
+                module.forward = recomputed(module.forward)
     elif recompute.granularity == "selective":
         recompute_layers(decoder_layers(hf), recompute)
 
