@@ -161,7 +161,7 @@ def _options(
     """Return the options of a model that every trainer takes, without the temperature."""
     train = settings.train
     return {
-        "optimizer": optimizer_options(settings, total_steps, lr),
+        "optimizer": _optimizer(settings, total_steps, lr),
         "max_tokens_per_pack": train.max_tokens_per_gpu,
         "batching": _batching(settings, folder),
         "dtype": train.dtype,
@@ -257,7 +257,7 @@ def _lora(settings: Settings) -> LoraOptions | None:
     return LoraOptions(train.lora_rank, alpha, tuple(train.lora_targets), load)
 
 
-def optimizer_options(settings: Settings, total_steps: int | None, lr: float | None = None) -> OptimizerOptions:
+def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = None) -> OptimizerOptions:
     """Return the optimizer options of [train]; an explicit `lr` is constant."""
     from slimectl.policies.optimizer import OptimizerOptions
 
@@ -274,6 +274,22 @@ def optimizer_options(settings: Settings, total_steps: int | None, lr: float | N
         min_lr=train.min_lr if lr is None else 0.0,
         state_dtype=train.optimizer_state_dtype,
     )
+
+
+def changed_schedule(settings: Settings, checkpoint: Path, total_steps: int | None) -> str:
+    """Return how the learning rate of the step after a checkpoint changes under these settings; empty if it stays."""
+    from slimectl.policies.checkpoint import saved_options
+    from slimectl.policies.optimizer import changed_schedule
+
+    saved = saved_options(checkpoint)
+    return "" if saved is None else changed_schedule(*saved, _optimizer(settings, total_steps))
+
+
+def unmet_schedule(settings: Settings, updates: int, total_steps: int | None) -> str:
+    """Return how far the schedule of a run came that made other than `total_steps` updates; empty if it was met."""
+    from slimectl.policies.optimizer import unmet_schedule
+
+    return "" if settings.train.lr_decay_iters else unmet_schedule(updates, _optimizer(settings, total_steps))
 
 
 def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | None:

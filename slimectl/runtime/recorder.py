@@ -242,13 +242,8 @@ class RunRecorder:
 
 def warn_of_changed_schedule(checkpoint: Path, settings: Settings, total_steps: int | None) -> None:
     """Warn if the next step gets another learning rate than the run that saved the checkpoint had for it."""
-    from slimectl.policies.checkpoint import saved_options
-    from slimectl.policies.optimizer import changed_schedule
-
-    if (saved := saved_options(checkpoint)) is not None:
-        step, options = saved
-        if message := changed_schedule(step, options, builders.optimizer_options(settings, total_steps)):
-            logger.warning(message)
+    if message := builders.changed_schedule(settings, checkpoint, total_steps):
+        logger.warning(message)
 
 
 def load_state(folder: Path, policy: Policy) -> TrainState:

@@ -96,13 +96,8 @@ class ReportLoop:
     @property
     def _unmet_schedule(self) -> str:
         """What to say of a learning rate whose schedule counted another number of steps; empty if it counted right."""
-        from slimectl.policies.optimizer import unmet_schedule
-
-        settings, of_critic = self.settings, self.settings.algorithm.critic_only_steps
-        if settings.train.lr_decay_iters is not None:
-            return ""
-        options = builders.optimizer_options(settings, self.parts.models.total_steps)
-        return unmet_schedule(self.state.step - of_critic, options)
+        updates = self.state.step - self.settings.algorithm.critic_only_steps
+        return builders.unmet_schedule(self.settings, updates, self.parts.models.total_steps)
 
     def _end_step(self, report: StepReport, samples: Sequence[Sample]) -> bool:
         """Record a step, and evaluate after a round; return whether an interrupt ends the run here."""
