@@ -72,8 +72,8 @@ class OptimizerOptions:
             raise SettingsError(f"schedule {self.schedule!r}: must be constant, linear or cosine")
         if self.schedule != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
             raise SettingsError(
-                f"schedule {self.schedule!r} needs decay_steps (the step at which min_lr is reached) above"
-                f" warmup_steps ({self.warmup_steps}), got {self.decay_steps}"
+                f"train.lr_decay_style: {self.schedule} needs decay_steps above warmup_steps ({self.warmup_steps}), got"
+                f" {self.decay_steps}; set train.lr_decay_iters, or run.num_rollout for a longer run"
             )
 
 

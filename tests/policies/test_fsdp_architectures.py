@@ -12,7 +12,7 @@ from policy_cases import WeightedNegativeLogProb, new_policy, random_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.errors import CheckpointError, RecordError
+from slimectl.errors import CheckpointError, RecordError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.recompute import Recompute
@@ -68,6 +68,15 @@ def test_no_recomputation_turns_dropout_on(new_model: NewModel, model_type: str,
         assert found == pytest.approx(expected, abs=1e-5)
     gradient = new_policy(folder).forward_backward(rows, WeightedNegativeLogProb())
     assert policy.forward_backward(rows, WeightedNegativeLogProb()) == pytest.approx(gradient, rel=1e-6)
+
+
+def test_layers_whose_mlp_has_another_name_recompute_their_attention(new_model: NewModel):
+    folder, rows = new_model("lfm2", **SHAPE, layer_types=["full_attention"] * 2), random_rows(groups=1)
+    policy = new_policy(folder, recompute=Recompute("selective", ("core_attn",)))
+    for found, expected in zip(policy.log_probs(rows), one_by_one(folder, rows), strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(SettingsError, match=r"train\.recompute_modules: mlp, but this model has no dense MLP"):
+        new_policy(folder, recompute=Recompute("selective", ("mlp",)))
 
 
 def test_a_critic_that_recomputes_has_the_same_values_every_time(new_model: NewModel):
