@@ -39,7 +39,7 @@ def is_manifest(path: Path) -> bool:
 def sampling_model(samples: Path) -> tuple[str, str] | None:
     """Return the folder and the hash of the model that sampled a file; None if no manifest tells.
 
-    The manifest of a scored or selected file names that of the file before it.
+    A scored or selected file's manifest names the manifest of the file before it.
     """
     waiting, seen = [manifest_path(samples)], set[Path]()
     while waiting:
@@ -59,7 +59,7 @@ def sampling_model(samples: Path) -> tuple[str, str] | None:
 
 
 def other_model(samples: Path, model: Path) -> str:
-    """Return what to say if the manifest of samples names other weights than those of `model`; empty if not."""
+    """Return a warning if the manifest of samples names another model than `model`; empty if it does not."""
     if (found := sampling_model(samples)) is None:
         return ""
     folder, digest = found

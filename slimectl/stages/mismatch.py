@@ -1,4 +1,4 @@
-"""Checks that the log-probabilities of samples are those of the model that trains on them."""
+"""Compares the log-probabilities in samples with the trained model's."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def train(
     A round is `settings.rollouts_per_round` rollouts: advantages need whole groups. Nothing beyond a round is read
     before its steps are done and reported, so a lazy source is sampled on-policy (only if a rollout consists of
     several samples, one sample past the last is read). Remaining samples at the end make a last, smaller step. Raises
-    RecordError for samples that this algorithm cannot train on, SlimectlError for samples of another model if
-    run.on_logprob_mismatch says so. ppo needs a `critic`; a reward model is a critic that
+    RecordError for samples that this algorithm cannot train on, SlimectlError for samples of another model
+    with run.on_logprob_mismatch = "stop". ppo needs a `critic`; a reward model is a critic that
     is also passed as the policy. For pairwise algorithms a round is run.rollout_batch_size groups.
     """
     rounds = sample_batches(samples, settings, settings.rollouts_per_round)
