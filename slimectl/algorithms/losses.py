@@ -9,6 +9,7 @@ metric whose name ends in _max or _min is an extreme, and is combined over packs
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from slimectl.algorithms.importance_sampling import engine_mismatch_metrics, imp
 from slimectl.algorithms.kl import approx_kl_metrics, kl_estimate, unbiased_kl_estimate
 from slimectl.algorithms.surrogates import PpoClip, Surrogate, TokenRows, opsm_mask, ratio_bound_metrics
 from slimectl.errors import SettingsError
-from slimectl.types import TokenBatch
+from slimectl.types import Loss, TokenBatch
 
 PARTS = ("pg_loss", "kl_loss", "entropy_loss", "sft_loss", "positive_sft_loss", "negative_sft_loss")
 """Metrics that are reduced like the loss: its terms, and what the loss of sft would be."""
@@ -164,6 +165,40 @@ class PolicyLoss:
         if pack.entropy_T is None and self.needs_entropy:
             raise ValueError("the pack has no entropy_T although needs_entropy is true")
         return pack.entropy_T
+
+
+@dataclass(frozen=True)
+class WatchedLoss:
+    """A loss of the user's, with the metrics that PolicyLoss computes of log-probabilities.
+
+    All but pg_loss, which the user's loss replaces; what that reports under the same name stands. The entropy is
+    measured for the metrics where it costs no gradient, and the user's loss gets it only if it needs it.
+    """
+
+    loss: Loss
+    watch: PolicyLoss
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.loss.needs_entropy or (self.watch.report_entropy and not self.needs_logits)
+
+    @property
+    def needs_logits(self) -> bool:
+        return bool(getattr(self.loss, "needs_logits", False))
+
+    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        entropy_T = pack.entropy_T if self.loss.needs_entropy else None
+        loss, metrics = self.loss(dataclasses.replace(pack, entropy_T=entropy_T))
+        if pack.advantages_T is None:
+            return loss, metrics
+        # Terms that this loss lacks ask for no columns.
+        watch = dataclasses.replace(
+            self.watch, use_tis=False, use_rs=False, kl_loss_coef=0.0, entropy_coef=0.0, report_entropy=False
+        )
+        with torch.no_grad():
+            _, watched = watch(dataclasses.replace(pack, logprobs_T=pack.logprobs_T.detach()))
+        del watched["pg_loss"]
+        return loss, watched | metrics
 
 
 @dataclass(frozen=True)

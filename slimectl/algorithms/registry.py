@@ -40,14 +40,19 @@ LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)} - COMPUTED
 
 def policy_loss(algorithm: PolicyGradient, rows: Sequence[TrainingSample]) -> PolicyLoss:
     """Return the policy-gradient loss of a step over `rows`, which have their loss weights."""
-    total = math.fsum(weight for row in rows for weight in row.loss_weights)
     surrogate = SURROGATES[algorithm.surrogate]
     return PolicyLoss(
         surrogate=surrogate(**algorithm.model_dump(include={field.name for field in fields(surrogate)})),
-        report_scale=1 / total if total else 1.0,
+        report_scale=_report_scale(rows),
         tis_scale=1 / _mean_weight(rows, algorithm) if algorithm.use_tis and algorithm.tis_batch_normalize else 1.0,
         **algorithm.model_dump(include=LOSS_SETTINGS),
     )
+
+
+def _report_scale(rows: Sequence[TrainingSample]) -> float:
+    """Return what makes means of a step's weighted sums: 1 over the sum of its loss weights."""
+    total = math.fsum(weight for row in rows for weight in row.loss_weights)
+    return 1 / total if total else 1.0
 
 
 def _mean_weight(rows: Sequence[TrainingSample], algorithm: PolicyGradient) -> float:
@@ -73,14 +78,14 @@ def _mean_weight(rows: Sequence[TrainingSample], algorithm: PolicyGradient) -> f
     return self_normalization(weights_T, token_rows, level=algorithm.tis_level)
 
 
-def _critic_loss(algorithm: rollouts.Ppo) -> ValueLoss:
+def _critic_loss(algorithm: rollouts.Ppo, rows: Sequence[TrainingSample]) -> ValueLoss:
     """Return the value loss of ppo's critic (Schulman et al. 2017, arXiv:1707.06347, eq. 9)."""
-    return ValueLoss(algorithm.value_clip)
+    return ValueLoss(algorithm.value_clip, _report_scale(rows))
 
 
-def _joint_loss(algorithm: rollouts.Ppo, loss: Loss) -> Loss:
-    """Return the policy loss with the critic's beside it (Schulman et al. 2017, arXiv:1707.06347, eq. 9)."""
-    return PolicyAndValueLoss(loss, _critic_loss(algorithm), algorithm.value_coef)
+def _joint_loss(algorithm: rollouts.Ppo, rows: Sequence[TrainingSample], loss: Loss) -> Loss:
+    """Return the policy loss with the critic's added (Schulman et al. 2017, arXiv:1707.06347, eq. 9)."""
+    return PolicyAndValueLoss(loss, _critic_loss(algorithm, rows), algorithm.value_coef)
 
 
 def _sft_loss(algorithm: names.Sft, rows: Sequence[TrainingSample]) -> Loss:
@@ -104,10 +109,10 @@ class Algorithm:
     advantages: Estimator | None = None
     """Estimates the advantage of every token of a round; None for an algorithm without them."""
 
-    critic_loss: Callable[[Any], Loss] | None = None
-    """Makes the loss of a critic that is trained beside the policy."""
+    critic_loss: Callable[[Any, Sequence[TrainingSample]], Loss] | None = None
+    """Makes the loss of a step of a separate critic."""
 
-    joint_loss: Callable[[Any, Loss], Loss] | None = None
+    joint_loss: Callable[[Any, Sequence[TrainingSample], Loss], Loss] | None = None
     """Adds the critic's loss to the policy's if the two are one model."""
 
 

@@ -65,13 +65,15 @@ def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], mask
 class ValueLoss:
     """Weighted sum of `clipped_value_loss` (Schulman et al. 2017, arXiv:1707.06347, eq. 9, the second term).
 
-    Metrics, weighted too: value_loss, value_clipfrac, the values before the round (value) and the current ones
-    (vpred), and the squared error of the latter without clipping (error).
+    Metrics: value_loss, weighted like the loss, and means: value_clipfrac, the values before the round (value) and the
+    current ones (vpred), and the squared error of the latter without clipping (error). `report_scale` is 1 over the
+    sum of the step's `weights_T`, as in PolicyLoss.
 
     Raises SettingsError if the pack has no values and returns.
     """
 
     value_clip: float = 0.2
+    report_scale: float = 1.0
 
     @property
     def needs_entropy(self) -> bool:
@@ -94,7 +96,7 @@ class ValueLoss:
             "error": (current_T - pack.returns_T).square(),
         }
         return loss, {"value_loss": loss.detach()} | {
-            name: (pack.weights_T * x_T).sum() for name, x_T in metrics.items()
+            name: self.report_scale * (pack.weights_T * x_T).sum() for name, x_T in metrics.items()
         }
 
 

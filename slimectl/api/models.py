@@ -20,7 +20,7 @@ from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, WeightReceiver
-from slimectl.runtime.recorder import load_state
+from slimectl.runtime.recorder import load_state, warn_of_changed_schedule
 from slimectl.settings import Settings
 from slimectl.stages.generation import sampling_params
 from slimectl.stages.rollout import demonstrations
@@ -106,6 +106,7 @@ class Trainer(_Closing):
 
     def _resume(self, load: Path) -> TrainState:
         self.policy.load(self.folder)
+        warn_of_changed_schedule(self.folder, self.settings, self._models.total_steps)
         if self.critic is not None and self.critic is not self._models.policy:
             self.critic.load(load / "critic")
         return load_state(load, self.policy)

@@ -45,6 +45,11 @@ SHAPES: dict[str, tuple[type, ...]] = {
     "attention_dropout": (int, float), "initializer_range": (int, float),
 }  # fmt: skip
 """Types of the values that are not null."""
+DTYPES = frozenset({
+    "float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e5m2", "float8_e5m2fnuz",
+})  # fmt: skip
+"""Names that torch has for the types of weights; transformers takes no others."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_LIST = 2**16
 MAX_EXPERTS_IN_ALL = 2**18
@@ -75,6 +80,9 @@ def _problems(config: dict[str, Any], weight_bytes: int | None) -> Iterator[str]
             minimum = 0 if key in COUNTS else 1
             if not _is_number(config[key], minimum, maximum):
                 yield f"{key} {_format_value(config[key])}, not a number from {minimum} to {maximum}"
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(config.get(key), str) and config[key] not in DTYPES:
+            yield f"{key} {_format_value(config[key])}, not a type of weights such as float32, bfloat16 or float16"
     for key in POSITIVE:
         if config.get(key) is not None and not (_is_real(config[key]) and 0 < config[key] < math.inf):
             yield f"{key} {_format_value(config[key])}, not a positive number"

@@ -45,6 +45,7 @@ _NAMES = {
         "with_template_date",
     ),
     "policies": (
+        "changed_schedule",
         "check_policy",
         "check_training",
         "critic",
@@ -53,6 +54,7 @@ _NAMES = {
         "rank_policy",
         "round_timer",
         "total_steps",
+        "unmet_schedule",
     ),
     "servers": (
         "auxiliary_servers",

@@ -35,6 +35,7 @@ from slimectl.builders.models import token_decoder as token_decoder
 from slimectl.builders.models import tokenizer as tokenizer
 from slimectl.builders.models import version_of as version_of
 from slimectl.builders.models import with_template_date as with_template_date
+from slimectl.builders.policies import changed_schedule as changed_schedule
 from slimectl.builders.policies import check_policy as check_policy
 from slimectl.builders.policies import check_training as check_training
 from slimectl.builders.policies import critic as critic
@@ -43,6 +44,7 @@ from slimectl.builders.policies import policy as policy
 from slimectl.builders.policies import rank_policy as rank_policy
 from slimectl.builders.policies import round_timer as round_timer
 from slimectl.builders.policies import total_steps as total_steps
+from slimectl.builders.policies import unmet_schedule as unmet_schedule
 from slimectl.builders.servers import auxiliary_servers as auxiliary_servers
 from slimectl.builders.servers import check_engine as check_engine
 from slimectl.builders.servers import check_stop_tokens as check_stop_tokens

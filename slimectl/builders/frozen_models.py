@@ -109,6 +109,8 @@ class TrainableModels:
     asked: dict[Field, LogProbModel] = field(default_factory=dict)
     reference: Policy | None = None
     teacher: LogProbModel | None = None
+    total_steps: int | None = None
+    """Steps that the training is expected to make, with which a schedule ends."""
 
     @property
     def separate_critic(self) -> Any:
@@ -131,8 +133,9 @@ class TrainableModels:
 def sampling_models(settings: Settings, folder: Path, *, executor: Executor) -> TrainableModels:
     """Build the models of a run that samples its own rounds, initialized from the model in `folder`."""
     with ExitStack() as opened:
+        steps = total_steps(settings)
         models = TrainableModels(
-            folder, policy(settings, folder, total_steps=total_steps(settings), executor=executor), None
+            folder, policy(settings, folder, total_steps=steps, executor=executor), None, total_steps=steps
         )
         opened.callback(models.close)
         models.reference = reference(settings, folder, executor=executor)
@@ -153,8 +156,9 @@ def trainable_models(
     steps, algorithm = total_steps(settings, rollouts=rollouts), settings.algorithm
     values = critic(settings, folder, total_steps=steps, executor=executor)
     if algorithm.trained_output == "values":
-        return TrainableModels(folder, values, values)
-    models = TrainableModels(folder, policy(settings, folder, total_steps=steps, executor=executor), values)
+        return TrainableModels(folder, values, values, total_steps=steps)
+    trained = policy(settings, folder, total_steps=steps, executor=executor)
+    models = TrainableModels(folder, trained, values, total_steps=steps)
     # The KL divergence is measured where samples were scored, unless a reference is part of the algorithm itself.
     if Need.PAIRS in algorithm.needs and (ref_model := reference(settings, folder, executor=executor)):
         models.asked["ref_log_probs"] = ref_model

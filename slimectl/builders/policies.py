@@ -257,7 +257,7 @@ def _lora(settings: Settings) -> LoraOptions | None:
     return LoraOptions(train.lora_rank, alpha, tuple(train.lora_targets), load)
 
 
-def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) -> OptimizerOptions:
+def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = None) -> OptimizerOptions:
     """Return the optimizer options of [train]; an explicit `lr` is constant."""
     from slimectl.policies.optimizer import OptimizerOptions
 
@@ -276,15 +276,36 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) ->
     )
 
 
-def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | None:
-    """Return the optimizer steps of a whole run; None if its length is unknown.
+def changed_schedule(settings: Settings, checkpoint: Path, total_steps: int | None) -> str:
+    """Return how the learning rate of the step after a checkpoint changes under these settings; empty if it stays."""
+    from slimectl.policies.checkpoint import saved_options
+    from slimectl.policies.optimizer import changed_schedule
 
-    `rollouts` is the number that a file of samples has; pairs count as one.
+    saved = saved_options(checkpoint)
+    return "" if saved is None else changed_schedule(*saved, _optimizer(settings, total_steps))
+
+
+def unmet_schedule(settings: Settings, updates: int, total_steps: int | None) -> str:
+    """Return how far the schedule of a run came that made other than `total_steps` updates; empty if it was met."""
+    from slimectl.policies.optimizer import unmet_schedule
+
+    return "" if settings.train.lr_decay_iters else unmet_schedule(updates, _optimizer(settings, total_steps))
+
+
+def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | None:
+    """Return the optimizer steps of the trained model in a whole run; None if the length of the run is unknown.
+
+    `rollouts` is the number that a file of samples has; a pair counts as one. Steps that train only the critic are not
+    counted.
     """
     rounds = settings.run.num_rollout
-    if rounds is None and rollouts is not None:
-        return -(-rollouts * (settings.run.num_epoch or 1) // settings.rollouts_per_step)
-    return None if rounds is None else rounds * settings.steps_per_round
+    if rounds is not None:
+        rollouts = rounds * settings.rollouts_per_round
+    elif rollouts is not None:
+        rollouts *= settings.run.num_epoch or 1
+    if rollouts is None:
+        return None
+    return settings.steps_of(rollouts) - settings.algorithm.critic_only_steps
 
 
 def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None, store_prefix: str = "ref_") -> Policy:

@@ -152,6 +152,7 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
     from slimectl.cli.progress import line_count
     from slimectl.data.atomic_replace import refuse_existing, writing
     from slimectl.data.jsonl import name_of
+    from slimectl.runtime.rounds import warn_of_other_model
     from slimectl.types import Prompt
 
     samples, force = options.samples, options.force
@@ -160,6 +161,7 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
     manifest = up_to_date("train", settings, inputs, str(save or "-"), force or samples == "-")
     if manifest is None:
         return
+    warn_of_other_model(settings, samples, folder)
     tokenizer = builders.tokenizer(folder)
     skipped, too_long = SkippedLines(name_of(samples), stdio.logger.warning), list[Prompt]()
     stream = builders.training_samples(

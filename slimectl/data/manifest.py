@@ -15,7 +15,7 @@ from typing import Any
 
 from slimectl import __version__
 from slimectl.data.atomic_replace import write_text
-from slimectl.data.hashing import SHA256, XXH3, Digest, damage_hash, new_hash
+from slimectl.data.hashing import SHA256, XXH3, Digest, content_hash, damage_hash, new_hash
 from slimectl.data.ownership import MANIFEST
 from slimectl.errors import CheckpointError
 from slimectl.model_files import check_file, open_file, read_json
@@ -34,6 +34,41 @@ def is_manifest(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and {"slimectl", "stage"} <= manifest.keys()
+
+
+def sampling_model(samples: Path) -> tuple[str, str] | None:
+    """Return the folder and the hash of the model that sampled a file; None if no manifest tells.
+
+    A scored or selected file's manifest names the manifest of the file before it.
+    """
+    waiting, seen = [manifest_path(samples)], set[Path]()
+    while waiting:
+        path = waiting.pop()
+        if path in seen or not is_manifest(path):
+            continue
+        seen.add(path)
+        facts = json.loads(path.read_text())
+        if facts["stage"] == "rollout":
+            data = _fact(facts, "rollout.data") or []
+            models = [item for item in facts["inputs"].items() if item[0] not in data and not item[0].endswith(".py")]
+            return models[0] if len(models) == 1 else None
+        parents = map(Path, facts.get("parents", ()))
+        # A parent is named as the command was called; the files may have moved since, together.
+        waiting += [parent if parent.exists() else path.parent / parent.name for parent in parents]
+    return None
+
+
+def other_model(samples: Path, model: Path) -> str:
+    """Return a warning if the manifest of samples names another model than `model`; empty if it does not."""
+    if (found := sampling_model(samples)) is None:
+        return ""
+    folder, digest = found
+    if digest == content_hash(model):
+        return ""
+    return (
+        f"{samples}: sampled from {folder}, and {model} has other files or weights; train on samples of the model "
+        f"that you train"
+    )
 
 
 def settings_hash(settings: dict[str, Any]) -> str:

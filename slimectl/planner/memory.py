@@ -160,16 +160,21 @@ def _head(model: ResidentModel, run: Run) -> Figure:
         c * V * H + hidden,
         f"gradients of both and of the weight c({V:,.0f} + {R:,}) x {H:,}",
     )
+    by_slabs = c == 2 and R * V > CHUNK_LOGITS
     if model.head == "stays":
-        gradients, gradients_formula = hidden, f"gradients of both c x {R:,} x {H:,}"
-    if R * V <= KEPT_LOGITS:
+        gradients, gradients_formula, by_slabs = hidden, f"gradients of both c x {R:,} x {H:,}", False
+    if by_slabs:
+        gradients += 4 * R * H
+        gradients_formula += f" and a float32 sum 4 x {R:,} x {H:,}"
+    if R * V <= KEPT_LOGITS and not by_slabs:
         # Backward works in place in saved tensors; forward has one chunk of logits in addition.
         formula += f" + the larger of a chunk of logits 4 x min(2^23, …) and {gradients_formula}"
         return Figure("head", hidden + 4 * R * V + max(4 * chunk, gradients), "bytes", formula)
     # Logits and log-probabilities, and those of the chunk before, of which bfloat16 has a copy.
     bytes_per_element = 14 if c == 2 else 12
     formula += f" + chunks of logits {bytes_per_element} x 2^23 + {gradients_formula}"
-    return Figure("head", hidden + 4 * KEPT_LOGITS + bytes_per_element * chunk + gradients, "bytes", formula)
+    kept = 4 * min(KEPT_LOGITS, R * V)
+    return Figure("head", hidden + kept + bytes_per_element * chunk + gradients, "bytes", formula)
 
 
 def _backward(model: ResidentModel, run: Run, stage: int, head: float, gathered: float) -> Figure:

@@ -163,7 +163,7 @@ def divisibility_warnings(rollouts_per_round: int, rollouts_per_step: int, data:
         )
         yield (
             f"train.global_batch_size: {rollouts_per_step} does not divide the {rollouts_per_round} rollouts of a"
-            f" round; its last takes {rollouts_per_round % rollouts_per_step}; {' or '.join(map(str, sizes))} would"
+            f" round; {rollouts_per_round % rollouts_per_step} wait for the next; {' or '.join(map(str, sizes))} would"
         )
     if rollouts_per_step % data:
         sizes = nearest_valid(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, SettingsError
 from slimectl.model_files import MAX_CONFIG_BYTES, check_file, copy_file, read_json
+from slimectl.policies.optimizer import OptimizerOptions
 
 OPTIMIZER = "optimizer.safetensors"
 TRAINER = "trainer.json"
@@ -98,6 +100,14 @@ def read_trainer(path: Path) -> dict[str, Any]:
     except (CheckpointError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / TRAINER}: damaged ({error}); resume from another checkpoint") from error
     return state
+
+
+def saved_options(path: Path) -> tuple[int, OptimizerOptions] | None:
+    """Return the number of updates of a checkpoint and its optimizer options; None if another trainer wrote them."""
+    with suppress(CheckpointError, KeyError, TypeError, SettingsError):
+        state = read_trainer(path)
+        return int(state["step"]), OptimizerOptions(**state["optimizer"])
+    return None
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:

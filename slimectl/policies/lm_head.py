@@ -61,8 +61,10 @@ class _LinearLogProbs(torch.autograd.Function):
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
         saved: list[Tensor] = []
+        normalizers: list[Tensor] = []
         for C, pairs, row_Q in _chunks(len(hidden_UH), chunk, state_Q, hidden_UH.device):
-            log_p_CV = _log_p(hidden_UH[C], weight_VH, temperature, shard)
+            log_p_CV, normalizer_C = _log_p(hidden_UH[C], weight_VH, temperature, shard)
+            normalizers.append(normalizer_C)
             logprobs.append(log_p_CV[row_Q, index_Q[pairs]])
             if entropy:
                 entropies.append(-torch.exp(log_p_CV).mul_(log_p_CV).sum(1))
@@ -73,7 +75,7 @@ class _LinearLogProbs(torch.autograd.Function):
         if shard is not None:
             logprobs_Q = shard.sum(logprobs_Q.mul_(is_local_Q))
             entropy_U = shard.sum(entropy_U) if entropy else entropy_U
-        ctx.save_for_backward(hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, *saved)
+        ctx.save_for_backward(hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, torch.cat(normalizers), *saved)
         # An entropy that is only reported comes back without a gradient, and costs no backward pass.
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
@@ -81,39 +83,101 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_Q: Tensor | None, grad_entropy_U: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, *saved = ctx.saved_tensors
+        hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, normalizer_U, *saved = ctx.saved_tensors
         if grad_logprobs_Q is None:
             grad_logprobs_Q = entropy_U.new_zeros(len(targets_Q))
-        sum_U = _sum_by_state(grad_logprobs_Q, state_Q, len(hidden_UH))
-        rows_VH = _rows(weight_VH, ctx.shard)
         index_Q, is_local_Q = _local_targets(targets_Q, ctx.shard)
-        local_grad_Q = grad_logprobs_Q * is_local_Q
-        grad_hidden_UH = torch.empty_like(hidden_UH)
+        loss = _LossGradient(
+            sum_U=_sum_by_state(grad_logprobs_Q, state_Q, len(hidden_UH)),
+            local_Q=grad_logprobs_Q * is_local_Q,
+            entropy_U=entropy_U,
+            of_entropy_U=grad_entropy_U,
+            temperature=ctx.temperature,
+        )
+        rows_VH = _rows(weight_VH, ctx.shard)
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
-        for i, (C, pairs, row_Q) in enumerate(_chunks(len(hidden_UH), ctx.chunk, state_Q, hidden_UH.device)):
-            log_p_CV = saved[i] if i < len(saved) else _log_p(hidden_UH[C], weight_VH, ctx.temperature, ctx.shard)
-            # In place from here on: saved tensors are read once.
-            if grad_entropy_U is not None:
-                # dH/dz = -p (log p + H)
-                slope_C1 = grad_entropy_U[C, None]
-                scale_CV = (log_p_CV + entropy_U[C, None]).mul_(-slope_C1).sub_(sum_U[C, None])
-                grad_CV = log_p_CV.exp_().mul_(scale_CV)
-            else:
-                grad_CV = log_p_CV.exp_().mul_(-sum_U[C, None])
-            # Pairs are distinct, so every element is added to once.
-            grad_CV.view(-1).scatter_add_(0, row_Q * grad_CV.shape[1] + index_Q[pairs], local_grad_Q[pairs])
-            if ctx.temperature != 1.0:
-                grad_CV.div_(ctx.temperature)
-            grad_CV = grad_CV.to(hidden_UH.dtype)
+        grad_rows_VH = None if grad_weight_VH is None else _rows(grad_weight_VH, ctx.shard)
+        if grad_rows_VH is not None and weight_VH.dtype.itemsize < 4 and len(hidden_UH) > ctx.chunk:
+            state_Q = torch.arange(len(hidden_UH), device=hidden_UH.device) if state_Q is None else state_Q
+            pairs = (state_Q, index_Q)
+            grad_hidden_UH = _backward_by_slabs(hidden_UH, rows_VH, normalizer_U, saved, pairs, loss, grad_rows_VH)
+            return grad_hidden_UH, grad_weight_VH, None, None, None, None, None
+        grad_hidden_UH = torch.empty_like(hidden_UH)
+        for i, (C, pairs_C, row_Q) in enumerate(_chunks(len(hidden_UH), ctx.chunk, state_Q, hidden_UH.device)):
+            log_p_CV = saved[i] if i < len(saved) else _log_p(hidden_UH[C], weight_VH, ctx.temperature, ctx.shard)[0]
+            grad_CV = loss.of_logits(log_p_CV, C, row_Q, index_Q[pairs_C], loss.local_Q[pairs_C]).to(hidden_UH.dtype)
             if is_faster(grad_CV.device, grad_CV.dtype):
                 grad_hidden_UH[C] = onednn_linear.product(grad_CV, rows_VH.t())
-                if grad_weight_VH is not None:
-                    onednn_linear.add_product(_rows(grad_weight_VH, ctx.shard), grad_CV, hidden_UH[C])
+                if grad_rows_VH is not None:
+                    onednn_linear.add_product(grad_rows_VH, grad_CV, hidden_UH[C])
                 continue
             torch.mm(grad_CV, rows_VH, out=grad_hidden_UH[C])
-            if grad_weight_VH is not None:
-                _rows(grad_weight_VH, ctx.shard).addmm_(grad_CV.t(), hidden_UH[C])
+            if grad_rows_VH is not None:
+                grad_rows_VH.addmm_(grad_CV.t(), hidden_UH[C])
         return grad_hidden_UH, grad_weight_VH, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _LossGradient:
+    """The gradient of the loss by log-probabilities and entropies, which becomes that by logits."""
+
+    sum_U: Tensor
+    """Gradients of the pairs, summed by state."""
+    local_Q: Tensor
+    """Gradients of the pairs whose token this rank holds, 0 for the others."""
+    entropy_U: Tensor
+    of_entropy_U: Tensor | None
+    temperature: float
+
+    def of_logits(self, log_p_CV: Tensor, C: slice, row_Q: Tensor, column_Q: Tensor, grad_Q: Tensor) -> Tensor:
+        """Return the gradient by the logits of some states and tokens, computed in place of their log-probabilities.
+
+        `grad_Q` are the gradients of pairs, at a row and a column each.
+        """
+        if self.of_entropy_U is not None:
+            # dH/dz = -p (log p + H)
+            slope_C1 = self.of_entropy_U[C, None]
+            scale_CV = (log_p_CV + self.entropy_U[C, None]).mul_(-slope_C1).sub_(self.sum_U[C, None])
+            grad_CV = log_p_CV.exp_().mul_(scale_CV)
+        else:
+            grad_CV = log_p_CV.exp_().mul_(-self.sum_U[C, None])
+        # Pairs are distinct, so every element is added to once; any number of zeros changes nothing.
+        grad_CV.view(-1).scatter_add_(0, row_Q * grad_CV.shape[1] + column_Q, grad_Q)
+        return grad_CV if self.temperature == 1.0 else grad_CV.div_(self.temperature)
+
+
+def _backward_by_slabs(
+    hidden_UH: Tensor,
+    rows_VH: Tensor,
+    normalizer_U: Tensor,
+    saved: list[Tensor],
+    pairs: tuple[Tensor, Tensor],
+    loss: _LossGradient,
+    grad_rows_VH: Tensor,
+) -> Tensor:
+    """Write the gradient by the weight, and return that by the hidden states, a slab of the vocabulary at a time.
+
+    In 16 bits, a weight's gradient that is summed over chunks of states is rounded once for each; a slab of it is
+    one product. The hidden states' is summed in float32, which is smaller. `saved` are log-probabilities of the first
+    states, `normalizer_U` is what is taken off the other states' logits, `pairs` are the states and tokens of pairs.
+    """
+    states, (state_Q, index_Q) = len(hidden_UH), pairs
+    known = sum(map(len, saved))
+    width = max(1, CHUNK_LOGITS // states)
+    grad_hidden_UH = torch.zeros_like(hidden_UH, dtype=torch.float32)
+    for start in range(0, len(rows_VH), width):
+        S = slice(start, start + width)
+        rows_SH = rows_VH[S]
+        log_p_US = torch.cat([*(log_p_CV[:, S] for log_p_CV in saved), (hidden_UH[known:] @ rows_SH.t()).float()])
+        log_p_US[known:].div_(loss.temperature).sub_(normalizer_U[known:, None])
+        column_Q = index_Q - start
+        is_inside_Q = (column_Q >= 0) & (column_Q < len(rows_SH))
+        grad_US = loss.of_logits(log_p_US, slice(None), state_Q, column_Q * is_inside_Q, loss.local_Q * is_inside_Q).to(
+            hidden_UH.dtype
+        )
+        torch.mm(grad_US.t(), hidden_UH, out=grad_rows_VH[S])
+        grad_hidden_UH += grad_US @ rows_SH
+    return grad_hidden_UH.to(hidden_UH.dtype)
 
 
 def _chunk_states(hidden_UH: Tensor, weight_VH: Tensor) -> int:
@@ -161,18 +225,26 @@ def _rows(weight_VH: Tensor, shard: VocabularyShard | None) -> Tensor:
     return weight_VH if shard is None else weight_VH[: shard.rows]
 
 
-def _log_p(hidden_CH: Tensor, weight_VH: Tensor, temperature: float, shard: VocabularyShard | None) -> Tensor:
-    """log_softmax of a chunk, in float32 at least: bfloat16 log-probabilities have two significant digits."""
+def _log_p(
+    hidden_CH: Tensor, weight_VH: Tensor, temperature: float, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor]:
+    """Return log_softmax of a chunk [C, V], and what it takes off the logits [C].
+
+    In float32 at least: bfloat16 log-probabilities have two significant digits.
+    """
     rows_VH = _rows(weight_VH, shard)
     fast = is_faster(hidden_CH.device, hidden_CH.dtype)
     logits_CV = onednn_linear.product(hidden_CH, rows_VH) if fast else hidden_CH @ rows_VH.t()
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     if temperature != 1.0:
         logits_CV = logits_CV.div_(temperature)
+    first_C = logits_CV[:, 0].clone()
     if shard is None:
-        return torch.log_softmax(logits_CV, dim=1)
-    logits_CV.sub_(shard.max(logits_CV.amax(1, keepdim=True)))
-    return logits_CV.sub_(shard.sum(logits_CV.exp().sum(1, keepdim=True)).log_())
+        log_p_CV = torch.log_softmax(logits_CV, dim=1)
+    else:
+        logits_CV.sub_(shard.max(logits_CV.amax(1, keepdim=True)))
+        log_p_CV = logits_CV.sub_(shard.sum(logits_CV.exp().sum(1, keepdim=True)).log_())
+    return log_p_CV, first_C - log_p_CV[:, 0]
 
 
 def linear_log_probs(

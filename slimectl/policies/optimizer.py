@@ -72,8 +72,8 @@ class OptimizerOptions:
             raise SettingsError(f"schedule {self.schedule!r}: must be constant, linear or cosine")
         if self.schedule != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
             raise SettingsError(
-                f"schedule {self.schedule!r} needs decay_steps (the step at which min_lr is reached) above"
-                f" warmup_steps ({self.warmup_steps}), got {self.decay_steps}"
+                f"train.lr_decay_style: {self.schedule} needs decay_steps above warmup_steps ({self.warmup_steps}), got"
+                f" {self.decay_steps}; set train.lr_decay_iters, or run.num_rollout for a longer run"
             )
 
 
@@ -92,6 +92,42 @@ def lr_at(step: int, options: OptimizerOptions) -> float:
     progress = min((step - options.warmup_steps) / (options.decay_steps - options.warmup_steps), 1.0)
     remaining = 1 - progress if options.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return options.min_lr + (options.lr - options.min_lr) * remaining
+
+
+def unmet_schedule(made: int, options: OptimizerOptions) -> str:
+    """Return what a finished run says of a schedule that counted another number of updates; empty if it counted right.
+
+    `made` is the number of updates, whose schedule ends at `options.decay_steps`.
+    """
+    counted = options.decay_steps
+    if options.schedule == "constant" or counted is None or made == counted or not made:
+        return ""
+    found = f"the {options.schedule} schedule of the learning rate counted {counted} steps, and the run made {made}: "
+    if made > counted:
+        return f"{found}from step {counted + 1} on the rate was {options.min_lr:.3g}; set train.lr_decay_iters={made}"
+    last = lr_at(made - 1, options)
+    share = f", {last / options.lr:.2f} of its peak" if options.lr else ""
+    return (
+        f"{found}it ended at {last:.3g}{share}. Dropped groups and failed or stale samples leave fewer steps; set"
+        f" train.lr_decay_iters={made} if you expect as many again"
+    )
+
+
+SCHEDULE_FIELDS = {
+    "lr": "peak", "schedule": "decay", "warmup_steps": "warm-up steps", "decay_steps": "end of the decay",
+    "min_lr": "lowest rate",
+}  # fmt: skip
+"""Fields of OptimizerOptions that decide the learning rate, and what messages call them."""
+
+
+def changed_schedule(step: int, before: OptimizerOptions, now: OptimizerOptions) -> str:
+    """Return what a resume says if the learning rate of update `step` (from 0) changes; empty if it stays."""
+    old, new = lr_at(step, before), lr_at(step, now)
+    if math.isclose(old, new, rel_tol=1e-6):
+        return ""
+    values = ((text, getattr(before, name), getattr(now, name)) for name, text in SCHEDULE_FIELDS.items())
+    causes = ", ".join(f"{text} {value}, was {was}" for text, was, value in values if value != was)
+    return f"the learning rate of the next step changes from {old:.3g} to {new:.3g} ({causes})"
 
 
 CHUNK = {"cpu": 2**18, "cuda": 2**24}

@@ -47,8 +47,8 @@ def recompute_layers(layers: nn.ModuleList, options: Recompute) -> None:
     """
     kinds: dict[str, list[nn.Module]] = {"mlp": [], "moe": []}
     for layer in layers:
-        mlp = layer.get_submodule("mlp")
-        kinds["moe" if hasattr(mlp, "experts") else "mlp"].append(mlp)
+        if isinstance(mlp := getattr(layer, "mlp", None), nn.Module):
+            kinds["moe" if hasattr(mlp, "experts") else "mlp"].append(mlp)
     check_modules(options, mlp=bool(kinds["mlp"]), moe=bool(kinds["moe"]))
     for kind, modules in kinds.items():
         for module in modules if options.includes(kind) else ():

@@ -23,6 +23,7 @@ from slimectl.stages.metrics import round_perf
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.signal import SignalCount
 from slimectl.stages.train import TrainState
+from slimectl.stdio import logger
 from slimectl.types import Metrics, Sample, SamplerState, StepReport, TrainingSample
 
 
@@ -226,13 +227,23 @@ class RunRecorder:
         """Whether the run had recorded something before `rewind`."""
         return self._checkpoint is not None or bool(self._cut_lines)
 
-    def load(self, policy: Policy) -> None:
-        """Load the checkpoint that `rewind` went back to, if there is one, into the policy and the critic."""
+    def load(self, policy: Policy, *, total_steps: int | None = None) -> None:
+        """Load the checkpoint that `rewind` went back to, if there is one, into the policy and the critic.
+
+        `total_steps` is the length of the run, with which a schedule ends.
+        """
         if self._checkpoint is None:
             return
         policy.load(self._checkpoint / "policy")
+        warn_of_changed_schedule(self._checkpoint / "policy", self.settings, total_steps)
         if self.critic is not None:
             self.critic.load(self._checkpoint / "critic")
+
+
+def warn_of_changed_schedule(checkpoint: Path, settings: Settings, total_steps: int | None) -> None:
+    """Warn if the next step gets another learning rate than the run that saved the checkpoint had for it."""
+    if message := builders.changed_schedule(settings, checkpoint, total_steps):
+        logger.warning(message)
 
 
 def load_state(folder: Path, policy: Policy) -> TrainState:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from slimectl import builders
 from slimectl.data.run_dir import RunDir
 from slimectl.errors import SlimectlError
 from slimectl.protocols import Progress
@@ -16,6 +17,7 @@ from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.runtime.run_parts import RunParts
 from slimectl.settings import Settings
 from slimectl.settings.run import RunSettings
+from slimectl.stages.mismatch import LogProbCheck
 from slimectl.stages.signal import SignalCount
 from slimectl.stages.train import TrainState
 from slimectl.stdio import logger
@@ -55,6 +57,8 @@ class ReportLoop:
         """Whether policy and state are those after a whole round."""
         self._newest_checkpoint = self.state.place if self.state.rollout_id else None
         """Round and step of the newest checkpoint."""
+        trained = 0 if self.state.step else None
+        self._log_prob_check = LogProbCheck(self.settings.run, not self.rounds.samples, trained)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -83,17 +87,24 @@ class ReportLoop:
         except RoundAbandoned:
             if not complete:
                 self._save_abandoned(samples)
-        if complete and (message := self.state.signal.closing_message(self._reward_check)):
-            logger.warning(message)
+        if complete:
+            closing = (self.state.signal.closing_message(self._reward_check), self._unmet_schedule)
+            for message in filter(None, closing):
+                logger.warning(message)
         return complete
+
+    @property
+    def _unmet_schedule(self) -> str:
+        """What to say of a learning rate whose schedule counted another number of steps; empty if it counted right."""
+        updates = self.state.step - self.settings.algorithm.critic_only_steps
+        return builders.unmet_schedule(self.settings, updates, self.parts.models.total_steps)
 
     def _end_step(self, report: StepReport, samples: Sequence[Sample]) -> bool:
         """Record a step, and evaluate after a round; return whether an interrupt ends the run here."""
         number = report.rollout_id
         with self.grace.shielded():
             self.recorder.record(report)
-            if self.rounds.samples:
-                check_log_prob_mismatch(report, self.settings.run)
+            self._log_prob_check.check(report)
             self.recorder.sampling = report.sampling or self.recorder.sampling
             if report.last_step_of_round:
                 self.parts.profiler.after_round(number)
@@ -146,22 +157,6 @@ class ReportLoop:
     def _reward_check(self) -> str:
         """Commands that show why rewards are as they are."""
         return self.rounds.reward_check(self.recorder.folder.path, self.state.rollout_id)
-
-
-def check_log_prob_mismatch(report: StepReport, run: RunSettings) -> None:
-    """Warn, or stop, if engine and trainer compute different log-probabilities for the same tokens."""
-    difference = report.metrics.get("train/train_rollout_logprob_abs_diff", 0.0)
-    if run.max_logprob_mismatch is None or difference <= run.max_logprob_mismatch:
-        return
-    if report.metrics.get("rollout/staleness/max"):  # tokens of older weights differ by design
-        return
-    message = (
-        f"round {report.rollout_id}: engine and trainer differ by {difference:.3f} a token on average, more than "
-        f"run.max_logprob_mismatch = {run.max_logprob_mismatch:g}; `slimectl doctor --engine` looks for the cause"
-    )
-    if run.on_logprob_mismatch == "stop":
-        raise SlimectlError(message)
-    logger.warning(message)
 
 
 def lasting_lack_of_signal(count: SignalCount, run: RunSettings, remedy: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,17 +14,20 @@ from typing import ClassVar, Literal
 from slimectl import builders
 from slimectl.data.hashing import content_hash
 from slimectl.data.io import is_pipe
+from slimectl.data.manifest import other_model
 from slimectl.errors import RecordError, SettingsError
 from slimectl.protocols import Executor
 from slimectl.runtime.initial_model import check_model, check_runnable, check_sources
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
+from slimectl.settings.algorithm import Pairwise
 from slimectl.stages.advantages import Models
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.held_out import held_out_metrics
 from slimectl.stages.recorded_rounds import Numbered, recorded_rounds, sample_batches
-from slimectl.stages.score import attach_log_probs
-from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
+from slimectl.stages.score import attach_log_probs, reward_number
+from slimectl.stdio import logger
+from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState, Status
 
 MakeRounds = Callable[[], Iterator[RolloutBatch]]
 
@@ -139,6 +142,8 @@ class RecordedRounds:
         check_sources(self.settings, graded, samples=bool(graded))
         for path in (self.path, *(sources[name] for name in self.held_out)):
             builders.check_rows(path)
+        if self.settings.model.path is not None:
+            warn_of_other_model(self.settings, self.path, builders.model_folder(self.settings.model.path))
 
     @cached_property
     def held_out(self) -> frozenset[str]:
@@ -195,11 +200,26 @@ class RecordedRounds:
         rollouts = builders.count_rows(self.path) if plain else self._count_rollouts(None)
         return -(-rollouts * self._epochs // self.settings.rollouts_per_round)
 
-    def _count_rollouts(self, model: Path | None) -> int:
-        """Return the number of rollouts, or of pairs, in the file; without a model, in a file of samples."""
+    def _count_rollouts(self, model: Path | None, *, only_trained: bool = False) -> int:
+        """Return the number of rollouts, or of groups of preferences, in the file; without a model, of samples.
+
+        With `only_trained` failed rollouts do not count, and a group counts as the pairs that it gives.
+        """
         silent = RecordedRounds(self.settings, self.path, self.on_error)  # training reports bad lines
         samples = (sample for _, sample in silent._read(model, deque(), epochs=1))
-        return sum(1 for _ in sample_batches(samples, self.settings, 1))
+        count = self._trained if only_trained else lambda batch: 1
+        return sum(count(batch) for batch in sample_batches(samples, self.settings, 1))
+
+    def _trained(self, batch: Sequence[Sample]) -> int:
+        """Return how many rollouts, or pairs, of one rollout, or group, are trained on."""
+        from slimectl.algorithms.preferences import preference_pairs
+
+        algorithm, key = self.settings.algorithm, self.settings.score.reward_key
+        answered = [sample for sample in batch if sample.status is not Status.FAILED]
+        if not isinstance(algorithm, Pairwise):
+            return int(bool(answered))
+        rewards = [reward_number(sample, key) for sample in answered if sample.reward is not None]
+        return len(preference_pairs(rewards, algorithm.pairs))
 
     def _read(
         self, model: Path | None, left_out: deque[Prompt], *, epochs: int | None, start: int = 0
@@ -221,7 +241,7 @@ class RecordedRounds:
         """Build the models of the training from the initial one; the file is read before if a schedule ends with it."""
         train, rollouts = self.settings.train, None
         if train.lr_decay_style != "constant" and not train.lr_decay_iters and self._epochs is not None:
-            rollouts = self._count_rollouts(model)
+            rollouts = self._count_rollouts(model, only_trained=not self.settings.one_step_per_round)
         return builders.trainable_models(self.settings, model, executor=executor, rollouts=rollouts)
 
     def stream(
@@ -253,6 +273,12 @@ class RecordedRounds:
     def reward_check(self, run: Path, rounds: int) -> str:
         """Return the commands that show why the samples have their rewards."""
         return reward_check(self.path)
+
+
+def warn_of_other_model(settings: Settings, samples: str, model: Path) -> None:
+    """Warn if the manifest of samples names another model than `model`, which a policy gradient trains on them."""
+    if settings.algorithm.trains_on == "rollouts" and (message := other_model(Path(samples), model)):
+        logger.warning(message)
 
 
 def reward_check(samples: str, *, first: str = "", options: str = "") -> str:

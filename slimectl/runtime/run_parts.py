@@ -71,7 +71,7 @@ def build_parts(
         models = rounds.models(model_folder, executor=executor)
     ending.callback(models.close)
     recorder.critic = models.separate_critic
-    recorder.load(models.policy)
+    recorder.load(models.policy, total_steps=models.total_steps)
     periodic_reference = builders.PeriodicReference(settings, models.reference, folder.path)
     periodic_reference.resume(state.rollout_id)
     engines_sleep = settings.cluster.colocate and not rounds.samples

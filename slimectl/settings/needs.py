@@ -115,6 +115,12 @@ class AlgorithmSection(Section):
         return None
 
     @property
+    def critic_only_steps(self) -> int:
+        """First steps of a run, in which only a separate critic is updated."""
+        options = self.critic_options
+        return 0 if options is None or options.shared else options.only_steps
+
+    @property
     def teacher_options(self) -> TeacherOptions | None:
         """The teacher that the policy is distilled from; None without one."""
         return None

@@ -142,5 +142,13 @@ class Settings(Section):
         return self.rollouts_per_round // (self.train.num_steps_per_rollout or 1)
 
     @property
-    def steps_per_round(self) -> int:
-        return -(-self.rollouts_per_round // self.rollouts_per_step)
+    def one_step_per_round(self) -> bool:
+        """Whether all rollouts of a round make one step, however many are left of them."""
+        return self.train.global_batch_size is None and self.train.num_steps_per_rollout is None
+
+    def steps_of(self, rollouts: int) -> int:
+        """Return the number of optimizer steps that a run makes of its rollouts; the rest makes a last, smaller step.
+
+        Steps may span rounds, so this takes the rollouts of all rounds together.
+        """
+        return -(-rollouts // self.rollouts_per_step)

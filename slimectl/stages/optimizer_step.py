@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.losses import PolicyLoss
+from slimectl.algorithms.losses import PolicyLoss, WatchedLoss
 from slimectl.algorithms.reductions import token_weights
 from slimectl.algorithms.registry import ALGORITHMS
 from slimectl.algorithms.surrogates import TokenRows, ratio
@@ -68,14 +68,15 @@ def optimizer_step(
     options = algorithm.critic_options
     if options is not None:
         metrics |= _critic_step(rows, models, settings, finite)
-        if not options.shared and index.step <= options.only_steps:
+        if index.step <= algorithm.critic_only_steps:
             return metrics | size
-    custom_loss = hooks.loss if algorithm.trains_on == "rollouts" else None
-    loss = custom_loss or functions.loss(algorithm, rows)
-    if isinstance(loss, PolicyLoss) and hooks.policy_loss is not None:
+    loss = functions.loss(algorithm, rows)
+    if isinstance(loss, PolicyLoss) and hooks.loss is not None:
+        loss = WatchedLoss(hooks.loss, loss)
+    elif isinstance(loss, PolicyLoss) and hooks.policy_loss is not None:
         loss = hooks.policy_loss(loss, rows, rollouts)
     if options is not None and options.shared and functions.joint_loss is not None:
-        loss = functions.joint_loss(algorithm, loss)
+        loss = functions.joint_loss(algorithm, rows, loss)
     if keep is not None and algorithm.trained_output == "log_probs":
         with models.timer.time("perf/train_data_time"):
             for record in train_records(rows, executions, models.policy.log_probs(rows), loss, step=index.step):
@@ -129,7 +130,7 @@ def _critic_step(rows: Sequence[TrainingSample], models: Models, settings: Setti
     assert make_loss is not None
     metrics: Metrics = {}
     if options is not None and not options.shared:
-        loss = make_loss(settings.algorithm)
+        loss = make_loss(settings.algorithm, rows)
         with models.timer.time("perf/critic_train_time", of=models.critic):
             summed = finite.update(models.critic, loss, of="the critic's", outputs=models.critic.values)
         metrics = {f"train/critic-{name}": value for name, value in summed.items()}

@@ -11,6 +11,7 @@ from slimectl.settings import Settings
 from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import batch_metrics
+from slimectl.stages.mismatch import LogProbCheck
 from slimectl.stages.optimizer_step import StepIndex, optimizer_step, rollouts_of
 from slimectl.stages.recorded_rounds import sample_batches
 from slimectl.stages.round_timer import RoundTimer
@@ -62,13 +63,17 @@ def train(
     A round is `settings.rollouts_per_round` rollouts: advantages need whole groups. Nothing beyond a round is read
     before its steps are done and reported, so a lazy source is sampled on-policy (only if a rollout consists of
     several samples, one sample past the last is read). Remaining samples at the end make a last, smaller step. Raises
-    RecordError for samples that this algorithm cannot train on. ppo needs a `critic`; a reward model is a critic that
+    RecordError for samples that this algorithm cannot train on, SlimectlError for samples of another model
+    with run.on_logprob_mismatch = "stop". ppo needs a `critic`; a reward model is a critic that
     is also passed as the policy. For pairwise algorithms a round is run.rollout_batch_size groups.
     """
     rounds = sample_batches(samples, settings, settings.rollouts_per_round)
     timer = RoundTimer(progress=progress)
     batches = map(RolloutBatch, rounds)
-    yield from train_batches(batches, policy, settings, critic=critic, state=state, hooks=hooks, timer=timer)
+    check = LogProbCheck(settings.run, recorded=True)
+    for report in train_batches(batches, policy, settings, critic=critic, state=state, hooks=hooks, timer=timer):
+        yield report
+        check.check(report)
 
 
 def train_batches(
@@ -145,10 +150,9 @@ def _round_timings(models: Models) -> Metrics:
 
 def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, TrainingSample]]]:
     """Take full minibatches of whole rollouts from the pending rows; without a batch size, one for the whole round."""
-    whole_round = settings.train.global_batch_size is None and settings.train.num_steps_per_rollout is None
     while state.pending:
         rollouts = list(dict.fromkeys(rollouts_of(state.pending)))
-        if whole_round:
+        if settings.one_step_per_round:
             step_rollouts = set(rollouts)
         elif len(rollouts) >= settings.rollouts_per_step:
             step_rollouts = set(rollouts[: settings.rollouts_per_step])

@@ -5,6 +5,7 @@ import torch
 
 from slimectl.algorithms.estimators import discounted, sequence_rewards
 from slimectl.algorithms.losses import SftLoss
+from slimectl.algorithms.registry import ALGORITHMS
 from slimectl.algorithms.value_loss import (
     PolicyAndValueLoss,
     ValueLoss,
@@ -13,7 +14,7 @@ from slimectl.algorithms.value_loss import (
     generalized_advantages,
 )
 from slimectl.errors import SettingsError
-from slimectl.types import TokenBatch
+from slimectl.types import TokenBatch, TrainingSample
 
 
 def tensor(*values):
@@ -82,6 +83,20 @@ def test_the_value_loss_is_the_weighted_sum_and_stops_its_gradient_where_it_is_c
     assert batch.logprobs_T.grad.tolist() == pytest.approx([0.0, 0.75 * 2 * -1.9])
     with pytest.raises(SettingsError, match="needs values and returns"):
         ValueLoss()(pack(tensor(1.0), tensor(1.0)))
+
+
+def test_metrics_of_values_are_means_over_the_tokens_that_count_when_whole_samples_are_masked():
+    ppo = ALGORITHMS["ppo"].settings.model_validate({"name": "ppo", "calculate_per_token_loss": False})
+    # Two rollouts, of which the second is masked: each token of the first has half of half the weight.
+    rows = [TrainingSample([1, 2, 3], 2, [0.25, 0.25]), TrainingSample([1, 2], 1, [0.0])]
+    columns_T = {"values_T": tensor(1.0, 3.0, 9.0), "returns_T": tensor(2.0, 2.0, 9.0)}
+    loss, metrics = ALGORITHMS["ppo"].critic_loss(ppo, rows)(
+        pack(tensor(0.0, 3.0, 9.0), tensor(0.25, 0.25, 0.0), **columns_T)
+    )
+    assert loss.item() == metrics["value_loss"].item() == pytest.approx(0.25 * 2.0**2 + 0.25 * 1.0**2)
+    assert {name: metrics[name].item() for name in ("value", "vpred", "error", "value_clipfrac")} == {
+        "value": 2.0, "vpred": 1.5, "error": 2.5, "value_clipfrac": 0.0,
+    }  # fmt: skip
 
 
 def test_a_shared_critic_adds_its_weighted_loss_to_the_policys():

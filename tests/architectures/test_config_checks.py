@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import raw_config, with_defaults
-from slimectl.architectures.config_checks import check_config
+from slimectl.architectures.config_checks import DTYPES, check_config
 from slimectl.checkpoints.validate import Model
 from slimectl.errors import CheckpointError
 
@@ -36,6 +37,15 @@ def test_the_configs_of_all_cards_pass(name: str):
     check_config(with_defaults(config), name)
 
 
+def test_every_type_of_weights_that_torch_has_passes():
+    floating = {
+        name for name, value in vars(torch).items() if isinstance(value, torch.dtype) and value.is_floating_point
+    }
+    assert floating - {"float8_e8m0fnu", "float4_e2m1fn_x2"} == DTYPES  # which hold scales, and pairs
+    for name in DTYPES:
+        check_config({**CONFIG, "dtype": name}, "config.json", weight_bytes=100_000)
+
+
 @pytest.mark.parametrize(
     "value", [-1, 0, 0.5, 64.0, "64", True, None, [], {}, [64], float("nan"), float("inf"), 10**12, 10**4000, -(10**99)]
 )
@@ -56,6 +66,8 @@ def test_a_size_is_a_number_within_reason(key: str, value: Any):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan, not a positive number"),
         ({"rope_theta": "10000"}, "rope_theta '10000', not a positive number"),
         ({"model_type": 7}, "model_type 7, not text"),
+        ({"dtype": "nope"}, "dtype 'nope', not a type of weights such as float32, bfloat16 or float16"),
+        ({"torch_dtype": "int8"}, "torch_dtype 'int8', not a type of weights such as float32, bfloat16 or float16"),
         ({"model_type": "a" * 10_000}, ""),
         ({"layer_types": "full_attention"}, "layer_types 'full_attention', not a list"),
         ({"layer_types": ["full_attention"] * 100_000}, "layer_types has 100000 entries"),

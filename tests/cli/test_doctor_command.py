@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from workshop import Workshop
 
-from slimectl.runtime.report_loop import check_log_prob_mismatch
 from slimectl.settings.run import RunSettings
+from slimectl.stages.mismatch import LogProbCheck
 from slimectl.types import StepReport
 
 
@@ -49,5 +49,5 @@ def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):
 def test_answers_of_older_weights_are_no_disagreement(caplog: pytest.LogCaptureFixture, staleness: float, words: int):
     metrics = {"train/train_rollout_logprob_abs_diff": 0.2, "rollout/staleness/max": staleness}
     report = StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics)
-    check_log_prob_mismatch(report, RunSettings(max_logprob_mismatch=0.1))
+    LogProbCheck(RunSettings(max_logprob_mismatch=0.1)).check(report)
     assert caplog.text.count("engine and trainer differ by 0.200") == words

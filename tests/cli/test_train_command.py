@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
 from workshop import Workshop
 
 TRAINING = ("train", "prompts.jsonl", "-c", "slimectl.toml", "--algorithm", "sft", "-s", "run.rollout_batch_size=4")
@@ -73,3 +75,23 @@ def test_a_killed_training_goes_on_to_the_bytes_of_an_undisturbed_one(workshop: 
     last = Path("latest") / "policy"
     for name in ("metrics.jsonl", last / "model.safetensors", last / "optimizer.safetensors"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_samples_of_another_model_are_named_and_their_log_probs_compared(workshop: Workshop) -> None:
+    config = ("-c", "slimectl.toml", "-s", "train.lr_decay_style=constant", "-s", "run.max_logprob_mismatch=0.001")
+    workshop.slimectl("rollout", *config, "-o", "samples.jsonl")
+    workshop.slimectl("score", "samples.jsonl", *config, "-o", "scored.jsonl")
+    workshop.slimectl("train", "scored.jsonl", *config)
+    assert "sampled from" not in workshop.stderr
+    assert "the model's differ by" not in workshop.stderr
+    other = shutil.copytree(workshop.model, workshop.folder / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 1.5 * tensor for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    (other / "generation_config.json").write_text('{"temperature": 0.5}')
+    workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--name", "warned")
+    assert f"scored.jsonl: sampled from {workshop.model}, and other has other files or weights" in workshop.stderr
+    assert workshop.stderr.count("the log-probabilities in the samples and the model's differ by") == 1
+    stop = ("-s", "run.on_logprob_mismatch=stop")
+    workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--save", "out", *stop, code=1)
+    assert "a token on average, more than run.max_logprob_mismatch = 0.001; sample with the model" in workshop.stderr
+    assert not (workshop.folder / "out").exists()

@@ -69,6 +69,7 @@ def test_gradients_equal_those_of_a_padded_forward_for_every_family(model_dir: M
         {"recompute": Recompute("selective", ("mlp", "moe"))},
         {"offload": "optimizer"},
         {"offload": "parameters"},
+        {"offload": "parameters", "recompute": Recompute("full")},
     ],
     ids=str,
 )

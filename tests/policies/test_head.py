@@ -80,6 +80,37 @@ def test_onednn_computes_multiples_of_rows_and_gives_the_values_and_gradients_of
     assert [rows for rows, width in products if width == 13] == chunks
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("kept_logits", [0, 200, 10**6])
+def test_many_chunks_in_bfloat16_are_as_exact_as_one_product(
+    monkeypatch: pytest.MonkeyPatch, kept_logits: int, entropy: bool, shared: bool
+):
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 24, generator=draw).bfloat16() for size in (1024, 13))
+    state = torch.arange(1024)
+    targets = torch.randint(12, (1024,), generator=draw)
+    if shared:  # state 3 predicts another token too
+        state, targets = (torch.cat([part[:4], part[3:]]) for part in (state, targets))
+        targets[4] = 12
+    scale, entropy_scale = torch.randn(len(targets), generator=draw), torch.randn(1024, generator=draw)
+
+    def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [part.to(dtype).requires_grad_() for part in (hidden, weight)]
+        logprobs, entropies = linear_log_probs(
+            *inputs, targets, temperature=0.7, entropy=entropy, state_Q=state if shared else None
+        )
+        loss = (scale * logprobs).sum() + (0 if entropies is None else (entropy_scale * entropies).sum())
+        return [part.double() for part in torch.autograd.grad(loss, inputs)]
+
+    exact, once = gradients(torch.float64), gradients(torch.bfloat16)
+    monkeypatch.setattr(lm_head, "CHUNK_LOGITS", 8 * 13)  # 128 chunks, or 13 slabs of a token
+    monkeypatch.setattr(lm_head, "KEPT_LOGITS", kept_logits)
+    for of_once, of_many, true in zip(once, gradients(torch.bfloat16), exact, strict=True):
+        assert (of_many - true).norm() <= 1.4 * (of_once - true).norm()
+        assert (of_many - true).norm() <= 0.01 * true.norm()
+
+
 def test_log_probs_of_bfloat16_are_float32():
     hidden, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.zeros(8, 4, dtype=torch.bfloat16)
     logprobs, entropy = linear_log_probs(hidden, weight, torch.tensor([0, 7]), temperature=1.0, entropy=True)

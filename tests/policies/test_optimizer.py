@@ -8,7 +8,14 @@ import transformers
 
 from slimectl.errors import SettingsError
 from slimectl.policies.fsdp.master_weights import Shard, sharded_dimension
-from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions, ShardElements, lr_at
+from slimectl.policies.optimizer import (
+    Bfloat16AdamW,
+    OptimizerOptions,
+    ShardElements,
+    changed_schedule,
+    lr_at,
+    unmet_schedule,
+)
 
 
 def rates(count: int, **options: object) -> list[float]:
@@ -56,6 +63,28 @@ def test_every_step_has_the_rate_that_transformers_and_megatron_give_it(schedule
             optimizer.step()
         schedulers[0].step()
         schedulers[1].step(increment=1)
+
+
+def test_a_run_says_how_far_a_schedule_came_that_counted_other_steps():
+    options = OptimizerOptions(lr=8.0, schedule="linear", decay_steps=4, min_lr=1.0)
+    assert unmet_schedule(4, options) == ""
+    assert unmet_schedule(3, OptimizerOptions()) == ""
+    # update 2 of 0 to 2: 1 + 7 (1 - 2 / 4)
+    assert "counted 4 steps, and the run made 3: it ended at 4.5, 0.56 of its peak." in unmet_schedule(3, options)
+    assert "made 6: from step 5 on the rate was 1; set train.lr_decay_iters=6" in unmet_schedule(6, options)
+
+
+def test_a_resume_says_from_and_to_of_a_rate_that_changes():
+    before = OptimizerOptions(lr=8.0, schedule="linear", decay_steps=4)
+    now = OptimizerOptions(lr=8.0, schedule="linear", decay_steps=8)
+    # 8 (1 - 3 / 4) and 8 (1 - 3 / 8)
+    assert changed_schedule(3, before, now) == (
+        "the learning rate of the next step changes from 2 to 5 (end of the decay 8, was 4)"
+    )
+    assert changed_schedule(0, before, now) == ""  # both are at the peak
+    assert changed_schedule(1, before, OptimizerOptions(lr=8.0, warmup_steps=4)).endswith(
+        "from 6 to 2 (decay constant, was linear, warm-up steps 4, was 0, end of the decay None, was 4)"
+    )
 
 
 def test_moments_in_bfloat16_follow_small_changes_that_the_nearest_value_loses():

@@ -95,6 +95,30 @@ def test_what_computes_the_same_learns_the_same(model_dir: ModelDir, functions: 
     assert logits["train/grad_norm"] == pytest.approx(ours["train/grad_norm"], rel=1e-5)
 
 
+def test_a_loss_keeps_the_metrics_of_log_probs(model_dir: ModelDir, functions: str):
+    def measured(**keys: Any) -> dict[str, float]:
+        samples = attempts()
+        for sample in samples:
+            sample.rollout_log_probs = [-6.0 + 0.1 * i for i in range(sample.response_length)]
+        policy = FsdpPolicy(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3))
+        chosen = settings(**keys)
+        (report,) = train(samples, policy, chosen, hooks=UserHooks(chosen))
+        return report.metrics
+
+    ours = measured()
+    loss = measured(custom_loss_function_path=f"{functions}:reinforce")
+    logits = measured(custom_loss_function_path=f"{functions}:from_logits")
+    assert ours.keys() - loss.keys() == {"train/pg_loss"}
+    assert loss.keys() - ours.keys() == {"train/mean_logp"}
+    # Where the loss takes logits, an entropy would cost a graph over the vocabulary.
+    assert loss.keys() - logits.keys() == {"train/mean_logp", "train/entropy_loss", "rollout/entropy"}
+    for name in ours.keys() & logits.keys() - {"train/loss"}:
+        for found in (loss, logits):
+            assert found[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
+    assert loss["train/train_rollout_logprob_abs_diff"] > 0
+    assert loss["rollout/entropy"] == pytest.approx(ours["rollout/entropy"])
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

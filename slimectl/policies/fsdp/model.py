@@ -6,7 +6,7 @@ T input tokens · R response tokens · U states that predict them · H hidden wi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,14 @@ from slimectl.architectures.fused_experts import views
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.architectures.mapping import Shape
 from slimectl.architectures.qwen_vl import published_name
-from slimectl.errors import CheckpointError
+from slimectl.architectures.registry import FAMILIES
+from slimectl.errors import CheckpointError, RecordError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.vision import decoder_input, decoder_of, tower_of
 from slimectl.policies.lm_head import linear_logits, of_logits, predicted_log_probs
-from slimectl.policies.recompute import Recompute, recompute_layers
+from slimectl.policies.recompute import Recompute, recompute_layers, recomputed
+from slimectl.types import TrainingSample
 
 
 class PackedModel(nn.Module):
@@ -105,23 +107,43 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
         with _parameters_on_meta():
             hf: nn.Module = auto.from_config(config, dtype=torch.float32)
     except Exception as error:
+        if isinstance(error, KeyError) and config._attn_implementation in error.args:
+            raise _refusal(model_dir, config.model_type, "does not take another attention") from error
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{model_dir}: transformers cannot build this model ({line:.300}); upgrade transformers,"
             " or give a checkpoint of a known architecture"
         ) from error
+    for module in hf.modules():
+        if isinstance(module, nn.Embedding):
+            # A pack has no padding; the token of this index is often the one that ends a turn, and has a gradient.
+            module.padding_idx = None
     reason = _unsupported(hf)
     if reason:
-        raise CheckpointError(f"{model_dir}: {config.model_type} {reason}; train it with the megatron backend")
+        raise _refusal(model_dir, config.model_type, reason)
     _set_recompute(hf, recompute)
     return hf
 
 
+def _refusal(model_dir: Path, model_type: str, reason: str) -> CheckpointError:
+    other = "train a model of another architecture"
+    if any(model_type in family.model_types for family in FAMILIES.values()):
+        other = "train it with the megatron backend"
+    return CheckpointError(f"{model_dir}: {model_type} {reason}; {other}")
+
+
 def _set_recompute(hf: Any, recompute: Recompute) -> None:
-    # Training mode turns dropout on, but also recomputation; a policy gradient must not use dropout.
-    hf.train(recompute.granularity == "full")
+    """Recompute what `recompute` says, in a model that stays in evaluation mode.
+
+    transformers recomputes in training mode only, where dropout and the jitter of routers change log-probabilities.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    hf.eval()
     if recompute.granularity == "full":
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in hf.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.forward = recomputed(module.forward)
     elif recompute.granularity == "selective":
         recompute_layers(decoder_layers(hf), recompute)
 
@@ -135,12 +157,50 @@ def _unsupported(hf: Any) -> str:
         return f"has layers of kind {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
     if not getattr(hf, "_supports_attention_backend", False):
         return "does not take another attention"
+    if not isinstance(getattr(decoder_of(hf), "layers", None), nn.ModuleList):
+        return "has its layers elsewhere than in model.layers"
     if head is None or getattr(head, "bias", None) is not None:
         return "has no plain linear head"
     altered = [
         key for key in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(config, key, None)
     ]
     return f"changes its logits ({altered[0]})" if altered else ""
+
+
+@dataclass(frozen=True)
+class RopeLimit:
+    """The length up to which every row has the same rotary frequencies.
+
+    Beyond it transformers takes others for the whole pack, by its longest row.
+    """
+
+    kind: str
+    tokens: int
+
+    def check(self, rows: Sequence[TrainingSample], layout: PackedBatch) -> None:
+        """Raise RecordError for a row that is longer."""
+        for i, path in zip(layout.rows, layout.paths, strict=True):
+            if len(path) > self.tokens:
+                name = f"row {i}" if rows[i].index is None else f"sample {rows[i].index}"
+                raise RecordError(
+                    f"{name}: {len(path)} tokens, but the {self.kind} frequencies of this model change beyond"
+                    f" {self.tokens}, which fsdp does not train; set rollout.max_context_len={self.tokens}"
+                )
+
+
+def rope_limit(hf: Any) -> RopeLimit | None:
+    """Return the limit of a model whose rotary frequencies depend on the length; None for any other."""
+    config = hf.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
+    limits = {
+        p["rope_type"]: config.max_position_embeddings
+        if "dynamic" in p["rope_type"]
+        else p["original_max_position_embeddings"]
+        for p in by_layer
+        if "dynamic" in p["rope_type"] or p["rope_type"] == "longrope"
+    }
+    return min((RopeLimit(*item) for item in limits.items()), key=lambda limit: limit.tokens, default=None)
 
 
 def decoder_layers(hf: Any) -> nn.ModuleList:

@@ -38,7 +38,7 @@ from slimectl.policies.checkpoint import (
 )
 from slimectl.policies.fsdp.lora import Adapters
 from slimectl.policies.fsdp.master_weights import DTYPES, MasterWeights, adamw, clip, local_part, squared_norm
-from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
+from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model, rope_limit
 from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
 from slimectl.policies.fsdp.routing_replay import ExpertReplay
 from slimectl.policies.host_memory import HostMemory
@@ -94,6 +94,7 @@ class FsdpTrainer:
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         mesh = self._mesh(grouped or offload == "parameters")
         hf: Any = empty_model(self.model_dir, recompute or Recompute())
+        self.rope_limit = rope_limit(hf)
         self.replay = ExpertReplay(hf) if rollout_routing_replay else None
         added = self._add_modules(hf)
         self.adapters, self.base_dir = None, self.model_dir
@@ -389,6 +390,8 @@ class FsdpTrainer:
             processor=partial(processor_of, str(self.model_dir)),
             row_multiple=self.row_multiple,
         )
+        if self.rope_limit is not None:
+            self.rope_limit.check(rows, layout)
         if self.replay is not None:
             self.replay.set(rows, layout)
         values_R, entropy_R = self.model(layout, entropy=entropy)
@@ -397,7 +400,7 @@ class FsdpTrainer:
         if layout.attention_calls != len(decoder_layers(self.model.hf)):
             raise CheckpointError(
                 f"{self.model_dir}: {layout.attention_calls} of {len(decoder_layers(self.model.hf))} layers use the"
-                " packed attention; this architecture mixes tokens in another way: train it with the megatron backend"
+                " packed attention; this architecture mixes tokens in another way"
             )
         return layout, values_R, entropy_R
 

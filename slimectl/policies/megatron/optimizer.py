@@ -1,8 +1,7 @@
 """mcore's optimizer with the options of every policy: AdamW on float32 masters, full or sharded over data ranks.
 
-The learning rate is that of policies.optimizer.lr_at, set on the parameter groups before each update. mcore's
-OptimizerParamScheduler cannot produce those numbers: stepped before an update (so that warm-up does not start at 0),
-its decay is one step ahead; stepped after it, its warm-up is one step behind.
+policies.optimizer.lr_at gives every trainer the same learning rate, which is set on the parameter groups before each
+update. mcore's OptimizerParamScheduler, stepped after each update, gives the same numbers.
 """
 
 from __future__ import annotations

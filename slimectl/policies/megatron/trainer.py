@@ -261,6 +261,8 @@ class MegatronTrainer:
                 self.replay.record(rows, batch, chunk)
             return hidden
 
+        for part in self.chunks:
+            part.train(not forward_only)  # log-probabilities and values have no dropout, if megatron.args sets one
         outputs = parallel.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
         if self.replay:
             self.replay.end(recorded=records)

@@ -51,6 +51,15 @@ def test_what_saves_memory_does_not_change_the_step(four_layers: ModelDir, optio
         assert found == pytest.approx(expected, rel=2e-6)
 
 
+def test_dropout_of_megatron_args_is_in_the_gradient_and_not_in_log_probs(four_layers: ModelDir):
+    rows, dropped = random_rows(), megatron(four_layers(), args={"hidden_dropout": 0.5})
+    plain = megatron(four_layers(), share_prefixes=False)
+    assert dropped.log_probs(rows) == plain.log_probs(rows)
+    losses = [policy.forward_backward(rows, WeightedNegativeLogProb())["loss"] for policy in (dropped, plain)]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+    assert dropped.log_probs(rows) == plain.log_probs(rows)
+
+
 def test_log_probs_equal_the_fsdp_policy_at_a_temperature(four_layers: ModelDir):
     rows = random_rows(groups=4)
     found = megatron(four_layers("tied"), temperature=0.7).log_probs(rows)
