@@ -133,7 +133,7 @@ def test_it_goes_on_from_wherever_it_was_killed_to_the_same_bytes_and_weights(tr
 
 def test_a_resume_with_more_rounds_says_how_the_rate_changes(training: Training, caplog: pytest.LogCaptureFixture):
     shutil.copytree(training.runs / "sft", training.runs / "longer", symlinks=True)
-    training.run(**{"run.name": "longer", "run.num_epoch": 4}).execute("", resume=True)
+    training.run(**{"run.name": "longer", "run.num_epoch": 4}).execute(resume=True)
     # after all five steps: 1e-3 (1 + cos(pi 5 / 10)) / 2
     changes = "changes from 0 to 0.0005 (end of the decay 10, was 5)"
     assert f"the learning rate of the next step {changes}" in caplog.text
@@ -150,7 +150,7 @@ def test_dropped_groups_that_leave_a_schedule_unfinished_are_said_once(
     changes = {"algorithm.name": "dapo", "train.global_batch_size": 2, "run.num_epoch": 1, "eval.data": {}}
     trained = Training(tmp_path, training.settings | changes | {"run.dir": str(tmp_path / "runs")})
     del trained.settings["eval.data.small"]
-    assert trained.run("flat.jsonl", **{"eval.interval": None, "rollout.n_samples_per_prompt": 2}).execute("")
+    assert trained.run("flat.jsonl", **{"eval.interval": None, "rollout.n_samples_per_prompt": 2}).execute()
     # 12 rollouts are six steps; the three of the groups with signal have rates 1, 0.933 and 0.75 of the peak
     assert caplog.text.count("counted 6 steps, and the run made 3: it ended at 0.00075, 0.75 of its peak") == 1
 
@@ -162,7 +162,7 @@ def test_pairs_of_scored_samples_are_counted_not_their_groups(training: Training
     changes = {"algorithm.name": "dpo", "algorithm.pairs": "all", "train.global_batch_size": 3, "run.num_epoch": 1}
     trained = Training(tmp_path, training.settings | changes | {"run.dir": str(tmp_path / "runs"), "eval.data": {}})
     del trained.settings["eval.data.small"]
-    assert trained.run("fours.jsonl", **{"eval.interval": None}).execute("")
+    assert trained.run("fours.jsonl", **{"eval.interval": None}).execute()
     records = lines(trained.runs / "sft" / "metrics.jsonl")
     rates = [record["metrics"]["train/lr"] for record in records if "train/lr" in record["metrics"]]
     # each of the three groups has 2 x 2 pairs of a right and a wrong answer: 12 pairs, four steps

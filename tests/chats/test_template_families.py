@@ -142,7 +142,7 @@ def page() -> str:
 
 
 def test_docs_have_the_table():
-    """Run `python tests/chats/test_families.py` to write it again."""
+    """Run `python tests/chats/test_template_families.py` to write it again."""
     assert DOCS.read_text(encoding="utf-8") == page()
 
 
