@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slimectl.data.tool_calls import CallNotation, ToolCall, Tools, notation_of
+from slimectl.rewards.thoughts import TAGS
 
-THINK, END_OF_THINK = "<think>", "</think>"
-"""Tags of reasoning, in all families that have them."""
+THINK, END_OF_THINK = TAGS[0]
+"""Tags of reasoning of the families whose responses are divided here."""
 PYTHON_TAG = "<|python_tag|>"
 """Token with which Llama may begin a call."""
 

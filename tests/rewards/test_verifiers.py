@@ -77,15 +77,15 @@ def test_an_explanation_grades_alike_and_points_at_what_was_graded(
 
 
 WHYS = [
-    ("exact", {}, "Paris", "paris", "whole response", "is not the label 'Paris'"),
+    ("exact", {}, "Paris", "paris", "response", "is not the label 'Paris'"),
     ("exact", {"source": "boxed"}, "B", "B", r"last \boxed{}", r"no \boxed{} or \fbox{}, or the last one never closes"),
     ("contains", {"source": "last_line"}, "B", "A\nB", "last line", "contains the label 'B'"),
-    ("numeric", {}, "5", "five", "last number of the whole response", "no number there"),
-    ("regex", {"pattern": "a(x)"}, "x", "b", "last match in the whole response", "no match of 'a(x)'"),
+    ("numeric", {}, "5", "five", "last number of the response", "no number there"),
+    ("regex", {"pattern": "a(x)"}, "x", "b", "last match in the response", "no match of 'a(x)'"),
     ("math", {}, "5", r"\boxed{6\text{ cm}}", r"last \boxed{}", "does not equal the label '5' (read as '6')"),
-    ("boxed_numeric", {}, "5", r"\boxed{x=5}", r"last number of the whole response of the last \boxed{}",
+    ("boxed_numeric", {}, "5", r"\boxed{x=5}", r"last number of the response of the last \boxed{}",
      "is the label '5'"),
-    ("exact", {}, "x" * 100, "y", "whole response", f"is not the label '{'x' * 30}…{'x' * 30}'"),
+    ("exact", {}, "x" * 100, "y", "response", f"is not the label '{'x' * 30}…{'x' * 30}'"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,161 @@
+"""Finds the letter of the choice that a text states, in several languages and spellings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from string import ascii_letters
+
+from slimectl.rewards.base import Span
+from slimectl.rewards.extraction import find_boxed, find_last_line
+
+Found = Iterator[tuple[str, Span]]
+"""(letter, its place): "" for a letter that is one of several, which is no answer."""
+
+_ASCII = {code + 0xFEE0: chr(code) for code in range(0x21, 0x7F)}  # full-width forms
+_CIRCLED = {0x24B6 + at: letter for at, letter in enumerate(ascii_letters[26:] + ascii_letters[:26])}
+_TABLE = str.maketrans({**_ASCII, **_CIRCLED, **dict.fromkeys("“”„«»「」『』", '"'), **dict.fromkeys("‘’‚", "'"),
+                        "【": "[", "】": "]", "\u3000": " ", "\xa0": " ", "、": ",", "，": ","})  # fmt: skip
+"""One character for one, so that places in the text stay."""
+
+_WORD = r"[0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0300-\u052f\u1e00-\u1fff]"
+"""Characters that make one word with a Latin letter: Latin, Greek and Cyrillic. Han, kana and Hangul do not."""
+
+_START = rf"(?<!{_WORD})(?<!{_WORD}')(?<!_)"
+_IN_FORMULA = (
+    r"\s{0,3}(?:[=^>≤≥≈≠+×·±/]|<(?!/)|\|\s?[A-Za-z]|_[0-9A-Za-z{\\]|\\(?!text|q?quad|math)[A-Za-z])|\([A-Za-z0-9][,)]"
+)
+_END = rf"(?!{_WORD}|'{_WORD}|{_IN_FORMULA})"
+_MARK = r"(?:[*_$\s\"'`]|\\(?:text|textbf|mathrm|mathbf)\s?\{|\\\(|<[a-z]{1,8}>){0,8}"
+_PRONOUN = r"(?!I\s+[a-z])"
+_BRACKETED = r"(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\])"
+_LETTER = rf"(?:{_BRACKETED}|{_PRONOUN}([A-Z]){_END})"
+_LOWER = rf"(?:([b-hj-z]){_END}|([ai]){_END}(?=\s*(?:$|[\n.,;:!?)\]*\"'])))"
+
+_NOUN = (
+    rf"(?<!{_WORD})(?:answer|option|choice|respuesta|antwort|risposta|resposta|antwoord|jawaban|svar|cevap|r[ée]ponse|opci[óo]n|"
+    r"ответ|đáp án|odpowiedź|उत्तर|الإجابة|الجواب)|答案|答え|解答|正解|正答|정답|답"
+)
+_ADJECTIVE = r"\s{1,3}(?:corre(?:ct[ae]?|t[ao]|tt[ao])|final[e]?|الصحيحة)"
+_COPULA = (
+    r"(?:is|would be|must be|should be|es|est|ist|lautet|adalah|er|là|هي|هو)\b|[:=|èé—–→-]|是|应为|應為|应该是|"
+    r"為|为|选|は|은|는|이"
+)
+_LEAD_IN = rf"(?i:(?:{_NOUN})(?:{_ADJECTIVE})?[*_]{{0,3}}\s{{0,8}}(?:{_COPULA})[*_]{{0,3}}\s{{0,8}}:?)"
+_CHOSEN = r"(?:[故应應]?选(?!项)择?|[故應]?選(?!項)擇?)"
+_STATED = re.compile(
+    rf"(?:{_LEAD_IN}|{_CHOSEN}){_MARK}(?:(?i:option|choice|选项|選項|opción){_MARK})?(?:{_LETTER}|{_LOWER})"
+)
+_STATED_TEXT = re.compile(rf"{_LEAD_IN}{_MARK}([^\n]{{1,300}})")
+_RIGHT = re.compile(
+    rf"(?=[A-Z(\[]){_START}{_LETTER}{_MARK}(?:(?i:is|must\s+be|seems|looks)\s{{1,8}}(?i:the\s)?(?i:right|correct|true|best|answer)\b"
+    r"|(?:选项|選項)?(?:是)?正[确確]|[がは]正し|[이가]\s?(?:맞|정답|옳))"
+)
+_BOLD = re.compile(rf"\*\*\s?(?:(?i:option|choice)\s)?{_LETTER}[^*\n]{{0,200}}\*\*")
+_LINE = re.compile(rf"[*_\s\"'`]{{0,8}}(?:{_BRACKETED}(?!\?)|([A-Za-z])(?:[.):]|(?=[*_\s\"'`]*$)))")
+_PARENTHESISED = re.compile(r"\(([A-Z])\)")
+_ARTICLE = r"(?=\s+(?!(?:is|was|because|since|as|and|or|must|seems|fits)\b)[a-z])"
+_STANDALONE = re.compile(
+    rf"(?=[A-Z]){_START}(?<![=+/^\\])(?<![=+/^\\<>]\s)(?<!\d\s)(?!A{_ARTICLE}){_PRONOUN}([A-Z]){_END}"
+)
+_IN_BOX = re.compile(
+    rf"(?:\\(?:text|textbf|mathrm|mathbf)\s?\{{|[\s{{$*]|(?i:option|choice|选项)\s?)*(?:{_BRACKETED}|([A-Za-z]){_END})"
+    r"(?=[\s}$*\\]*(?:$|[.):,&;-]|\(|\\?(?:text|quad)|and\b|or\b))"
+)
+
+_NEGATED = re.compile(
+    r"(?:\b(?:not|nor|than|neither|except|cannot\s+be)|n't(?:\s+be)?|不是|而非|并非)\s*(?:option\s+|choice\s+)?"
+    r"(?:[(*]{0,3}[A-Z][)*]{0,3}\s*(?:,|or|and|nor)+\s*){0,4}[(*]{0,3}\s?$",
+    re.IGNORECASE,
+)
+_WRONG = re.compile(
+    r"[)\]*_\"']{0,4}\s*(?:选项|選項)?(?:(?:is|are|was)\s+(?:wrong|incorrect|false|not)\b|(?:is|was)n't\b|错|錯|不|"
+    r"は(?:誤|間違|正しくな)|[은는]\s?틀)"
+)
+_CLOSERS = r"[)\]*_\"'$}]{0,4}\s*"
+_OPENERS = r"\s*(?:(?i:option|choice)\s)?(?:[(\[*_\"'${]|\\text\{){0,4}"
+_AND = r"(?:\\text\s?\{\s*)?(?:\b(?i:and|or|y|et|und|oder|ou|e|o)\b|[&/+和或与與とや및])(?:\s*\})?"
+_VERB = r"(?!\s+(?:is|are|was|were|has|have|can|cannot|could|would|does|must|may|seems|looks|fails|gives)\b)"
+_MORE = re.compile(
+    rf"{_CLOSERS}(?:(?:,\s*)?{_AND}{_OPENERS}[A-Z](?!{_WORD}|'{_WORD}){_VERB}|"
+    rf",{_OPENERS}[A-Z](?!{_WORD}|'{_WORD})(?=[)\]*_\"'$}}\s]*(?:$|[\n.,;:!?。]|{_AND})))"
+)
+_MORE_BEFORE = re.compile(rf"(?<!{_WORD})[A-Z]{_CLOSERS}(?:,|(?:,\s*)?{_AND}){_OPENERS}$")
+
+
+def plain(text: str) -> str:
+    """The text with full-width and circled letters, quotation marks and brackets in ASCII, each at its place."""
+    return text if text.isascii() else text.translate(_TABLE)
+
+
+def stated(text: str) -> list[tuple[str, Span]]:
+    """Letters that a statement or the last box names."""
+    return [*_letters(_STATED, text), *_boxed(text)]
+
+
+def stated_texts(text: str) -> list[Span]:
+    """What follows "the answer is", up to the end of its line."""
+    return [Span(match[1], match.start(1)) for match in _STATED_TEXT.finditer(text)]
+
+
+def said_to_be_right(text: str) -> Found:
+    """Letters of which the text says that they are right."""
+    return _letters(_RIGHT, text)
+
+
+def bold(text: str) -> Found:
+    """Letters with which a bold passage begins."""
+    return _letters(_BOLD, text)
+
+
+def parenthesised(text: str) -> Found:
+    """Capitals in parentheses."""
+    return _letters(_PARENTHESISED, text)
+
+
+def standalone(text: str) -> Found:
+    """Capitals that are a word, without articles, pronouns, units after a number and parts of a formula."""
+    return _letters(_STANDALONE, text)
+
+
+def begins_last_line(text: str) -> Found:
+    """The letter with which the last line begins, as in "b. 4"; none if it is an item of a list or not the only one."""
+    line = find_last_line(text)
+    match = _LINE.match(line.text) if line else None
+    if not line or not match:
+        return
+    group = match.lastindex or 0
+    before = find_last_line(text[: line.start])
+    several = (before and _LINE.match(before.text)) or _PARENTHESISED.search(line.text, match.end())
+    if not several and not _is_refused(line.text, *match.span(group)):
+        yield _letter(line.text, match), Span(match[group], line.start + match.start(group))
+
+
+def _boxed(text: str) -> Found:
+    """The letter that the last box holds, alone or with the text of its choice."""
+    boxed = find_boxed(text)
+    match = _IN_BOX.match(boxed.text) if boxed else None
+    if boxed and match:
+        group = match.lastindex or 0
+        yield _letter(boxed.text, match), Span(match[group], boxed.start + match.start(group))
+
+
+def _letters(pattern: re.Pattern[str], text: str) -> Found:
+    for match in pattern.finditer(text):
+        group = match.lastindex or 0
+        if not _is_refused(text, *match.span(group)):
+            yield _letter(text, match), Span(match[group], match.start(group))
+
+
+def _is_refused(text: str, start: int, end: int) -> bool:
+    """Whether the text says that the letter at this place is not the answer."""
+    return bool(_NEGATED.search(text, max(0, start - 40), start) or _WRONG.match(text, end))
+
+
+def _letter(text: str, match: re.Match[str]) -> str:
+    """The letter of a match in upper case; "" if it is one of several, as in "A and C"."""
+    group = match.lastindex or 0
+    start, end = match.span(group)
+    if _MORE.match(text, end) or _MORE_BEFORE.search(text, max(0, start - 24), start):
+        return ""
+    return match[group].upper()
