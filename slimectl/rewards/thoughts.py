@@ -81,6 +81,15 @@ def after_thought(text: str, opened: str = "") -> int:
 def _last(text: str, tag: str) -> int:
     """Return where the last tag that is not only mentioned begins; -1 if there is none."""
     at = text.rfind(tag)
-    while at > 0 and text[at - 1] in "`'\"" and text[at + len(tag) : at + len(tag) + 1] == text[at - 1]:
+    while at > 0 and _is_mentioned(text, at, at + len(tag)):
         at = text.rfind(tag, 0, at)
     return at
+
+
+def _is_mentioned(text: str, start: int, end: int) -> bool:
+    """Whether quotation marks or backticks stand around text[start:end] only, as in split("</think>")."""
+    mark = text[start - 1]
+    if mark not in "`'\"" or text[end : end + 1] != mark:
+        return False
+    around = text[max(0, start - 2) : start - 1] + text[end + 1 : end + 2]
+    return not any(character.isalnum() or character == mark for character in around)
