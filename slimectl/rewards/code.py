@@ -181,7 +181,7 @@ def _equal(actual: Any, expected: Any) -> bool:
 
 
 def _same_members(members: list[Any], expected: list[Any]) -> bool:
-    """Whether the members of a set are those of a list."""
+    """Whether a set and a list have the same members."""
     if len(members) != len(expected):
         return False
     if len(members) > MAX_SET:  # rounded fractions and sets in sets take time in proportion to the square

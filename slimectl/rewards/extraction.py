@@ -24,7 +24,7 @@ SOURCE_WORDS: dict[Source, str] = {
 }
 """Names of the sources in explanations."""
 
-UNCLOSED = "the thought never closes, so there is no answer"
+UNCLOSED = "the thought never closes, so nothing was answered"
 """The reason why a response whose last thought is not closed earns nothing."""
 
 FULL_STOPS = ".。．｡।॥۔։።"
@@ -84,7 +84,7 @@ def find_tagged(text: str, tag: str = "answer") -> Span | None:
 def find(sample: Sample, source: Source) -> Span | None:
     """The part of the response that `source` names; None if it is absent.
 
-    Only `with_thought` has the reasoning too: the others search the answer, which begins at `answer_start`.
+    Only `with_thought` includes the reasoning. The others search the answer, which begins at `answer_start`.
     """
     response = sample.response
     start = 0 if source == "with_thought" else answer_start(sample)

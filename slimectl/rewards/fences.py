@@ -64,7 +64,7 @@ def find_program(response: str, start: int = 0) -> Block | None:
     """Return the last block named Python; else the last unnamed one that is a program; None if no block is closed.
 
     The search begins at `start`. Where there is neither, the last block, preferably an unnamed one, is returned: its
-    language or its syntax error is the reason why nothing runs. A transcript of an interpreter (>>>) is no program.
+    language or its syntax error is the reason why nothing runs. A transcript of an interpreter (>>>) does not count.
     """
     blocks = list(_Blocks(response, start))[::-1]
     for block in blocks:

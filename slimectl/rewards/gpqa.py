@@ -31,7 +31,7 @@ class Gpqa(Verifier):
     match: "answer (option, choice) is X", "Final answer: X" or \boxed{X}; the same with the text of a choice, or a line
     of it alone at the end; "X is right"; **X**; a last line that begins with "X." or is "(X)"; (X) anywhere; a
     standalone capital, where "A" and "I" before a lower-case word do not count. "Not X", "X is wrong" and letters of a
-    formula (E = mc^2) do not count. Where the deciding match names several letters ("A and C"), there is no answer.
+    formula (E = mc^2) do not count. Where the deciding match names several letters ("A and C"), nothing was answered.
 
     Valid letters are metadata.valid_letters, else as many as metadata.choices (a list of texts, or letter: text), else
     A to J. The label is metadata.correct_letter or the sample's: a letter, the text of a choice, an index from 0.

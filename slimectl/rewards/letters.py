@@ -10,7 +10,7 @@ from slimectl.rewards.base import Span
 from slimectl.rewards.extraction import find_boxed, find_last_line
 
 Found = Iterator[tuple[str, Span]]
-"""(letter, its place): "" for a letter that is one of several, which is no answer."""
+"""(letter, its place): "" for one of several letters, which answers nothing."""
 
 _ASCII = {code + 0xFEE0: chr(code) for code in range(0x21, 0x7F)}  # full-width forms
 _CIRCLED = {0x24B6 + at: letter for at, letter in enumerate(ascii_letters[26:] + ascii_letters[:26])}

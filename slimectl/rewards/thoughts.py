@@ -31,8 +31,8 @@ def opened_by(prompt: str | Chat) -> str:
     >>> opened_by("What is 6 times 7?<|im_end|><|im_start|>assistant<think> ")
     '<think>'
 
-    A chat opens one if its last message is the beginning of the assistant's response. The chat template may do so too:
-    a rollout then writes the tag to `metadata.opened_thought`.
+    A chat opens one if its last message is the beginning of the assistant's response. If the chat template opens it, a
+    rollout writes the tag to `metadata.opened_thought`.
     """
     if not isinstance(prompt, str):
         last = prompt[-1] if prompt else {}
@@ -45,7 +45,7 @@ def opened_by(prompt: str | Chat) -> str:
 def answer_start(sample: Sample) -> int:
     """Return where the answer begins, in characters of the response: after its last closed thought.
 
-    -1 if the last thought never closes: then there is no answer. A thought is opened by a tag in the response or at the
+    -1 if the last thought never closes: then nothing was answered. A thought is opened by a tag in the response or at the
     end of the prompt. A closing tag closes one even if nothing shows where it was opened. A tag between quotation marks
     or backticks is only mentioned and counts as text.
     """

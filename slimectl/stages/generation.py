@@ -219,7 +219,7 @@ class GroupGenerator:
         return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
 
     def _note_opened_thought(self, sample: Sample) -> None:
-        """Write to the metadata which thought the rendered prompt opens, for verifiers, which see no rendered prompt."""
+        """Write to the metadata which thought the rendered prompt opens; verifiers do not see that prompt."""
         prompt_end = sample.tokens[max(0, sample.prompt_length - PROMPT_END) : sample.prompt_length]
         tag = opened_by(self.tokenizer.decode(prompt_end)) if prompt_end else ""
         if tag or OPENED in sample.metadata:

@@ -58,6 +58,18 @@ TABLE = [
     ("boxed_numeric", {}, "5", r"\boxed{x = 5} 7", "5", 1.0),
     ("boxed_regex", {"pattern": r"\d+"}, "5", r"\boxed{x = 5} 7", "5", 1.0),
     ("boxed_math", {}, "0.5", r"\boxed{\frac12}", r"\frac12", 1.0),
+    ("exact", {}, "caf\u00e9", "cafe\u0301", "cafe\u0301", 1.0),  # composed and decomposed
+    ("exact", {}, "cafe\u0301", "caf\u00e9", "caf\u00e9", 1.0),
+    ("exact", {}, "cafe", "caf\u00e9", "caf\u00e9", 0.0),
+    ("exact", {"ignore_case": True}, "CAF\u00c9", "cafe\u0301", "cafe\u0301", 1.0),
+    ("exact", {}, "\ud55c\uae00", "\u1112\u1161\u11ab\u1100\u1173\u11af", "\u1112\u1161\u11ab\u1100\u1173\u11af", 1.0),
+    ("contains", {}, "\ud55c", "\u1112\u1161\u11ab\u1100\u1173\u11af!", "\u1112\u1161\u11ab\u1100\u1173\u11af!", 1.0),
+    ("contains", {}, "caf\u00e9", "a cafe\u0301", "a cafe\u0301", 1.0),
+    ("contains", {}, "cafe", "a caf\u00e9", "a caf\u00e9", 0.0),
+    ("regex", {"pattern": r"is (\S+)"}, "caf\u00e9", "is cafe\u0301", "cafe\u0301", 1.0),
+    ("exact", {"source": "last_line"}, "B", "<think>\nA\n</think>\nB", "B", 1.0),
+    ("exact", {"source": "last_line"}, "A", "<think>\nA\n</think>\n", None, 0.0),
+    ("contains", {"source": "with_thought"}, "A", "<think>A</think>B", "<think>A</think>B", 1.0),
 ]
 
 
@@ -65,6 +77,23 @@ TABLE = [
 def test_verifier(rm_type, options, label, response, extracted, reward):
     sample, grade = Sample(response=response, label=label), verifier(rm_type, **options)
     assert (grade.extract(sample), grade(sample)) == (extracted, reward)
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "options", "first", "second", "same"),
+    [
+        ("exact", {}, "caf\u00e9", "cafe\u0301", True),
+        ("exact", {}, "Paris", "paris", False),
+        ("exact", {"ignore_case": True}, "Paris", "paris", True),
+        ("regex", {"ignore_case": True}, "Paris", "paris", True),
+        ("f1", {}, "the Tower.", "“Tower”。", True),
+        ("f1", {}, "Tower", "Eiffel Tower", False),
+        ("dapo", {}, "5。", "5.0", True),
+        ("gpqa", {}, "B", "（b）", True),
+    ],
+)
+def test_answers_that_a_verifier_holds_equal_vote_together(rm_type, options, first, second, same):
+    assert verifier(rm_type, **options).same_answer(Sample(), first, second) is same
 
 
 @pytest.mark.parametrize(("rm_type", "options", "label", "response", "extracted", "reward"), TABLE)
