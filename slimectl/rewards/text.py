@@ -107,8 +107,8 @@ class F1(Verifier):
     >>> F1()(Sample(response="The Eiffel Tower, Paris", label="the eiffel tower"))
     0.8
 
-    Rajpurkar et al. 2016, arXiv:1606.05250, sec. 6.1: in lower case, without punctuation and articles; punctuation is
-    that of all scripts, as in MLQA (Lewis et al. 2020, arXiv:1910.07475), and accents are composed. If either side is
+    Rajpurkar et al. 2016, arXiv:1606.05250, sec. 6.1: in lower case, without punctuation and articles; punctuation
+    includes all scripts, as in MLQA (Lewis et al. 2020, arXiv:1910.07475), and accents are composed. If either side is
     yes, no or noanswer, the other must be the same (Yang et al. 2018, arXiv:1809.09600). Two empty sides are equal.
     """
 

@@ -45,8 +45,8 @@ def opened_by(prompt: str | Chat) -> str:
 def answer_start(sample: Sample) -> int:
     """Return where the answer begins, in characters of the response: after its last closed thought.
 
-    -1 if the last thought never closes: then nothing was answered. A thought is opened by a tag in the response or at the
-    end of the prompt. A closing tag closes one even if nothing shows where it was opened. A tag between quotation marks
+    -1 if the last thought never closes: then nothing was answered. A tag in the response or at the end of the prompt
+    opens a thought. A closing tag closes one even if nothing shows where it was opened. A tag between quotation marks
     or backticks is only mentioned and counts as text.
     """
     opened = sample.metadata.get(OPENED)
@@ -60,7 +60,7 @@ def answer_span(sample: Sample) -> Span | None:
 
 
 def after_thought(text: str, opened: str = "") -> int:
-    """Return where a text goes on after its last closed thought; -1 if the last one, or the one `opened`, never ends.
+    """Return where the last closed thought of a text ends; -1 if the last one, or the one `opened`, never ends.
 
     >>> after_thought("<think>a</think>b"), after_thought("a"), after_thought("a", opened="<think>")
     (16, 0, -1)

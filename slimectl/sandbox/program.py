@@ -23,11 +23,11 @@ REPORT = 3
 
 
 SET = "(set)"
-"""Key of the object that stands for a set in a report; its value has the members."""
+"""Key of the object that represents a set in a report; its value has the members."""
 
 IMPORTS = ("operator", "string", "re", "datetime", "copy", "io", "json", "sys", "random", "statistics", "math",
            "itertools", "functools", "bisect", "heapq", "collections", "typing")  # fmt: skip
-"""Modules whose names a program may use without importing them, where the job says so; later ones go before."""
+"""Modules whose names a program may use without importing them if the job allows it; later ones take precedence."""
 
 
 def start(action: Callable[[], None], *fds: int) -> None:
@@ -95,7 +95,7 @@ def execute(job: dict[str, Any], case: dict[str, Any]) -> int:
 
 
 def imported_names() -> dict[str, Any]:
-    """Return the names of the modules in IMPORTS, and those modules: as builtins they stand behind all others."""
+    """Return the names of the modules in IMPORTS, and the modules. As builtins they give way to the program's names."""
     modules = {name: importlib.import_module(name) for name in IMPORTS}
     names: dict[str, Any] = {}
     for module in modules.values():
@@ -105,7 +105,7 @@ def imported_names() -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return what stands in a report for a value that is not JSON. Raises TypeError for other values."""
+    """Return the JSON of a set, an array or another iterable value. Raises TypeError for other values."""
     if isinstance(value, set | frozenset):
         return {SET: list(value)}
     if isinstance(value, deque | range | KeysView | ValuesView):
