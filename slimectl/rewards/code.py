@@ -119,7 +119,7 @@ def _failure_reason(expected: Any, outcome: Outcome, *, as_numbers: bool) -> str
     if outcome.status != "ended":
         return outcome.error[:120] or outcome.status
     if isinstance(expected, _Output):
-        if _same_output(outcome.stdout, expected.text, as_numbers=as_numbers):
+        if same_output(outcome.stdout, expected.text, as_numbers=as_numbers):
             return ""
         return f"printed {quote(outcome.stdout.strip())}, expected {quote(expected.text.strip())}"
     report = outcome.report if isinstance(outcome.report, dict) else {}
@@ -131,7 +131,7 @@ def _failure_reason(expected: Any, outcome: Outcome, *, as_numbers: bool) -> str
     return "" if _equal(actual, target) else f"gave {quote(_as_json(actual))}, expected {quote(_as_json(target))}"
 
 
-def _same_output(actual: str, expected: str, *, as_numbers: bool) -> bool:
+def same_output(actual: str, expected: str, *, as_numbers: bool) -> bool:
     """Whether two outputs have the same lines, without blanks around them."""
     lines, wanted = (text.strip().splitlines() for text in (actual, expected))
     return len(lines) == len(wanted) and all(

@@ -63,10 +63,13 @@ def is_python(language: str) -> bool:
 def find_program(response: str, start: int = 0) -> Block | None:
     """Return the last block named Python; else the last unnamed one that is a program; None if no block is closed.
 
-    The search begins at `start`. Where there is neither, the last block, preferably an unnamed one, is returned: its
-    language or its syntax error is the reason why nothing runs. A transcript of an interpreter (>>>) does not count.
+    Only the response from `start` on is searched. Where there is neither, the last block, preferably an unnamed one, is
+    returned: its language or its syntax error is the reason why nothing runs. A transcript of an interpreter (>>>) does
+    not count.
     """
-    blocks = list(_Blocks(response, start))[::-1]
+    blocks = [
+        block._replace(text=Span(block.text.text, start + block.text.start)) for block in _Blocks(response[start:])
+    ][::-1]
     for block in blocks:
         if is_python(block.language) and not block.program.startswith(">>>"):
             return block
@@ -82,9 +85,9 @@ class _Blocks:
     leaves valid Python before it does, and if there is none, simply the first. A fence may stand right behind code.
     """
 
-    def __init__(self, response: str, start: int) -> None:
+    def __init__(self, response: str) -> None:
         self._response = response
-        self._fences = [_fence(match) for match in _FENCE.finditer(response, start)]
+        self._fences = [_fence(match) for match in _FENCE.finditer(response)]
         self._parsed = 0
 
     def __iter__(self) -> Iterator[Block]:
@@ -116,7 +119,7 @@ class _Blocks:
         if could_go_on and (not language or is_python(language)):
             for behind in (False, True):
                 for closing in self._closings(at, behind=behind):
-                    if self._is_python(opening.end, self._fences[closing].start):
+                    if self._is_python(opening.end, self._fences[closing].start, behind=behind):
                         return closing
         return None if any(fence.info and fence.opens for fence in self._fences[at + 1 : first]) else first
 
@@ -131,9 +134,12 @@ class _Blocks:
                 if count == MAX_CLOSINGS:
                     return
 
-    def _is_python(self, start: int, end: int) -> bool:
-        self._parsed += end - start
-        return self._parsed <= MAX_PARSED and parsed(textwrap.dedent(self._response[start:end])) is not None
+    def _is_python(self, start: int, end: int, *, behind: bool) -> bool:
+        """Whether the text is Python; `behind` code it must not end in a comment, where any text is valid."""
+        text = textwrap.dedent(self._response[start:end])
+        self._parsed += len(text)
+        is_python = self._parsed <= MAX_PARSED and parsed(text) is not None
+        return is_python and not (behind and parsed(text + "(") is not None)
 
 
 def _fence(match: re.Match[str]) -> _Fence:

@@ -101,7 +101,8 @@ def _choice_texts(text: str, choices: dict[str, str]) -> list[tuple[str, Span]]:
 
 def _folded(text: str) -> str:
     """Normalise for comparison: composed, without case, spaces, emphasis, quotation marks around it and full stop."""
-    return bare(re.sub(r"[\s*_$]+|\\(?:text|mathrm)\{([^{}]*)\}", r"\1", composed(text))).casefold()
+    text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", composed(text))
+    return bare(re.sub(r"[\s*_$]+", "", text)).casefold()
 
 
 def _choices(sample: Sample) -> dict[str, str]:

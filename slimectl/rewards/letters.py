@@ -59,8 +59,8 @@ _STANDALONE = re.compile(
     rf"(?=[A-Z]){_START}(?<![=+/^\\])(?<![=+/^\\<>]\s)(?<!\d\s)(?!A{_ARTICLE}){_PRONOUN}([A-Z]){_END}"
 )
 _IN_BOX = re.compile(
-    rf"(?:\\(?:text|textbf|mathrm|mathbf)\s?\{{|[\s{{$*]|(?i:option|choice|选项)\s?)*(?:{_BRACKETED}|([A-Za-z]){_END})"
-    r"(?=[\s}$*\\]*(?:$|[.):,&;-]|\(|\\?(?:text|quad)|and\b|or\b))"
+    rf"(?:\\(?:text|textbf|mathrm|mathbf)\s?\{{|[\s{{$*]|(?i:option|choice|选项)\s?)*(?:{_BRACKETED}|([A-Za-z]){_END}"
+    r"(?=[\s}$*]*(?:$|[.):,&;(~-]|\\(?:text|q?quad|[ ,;:!)])|and\b|or\b)))"
 )
 
 _NEGATED = re.compile(
