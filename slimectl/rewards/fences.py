@@ -74,8 +74,8 @@ def find_program(response: str, start: int = 0) -> Block | None:
         if is_python(block.language) and not block.program.startswith(">>>"):
             return block
     unnamed = [block for block in blocks if not block.language]
-    programs = (block for block in unnamed if _is_program(block.program))
-    return next(programs, (unnamed or blocks or [None])[0])
+    programs = [block for block in unnamed if _is_program(block.program)]
+    return next(iter([*programs, *unnamed, *blocks]), None)
 
 
 class _Blocks:

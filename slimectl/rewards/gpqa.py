@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import Any
@@ -68,17 +69,17 @@ def _find(answer: Span, choices: dict[str, str]) -> tuple[str, Span, str] | None
     cut = max(0, len(answer.text) - MAX_SEARCHED)
     original = answer.text[cut:]
     text = letters.plain(original)
-    places = [
-        ("answer as stated", lambda: letters.stated(text)),
-        ("text of a choice", lambda: _choice_texts(original, choices)),
-        ("letter said to be right", lambda: letters.said_to_be_right(text)),
-        ("last bold letter", lambda: letters.bold(text)),
-        ("letter that begins the last line", lambda: letters.begins_last_line(text)),
-        ("last letter in parentheses", lambda: letters.parenthesised(text)),
-        ("last capital that stands alone", lambda: letters.standalone(text)),
+    patterns: list[tuple[str, Callable[[str], Iterable[tuple[str, Span]]]]] = [
+        ("answer as stated", letters.stated),
+        ("text of a choice", lambda _: _choice_texts(original, choices)),
+        ("letter said to be right", letters.said_to_be_right),
+        ("last bold letter", letters.bold),
+        ("letter that begins the last line", letters.begins_last_line),
+        ("last letter in parentheses", letters.parenthesised),
+        ("last capital that stands alone", letters.standalone),
     ]
-    for source, candidates in places:
-        valid = [(place.start, letter, place) for letter, place in candidates() if not letter or letter in choices]
+    for source, candidates in patterns:
+        valid = [(place.start, letter, place) for letter, place in candidates(text) if not letter or letter in choices]
         if valid:
             _, letter, (found, start) = max(valid)
             place = Span(original[start : start + len(found)], answer.start + cut + start)

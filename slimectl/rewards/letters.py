@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from string import ascii_letters
+from string import ascii_lowercase, ascii_uppercase
 
 from slimectl.rewards.base import Span
 from slimectl.rewards.extraction import find_boxed, find_last_line
@@ -12,10 +12,11 @@ from slimectl.rewards.extraction import find_boxed, find_last_line
 Found = Iterator[tuple[str, Span]]
 """(letter, its place): "" for one of several letters, which answers nothing."""
 
-_ASCII = {code + 0xFEE0: chr(code) for code in range(0x21, 0x7F)}  # full-width forms
-_CIRCLED = {0x24B6 + at: letter for at, letter in enumerate(ascii_letters[26:] + ascii_letters[:26])}
-_TABLE = str.maketrans({**_ASCII, **_CIRCLED, **dict.fromkeys("“”„«»「」『』", '"'), **dict.fromkeys("‘’‚", "'"),
-                        "【": "[", "】": "]", "\u3000": " ", "\xa0": " ", "、": ",", "，": ","})  # fmt: skip
+_TABLE: dict[int, int | str | None] = {
+    **{code + 0xFEE0: chr(code) for code in range(0x21, 0x7F)},  # full-width forms
+    **{0x24B6 + at: letter for at, letter in enumerate(ascii_uppercase + ascii_lowercase)},  # in circles
+    **str.maketrans("“”„«»「」『』‘’‚【】\u3000\xa0、，", '"""""""""\'\'\'[]  ,,'),
+}
 """One character for one, so that places in the text stay."""
 
 _WORD = r"[0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0300-\u052f\u1e00-\u1fff]"
