@@ -33,9 +33,11 @@ _BRACKETED = r"(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\])"
 _LETTER = rf"(?:{_BRACKETED}|{_PRONOUN}([A-Z]){_END})"
 _LOWER = rf"(?:([b-hj-z]){_END}|([ai]){_END}(?=\s*(?:$|[\n.,;:!?)\]*\"'])))"
 
+_ASCII_NOUNS = ("answer", "option", "choice", "respuesta", "antwort", "risposta", "resposta", "antwoord", "jawaban",
+                "svar", "cevap", "reponse", "opcion")  # fmt: skip
 _NOUN = (
-    rf"(?<!{_WORD})(?:answer|option|choice|respuesta|antwort|risposta|resposta|antwoord|jawaban|svar|cevap|r[ée]ponse|opci[óo]n|"
-    r"ответ|đáp án|odpowiedź|उत्तर|الإجابة|الجواب)|答案|答え|解答|正解|正答|정답|답"
+    rf"(?<!{_WORD})(?:{'|'.join(_ASCII_NOUNS)}|réponse|opción|ответ|đáp án|odpowiedź|उत्तर|الإجابة|الجواب)|"
+    "答案|答え|解答|正解|正答|정답|답"
 )
 _ADJECTIVE = r"\s{1,3}(?:corre(?:ct[ae]?|t[ao]|tt[ao])|final[e]?|الصحيحة)"
 _COPULA = (
@@ -91,12 +93,12 @@ def plain(text: str) -> str:
 
 def stated(text: str) -> list[tuple[str, Span]]:
     """Letters that a statement or the last box names."""
-    return [*_letters(_STATED, text), *_boxed(text)]
+    return [*_letters(_STATED, text, _first_noun(text)), *_boxed(text)]
 
 
 def stated_texts(text: str) -> list[Span]:
     """What follows "the answer is", up to the end of its line."""
-    return [Span(match[1], match.start(1)) for match in _STATED_TEXT.finditer(text)]
+    return [Span(match[1], match.start(1)) for match in _STATED_TEXT.finditer(text, _first_noun(text))]
 
 
 def said_to_be_right(text: str) -> Found:
@@ -141,8 +143,16 @@ def _boxed(text: str) -> Found:
         yield _letter(boxed.text, match), Span(match[group], boxed.start + match.start(group))
 
 
-def _letters(pattern: re.Pattern[str], text: str) -> Found:
-    for match in pattern.finditer(text):
+def _first_noun(text: str) -> int:
+    """Return where the first word for an answer stands, or the text ends: to begin there saves most of the time."""
+    if not text.isascii():
+        return 0
+    lower = text.lower()
+    return min((at for noun in _ASCII_NOUNS if (at := lower.find(noun)) >= 0), default=len(text))
+
+
+def _letters(pattern: re.Pattern[str], text: str, start: int = 0) -> Found:
+    for match in pattern.finditer(text, start):
         group = match.lastindex or 0
         if not _is_refused(text, *match.span(group)):
             yield _letter(text, match), Span(match[group], match.start(group))

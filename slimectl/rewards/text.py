@@ -158,10 +158,10 @@ class Numeric(Verifier):
         if expected is None:
             raise RecordError(f"sample {sample.index}: label: {label[:60]!r} holds no number to compare with")
         source = f"last number of the {SOURCE_WORDS[self.source]}"
-        part = find(sample, self.source)
         answer = self._find(sample)
         if answer is None:
-            return no_answer(source, missing(sample, self.source) if part is None else "no number there")
+            absent = find(sample, self.source) is None
+            return no_answer(source, missing(sample, self.source) if absent else "no number there")
         value = exact_number(answer.text)
         right = value is not None and abs(value - expected) <= Fraction(self.tolerance)
         return binary_grade(right, source, answer, label)
