@@ -29,10 +29,11 @@ class Gpqa(Verifier):
 
     Written for GPQA (Rein et al. 2023, arXiv:2311.12022), usable for any multiple choice, in several languages. What
     follows the last closed thought is read. The first of these patterns that names a valid letter decides, by its last
-    match: "answer (option, choice) is X", "Final answer: X" or \boxed{X}; the same with the text of a choice, or a line
-    of it alone at the end; "X is right"; **X**; a last line that begins with "X." or is "(X)"; (X) anywhere; a
-    standalone capital, where "A" and "I" before a lower-case word do not count. "Not X", "X is wrong" and letters of a
-    formula (E = mc^2) do not count. Where the deciding match names several letters ("A and C"), nothing was answered.
+    match: "answer (option, choice) is X", "Final answer: X" or \boxed{X}, or the same with the text of a choice; a last
+    line with the text of a choice; "X is right"; **X**; a line that begins with "X." or is "(X)"; (X) anywhere; a
+    standalone capital, where "A" and "I" before a lower-case word do not count. The letters of a list of choices, "not
+    X", "X is wrong" and letters of a formula (E = mc^2) do not count. Where the deciding match names several letters
+    ("A and C"), nothing was answered.
 
     Valid letters are metadata.valid_letters, else as many as metadata.choices (a list of texts, or letter: text), else
     A to J. The label is metadata.correct_letter or the sample's: a letter, the text of a choice, an index from 0.
@@ -70,34 +71,39 @@ def _find(answer: Span, choices: dict[str, str]) -> tuple[str, Span, str] | None
     original = answer.text[cut:]
     text = letters.plain(original)
     patterns: list[tuple[str, Callable[[str], Iterable[tuple[str, Span]]]]] = [
-        ("answer as stated", letters.stated),
-        ("text of a choice", lambda _: _choice_texts(original, choices)),
+        ("answer as stated", lambda text: [*letters.stated(text), *_stated_choices(original, choices)]),
+        ("text of a choice", lambda _: _choices_of([find_last_line(original)], choices)),
         ("letter said to be right", letters.said_to_be_right),
         ("last bold letter", letters.bold),
-        ("letter that begins the last line", letters.begins_last_line),
+        ("letter that begins a line", letters.begins_line),
         ("last letter in parentheses", letters.parenthesised),
         ("last capital that stands alone", letters.standalone),
     ]
     for source, candidates in patterns:
-        valid = [(place.start, letter, place) for letter, place in candidates(text) if not letter or letter in choices]
+        valid = [
+            (place.start, len(place.text), letter, place)
+            for letter, place in candidates(text)
+            if not letter or letter in choices
+        ]
         if valid:
-            _, letter, (found, start) = max(valid)
+            *_, letter, (found, start) = max(valid)
             place = Span(original[start : start + len(found)], answer.start + cut + start)
             return (letter, place, source) if letter else None
     return None
 
 
-def _choice_texts(text: str, choices: dict[str, str]) -> list[tuple[str, Span]]:
-    """Statements that end in the text of a choice, a box that contains one, and a last line that is one."""
-    by_text = {_folded(choice_text): letter for letter, choice_text in choices.items() if choice_text}
-    if not by_text:
+def _stated_choices(text: str, choices: dict[str, str]) -> list[tuple[str, Span]]:
+    """Statements that end in the text of a choice, and a box that contains one."""
+    if not any(choices.values()):
         return []
-    boxed = find_boxed(text)
-    candidates = [
-        (by_text.get(_folded(place.text)), place)
-        for place in [*letters.stated_texts(text), *filter(None, (boxed, find_last_line(text)))]
-    ]
-    return [(letter, place) for letter, place in candidates if letter]
+    return _choices_of([*letters.stated_texts(text), find_boxed(text)], choices)
+
+
+def _choices_of(places: list[Span | None], choices: dict[str, str]) -> list[tuple[str, Span]]:
+    """The places that are the text of a choice, with its letter; a text of one character is taken for a letter."""
+    by_text = {_folded(choice): letter for letter, choice in choices.items()}
+    found = [(by_text.get(_folded(place.text)), place) for place in places if place]
+    return [(letter, place) for letter, place in found if letter and len(place.text.strip()) > 1]
 
 
 def _folded(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from string import ascii_lowercase, ascii_uppercase
 
 from slimectl.rewards.base import Span
-from slimectl.rewards.extraction import find_boxed, find_last_line
+from slimectl.rewards.extraction import find_boxed
 
 Found = Iterator[tuple[str, Span]]
 """(letter, its place): "" for one of several letters, which answers nothing."""
@@ -24,7 +24,8 @@ _WORD = r"[0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0300-\u052f\u1e00-\
 
 _START = rf"(?<!{_WORD})(?<!{_WORD}')(?<!_)"
 _IN_FORMULA = (
-    r"\s{0,3}(?:[=^>≤≥≈≠+×·±/]|<(?!/)|\|\s?[A-Za-z]|_[0-9A-Za-z{\\]|\\(?!text|q?quad|math)[A-Za-z])|\([A-Za-z0-9][,)]"
+    r"-[A-Za-z]|\([A-Za-z0-9][,)]|"
+    r"\s{0,3}(?:[=^>≤≥≈≠+×·±/]|<(?!/)|\|\s?[A-Za-z]|_[0-9A-Za-z{\\]|\\(?!text|q?quad|math)[A-Za-z])"
 )
 _END = rf"(?!{_WORD}|'{_WORD}|{_IN_FORMULA})"
 _MARK = r"(?:[*_$\s\"'`]|\\(?:text|textbf|mathrm|mathbf)\s?\{|\\\(|<[a-z]{1,8}>){0,8}"
@@ -41,10 +42,14 @@ _NOUN = (
 )
 _ADJECTIVE = r"\s{1,3}(?:corre(?:ct[ae]?|t[ao]|tt[ao])|final[e]?|الصحيحة)"
 _COPULA = (
-    r"(?:is|would be|must be|should be|es|est|ist|lautet|adalah|er|là|هي|هو)\b|[:=|èé—–→-]|是|应为|應為|应该是|"
-    r"為|为|选|は|은|는|이"
+    r"(?:is|(?:would|must|should|will|can only|has to|(?:appears|seems) to) be|es|est|ist|lautet|adalah|er|là|هي|هو)\b|"
+    r"[:=|èé—–→-]|是|应为|應為|应该是|為|为|选|は|은|는|이"
 )
-_LEAD_IN = rf"(?i:(?:{_NOUN})(?:{_ADJECTIVE})?[*_]{{0,3}}\s{{0,8}}(?:{_COPULA})[*_]{{0,3}}\s{{0,8}}:?)"
+_TO = r"\s(?:to|for|of|here|then)\b[^.\n:=]{0,40}?(?=\s)"
+_ADVERB = r"\s(?:therefore|thus|then|indeed|clearly|definitely|actually|simply|just|likely|most likely|probably)"
+_LEAD_IN = (
+    rf"(?i:(?:{_NOUN})(?:{_ADJECTIVE}|{_TO})?[*_]{{0,3}}\s{{0,8}}(?:{_COPULA})(?:{_ADVERB})?[*_]{{0,3}}\s{{0,8}}:?)"
+)
 _CHOSEN = r"(?:[故应應]?选(?!项)择?|[故應]?選(?!項)擇?)"
 _STATED = re.compile(
     rf"(?:{_LEAD_IN}|{_CHOSEN}){_MARK}(?:(?i:option|choice|选项|選項|opción){_MARK})?(?:{_LETTER}|{_LOWER})"
@@ -55,7 +60,11 @@ _RIGHT = re.compile(
     r"|(?:选项|選項)?(?:是)?正[确確]|[がは]正し|[이가]\s?(?:맞|정답|옳))"
 )
 _BOLD = re.compile(rf"\*\*\s?(?:(?i:option|choice)\s)?{_LETTER}[^*\n]{{0,200}}\*\*")
-_LINE = re.compile(rf"[*_\s\"'`]{{0,8}}(?:{_BRACKETED}(?!\?)|([A-Za-z])(?:[.):]|(?=[*_\s\"'`]*$)))")
+_LINE = re.compile(
+    rf"^(?:[-*+>]\s|\d{{1,2}}[.)]\s)?[*_ \t\"'`#]{{0,8}}(?:(?i:option|choice)\s)?"
+    rf"(?:{_BRACKETED}(?!\?)|([A-Za-z])(?:[.):]|(?=[*_ \t\"'`]*$)))[*_ \t\"'`.]*(?:$|(?P<rest>.+)$)",
+    re.MULTILINE,
+)
 _PARENTHESISED = re.compile(r"\(([A-Z])\)")
 _ARTICLE = r"(?=\s+(?!(?:is|was|because|since|as|and|or|must|seems|fits)\b)[a-z])"
 _STANDALONE = re.compile(
@@ -108,30 +117,45 @@ def said_to_be_right(text: str) -> Found:
 
 def bold(text: str) -> Found:
     """Letters with which a bold passage begins."""
-    return _letters(_BOLD, text)
+    return _without_items(_letters(_BOLD, text), text)
 
 
 def parenthesised(text: str) -> Found:
     """Capitals in parentheses."""
-    return _letters(_PARENTHESISED, text)
+    return _without_items(_letters(_PARENTHESISED, text), text)
 
 
 def standalone(text: str) -> Found:
     """Capitals that are a word, without articles, pronouns, units after a number and parts of a formula."""
-    return _letters(_STANDALONE, text)
+    return _without_items(_letters(_STANDALONE, text), text)
 
 
-def begins_last_line(text: str) -> Found:
-    """The letter with which the last line begins, as in "b. 4"; none if it is an item of a list or not the only one."""
-    line = find_last_line(text)
-    match = _LINE.match(line.text) if line else None
-    if not line or not match:
+def begins_line(text: str) -> Found:
+    """A letter alone on its line, else one with which a line begins, as in "b. 4"; none where several letters do."""
+    lines = [match for match in _LINE.finditer(text) if match["rest"] is None] or _items(text)
+    if len(set(map(_begun_with, lines))) != 1:
         return
-    group = match.lastindex or 0
-    before = find_last_line(text[: line.start])
-    several = (before and _LINE.match(before.text)) or _PARENTHESISED.search(line.text, match.end())
-    if not several and not _is_refused(line.text, *match.span(group)):
-        yield _letter(line.text, match), Span(match[group], line.start + match.start(group))
+    match = lines[-1]
+    start, end = match.span(_group(match))
+    if not _PARENTHESISED.search(match["rest"] or "") and not _is_refused(text, start, end):
+        yield _letter(text, match), Span(text[start:end], start)
+
+
+def _items(text: str) -> list[re.Match[str]]:
+    """The lines that begin with a letter as an item of a list does."""
+    return [match for match in _LINE.finditer(text) if match["rest"] is not None]
+
+
+def _begun_with(line: re.Match[str]) -> str:
+    return line[_group(line)].upper()
+
+
+def _without_items(found: Found, text: str) -> Found:
+    """Leave out the letters that begin the items of a list, which are the choices and not an answer."""
+    items = _items(text)
+    starts = {match.start(_group(match)) for match in items}
+    several = len(set(map(_begun_with, items))) > 1
+    return (pair for pair in found if not several or pair[1].start not in starts)
 
 
 def _boxed(text: str) -> Found:
@@ -139,7 +163,7 @@ def _boxed(text: str) -> Found:
     boxed = find_boxed(text)
     match = _IN_BOX.match(boxed.text) if boxed else None
     if boxed and match:
-        group = match.lastindex or 0
+        group = _group(match)
         yield _letter(boxed.text, match), Span(match[group], boxed.start + match.start(group))
 
 
@@ -153,7 +177,7 @@ def _first_noun(text: str) -> int:
 
 def _letters(pattern: re.Pattern[str], text: str, start: int = 0) -> Found:
     for match in pattern.finditer(text, start):
-        group = match.lastindex or 0
+        group = _group(match)
         if not _is_refused(text, *match.span(group)):
             yield _letter(text, match), Span(match[group], match.start(group))
 
@@ -163,9 +187,14 @@ def _is_refused(text: str, start: int, end: int) -> bool:
     return bool(_NEGATED.search(text, max(0, start - 40), start) or _WRONG.match(text, end))
 
 
+def _group(match: re.Match[str]) -> int:
+    """Return which group of a match holds the letter: the first that takes part."""
+    return next(number for number, text in enumerate(match.groups(), start=1) if text is not None)
+
+
 def _letter(text: str, match: re.Match[str]) -> str:
     """The letter of a match in upper case; "" if it is one of several, as in "A and C"."""
-    group = match.lastindex or 0
+    group = _group(match)
     start, end = match.span(group)
     if _MORE.match(text, end) or _MORE_BEFORE.search(text, max(0, start - 24), start):
         return ""

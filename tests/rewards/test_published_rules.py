@@ -216,6 +216,35 @@ LETTERS = [
 ]  # fmt: skip
 """(response, the letter that a person reads in it, or None)."""
 
+LETTERS_AMONG_OTHERS = [
+    ("Answer: D-glucose", {}, None), ("Answer: B cells", {"choices": ["B cells", "T cells", "mast cells"]}, "A"),
+    ("The answer is B cells.", {"choices": ["T cells", "B cells"]}, "B"),
+    ("The answer is E = mc^2", {"choices": ["F = ma", "E = mc^2"]}, "B"),
+    ("Answer: B", {"choices": {"A": "B", "B": "A"}}, "B"), ("Answer: A", {"choices": ["A", "B"]}, "A"),
+    ("The answer to question 3 is B.", {}, "B"), ("The answer to this question is therefore (C).", {}, "C"),
+    ("The answer appears to be B", {}, "B"), ("So the answer is clearly D.", {}, "D"),
+    ("The answer has to be option B.", {}, "B"), ("B\n\nExplanation: Vitamin C helps.", {}, "B"),
+    ("B. 42\n\nExplanation: A is too small and C too large.", {}, "B"), ("B) 42\n\nBecause C fails.", {}, "B"),
+    ("**A) 1**: wrong.\n**B) 2**: fits.\n**C) 3**: wrong.\n\nSo I pick B.", {}, "B"),
+    ("(A) 1\n(B) 2\n(C) 3\n\nI choose B", {}, "B"), ("A. 1\nB. 2\nC. 3\n\nI choose B", {}, "B"),
+    ("- A: 1\n- B: 2\n- C: 3\n\nB", {}, "B"), ("a. 1\nb. 2\nc. 3", {}, None), ("A. 1\nB. 2\nC. 3", {}, None),
+    ("Option A: no.\nOption B: yes.\n\nAnswer: B", {}, "B"), ("The correct answer is D, as C and A fail.", {}, "D"),
+    ("The answer is B and C is the runner-up.", {}, "B"), ("Answer: C (NaOH)", {}, "C"),
+    ("Answer: B - because", {}, "B"), ("Option A is correct, Option B is incorrect.", {}, "A"),
+    ("The answer is (B) 3.2 × 10^5", {}, "B"), ("Answer: X-ray", {}, None),
+    ("The options are A, B, C and D. The answer is C.", {}, "C"), ("I would choose C.", {}, "C"),
+    ("C is the correct option because A and B do not conserve energy.", {}, "C"),
+    ("Among A, B and C, only B conserves it.", {}, "B"), ("So D.", {}, "D"),
+    ("**Answer: C**\n\n**Why not A:** ...\n**Why not B:** ...", {}, "C"),
+    ("The answer:\n\n$$\\boxed{\\textbf{(C)}}$$", {}, "C"), ("Antwort: C", {}, "C"), ("Réponse : C", {}, "C"),
+    ("Respuesta: C", {}, "C"), ("Risposta: (c)", {}, "C"), ("Ответ: (C)", {}, "C"), ("答：C", {}, "C"),
+    ("选C。因为A和B都错误", {}, "C"), ("本题选B", {}, "B"), ("因此，答案是 **C**。", {}, "C"),
+    ("答案是：C、因为", {}, "C"), ("したがって、答えは「C」です。", {}, "C"), ("따라서 정답은 (C)입니다.", {}, "C"),
+    ("คำตอบคือ C", {}, "C"), ("Jawaban: C", {}, "C"), (r"The final answer is $\boxed{\text{C. 12 m}}$", {}, "C"),
+    ("C.", {}, "C"), ("c)", {}, "C"), ("Answer: C", {}, "C"),
+]  # fmt: skip
+"""(response, metadata, the letter that a person reads in it, or None)."""
+
 
 def checked(rm_type, sample, extracted, reward):
     made = verifier(rm_type)
@@ -269,6 +298,12 @@ def test_the_letter_of_a_choice(response, letter):
     assert (verdict.reward, verdict.extracted is None) == (float(letter is not None), letter is None)
     assert letter is None or verifier("gpqa").explain(Sample(response=response, label="J")).reward == 0.0
     assert letter is None or response[slice(*verdict.span)] == verdict.extracted
+
+
+@pytest.mark.parametrize(("response", "metadata", "letter"), LETTERS_AMONG_OTHERS)
+def test_the_letter_that_is_meant_among_others(response, metadata, letter):
+    verdict = verifier("gpqa").explain(Sample(response=response, label=letter or "A", metadata=metadata))
+    assert (verdict.reward, verdict.extracted is None) == (float(letter is not None), letter is None)
 
 
 def test_the_text_of_a_choice_in_other_spellings():
