@@ -135,7 +135,7 @@ class _Blocks:
                     return
 
     def _is_python(self, start: int, end: int, *, behind: bool) -> bool:
-        """Whether the text is Python; `behind` code it must not end in a comment, where any text is valid."""
+        """Whether the text is Python. A fence `behind` code must not be part of a comment, where any text is valid."""
         text = textwrap.dedent(self._response[start:end])
         self._parsed += len(text)
         is_python = self._parsed <= MAX_PARSED and parsed(text) is not None

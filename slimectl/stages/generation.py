@@ -219,10 +219,13 @@ class GroupGenerator:
         return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
 
     def _note_opened_thought(self, sample: Sample) -> None:
-        """Write to the metadata which thought the rendered prompt opens; verifiers do not see that prompt."""
+        """Write to the metadata which thought the rendered prompt opens; verifiers do not see that prompt.
+
+        Where the tags are special tokens, which are left out of responses, no verifier could see the thought close.
+        """
         prompt_end = sample.tokens[max(0, sample.prompt_length - PROMPT_END) : sample.prompt_length]
-        tag = opened_by(self.tokenizer.decode(prompt_end)) if prompt_end else ""
-        if tag or OPENED in sample.metadata:
+        tag = opened_by(self.tokenizer.decode(prompt_end, skip_special_tokens=True)) if prompt_end else ""
+        if tag or OPENED in sample.metadata or opened_by(sample.prompt):
             sample.metadata[OPENED] = tag
 
     async def _call_agent(self, agent: Agent, arguments: Mapping[str, Any]) -> Any:

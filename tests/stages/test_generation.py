@@ -76,6 +76,20 @@ class Opening(Bytes):
         return f"{chat[-1]['content']}<think>\n" + ("" if enable_thinking else "\n</think>\n\n")
 
 
+class Special(Opening):
+    """A tokenizer whose tags are special tokens."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        text = super().decode(tokens)
+        return text.replace("<think>", "") if skip_special_tokens else text
+
+
+def test_a_thought_whose_end_no_response_shows_is_not_noted():
+    for prompt in ([{"role": "user", "content": "Capital?"}], "Capital?<think>"):
+        (sample,) = rollout(iter([Prompt(prompt, label="Paris")]), Opened(), Special(), settings().rollout)
+        assert verifier("exact")(sample) == 1.0
+
+
 @pytest.mark.parametrize(("thinking", "reward"), [(True, 0.0), (False, 1.0)])
 def test_a_rollout_notes_the_thought_that_the_chat_template_opens(thinking: bool, reward: float):
     chosen = settings().rollout.model_copy(update={"apply_chat_template_kwargs": {"enable_thinking": thinking}})
