@@ -23,8 +23,8 @@ MAX_PARSED = 500_000
 
 _PYTHON = re.compile(r"(?:python|py)[-\d.]*")
 _FENCE = re.compile(
-    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$|"
-    r"(?P<behind>`{3,}|~{3,})[ \t]*(?P<python>(?:python|py)[-\d.]*(?![\w`])[^`\n]*|\r?)$",
+    r"^[ \t]*(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<info>[^`\n]*)$|"
+    r"(?<![`~])(?P<behind>`{3,}+|~{3,}+)[ \t]*+(?P<python>(?:python|py)[-\d.]*(?![\w`])[^`\n]*|\r?)$",
     re.MULTILINE | re.IGNORECASE,
 )
 """A fence on its own line, or behind text: there only one that names Python opens a block, and a bare one closes it."""

@@ -50,7 +50,7 @@ _ADVERB = r"\s(?:therefore|thus|then|indeed|clearly|definitely|actually|simply|j
 _LEAD_IN = (
     rf"(?i:(?:{_NOUN})(?:{_ADJECTIVE}|{_TO})?[*_]{{0,3}}\s{{0,8}}(?:{_COPULA})(?:{_ADVERB})?[*_]{{0,3}}\s{{0,8}}:?)"
 )
-_CHOSEN = r"(?:[故应應]?选(?!项)择?|[故應]?選(?!項)擇?)"
+_CHOSEN = r"[故应應]?(?:选(?!项)择?|選(?!項)擇?)"
 _STATED = re.compile(
     rf"(?:{_LEAD_IN}|{_CHOSEN}){_MARK}(?:(?i:option|choice|选项|選項|opción){_MARK})?(?:{_LETTER}|{_LOWER})"
 )
@@ -71,7 +71,7 @@ _STANDALONE = re.compile(
     rf"(?=[A-Z]){_START}(?<![=+/^\\])(?<![=+/^\\<>]\s)(?<!\d\s)(?!A{_ARTICLE}){_PRONOUN}([A-Z]){_END}"
 )
 _IN_BOX = re.compile(
-    rf"(?:\\(?:text|textbf|mathrm|mathbf)\s?\{{|[\s{{$*]|(?i:option|choice|选项)\s?)*(?:{_BRACKETED}|([A-Za-z]){_END}"
+    rf"(?:\\(?:text|textbf|mathrm|mathbf)\s?\{{|[\s{{$*]|(?i:option|choice|选项))*(?:{_BRACKETED}|([A-Za-z]){_END}"
     r"(?=[\s}$*]*(?:$|[.):,&;(~-]|\\(?:text|q?quad|[ ,;:!)])|and\b|or\b)))"
 )
 
