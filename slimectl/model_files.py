@@ -108,6 +108,24 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     return value
 
 
+def end_token_ids(folder: Path) -> list[int]:
+    """Return the end tokens that a model's config.json and generation_config.json name: chat models often have several.
+
+    Raises CheckpointError for anything but tokens.
+    """
+    tokens: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        config = read_json(file, max_bytes=MAX_CONFIG_BYTES) if file.exists() else {}
+        text_config = config.get("text_config")
+        value = config.get("eos_token_id", text_config.get("eos_token_id") if isinstance(text_config, dict) else None)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in listed):
+            raise CheckpointError(f"{file}: eos_token_id is not a token or a list of tokens; copy the file again")
+        tokens += listed
+    return tokens
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file that `check_file` accepts. Raises CheckpointError."""
     with open_file(source) as file, target.open("wb") as copy:

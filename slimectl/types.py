@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
@@ -44,6 +46,21 @@ SampleStatus = Status
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """Why an engine ended an answer, and the status of its sample."""
+
+
+def text_of_label(label: Label) -> str:
+    """Return a label as the text that is taught, graded and shown: numbers without an exponent, objects as JSON.
+
+    Tables store whole numbers as floats where a value of the column is missing.
+
+    >>> text_of_label(42.0), text_of_label(-0.5), text_of_label(1e-05), text_of_label(["é", 1]), text_of_label(None)
+    ('42', '-0.5', '0.00001', '["é", 1]', '')
+    """
+    if isinstance(label, float) and math.isfinite(label):
+        return str(int(label)) if label.is_integer() else format(Decimal(repr(label)), "f")
+    if isinstance(label, list | dict):
+        return json.dumps(label, ensure_ascii=False)
+    return "" if label is None else str(label)
 
 
 @dataclass(slots=True)
@@ -87,10 +104,12 @@ class SamplingParams:
     """Sampling parameters of one answer.
 
     `seed` makes the answer reproducible in any batch. `temperature` 0 is greedy (evaluation only: the settings refuse
-    it for training). `stop` strings end the answer and are cut from its text, not from its tokens. Penalties and
-    `logit_bias`, pairs of a token and what is added to its logit, change the distribution that is sampled and its
+    it for training). `stop` strings end the answer and are cut from its text, not from its tokens. The text has no
+    special tokens, unless `skip_special_tokens` is false: then it has all but the one that ended the answer. Penalties
+    and `logit_bias`, pairs of a token and what is added to its logit, change the distribution that is sampled and its
     log-probabilities: a policy that learns from such answers does not have these. `grammar` restricts the tokens that
-    can be drawn and leaves log-probabilities as they are, as top-k does; an engine without grammars refuses it.
+    can be drawn and leaves log-probabilities as they are, as top-k does; an engine without grammars refuses it. Its
+    answers have a loss mask: where one token alone was allowed, there is nothing to learn.
     """
 
     temperature: float = 1.0
@@ -102,6 +121,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     seed: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -137,6 +157,9 @@ class Completion:
 
     version_starts: list[int] = field(default_factory=list)
     """Place of the first token of each version; empty if the engine does not say."""
+
+    loss_mask: list[int] | None = None
+    """1 where the policy chose the token, 0 where the grammar allowed no other; None without a grammar."""
 
     @property
     def finish(self) -> str:
@@ -239,6 +262,11 @@ class Sample:
         return self.index if self.rollout_id is None else self.rollout_id
 
     @property
+    def has_no_reward(self) -> bool:
+        """Whether it was graded and no reward function had an opinion (score.none_reward)."""
+        return self.reward is None and "no_reward" in self.metadata
+
+    @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
 
@@ -278,13 +306,19 @@ class Sample:
         trainable: bool = True,
         text: str | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        loss_mask: Sequence[int] | None = None,
     ) -> None:
         """Append tokens of the policy (trainable) or of a tool (not trainable) to the response.
 
-        `meta_info` is that of a server's answer: its weight version is noted, and how it ended becomes the status.
-        `args` may come first, as in slime's functions. Raises ValueError if trainable tokens lack log-probabilities of
-        the same number.
+        `loss_mask` has 0 for trainable tokens that a grammar forced. `meta_info` comes with a server's answer: its
+        weight version is noted, its finish reason becomes the status, and its loss mask is taken. `args` may come
+        first, as in slime's functions. Raises ValueError if trainable tokens lack log-probabilities of the same number,
+        or have a loss mask of another length.
         """
+        if loss_mask is None and meta_info is not None:
+            loss_mask = meta_info.get("loss_mask")
+        if trainable and loss_mask is not None and len(loss_mask) != len(tokens):
+            raise ValueError(f"{len(tokens)} trainable tokens need as many values of loss_mask, got {len(loss_mask)}")
         if trainable and (log_probs is None or len(log_probs) != len(tokens)):
             count = "none" if log_probs is None else str(len(log_probs))
             raise ValueError(f"{len(tokens)} trainable tokens need as many log_probs, got {count}")
@@ -294,7 +328,8 @@ class Sample:
             self.rollout_log_probs = [0.0] * self.response_length
         self.tokens = [*self.tokens, *tokens]
         self.response_length += len(tokens)
-        self.loss_mask = [*self.loss_mask, *([1 if trainable else 0] * len(tokens))]
+        new_mask = [0] * len(tokens) if not trainable else [1] * len(tokens) if loss_mask is None else loss_mask
+        self.loss_mask = [*self.loss_mask, *new_mask]
         new_log_probs = list(log_probs) if trainable and log_probs is not None else [0.0] * len(tokens)
         self.rollout_log_probs = [*self.rollout_log_probs, *new_log_probs]
         if text is not None:

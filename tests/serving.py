@@ -94,7 +94,7 @@ def client(urls: Sequence[str], folder: Path, **options: Any) -> HttpEngine:
         api=api(urls),
         vocabulary=AutoConfig.from_pretrained(folder).vocab_size,
         max_context=CONTEXT,
-        decode=Detokenizer(tokenizer).decode,
+        decode=Detokenizer(tokenizer).response_text,
         receiver=workers,
         forms=HFCheckpoint().open(folder).forms,
         **{"keys": KEYS, **options},

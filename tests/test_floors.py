@@ -19,7 +19,7 @@ PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
     ["__init__", "errors", "redaction", "types", "model_files", "stdio", "registry", "transport", "native"],
-    ["algorithms", "architectures", "rewards", "sandbox", "settings", "user_code"],
+    ["algorithms", "architectures", "chats", "rewards", "sandbox", "settings", "user_code"],
     ["protocols", "data", "planner"],
     ["stages"],
     ["engines", "policies", "weight_sync", "checkpoints", "executors", "trackers", "hooks", "agents", "environments"],
@@ -34,7 +34,7 @@ FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
     ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("stdio", "redaction"),
     ("registry", "errors"),
-    ("rewards", "sandbox"), ("algorithms", "settings"),
+    ("rewards", "chats"), ("rewards", "sandbox"), ("algorithms", "settings"),
     ("policies", "checkpoints"), ("environments", "agents"),
     ("__main__", "cli"),
     ("transport", "errors"),

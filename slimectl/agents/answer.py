@@ -10,7 +10,7 @@ from typing import Any
 
 from slimectl.agents.chat_request import ChatRequest, RequestRefused
 from slimectl.data.answers import THINK, ParsedAnswer, format_of
-from slimectl.data.growing_text import GrowingText, before_stop
+from slimectl.data.growing_text import GrowingText, before_stop, marked_text
 from slimectl.types import Completion, JsonGrammar
 
 
@@ -108,11 +108,8 @@ class AnswerReader:
         """Return the text of a completion, with the special tokens that its notation needs."""
         if not self._marks_are_special:
             return completion.text
-        decode = partial(self.tokenizer.decode, completion.tokens, clean_up_tokenization_spaces=False)
-        text = str(decode(skip_special_tokens=False))
-        if stop and completion.text != decode(skip_special_tokens=True):  # the engine has cut a stop string
-            text = min((text.partition(each)[0] for each in stop), key=len)
-        return self._without_end(text)
+        decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
+        return self._without_end(marked_text(decode, completion.tokens, completion.text, stop))
 
     def _without_end(self, text: str) -> str:
         """Return a text without the special tokens at its end that mark nothing in an answer."""

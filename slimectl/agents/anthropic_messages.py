@@ -15,7 +15,7 @@ from slimectl.agents.chat_request import (
     schema_text,
 )
 from slimectl.agents.openai_chat import refuse_empty
-from slimectl.data.chat_messages import function_call, plain_text
+from slimectl.chats.messages import REASONING, function_call, plain_text
 from slimectl.data.tool_calls import ToolCall
 
 BLOCK_TYPES = {"reasoning": "thinking", "text": "text"}
@@ -66,8 +66,7 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise RequestRefused(f"{at}.content: is neither a text nor a list of blocks")
-    calls = []
-    texts = []
+    calls, texts, thoughts = [], [], []
     for i, block in enumerate(blocks):
         kind = block.get("type")
         if kind == "tool_result":
@@ -75,11 +74,14 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
             yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id") or "")}
         elif kind == "tool_use":
             calls.append(function_call(block.get("name"), block.get("input"), block.get("id")))
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind == "thinking":
+            thoughts.append(plain_text(block.get("thinking"), f"{at}.content[{i}].thinking"))
+        elif kind != "redacted_thinking":
             texts.append(plain_text([block], f"{at}.content[{i}]"))
     text = "".join(texts)
     if text or calls or not blocks:
-        yield {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}
+        reasoning = {REASONING: thought} if (thought := "".join(thoughts)) else {}
+        yield {"role": role, "content": text, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
 def response(reply: Reply) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimectl.chats.messages import function_call
 from slimectl.data.answers import ParsedAnswer
-from slimectl.data.chat_messages import function_call
 from slimectl.errors import RecordError
 
 

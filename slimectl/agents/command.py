@@ -44,6 +44,8 @@ class CommandOptions:
     model: str = "*"
     gives_reward: bool = True
     """Whether its reward counts, since no verifier is named."""
+    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of the chat template, to which a request may add."""
 
 
 class CommandAgent:
@@ -54,6 +56,8 @@ class CommandAgent:
     per_group = False
     limits_time = True
     """The attempt's time is limited here, and not as the time of tools."""
+    renders_chats = True
+    """All that it asks goes through the chat template, a string prompt too."""
 
     def __init__(self, options: CommandOptions) -> None:
         self.options = options
@@ -90,7 +94,8 @@ class CommandAgent:
     def _session(self, host: _Host, arguments: Mapping[str, Any]) -> Session:
         params: SamplingParams = arguments["sampling_params"]
         limits = SessionLimits(self.options.max_turns, params.max_tokens, arguments.get("context"))
-        return Session(arguments["tokenizer"], host.reader, arguments["generate"], params, limits, self.options.model)
+        policy = (arguments["tokenizer"], host.reader, arguments["generate"])
+        return Session(*policy, params, limits, self.options.model, self.options.template_kwargs)
 
     async def _attempt(self, host: _Host, session: Session, sample: Sample) -> Ending:
         """Run the command once, until it ends, its time is up, or the round is over."""

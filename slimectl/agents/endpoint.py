@@ -21,7 +21,7 @@ from slimectl.agents.answer import Reply
 from slimectl.agents.answer_stream import AnswerStream, Event, EventWriter
 from slimectl.agents.chat_request import Body, ChatRequest, RequestRefused
 from slimectl.agents.session import Session, reward_value
-from slimectl.data.chat_messages import MessageError
+from slimectl.chats.messages import MessageError
 from slimectl.errors import SlimectlError
 
 LONGEST_BODY = 64 << 20

@@ -15,7 +15,7 @@ from slimectl.agents.chat_request import (
     RequestRefused,
     schema_text,
 )
-from slimectl.data.chat_messages import checked_text, template_message
+from slimectl.chats.messages import checked_text, normalized_chat
 from slimectl.data.chat_responses import (
     CHAT,
     COMPLETION,
@@ -36,9 +36,8 @@ def read_chat(values: Any) -> ChatRequest:
     body = Body(values)
     choice = body.get("tool_choice", str, dict, default="auto")
     tools = [] if choice == "none" else body.objects("tools")
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.objects("messages"))]
     return ChatRequest(
-        refuse_empty(messages),
+        refuse_empty(normalized_chat(body.objects("messages"))),
         tools,
         **_shared(body),
         max_tokens=body.positive("max_completion_tokens", "max_tokens"),
@@ -87,19 +86,10 @@ def _shared(body: Body) -> dict[str, Any]:
 
 
 def refuse_empty(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages that the policy can answer. Raises RequestRefused for none, or where it has the last word."""
+    """Return messages that the policy can answer, or continue if the last one is its own. Raises RequestRefused."""
     if not messages:
         raise RequestRefused("messages: is missing or empty")
-    if messages[-1]["role"] == "assistant":
-        raise RequestRefused("messages: the last one is the assistant's; this endpoint begins each answer anew")
     return messages
-
-
-def _message(message: dict[str, Any], at: str) -> dict[str, Any]:
-    result = template_message(message, at)
-    # Templates know "system"; "developer" is OpenAI's newer name of it.
-    role = "system" if result["role"] == "developer" else result["role"]
-    return {**result, "role": role, "content": result["content"] or ""}
 
 
 def chat_response(reply: Reply) -> dict[str, Any]:

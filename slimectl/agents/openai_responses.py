@@ -15,15 +15,13 @@ from slimectl.agents.chat_request import (
     schema_text,
 )
 from slimectl.agents.openai_chat import forced_tool, refuse_empty
-from slimectl.data.chat_messages import checked_text, function_call, plain_text
+from slimectl.chats.messages import REASONING, checked_text, function_call, plain_text
 from slimectl.data.tool_calls import ToolCall
 
 TEXT_EVENTS = {"reasoning": "reasoning_text", "text": "output_text"}
 """Names of the events of a block's text."""
 LOG_PROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "text": {"logprobs": []}}
 """Field that the events of a block's text have further."""
-TEXTS = ("input_text", "output_text", "text", "refusal")
-
 History = Callable[[str], list[dict[str, Any]]]
 """Returns the messages up to a response of this id, the answer included. Raises RequestRefused for an unknown one."""
 
@@ -70,15 +68,18 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
             role = str(item.get("role"))
-            content = plain_text(item.get("content"), f"{at}.content", TEXTS)
-            _append(messages, {"role": "system" if role == "developer" else role, "content": content})
+            content = plain_text(item.get("content"), f"{at}.content")
+            _append(messages, {"role": role, "content": content})
         elif kind == "function_call":
             call = function_call(item.get("name"), item.get("arguments"), item.get("call_id"))
             _append(messages, {"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            output = plain_text(item.get("output"), f"{at}.output", TEXTS)
+            output = plain_text(item.get("output"), f"{at}.output")
             messages.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id") or "")})
-        elif kind != "reasoning":
+        elif kind == "reasoning":
+            if thought := plain_text(item.get("content"), f"{at}.content"):
+                _append(messages, {"role": "assistant", "content": "", REASONING: thought})
+        else:
             raise RequestRefused(f"{at}: an item of type {kind!r} is not known here")
     return messages
 
@@ -89,7 +90,7 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if last is None or message["role"] != "assistant" or last["role"] != "assistant":
         messages.append(message)
         return
-    merged = {**last, "content": last["content"] + message["content"]}
+    merged = {**last, **message, "content": last["content"] + message["content"]}
     if calls := [*last.get("tool_calls", []), *message.get("tool_calls", [])]:
         merged["tool_calls"] = calls
     messages[-1] = merged

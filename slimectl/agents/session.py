@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -57,6 +57,8 @@ class Session:
     params: SamplingParams
     limits: SessionLimits
     model: str = "*"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, to which a request may add."""
     obeys_requests: bool = False
     stream_interval: int = 1
     """Least number of tokens between two chunks of a stream."""
@@ -77,7 +79,7 @@ class Session:
     _responses: dict[str, Turn] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tree = TrajectoryTree(self.tokenizer)
+        self.tree = TrajectoryTree(self.tokenizer, not self.params.skip_special_tokens, self.params.stop)
 
     @property
     def is_answering(self) -> bool:
@@ -87,6 +89,7 @@ class Session:
     async def answer(self, request: ChatRequest, stream: AnswerStream | None = None) -> Reply:
         """Answer a request and record the turn; `stream` gets the answer while it is sampled. Raises RequestRefused."""
         self._check(request)
+        request = self._with_template_kwargs(request)
         if not self.is_answering:
             self._answering_since = time.monotonic()
         self._in_flight += 1
@@ -96,6 +99,9 @@ class Session:
             self._in_flight -= 1
             if not self.is_answering:
                 self.answering_s += time.monotonic() - self._answering_since
+
+    def _with_template_kwargs(self, request: ChatRequest) -> ChatRequest:
+        return dataclasses.replace(request, template_kwargs={**self.template_kwargs, **request.template_kwargs})
 
     def _check(self, request: ChatRequest) -> None:
         self.counts["requests"] += 1
@@ -169,7 +175,8 @@ class Session:
     def _params(self, request: ChatRequest, room: int) -> SamplingParams:
         max_tokens = min(room, request.max_tokens or room)
         stop = tuple(dict.fromkeys((*self.params.stop, *request.stop)))
-        changes: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
+        # The program gets a text without special tokens. The sample's text is decoded from its tokens.
+        changes: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop, "skip_special_tokens": True}
         changes["min_tokens"] = min(self.params.min_tokens, max_tokens)
         if self.obeys_requests:
             wishes = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
@@ -185,7 +192,7 @@ class Session:
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt. Raises RequestRefused."""
-        return len(self.tree.continuation(request).tokens)
+        return len(self.tree.continuation(self._with_template_kwargs(request)).tokens)
 
     def samples(self, template: Sample) -> list[Sample]:
         """Return a sample for each branch; `metadata.agent` has the spans of its turns and what was counted."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from slimectl.agents.chat_request import ChatRequest, refused
 from slimectl.agents.chat_trie import ChatTrie, KnownChat
-from slimectl.data.chat import encode, following, render
+from slimectl.data.chat import encode, encode_raw, following, render
+from slimectl.data.growing_text import marked_text, response_text
 from slimectl.errors import RecordError
 from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, Status, detached_copy
 
@@ -69,9 +70,14 @@ class Continuation:
 
 @dataclass(slots=True)
 class TrajectoryTree:
-    """All turns of a session, found again by the messages that a client sends."""
+    """All turns of a session, found again by the messages that a client sends.
+
+    With `keep_special` the texts of samples have special tokens; `stop` are strings that end every answer.
+    """
 
     tokenizer: Any
+    keep_special: bool = False
+    stop: tuple[str, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     _chats: ChatTrie[Turn] = field(default_factory=ChatTrie)
     """Turns by the chat up to their answer."""
@@ -117,7 +123,7 @@ class TrajectoryTree:
             if text is not None and len(text) > length and len(text) < len(prompt) and prompt.startswith(text):
                 parent, length = turn, len(text)
         try:
-            new_tokens = encode(self.tokenizer, prompt[length:])
+            new_tokens = (encode if parent is not None else encode_raw)(self.tokenizer, prompt[length:])
         except RecordError as error:
             raise refused(error) from None
         return Continuation(parent, new_tokens, (parent.tokens() if parent is not None else []) + new_tokens)
@@ -156,7 +162,7 @@ class TrajectoryTree:
         """Return a sample for each branch, the one of the last answer first; each sampled token is taught once.
 
         The tokens of a turn with another temperature than the last of its branch have loss mask 0, since a sample has
-        one temperature.
+        one temperature; so have tokens that a grammar forced.
         """
         leaves = [turn for turn in self.turns if not turn.children]
         taught: set[int] = set()
@@ -177,7 +183,10 @@ class TrajectoryTree:
             answer = turn.completion
             trainable = id(turn) not in taught and turn.temperature == leaf.temperature
             start = sample.response_length
-            sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
+            text = self._answer_text(turn, is_last=turn is leaf)
+            sample.append_response_tokens(
+                answer.tokens, log_probs=answer.log_probs, text=text, loss_mask=answer.loss_mask
+            )
             if trainable:
                 taught.add(id(turn))
             else:
@@ -193,7 +202,19 @@ class TrajectoryTree:
         return sample
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return response_text(self.tokenizer.decode, tokens, keep_special=self.keep_special)
+
+    def _answer_text(self, turn: Turn, *, is_last: bool) -> str:
+        """Return the text of an answer in a sample; of the special tokens that end turns, the last one is left out."""
+        answer, stop = turn.completion, (*self.stop, *turn.stop)
+        if not self.keep_special:
+            return answer.text
+        text = response_text(
+            self.tokenizer.decode, answer.tokens, keep_special=True, ended=is_last and answer.finish_reason == "stop"
+        )
+        if stop and answer.text != response_text(self.tokenizer.decode, answer.tokens):
+            return marked_text(self.tokenizer.decode, answer.tokens, answer.text, stop)
+        return text
 
 
 def _requests(path: Sequence[Turn]) -> dict[str, Any]:

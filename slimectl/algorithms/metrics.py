@@ -55,7 +55,7 @@ AGENT_MEANS = {"turn_count": "turns", "tool_calls": "tool_calls", "refused_reque
 
 def agent_metrics(samples: Sequence[Sample]) -> Metrics:
     """Return the means over attempts of programs (`rollout.agent`); of several branches of one, the first counts."""
-    attempts = {sample.trajectory_id: sample.metadata["agent"] for sample in reversed(samples) if _is_attempt(sample)}
+    attempts = {_attempt(sample): sample.metadata["agent"] for sample in reversed(samples) if _has_report(sample)}
     if not attempts:
         return {}
     reports = list(attempts.values())
@@ -73,12 +73,12 @@ ENVIRONMENT_MEANS = ("turns", "tool_calls", "errors", "failures", "timeouts")
 
 def environment_metrics(samples: Sequence[Sample]) -> Metrics:
     """Return the means over episodes (`rollout.env`), and over their turns of the reward of a turn."""
-    episodes: dict[int, Mapping[str, Any]] = {}
+    episodes: dict[tuple[int, int], Mapping[str, Any]] = {}
     turn_rewards: list[float] = []
     for sample in samples:
         report = sample.metadata.get("env")
         if isinstance(report, Mapping) and "turns" in report:
-            episodes.setdefault(sample.trajectory_id, report)
+            episodes.setdefault(_attempt(sample), report)
             turn_rewards += [reward for reward in report.get("rewards", ()) if isinstance(reward, int | float)]
     if not episodes:
         return {}
@@ -89,7 +89,11 @@ def environment_metrics(samples: Sequence[Sample]) -> Metrics:
     return metrics | ({"rollout/env/turn_reward": fmean(turn_rewards)} if turn_rewards else {})
 
 
-def _is_attempt(sample: Sample) -> bool:
+def _attempt(sample: Sample) -> tuple[int, int]:
+    return sample.group_index, sample.trajectory_id
+
+
+def _has_report(sample: Sample) -> bool:
     report = sample.metadata.get("agent")
     return isinstance(report, dict) and {"exit_code", "turn_count"} <= report.keys()
 

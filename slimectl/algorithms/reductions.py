@@ -7,13 +7,13 @@ denominator and the gradient cannot depend on ranks, packs or micro-batches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from slimectl.settings.needs import Reduction
 
 
 def token_weights(
-    masks: Sequence[Sequence[int]], executions: Sequence[int], *, kind: Reduction, fixed_length: int | None = None
+    masks: Sequence[Sequence[int]], executions: Sequence[Hashable], *, kind: Reduction, fixed_length: int | None = None
 ) -> list[list[float]]:
     """Return a weight per response token, shaped like `masks`: a mask (0 or 1 per token) and an execution per sample.
 
@@ -32,7 +32,7 @@ def token_weights(
     """
     if len(masks) != len(executions):
         raise ValueError(f"{len(masks)} masks for {len(executions)} executions")
-    counts: dict[int, int] = defaultdict(int)
+    counts: dict[Hashable, int] = defaultdict(int)
     for mask, execution in zip(masks, executions, strict=True):
         counts[execution] += sum(mask)
     if kind == "rollout_mean":

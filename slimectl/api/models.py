@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from slimectl import builders
 from slimectl.data.atomic_replace import refuse_existing
-from slimectl.data.chat import encode, render
+from slimectl.data.chat import encode_raw, render
 from slimectl.data.ownership import read_manifest
 from slimectl.data.run_dir import write_folder
 from slimectl.data.streams import of_type
@@ -212,10 +212,10 @@ class ChatModel(Sampler):
         return params if temperature is None else dataclasses.replace(params, temperature=temperature)
 
     def tokens(self, prompt: str | Chat) -> list[int]:
-        """Render a chat by the model's template; a text is continued as it stands."""
+        """Render a chat by the model's template, or tokenize a text for the model to continue it."""
         if isinstance(prompt, str):
-            return encode(self.tokenizer, prompt)
-        kwargs = self.settings.rollout.apply_chat_template_kwargs
+            return encode_raw(self.tokenizer, prompt)
+        kwargs = self.settings.rollout.template_kwargs
         return render(Prompt(text=prompt), self.tokenizer, template_kwargs=kwargs)
 
     def answer(

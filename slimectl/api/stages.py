@@ -14,11 +14,12 @@ from slimectl.data.streams import of_type, tee
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
 from slimectl.protocols import Agent, LogProbModel, RewardFn, Tracker
+from slimectl.rewards import Verifier
 from slimectl.settings import Settings
-from slimectl.settings.keys import settings_toml
 from slimectl.settings.layers import Layer, from_environment, from_file, nested
 from slimectl.settings.loading import resolve
 from slimectl.settings.secret import check_complete
+from slimectl.stages.score import Grader
 from slimectl.stages.score import score as score_stage
 from slimectl.types import Metrics, Prompt, Sample, StepReport, TableRow
 
@@ -69,21 +70,24 @@ def score(
     samples: Iterable[Sample],
     settings: Settings,
     *,
-    reward: RewardFn | None = None,
+    reward: Callable[..., Any] | None = None,
     reference: LogProbModel | None = None,
     skip: Callable[[Sample, RecordError], None] | None = None,
 ) -> Iterator[Sample]:
-    """Attach a reward to every sample: what [score] names, or `reward`, a function of one sample.
+    """Attach a reward to every sample: what [score] names, or `reward`, a function or a verifier.
 
-    A `reference` also attaches its log-probabilities. A sample that cannot be graded (no label) goes to `skip`; without
-    one, RecordError is raised, and so it is for one that was sampled at another temperature than the reference has.
+    The function may be async, and takes what a function of score.custom_rm_path takes: a sample under any name,
+    `samples`, or the parts of one sample or of many by name. A function of many gets at most score.batch_size samples,
+    or all siblings with score.group_rm. A `reference` also attaches its log-probabilities. A sample that cannot be
+    graded (no label) goes to `skip`. Without `skip`, RecordError is raised, as for a sample of another temperature than
+    the reference has.
     """
     samples = of_type(samples, Sample, MAKE_SAMPLES)
     if reference is not None:
         from slimectl.stages.training_batch import require_sampling_temperature
 
         samples = (require_sampling_temperature(sample, settings) for sample in samples)
-    grader = builders.reward(settings) if reward is None else reward
+    grader = reward if isinstance(reward, Grader | Verifier) else builders.reward(settings, reward)
     with closing(builders.executor(settings, trains=False)) as executor:
         yield from score_stage(
             samples, grader, settings.score, executor=executor, reference=reference,
@@ -224,4 +228,4 @@ def run(
         rounds = RecordedRounds(settings, str(samples))
     check_complete(settings.model_dump(by_alias=True))
     job = TrainingRun(settings, interrupted=interrupted, rounds=rounds)
-    return job.reports(settings_toml(settings), resume=resume, force=force)
+    return job.reports(resume=resume, force=force)

@@ -42,6 +42,7 @@ _NAMES = {
         "token_decoder",
         "tokenizer",
         "version_of",
+        "with_template_date",
     ),
     "policies": (
         "check_policy",
@@ -53,7 +54,15 @@ _NAMES = {
         "round_timer",
         "total_steps",
     ),
-    "servers": ("auxiliary_servers", "check_engine", "client", "engine_gpus", "server_pool", "start_engines"),
+    "servers": (
+        "auxiliary_servers",
+        "check_engine",
+        "check_stop_tokens",
+        "client",
+        "engine_gpus",
+        "server_pool",
+        "start_engines",
+    ),
     "shared_run": ("tracked_executor",),
     "streaming": ("stream_answer",),
     "trackers": (

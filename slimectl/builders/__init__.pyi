@@ -34,6 +34,7 @@ from slimectl.builders.models import source_of as source_of
 from slimectl.builders.models import token_decoder as token_decoder
 from slimectl.builders.models import tokenizer as tokenizer
 from slimectl.builders.models import version_of as version_of
+from slimectl.builders.models import with_template_date as with_template_date
 from slimectl.builders.policies import check_policy as check_policy
 from slimectl.builders.policies import check_training as check_training
 from slimectl.builders.policies import critic as critic
@@ -44,6 +45,7 @@ from slimectl.builders.policies import round_timer as round_timer
 from slimectl.builders.policies import total_steps as total_steps
 from slimectl.builders.servers import auxiliary_servers as auxiliary_servers
 from slimectl.builders.servers import check_engine as check_engine
+from slimectl.builders.servers import check_stop_tokens as check_stop_tokens
 from slimectl.builders.servers import client as client
 from slimectl.builders.servers import engine_gpus as engine_gpus
 from slimectl.builders.servers import server_pool as server_pool

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slimectl.builders.models import model_folder
+from slimectl.builders.models import model_folder, reads_images
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.settings import Settings
@@ -47,6 +47,7 @@ def prompts(
         metadata_key=options.metadata_key,
         tool_key=options.tool_key,
         image_key=options.image_key,
+        reads_images=reads_images(settings),
         shuffle_seed=options.seed if options.shuffle and shuffle else None,
         weights=options.data_weights if sources == list(options.data) else None,
         mix_seed=options.seed,
@@ -129,6 +130,7 @@ def training_samples(
             input_key=options.input_key,
             metadata_key=options.metadata_key,
             tool_key=options.tool_key,
+            reads_images=reads_images(settings),
             shuffle_seed=options.seed if options.shuffle else None,
             epochs=epochs,
             start=start,
@@ -177,14 +179,18 @@ def _has_tokens(path: str) -> bool:
     return any(isinstance(row, dict) and "tokens" in row for _, row in islice(ordered_rows([path]), 1))
 
 
-def reward(settings: Settings) -> Grader:
-    """Build the grader of samples; a reward model's folder is checked too. Raises SettingsError or CheckpointError."""
+def reward(settings: Settings, function: Callable[..., Any] | None = None) -> Grader:
+    """Build the grader of samples; a reward model's folder is checked too. Raises SettingsError or CheckpointError.
+
+    A `function` of the user, of any shape that score.custom_rm_path takes, goes before what the settings name. Raises
+    HookError if it does not fit.
+    """
     path = settings.score.rm_options.get("path") if settings.score.rm_type == "reward_model" else None
     if isinstance(path, str) and (Path(path) / "config.json").exists():
         model_folder(path, setting="score.rm_options.path", verify=settings.model.verify)
     from slimectl.hooks.reward import UserReward
 
-    return Grader(settings, UserReward)
+    return Grader(settings, UserReward, function)
 
 
 def agent(settings: Settings) -> Agent | None:
@@ -216,6 +222,7 @@ def command_agent(settings: Settings) -> Agent:
             concurrency=rollout.agent_concurrency,
             model=rollout.agent_model,
             gives_reward=not settings.names_verifier,
+            template_kwargs=rollout.template_kwargs,
         )
     )
 
@@ -234,7 +241,7 @@ def environment_agent(settings: Settings) -> Agent:
         retries=rollout.env_retries,
         concurrency=rollout.env_concurrency,
         gives_reward=not settings.names_verifier,
-        template_kwargs=rollout.apply_chat_template_kwargs,
+        template_kwargs=rollout.template_kwargs,
     )
     return EnvironmentAgent(options, single_turn)
 

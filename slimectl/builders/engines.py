@@ -13,7 +13,7 @@ from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import device, first_line, is_torch_dist, version_of
 from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError
-from slimectl.model_files import MAX_CONFIG_BYTES, read_json
+from slimectl.model_files import end_token_ids
 from slimectl.registry import ENGINES
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal
@@ -140,7 +140,7 @@ class EmbeddedBackend(EngineBackend):
                 device=device(settings.engine.device),
                 max_running=settings.engine.max_running_requests,
                 max_context=settings.rollout.max_context_len,
-                end_token_ids=_end_tokens(folder),
+                end_token_ids=end_token_ids(folder),
                 prefix_cache_gib=settings.engine.prefix_cache_gib,
                 reports_experts=settings.train.use_rollout_routing_replay,
                 images=lambda source: processor_of(str(folder)).patches(source),
@@ -219,13 +219,3 @@ def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
         admin_api_key=reveal(options.admin_api_key, setting="engine.admin_api_key") or args.get("admin_api_key"),
     )
     return given_keys.with_local(addresses) if options.url else given_keys
-
-
-def _end_tokens(folder: Path) -> list[int]:
-    """Return the end tokens that generation_config.json adds to the config's: chat models often have several."""
-    file = folder / "generation_config.json"
-    value = read_json(file, max_bytes=MAX_CONFIG_BYTES).get("eos_token_id") if file.exists() else None
-    tokens = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in tokens):
-        raise CheckpointError(f"{file}: eos_token_id is not a token or a list of tokens; copy the file again")
-    return tokens

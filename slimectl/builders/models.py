@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from typing import Any
 from slimectl.architectures import cards
 from slimectl.architectures.config import raw_config
 from slimectl.architectures.config_checks import check_config
+from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.data.hugging_face import fetch_command, hub_name, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
-from slimectl.errors import CheckpointError, SettingsError, missing_library
+from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missing_library
 from slimectl.model_files import check_model_files, policy_folder, read_json
 from slimectl.settings import Settings
 from slimectl.stdio import logger
@@ -26,6 +28,8 @@ PANIC = "PanicException"
 """Name of the error that the tokenizers library raises at some broken files; it is no Exception."""
 TEMPLATE = "chat_template.json"
 """Chat template of a vision model's processor, in checkpoints whose tokenizer has none of its own."""
+TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*")
+"""Files of a model's folder that have chat templates."""
 TOKENIZER_REMEDY = "copy tokenizer.json and tokenizer_config.json of its Hugging Face model into it"
 
 
@@ -103,6 +107,20 @@ def _without_config(folder: Path) -> str:
     )
 
 
+def reads_images(settings: Settings) -> bool:
+    """Return whether the model of the settings reads images; False for one that is not there yet, or on a server."""
+    path, card = settings.model.path, settings.model.card
+    try:
+        if path is None:
+            config = {} if card is None else cards.load(card)["config"]
+        else:
+            folder = Path(path) if Path(path).exists() else hub_model(path) or Path(path)
+            config = read_json(policy_folder(folder) / "config.json")
+    except (CheckpointError, OSError):  # loading the model reports what is wrong with it
+        return False
+    return config.get("model_type") in MODEL_TYPES
+
+
 def is_gguf(path: str) -> bool:
     """Whether a model source has to be converted before it can be used."""
     return path.startswith("package:") or path.endswith(".gguf")
@@ -135,6 +153,23 @@ def tokenizer(folder: Path) -> Any:
         loaded.chat_template = template if isinstance(template, str) else None
     check_template(loaded, folder)
     return loaded
+
+
+def with_template_date(settings: Settings) -> Settings:
+    """Return the settings with today's date for the model's chat template, if it prints one and none is set."""
+    path = settings.model.path
+    if path is None or settings.rollout.template_date is not None:
+        return settings
+    if not is_gguf(path):  # its template is known once it is converted
+        try:
+            folder = model_folder(path)
+        except SlimectlError:  # checked, and explained, when the model is loaded
+            return settings
+        files = [file for pattern in TEMPLATES for file in folder.glob(pattern)]
+        if not any(b"strftime_now" in file.read_bytes() for file in files if file.is_file()):
+            return settings
+    rollout = settings.rollout.model_copy(update={"template_date": datetime.date.today().isoformat()})
+    return settings.model_copy(update={"rollout": rollout})
 
 
 def token_decoder(folder: Path) -> Any:

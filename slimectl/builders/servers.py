@@ -10,12 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from slimectl.architectures import cards
 from slimectl.builders.engines import EngineBackend, engine, engine_backend, engine_reads, keys
 from slimectl.builders.executors import executor as executor_of
 from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import convert, device, served_model
 from slimectl.builders.weight_sync import adapter_obstacle, keyed, pushed_precision, urls
 from slimectl.data.routed_experts import NO_EXPERTS
+from slimectl.engines.limits import check_ids
 from slimectl.errors import SettingsError
 from slimectl.settings import Settings
 from slimectl.stdio import logger
@@ -55,6 +57,14 @@ def check_engine(settings: Settings) -> None:
         from slimectl.engines.sglang.launch import router_interpreter
 
         router_interpreter(settings.sglang.python)
+
+
+def check_stop_tokens(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Raise SettingsError for a stop token of a rollout or evaluation outside the vocabulary of a model."""
+    sections = {"rollout": settings.rollout.stop_token_ids}
+    sections |= {f"eval.data.{name}": each.stop_token_ids or [] for name, each in settings.eval.datasets.items()}
+    for section, tokens in sections.items():
+        check_ids(f"{section}.stop_token_ids", tokens, vocabulary=cards.language_model(dict(config))["vocab_size"])
 
 
 def server_pool(
@@ -208,7 +218,7 @@ def client(
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
-        decode=Detokenizer(text).decode,
+        decode=Detokenizer(text).response_text,
         concurrency=options.server_concurrency,
         affinity=options.session_affinity,
         request_timeout_s=options.request_timeout_s,
@@ -236,6 +246,9 @@ def _api(settings: Settings, config: Mapping[str, Any]) -> ServerApi:
 @contextmanager
 def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
     """Yield an engine with the model's own weights, for a stage that runs alone; its servers end with the block."""
+    from slimectl.architectures.config import read_config
+
+    check_stop_tokens(settings, read_config(model))
     with ExitStack() as closing:
         if not engine_reads(settings, model):
             model = _converted(settings, model, closing.enter_context(TemporaryDirectory(prefix="slimectl-model-")))

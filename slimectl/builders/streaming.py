@@ -53,7 +53,8 @@ async def _stream(
         show(task.result().text)
         return task.result()
     sequence = engine.request(tokens, params)
-    answer = RunningAnswer(sequence, GenerationRequest(params), Detokenizer(tokenizer), rid="", index=0)
+    detokenizer = Detokenizer(tokenizer, keep_special=not params.skip_special_tokens)
+    answer = RunningAnswer(sequence, GenerationRequest(params), detokenizer, rid="", index=0)
     progress = asyncio.Event()
     sequence.grown = progress.set
     sequence.future.add_done_callback(lambda _: progress.set())

@@ -163,10 +163,12 @@ def summary_line(name: str, metrics: Metrics) -> str:
 
 
 def _notes(name: str, metrics: Metrics) -> str:
-    """Failures by kind and skipped prompts; empty without any."""
+    """Failures by kind, samples without a reward and skipped prompts; empty without any."""
     prefix = f"eval/{name}/error/"
     failed = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     notes = [f"{count:.0f} failed of {kind}" for kind, count in failed.items()]
+    if unrewarded := metrics.get(f"eval/{name}/no_reward"):
+        notes.append(f"{unrewarded:.0f} left out without a reward")
     if too_long := metrics.get(f"eval/{name}/prompts_too_long"):
         notes.append(f"{too_long:.0f} prompts left out as too long")
     return ", ".join(notes)

@@ -109,7 +109,6 @@ def run_to_end(
     from slimectl.cli.signals import RoundInterrupt
     from slimectl.errors import StorageError
     from slimectl.runtime.grace import GracePeriod
-    from slimectl.settings.keys import settings_toml
     from slimectl.settings.secret import check_complete
 
     with frozen_objects():
@@ -129,8 +128,7 @@ def run_to_end(
         result.settings, interrupted=stop.asked, grace=grace, rounds=rounds, recipe=recipe.name, progress=bar
     )
     with stop, bar:
-        text = settings_toml(result.settings)
-        finished = job.execute(text, resume=resume is not None, force=options.force, lock=lock, on_start=say_settings)
+        finished = job.execute(resume=resume is not None, force=options.force, lock=lock, on_start=say_settings)
     # A closed terminal takes no words.
     with nullcontext() if finished else suppress(StorageError):
         closing_words(job, recipe)
@@ -183,7 +181,7 @@ def closing_words(job: TrainingRun, recipe: Recipe) -> None:
                 change = f"{values[0]:.3f} before, {values[-1]:.3f} after ({values[-1] - values[0]:+.3f})"
                 stdio.note(f"{name}: {result} {change}")
     path = job.folder.path
-    commands = [f"slimectl view {path}", *_sample_commands(path, is_verified=job.settings.score.custom_rm_path is None)]
+    commands = [f"slimectl view {path}", *_sample_commands(path, is_verified=not job.settings.score.own_functions)]
     commands += [line.format(run=path) for line in recipe.words.get("next", [])]
     stdio.note("try next:\n" + "\n".join(f"  {line}" for line in commands))
 

@@ -125,15 +125,17 @@ def _grade_samples(
     reward = builders.reward(settings)
     frozen = builders.frozen(settings, builders.model_folder(reference, setting="--reference")) if reference else None
     rewards: list[float] = []
-    reasons = Reasons()
+    reasons = Reasons(settings.score.reward_key)
     late = Counter[str]()
 
     def count(sample: Sample) -> None:
         on_sample()
         skipped.pass_line()
         late["over the time limit"] += "reward_error" in sample.metadata
-        rewards.append(reward_number(sample, settings.score.reward_key))
-        reasons.add(sample, rewards[-1])
+        late["without a reward"] += sample.has_no_reward
+        if not sample.has_no_reward:
+            rewards.append(reward_number(sample, settings.score.reward_key))
+        reasons.add(sample)
 
     def graded(samples: Iterable[Sample]) -> Iterator[Sample]:
         skip = (lambda sample, error: skipped.add_ungraded(error)) if skips else None
@@ -143,7 +145,7 @@ def _grade_samples(
             raise locate(error, skipped.pass_line()) from error
 
     if lines:
-        _print_reasons(tee(graded(read), count), rewards)
+        _print_reasons(tee(graded(read), count), settings.score.reward_key)
         return
     # A reference model is not part of the settings that identify an interrupted output.
     if inputs and reference is None and can_be_resumable(out) and not any(map(is_pipe, inputs)):
@@ -169,11 +171,16 @@ def _means(rewards: list[float], threshold: float) -> dict[str, str]:
     return means
 
 
-def _print_reasons(samples: Iterable[Sample], rewards: list[float]) -> None:
+def _print_reasons(samples: Iterable[Sample], reward_key: str | None) -> None:
     """Print one line per sample to a terminal."""
-
     for sample in samples:
-        stdio.emit(f"sample {sample.index}: reward {rewards[-1]:.4g}: {reason(sample)}")
+        stdio.emit(f"sample {sample.index}: {_reward(sample, reward_key, 4)}: {reason(sample)}")
+
+
+def _reward(sample: Sample, reward_key: str | None, digits: int) -> str:
+    from slimectl.stages.score import reward_number
+
+    return "no reward" if sample.has_no_reward else f"reward {reward_number(sample, reward_key):.{digits}g}"
 
 
 def _check(samples: Iterable[Sample], settings: Settings) -> None:
@@ -222,12 +229,13 @@ def explanation_text(explanation: Mapping[str, Any]) -> str:
 class Reasons:
     """Counts samples by reward and source of the answer, with one example each."""
 
-    def __init__(self) -> None:
+    def __init__(self, reward_key: str | None) -> None:
+        self._reward_key = reward_key
         self._groups: dict[tuple[str, str, bool], tuple[int, Sample]] = {}
 
-    def add(self, sample: Sample, reward: float) -> None:
+    def add(self, sample: Sample) -> None:
         explanation = sample.metadata.get("explanation") or {}
-        key = (f"{reward:.3g}", explanation.get("from", ""), explanation.get("extracted") is None)
+        key = (_reward(sample, self._reward_key, 3), explanation.get("from", ""), explanation.get("extracted") is None)
         count, example = self._groups.get(key, (0, sample))
         self._groups[key] = (count + 1, example)
 
@@ -235,6 +243,6 @@ class Reasons:
         """Yield one line per group, largest first."""
         groups = sorted(self._groups.items(), key=lambda group: -group[1][0])
         for (reward, _, _), (count, example) in groups[:MAX_GROUPS]:
-            yield f"reward {reward}: {count} samples, e.g. sample {example.index}: {reason(example)}"
+            yield f"{reward}: {count} samples, e.g. sample {example.index}: {reason(example)}"
         if remaining := sum(count for _, (count, _) in groups[MAX_GROUPS:]):
             yield f"{remaining} samples in {len(groups) - MAX_GROUPS} more groups"

@@ -9,6 +9,8 @@ from slimectl.rewards.thoughts import TAGS
 
 THINK, END_OF_THINK = TAGS[0]
 """Tags of reasoning of the families whose responses are divided here."""
+MOST_CLOSINGS = 16
+"""Closing tags that are tried as the end of a block, so that an answer of nothing else is read in little time."""
 PYTHON_TAG = "<|python_tag|>"
 """Token with which Llama may begin a call."""
 
@@ -92,19 +94,39 @@ def _blocks(content: str, notation: CallNotation, tools: Tools, *, complete: boo
     outside, remaining = "", content
     while True:
         before, opening, inside = remaining.partition(notation.opening)
-        body, closing, after = inside.partition(notation.closing)
-        if not closing:
+        end, block_calls = _block(inside, notation, tools, complete=complete)
+        if end < 0:
             break
-        block_calls = notation.read(body, tools)
         calls += block_calls
-        block = "" if block_calls else opening + body + closing  # what is no call is text
-        outside, remaining = (outside + before + block).rstrip() if block_calls else outside + before + block, after
+        block = "" if block_calls else opening + inside[:end]  # what is no call is text
+        outside = (outside + before + block).rstrip() if block_calls else outside + before + block
+        remaining = inside[end:]
         if not outside:
             remaining = remaining.lstrip()
     if complete:
         return (outside + remaining).rstrip() if calls else content, calls
     outside += before[: _stable(before, () if opening else (notation.opening,))]
     return outside[: _stable(outside, ())], calls
+
+
+def _block(inside: str, notation: CallNotation, tools: Tools, *, complete: bool) -> tuple[int, list[ToolCall]]:
+    """Return the length of a block after its opening tag, the closing one included, and its calls.
+
+    An argument may contain the closing tag: the block ends at the first one up to which it is well formed. A malformed
+    block ends at the first closing tag. The length is -1 without a closing tag, or where more text may decide.
+    """
+    first = end = inside.find(notation.closing)
+    for _ in range(MOST_CLOSINGS):
+        if end < 0:
+            return (first + len(notation.closing) if complete and first >= 0 else -1), []
+        calls = notation.read(inside[:end], tools)
+        written = sum(call.arguments.count(notation.closing) for call in calls)
+        if calls and inside.count(notation.closing, 0, end) <= written:  # else it has swallowed another block
+            return end + len(notation.closing), calls
+        if not notation.may_begin(inside[:end], tools):
+            break
+        end = inside.find(notation.closing, end + len(notation.closing))
+    return first + len(notation.closing), []
 
 
 def _stable(text: str, tags: tuple[str, ...]) -> int:

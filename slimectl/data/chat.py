@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from slimectl.chats.template import Template
+from slimectl.data.growing_text import response_text
 from slimectl.data.images import tokenizer_processor
 from slimectl.data.prompt_images import has_images
-from slimectl.errors import RecordError, SettingsError
+from slimectl.errors import RecordError
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stdio import logger
 from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, Status
 
 # Two texts with nothing in common: renderings with each of them differ exactly where the message is.
 STAND_INS = ("x", "y")
-OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict")
-"""Chat template arguments that slimectl sets itself; users may not set them."""
 
 
 def render(
@@ -32,15 +30,16 @@ def render(
 ) -> list[int]:
     """Render a prompt to the tokens that the model continues.
 
-    A string is tokenised verbatim, or with `apply_chat_template` as one user message; a chat list always goes
-    through the tokenizer's template, with its tools and the header of the assistant's turn. Raises SettingsError if
-    there is no template, RecordError if it refuses the chat.
+    A string is tokenized with the BOS token that its tokenizer adds, or with `apply_chat_template` as one user message.
+    A chat list always goes through the tokenizer's template, with its tools and the header of the assistant's turn. A
+    chat that ends with a message of the assistant is continued. Raises SettingsError if there is no template,
+    RecordError if it refuses the chat or leaves out a part of it.
     """
     with located(prompt):
         if isinstance(prompt.text, str) and not apply_chat_template:
-            return encode(tokenizer, prompt.text)
+            return encode_raw(tokenizer, prompt.text)
         template = Template(tokenizer, prompt, template_kwargs)
-        tokens = encode(tokenizer, template.text(as_chat(prompt.text), header=True))
+        tokens = encode(tokenizer, template.prompt_text(as_chat(prompt.text)))
         if not prompt.images and not has_images(prompt.text):
             return tokens
         return repeated(tokens, image_repeats(tokens, prompt, tokenizer))
@@ -105,57 +104,17 @@ def following(
     plain = [[*question, {"role": "assistant", "content": text}] for text in STAND_INS]
     calls = (answer or {}).get("tool_calls")
     try:
-        first, second = (template.text([*chat, *messages], header=True) for chat in plain)
-        if first == second:
-            raise RecordError(
-                "the chat template does not show what the assistant said: use tell_text of the conversation"
-            )
+        first, second = (template.text(template.fit([*chat, *messages]), header=True) for chat in plain)
         return encode(tokenizer, shared(first[::-1], second[::-1])[::-1])
     except RecordError:
         if not calls:
             raise
-    ends = [template.text(chat)[::-1] for chat in plain]
-    called = [*question, {"role": "assistant", "content": "", "tool_calls": calls}]
-    before, rendered = template.text(called), template.text([*called, *messages], header=True)
+    ends = [template.text(template.fit(chat))[::-1] for chat in plain]
+    called = template.fit([*question, {"role": "assistant", "content": "", "tool_calls": calls}, *messages])
+    before, rendered = template.text(called[:2]), template.text(called, header=True)
     if not rendered.startswith(before):
         raise RecordError("the chat template writes a call of a tool otherwise once its result is there")
     return encode(tokenizer, shared(*ends)[::-1] + rendered[len(before) :])
-
-
-class Template:
-    """The chat template of a tokenizer, bound to the tools and arguments of one prompt."""
-
-    def __init__(self, tokenizer: Any, prompt: Prompt, kwargs: Mapping[str, Any] | None) -> None:
-        if not getattr(tokenizer, "chat_template", None):
-            raise SettingsError(
-                "rollout.apply_chat_template: the tokenizer of this model has no chat template; give string prompts "
-                "and leave it false, or put a chat_template.jinja beside the tokenizer"
-            )
-        for name in kwargs or ():
-            _check_argument(name, str(tokenizer.chat_template))
-        self._tokenizer = tokenizer
-        self._arguments = {**(kwargs or {}), "tools": prompt.tools, "tokenize": False}
-
-    def text(self, chat: Chat, *, header: bool = False) -> str:
-        """Render a chat to text; with `header`, up to the header of the assistant's next turn. Raises RecordError."""
-        try:
-            text: str = self._tokenizer.apply_chat_template(chat, add_generation_prompt=header, **self._arguments)
-        except Exception as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RecordError(f"prompt: the chat template refuses this chat: {line}") from error
-        return text
-
-
-def _check_argument(name: str, template: str) -> None:
-    """Raise SettingsError for an argument that slimectl sets itself, or that the template never reads."""
-    setting = f"rollout.apply_chat_template_kwargs: {name}"
-    if name in OURS:
-        raise SettingsError(f"{setting} is given by slimectl itself; leave it out")
-    identifiers = set(re.findall(r"[A-Za-z_]\w*", template))
-    if name not in identifiers:
-        near = difflib.get_close_matches(name, identifiers, n=1)
-        hint = f"did you mean {near[0]}?" if near else "leave it out, or look into the model's chat_template.jinja"
-        raise SettingsError(f"{setting} is nothing that the model's chat template reads; {hint}")
 
 
 def shared(a: str, b: str) -> str:
@@ -168,7 +127,16 @@ def as_chat(text: str | Chat) -> Chat:
     return [{"role": "user", "content": text}] if isinstance(text, str) else text
 
 
+def encode_raw(tokenizer: Any, text: str) -> list[int]:
+    """Tokenize a text that is no rendered chat: with the BOS token where the tokenizer adds one, and never with two."""
+    tokens, bos = encode(tokenizer, text), getattr(tokenizer, "bos_token_id", None)
+    if bos is None or tokens[:1] == [bos] or tokenizer.encode("", add_special_tokens=True)[:1] != [bos]:
+        return tokens
+    return [bos, *tokens]
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokenize a rendered chat, or a text in the middle of one: no special token is added. Raises RecordError."""
     if not text.isascii():
         try:
             text.encode()
@@ -241,7 +209,10 @@ class Conversation:
         return text
 
     def tell(self, *messages: dict[str, Any]) -> None:
-        """Add chat messages of other roles, rendered by the template, with the header of the next turn."""
+        """Add chat messages of other roles, rendered by the template, with the header of the next turn.
+
+        A response that keeps special tokens (rollout.skip_special_tokens) also gets the template's.
+        """
         cleaned = [{name: _replace_surrogates(value) for name, value in message.items()} for message in messages]
         self._add(following(self._tokenizer, cleaned, self._template_kwargs), strip_end=True)
 
@@ -253,13 +224,13 @@ class Conversation:
         if self.over:
             return
         previous_tokens = self.sample.tokens
+        text = response_text(self._tokenizer.decode, tokens, keep_special=not self._params.skip_special_tokens)
         # The template ends the policy's turn; if the policy sampled the end token itself, that one stays.
         if strip_end and tokens and self.sample.response_length and previous_tokens[-1] == tokens[0]:
             tokens = tokens[1:]
         if self.sample.response_length + len(tokens) >= self._params.max_tokens:
             self._end(Status.TRUNCATED)
             return
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         self.sample.append_response_tokens(tokens, trainable=False, text=text)
 
     @contextmanager

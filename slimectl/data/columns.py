@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimectl.data.checks import a_chat
+from slimectl.data.checks import a_chat, shown
 from slimectl.errors import RecordError
 from slimectl.stdio import logger
-from slimectl.types import Chat
+from slimectl.types import Chat, text_of_label
 
 INPUT_KEY, LABEL_KEY, IMAGE_KEY = "prompt", "label", "images"
 ANSWERS = (
@@ -21,16 +22,26 @@ IMITATED = (
     "completion", "response", "output", "solution", "answer", "target", "ground_truth", "reward_model.ground_truth",
 )  # fmt: skip
 """The same columns by the priority of a demonstration: the whole answer before its result."""
+IMAGES = (
+    IMAGE_KEY, "image", "image_paths", "image_path", "image_files", "image_file", "image_urls", "image_url",
+    "imgs", "img", "img_paths", "img_path", "pictures", "picture",
+)  # fmt: skip
+"""Columns of images, by priority."""
+OTHER_MEDIA = re.compile(r"(videos?|audios?|input_audio)(_(paths?|files?|urls?))?")
+NUMBERED_IMAGE = re.compile(r"(image|img|picture)_?\d+")
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 """Columns of prompts that are strings, by priority."""
 GSM8K = "####"
 """Mark between the steps of an answer and its number, as GSM8K has it."""
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
-    "assistant": "assistant", "model": "assistant", "function_call": "assistant", "system": "system",
-    "tool": "tool", "observation": "tool", "function_response": "tool",
+    "assistant": "assistant", "model": "assistant", "function_call": "assistant", "tool_call": "assistant",
+    "system": "system", "developer": "developer", "tool": "tool", "observation": "tool", "function_response": "tool",
+    "tool_response": "tool",
 }  # fmt: skip
 """ShareGPT's speakers, and the roles of chat templates."""
+CALLERS = ("function_call", "tool_call")
+"""ShareGPT's speakers whose text is calls of tools, as JSON."""
 
 _announced: set[tuple[str, str]] = set()
 
@@ -79,9 +90,34 @@ def read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstra
     In a `demonstration` a chat stays whole; otherwise its last turn of the assistant is the label. Raises RecordError
     if a column that the settings name is missing, or the format is none that is known.
     """
+    columns = _read_columns(row, keys, location, demonstration=demonstration)
+    return with_context(row, columns, location)
+
+
+def with_context(row: Mapping[str, Any], columns: Columns, location: str) -> Columns:
+    """Return the columns with the row's `system` and `history` before the prompt. Raises RecordError."""
+    if columns.text in ("", None):
+        return columns
+    system, history = row.get("system"), row.get("history")
+    is_history = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    before: Chat = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    if is_history and history:
+        for question, answer in history:
+            before += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if not before or "system" in columns.names:
+        return columns
+    chat: Chat = [{"role": "user", "content": columns.text}] if isinstance(columns.text, str) else list(columns.text)
+    if chat and before[0]["role"] == "system" == chat[0]["role"]:
+        raise RecordError(f"{location}: system: the chat begins with a system message, too; drop one of them")
+    names = [name for name, messages in (("system", system), ("history", history if is_history else None)) if messages]
+    _announce(location, f"the prompt begins with {' and '.join(names)}", "rollout.input_key")
+    return Columns([*before, *chat], columns.label, (*columns.names, *names))
+
+
+def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstration: bool) -> Columns:
     label_key = _label_key(row, keys, location, IMITATED if demonstration else ANSWERS)
     if has_column(row, keys.input):
-        text = column(row, keys.input)
+        text = as_messages(column(row, keys.input), f"{location}: {keys.input}")
         if keys.input == INPUT_KEY and label_key == "completion":
             return _completed(row, text, location, demonstration)
         names = (keys.input, keys.label)
@@ -90,13 +126,45 @@ def read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstra
         return Columns(text, column(row, label_key) if label_key else None, names)
     if keys.input != INPUT_KEY:
         raise missing_column(location, keys.input, row, "rollout.input_key", "--input-key")
-    for name in ("messages", "conversations", "conversation"):
-        if isinstance(row.get(name), list):
-            return _chat(row, name, label_key, location, demonstration)
+    if name := chat_column(row):
+        return _chat(row, name, label_key, location, demonstration)
     question = next((name for name in QUESTIONS if isinstance(row.get(name), str) and row[name]), None)
     if question is None:
         raise missing_column(location, keys.input, row, "rollout.input_key", "--input-key")
     return _question(row, question, label_key, keys, location, demonstration)
+
+
+def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
+    """Return the name of the column with the images: the settings' `key`, or the first of `IMAGES` that has some.
+
+    Raises RecordError for columns of a model's inputs that are not read: videos, audio, images in several columns.
+    """
+    filled = [str(name) for name, value in row.items() if value not in (None, "", [], {}, ())]
+    if others := sorted(set(filter(OTHER_MEDIA.fullmatch, filled)) - {key}):
+        raise RecordError(f"{location}: {others[0]}: only images are read; leave the row out, or remove the column")
+    if key != IMAGE_KEY or key in filled:
+        return key
+    if numbered := sorted(filter(NUMBERED_IMAGE.fullmatch, filled)):
+        raise RecordError(f"{location}: {', '.join(numbered)}: put the images of a row into one list, {key}")
+    name = next((name for name in IMAGES if name in filled), key)
+    if name != key:
+        _announce(location, f"the images are taken from {name}", "rollout.image_key")
+    return name
+
+
+def chat_column(row: Mapping[str, Any]) -> str | None:
+    """Return the name of the column that has a whole chat in the published formats; None if there is none."""
+    return next(
+        (name for name in ("messages", "conversations", "conversation") if isinstance(row.get(name), list)), None
+    )
+
+
+def as_messages(value: Any, location: str) -> Any:
+    """Return a chat, or one message, of ShareGPT as {role, content}; any other value as it is. Raises RecordError."""
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list) or not any(isinstance(m, dict) and "from" in m for m in messages):
+        return value
+    return [_message(message, location) for message in messages]
 
 
 def missing_column(location: str, key: str, row: Mapping[str, Any], setting: str, flag: str) -> RecordError:
@@ -128,7 +196,8 @@ def _question(
 ) -> Columns:
     text, names = row[name], [name]
     if name == "instruction" and "input" in row:  # alpaca: the input, if any, is what the instruction is about
-        text, names = f"{text}\n\n{row['input']}" if row["input"] else text, [name, "input"]
+        more = row["input"]
+        text, names = f"{text}\n\n{text_of_label(more)}" if more else text, [name, "input"]
     if name == "text" and label_key is None and demonstration:
         _announce(location, "all of text is imitated", "rollout.input_key")
         return Columns("", text, (name,))
@@ -142,7 +211,7 @@ def _question(
 
 
 def _chat(row: Mapping[str, Any], name: str, label_key: str | None, location: str, demonstration: bool) -> Columns:
-    chat = [_message(message, f"{location}: {name}") for message in row[name]]
+    chat: Chat = [_message(message, f"{location}: {name}") for message in row[name]]
     if demonstration and chat and chat[-1]["role"] == "assistant":
         _announce(location, f"the turns of the assistant in {name} are imitated", "rollout.input_key")
         return Columns(chat, None, (name,))
@@ -167,26 +236,42 @@ def _completed(row: Mapping[str, Any], text: Any, location: str, demonstration: 
 
 
 def _without_answer(chat: Chat) -> tuple[Chat, str | None]:
-    """Return the chat before the last turn of the assistant, and the text of that turn; the chat if it has none."""
-    for i in range(len(chat) - 1, -1, -1):
-        if chat[i]["role"] == "assistant":
-            content = chat[i].get("content")
-            return chat[:i], content if isinstance(content, str) else None
-    return chat, None
+    """Return the chat before its last turn and the text of that turn, if it is the assistant's; else the whole chat."""
+    if not chat or chat[-1]["role"] != "assistant":
+        return chat, None
+    content = chat[-1].get("content")
+    is_text = isinstance(content, str) and not (content == "" and chat[-1].get("tool_calls"))
+    return chat[:-1], content if is_text else None
 
 
 def _message(message: Any, location: str) -> dict[str, Any]:
     """Return a message as {role, content}; ShareGPT's has {from, value}. Raises RecordError."""
-    if isinstance(message, dict) and "from" in message and "value" in message:
-        role = ROLES.get(str(message["from"]).lower())
+    if isinstance(message, dict) and message.get("from") is not None and "value" in message:
+        speaker = str(message["from"]).lower()
+        role = ROLES.get(speaker)
         if role is None:
             raise RecordError(f"{location}: unknown speaker {message['from']!r}; known are {', '.join(ROLES)}")
-        return {"role": role, "content": message["value"]}
+        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        if speaker in CALLERS:
+            return {**others, "role": role, "content": "", "tool_calls": _calls(message["value"], location)}
+        return {**others, "role": role, "content": message["value"]}
     try:
         a_chat([message])
     except ValueError as error:
         raise RecordError(f"{location}: {error}") from None
     return message  # type: ignore[no-any-return]
+
+
+def _calls(value: Any, location: str) -> list[dict[str, Any]]:
+    """Return the calls that a ShareGPT message has as JSON: an object with name and arguments, or a list of them."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise RecordError(f"{location}: function_call: expected JSON with name and arguments, got {shown(value)}")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _announce(location: str, words: str, settings: str) -> None:

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import parse_qsl
 
-from slimectl.data.json_values import jsonable, plain_value
+from slimectl.data.json_values import cell_value, jsonable
 from slimectl.data.tables import Listed, Row, Spooled, Table
 from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.types import Prompt
@@ -67,7 +67,7 @@ class _Indexed(Listed):
     def __getitem__(self, i: int) -> Row:
         with converted(self._name):
             location, row = super().__getitem__(i)
-            return location, plain_value(row)
+            return location, cell_value(row)
 
 
 def _check_arguments(source: str, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -97,6 +97,6 @@ def _called(source: str, function: Callable[..., Any], arguments: dict[str, Any]
                 row: Any = next(iterator, _END)
             if row is _END:
                 return
-            yield f"{source}[{i}]", plain_value(row)
+            yield f"{source}[{i}]", cell_value(row)
 
     return Spooled(rows)

@@ -53,6 +53,28 @@ class GrowingText:
         return piece is not None and len(piece) == 6 and piece.startswith("<0x")
 
 
+def response_text(
+    decode: Callable[..., str], tokens: Sequence[int], *, keep_special: bool = False, ended: bool = False
+) -> str:
+    """Return the text of a response; with `keep_special`, with its special tokens but the one that `ended` it.
+
+    `decode` is a tokenizer's.
+    """
+    if not keep_special:
+        return str(decode(tokens, skip_special_tokens=True))
+    if ended and tokens and not decode(tokens[-1:], skip_special_tokens=True):
+        tokens = tokens[:-1]
+    return str(decode(tokens, skip_special_tokens=False))
+
+
+def marked_text(decode: Callable[..., str], tokens: Sequence[int], text: str, stop: Sequence[str]) -> str:
+    """Return the text of an answer with its special tokens, cut at a stop string where its `text` without them is."""
+    marked = str(decode(tokens, skip_special_tokens=False))
+    if stop and text != decode(tokens, skip_special_tokens=True):
+        marked = min((marked.partition(each)[0] for each in stop), key=len)
+    return marked
+
+
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """Return a growing text up to its first stop string, or to the beginning of one at its end.
 

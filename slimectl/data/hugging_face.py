@@ -1,21 +1,24 @@
-"""Data sets and models as Hugging Face's libraries keep them: cached snapshots, saved folders, Arrow files."""
+"""Data sets and models as Hugging Face's libraries keep them: cached snapshots, saved folders, names of data files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from slimectl.data.io import readable
 from slimectl.data.jsonl import parse_line
-from slimectl.data.tables import Row
-from slimectl.errors import MissingExtraError, RecordError, SettingsError
+from slimectl.errors import SettingsError
 from slimectl.stdio import logger
 
-DATA_FILE = re.compile(r".*\.(parquet|arrow|csv|jsonl?)(\.gz|\.zst)?")
+PARQUET = (".parquet", ".pq")
+ARROW = (".arrow", ".arrows", ".feather", ".ipc")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+JSON = (".json", ".jsonl", ".ndjson")
+DATA_FILE = re.compile(
+    f".*({'|'.join(map(re.escape, [*PARQUET, *ARROW, *DELIMITERS, *JSON]))})(\\.gz|\\.zst)?", re.IGNORECASE
+)
 HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(/(?P<files>.+))?")
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Files of a model that are of use; its weights in other formats are not downloaded."""
@@ -112,26 +115,3 @@ def saved_files(folder: Path) -> list[Path]:
 
 def _object(path: Path) -> dict[str, Any]:
     return parse_line(path.read_bytes(), location=str(path))
-
-
-def arrow_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of an Arrow file, as a stream or with a footer. Raises RecordError."""
-    try:
-        import pyarrow
-    except ImportError:
-        raise MissingExtraError("pyarrow", extra="parquet", wanted_by=str(path)) from None
-    number = 0
-    try:
-        with open(readable(path), "rb") as file:
-            footed = file.read(6) == b"ARROW1"
-            file.seek(0)
-            reader = pyarrow.ipc.open_file(file) if footed else pyarrow.ipc.open_stream(file)
-            count = reader.num_record_batches if footed else None
-            batches = reader if count is None else (reader.get_batch(i) for i in range(count))
-            for batch in batches:
-                for row in batch.to_pylist():
-                    yield f"{path}[{number}]", row
-                    number += 1
-    except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
-        message = " ".join(str(error).split())
-        raise RecordError(f"{path}: cannot be read as Arrow after {number} rows: {message}") from error

@@ -44,9 +44,11 @@ def images_of(sample: Sample) -> list[ImageSource]:
 def image_source(value: Any, folder: Path) -> ImageSource:
     """Return an image of a row as records have it: an absolute path, or its bytes in base64.
 
-    A row has a path (relative to `folder`), a data: address, or an object with `path` or `bytes` (base64, or raw from a
-    table). Raises ValueError for anything else, addresses included: nothing is fetched.
+    A row has a path (relative to `folder`), a data: address, an object with `path` or `bytes` (base64, or raw from a
+    table), or raw bytes. Raises ValueError for anything else, addresses included: nothing is fetched.
     """
+    if isinstance(value, bytes):
+        value = {"bytes": value}
     if isinstance(value, Mapping) and value.get("bytes") is not None:
         data = value["bytes"]
         text = base64.b64encode(data).decode() if isinstance(data, bytes) else data
@@ -230,12 +232,43 @@ def _open(data: bytes, source: ImageSource) -> Any:
 
 
 def _decoded(data: bytes, source: ImageSource) -> Any:
-    """Return an image in RGB, turned as its camera was held."""
+    """Return an image in RGB on white, turned as its camera was held."""
     opened = _open(data, source)
     try:
-        return _pillow().ImageOps.exif_transpose(opened).convert("RGB")
+        if opened.format == "PNG":
+            _scale_transparent_level(opened, depth=data[24])
+        return _on_white(_pillow().ImageOps.exif_transpose(opened))
     except Exception as error:
         raise _undecodable(source, error) from None
+
+
+def _scale_transparent_level(image: Any, *, depth: int) -> None:
+    """Scale the level of a PNG that is transparent to 8 bits, as Pillow (12) scales the pixels but not this level."""
+    level = image.info.get("transparency")
+    if level is not None and image.mode in ("L", "RGB"):
+        levels = [
+            v >> 8 if depth == 16 else v * 255 // (2**depth - 1) for v in (level if image.mode == "RGB" else [level])
+        ]
+        image.info["transparency"] = tuple(levels) if image.mode == "RGB" else levels[0]
+
+
+def _on_white(image: Any) -> Any:
+    """Return an image in RGB: transparent pixels on white, as the processors of Qwen's models have it, 16 bits as 8."""
+    library = _pillow()
+    if image.mode.startswith("I"):  # grey of 16 bits, of which convert() would take all above 255 for white
+        import numpy as np
+
+        levels_HW = np.asarray(image).clip(0, 65535)
+        grey_HW = ((np.arange(65536) + 128) // 257).astype(np.uint8)[levels_HW]
+        if (level := image.info.get("transparency")) is not None:
+            grey_HW[levels_HW == level] = 255
+        return library.Image.fromarray(grey_HW).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    opaque = image.convert("RGBA")
+    on_white = library.Image.new("RGB", image.size, "white")
+    on_white.paste(opaque, mask=opaque.getchannel("A"))
+    return on_white
 
 
 def _undecodable(source: ImageSource, error: Exception) -> RecordError:

@@ -28,7 +28,7 @@ def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     name = "<stdin>" if str(path) == "-" else str(path)
     try:
         with _open_input(path) as file:
-            lines = _zstd_lines(file) if name.endswith(".zst") else iter(file)
+            lines = _zstd_lines(file) if name.lower().endswith(".zst") else iter(file)
             for number, line in enumerate(lines, start=1):
                 yield number, line.removeprefix(UTF8_BOM) if number == 1 else line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -44,7 +44,7 @@ def _open_input(path: str | Path) -> Any:
     if str(path) == "-":
         return nullcontext(stdio.input_bytes())
     source = readable(path)
-    return gzip.open(source, "rb") if str(path).endswith(".gz") else open(source, "rb", buffering=CHUNK_BYTES)
+    return gzip.open(source, "rb") if str(path).lower().endswith(".gz") else open(source, "rb", buffering=CHUNK_BYTES)
 
 
 _spooled: dict[str, Any] = {}
@@ -179,10 +179,10 @@ class AtomicWriter:
 
 
 def _compressed(raw: IO[bytes], path: str) -> Any:
-    if path.endswith(".gz"):
+    if path.lower().endswith(".gz"):
         # Without name and time, so that the same records give the same bytes.
         return gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
-    if path.endswith(".zst"):
+    if path.lower().endswith(".zst"):
         return _zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
     return raw
 

@@ -53,9 +53,11 @@ def _finite_float(text: str) -> float:
     return number
 
 
+STRICT_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
+"""Raises ValueError for NaN, infinity, and numbers too large for a float."""
 _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 # A callback per number costs two thirds of the speed: only texts that may hold such a number pay for it.
-_decode_checked = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float).decode
+_decode_checked = STRICT_DECODER.decode
 _LARGE_EXPONENT = re.compile(r"[eE]\+?\d\d\d")
 
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME

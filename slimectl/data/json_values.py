@@ -1,10 +1,14 @@
-"""Conversion of values from user functions, such as numpy numbers, to JSON types."""
+"""Conversion of values from user functions and tables, such as numpy numbers and decimals, to JSON types."""
 
 from __future__ import annotations
 
+import base64
 import math
 from contextlib import suppress
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from slimectl.types import Sample
 
@@ -82,8 +86,49 @@ def plain_sample(sample: Sample) -> Sample:
     return sample
 
 
+def cell_value(value: Any) -> Any:
+    """Return a value of a table's cell in JSON types, at any depth; bytes and objects of other classes stay.
+
+    >>> from datetime import date
+    >>> from numpy import float32
+    >>> cell_value({"a": float("nan"), "b": (Decimal("1.00"), date(2026, 1, 2)), "c": float32(0.1)})
+    {'a': None, 'b': ['1.00', '2026-01-02'], 'c': 0.1}
+
+    NaN is a missing value, as in pandas. Decimals keep their digits, and dates and times become text.
+    """
+    kind = type(value)
+    if value is None or kind is str or kind is int or kind is bool or kind is bytes:
+        return value
+    if isinstance(value, float):
+        return None if math.isnan(value) else float(value)
+    if isinstance(value, dict):
+        return {cell_value(key): cell_value(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [cell_value(member) for member in value]
+    if isinstance(value, Decimal):
+        return None if value.is_nan() else format(value, "f")
+    if isinstance(value, date | time | timedelta | UUID):
+        return None if value != value else str(value)  # pandas' NaT is a date
+    if isinstance(value, str | bytes) or not hasattr(value, "tolist"):
+        return value
+    dtype = str(getattr(value, "dtype", ""))
+    return cell_value(shortest_decimals(value, dtype) if dtype in ("float16", "float32") else value.tolist())
+
+
+def shortest_decimals(numbers: Any, dtype: str) -> Any:
+    """Return numbers of a narrow type as the Python floats of their shortest decimals.
+
+    >>> shortest_decimals(0.10000000149011612, "float32"), shortest_decimals([0.0999755859375], "float16")
+    (0.1, [0.1])
+    """
+    import numpy as np
+
+    return np.asarray(numbers, dtype=dtype).astype(str).astype(float).tolist()
+
+
 def jsonable(value: Any) -> Any:
-    """Convert to JSON types: tuples and sets to lists, keys to strings, arrays to lists and numbers, the rest to text.
+    """Convert to JSON types: tuples and sets to lists, keys to strings, arrays to lists and numbers, bytes to base64,
+    the rest to text.
 
     A number that is not finite, such as a table's missing value, becomes None.
     """
@@ -97,9 +142,15 @@ def jsonable(value: Any) -> Any:
         return None
     if value is None or isinstance(value, str | bool | int | float):
         return value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     if hasattr(value, "tolist"):  # arrays and tensors, of one number too
         return jsonable(value.tolist())
     return str(value)
+
+
+NONE_REMEDY = ', or set score.none_reward = "skip" if None means no opinion'
+"""End of the message about a reward that is None."""
 
 
 def plain_reward(value: Any) -> Any:
@@ -114,7 +165,8 @@ def plain_reward(value: Any) -> Any:
         return {_key(key): _entry(entry, str(key), DEEPEST) for key, entry in value.items()}
     number = plain_number(value)
     if number is None or not is_finite(number):
-        raise ValueError(f"is {kind_of(value)}, not a finite number; mend the reward function")
+        remedy = NONE_REMEDY if value is None else ""
+        raise ValueError(f"is {kind_of(value)}, not a finite number; fix the reward function{remedy}")
     return number
 
 

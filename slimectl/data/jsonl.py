@@ -18,6 +18,8 @@ from slimectl.stdio import logger
 from slimectl.types import Sample
 
 Report = Callable[[RecordError], None]
+OTHER_FORMATS = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+"""Suffixes of files that are not text, by their first bytes."""
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -32,7 +34,11 @@ def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
     try:
         obj = decode_object(line)
     except UnicodeDecodeError as error:
-        raise RecordError(f"{location}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
+        suffix = next((suffix for magic, suffix in OTHER_FORMATS.items() if line.startswith(magic)), None)
+        remedy = f"this is a {suffix} file; its name must end so, and samples are JSON Lines" if suffix else ""
+        raise RecordError(
+            f"{location}: not UTF-8 at byte {error.start + 1}; {remedy or 'save the file as UTF-8'}"
+        ) from None
     except json.JSONDecodeError as error:
         raise RecordError(f"{location}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slimectl.data.checks import a_chat, a_scalar, shown
-from slimectl.data.columns import LABEL_KEY, Columns, Keys, column
-from slimectl.data.prompt_images import has_images
+from slimectl.data.columns import INPUT_KEY, LABEL_KEY, Columns, Keys, as_messages, chat_column, column, with_context
+from slimectl.data.prompt_images import has_images, has_places
 from slimectl.data.prompts import nonempty_chat, ordered_rows, with_parts
 from slimectl.errors import RecordError
-from slimectl.types import Chat, Prompt
+from slimectl.types import Chat, Prompt, text_of_label
 
 SIDES = ("chosen", "rejected")
 
@@ -34,6 +34,7 @@ def open_preferences(
     input_key: str,
     metadata_key: str,
     tool_key: str,
+    reads_images: bool = False,
     shuffle_seed: int | None = None,
     epochs: int | None = 1,
     start: int = 0,
@@ -58,11 +59,14 @@ def open_preferences(
                     f"{location}: no key {key!r}; its keys are {key_names}: a preference has chosen and rejected"
                 )
         chosen, rejected = (_answer(location, row, key) for key in SIDES)
-        text = column(row, input_key)
+        name = chat_column(row) if input_key == INPUT_KEY and input_key not in row else None
+        text = as_messages(column(row, name or input_key), f"{location}: {name or input_key}")
         has_prompt = text is not None
-        columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (input_key, LABEL_KEY))
-        base = with_parts((location, row), index, keys, columns, nonempty_chat if has_prompt else a_chat)
-        if base.images or has_images(chosen) or has_images(rejected):
+        columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (name or input_key, LABEL_KEY))
+        columns = with_context(row, columns, location)
+        check = nonempty_chat if has_prompt else a_chat
+        base = with_parts((location, row), index, keys, columns, check, reads_images=reads_images)
+        if base.images or any(map(has_places if reads_images else has_images, (chosen, rejected))):
             raise RecordError(
                 f"{location}: images in preferences are not trained on by this version; leave the row out"
             )
@@ -77,9 +81,9 @@ def open_preferences(
 
 
 def _answer(location: str, row: dict[str, Any], key: str) -> str | Chat:
-    value = row[key]
+    value = as_messages(row[key], f"{location}: {key}")
     try:
-        return a_chat(value) if isinstance(value, list) else str(a_scalar(value))
+        return a_chat(value) if isinstance(value, list) else text_of_label(a_scalar(value))
     except ValueError as error:
         raise RecordError(f"{location}: {key}: {error}") from None
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from slimectl.chats.messages import IMAGE_MARK, IMAGE_PARTS
 from slimectl.data.images import image_source
 from slimectl.types import Chat, ImageSource, Sample
 
-MARK = "<image>"
-"""Place of an image in a text, where the images are in a column."""
-IMAGE_PARTS = ("image", "image_url", "input_image")
+OTHER_MARKS = ("<video>", "<audio>", "<|image_pad|>", "<|video_pad|>")
+"""Places in a text of media that are not read, and placeholder tokens that a text must not write itself."""
 PART: dict[str, Any] = {"type": "image"}
 """An image in a chat of a Prompt: the source is in its `images`."""
 
@@ -28,29 +30,41 @@ def has_images(text: str | Chat) -> bool:
     return isinstance(text, list) and any(_is_image(part) for message in text for part in _parts(message))
 
 
-def place_images(text: str | Chat, column: Any, folder: Path) -> tuple[str | Chat, list[ImageSource]]:
+def has_places(text: str | Chat) -> bool:
+    """Return whether a prompt has parts that are images, or marks in its texts."""
+    if isinstance(text, str):
+        return any(mark in text for mark in (IMAGE_MARK, *OTHER_MARKS))
+    return has_images(text) or any(has_places(content) for content in _texts(text) if isinstance(content, str))
+
+
+def place_images(
+    text: str | Chat, column: Any, folder: Path, *, reads_images: bool = False
+) -> tuple[str | Chat, list[ImageSource]]:
     """Return a prompt whose images are parts without a source, and the sources in their order.
 
     Sources are in the parts themselves, or in `column`, whose images take the places of parts without a source and of
-    marks in the texts; without any, they come first in the first message of the user. Raises ValueError if images and
-    places differ in number.
+    marks in the texts; without any, they come first in the first message of the user. Marks are text where `column` has
+    no images, unless the model `reads_images`. Raises ValueError if images and places differ in number.
 
     >>> place_images("<image>Left or right?", ["/a.png"], Path("/"))
     ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Left or right?'}]}], ['/a.png'])
     """
-    given = column if isinstance(column, list | tuple) else [] if column in (None, "") else [column]
-    if not given and not has_images(text):
+    given = _listed(column)
+    if not given and not has_images(text) and not (reads_images and has_places(text)):
         return text, []
     chat: Chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
-    if given and not any(MARK in str(content) for content in _texts(chat)) and not has_images(chat):
+    if others := [mark for mark in OTHER_MARKS if any(mark in str(content) for content in _texts(chat))]:
+        raise ValueError(f"the prompt has {others[0]}; only images are read, and the place of each is {IMAGE_MARK}")
+    if given and not any(IMAGE_MARK in str(content) for content in _texts(chat)) and not has_images(chat):
         chat = _before_question(chat, len(given))
     waiting = iter(given)
     sources: list[ImageSource] = []
-    placed = [_placed(message, waiting, sources, folder, marks=bool(given)) for message in chat]
+    marks = bool(given) or reads_images
+    placed = [_placed(message, waiting, sources, folder, marks=marks) for message in chat]
     left = sum(1 for _ in waiting)
     if left:
         raise ValueError(
-            f"{len(given)} images, and the prompt has places for {len(given) - left}; write {MARK} for each"
+            f"{len(given)} images, and the prompt has places for {len(given) - left}; write {IMAGE_MARK} for each"
         )
     return placed, sources
 
@@ -65,14 +79,6 @@ def resolved_inputs(value: Mapping[str, Any] | None, folder: Path) -> dict[str, 
     if not isinstance(value.get("images"), list):
         raise ValueError("images: expected a list of paths or objects with bytes")
     return {"images": [image_source(image, folder) for image in value["images"]]}
-
-
-def content_text(content: Any) -> str:
-    """Return the content of a message as one text, in which every image is a mark."""
-    if not isinstance(content, list):
-        return "" if content is None else str(content)
-    parts = (part if isinstance(part, dict) else {"text": part} for part in content)
-    return "".join(MARK if _is_image(part) else str(part.get("text", "")) for part in parts)
 
 
 def record_images(record: Mapping[str, Any], folder: Path) -> list[ImageSource]:
@@ -94,7 +100,7 @@ def _placed(
 ) -> dict[str, Any]:
     """Return a message with bare parts of images; their sources are appended to `sources`."""
     content = message.get("content")
-    if isinstance(content, str) and not (marks and MARK in content):
+    if isinstance(content, str) and not (marks and IMAGE_MARK in content):
         return message
     parts: list[dict[str, Any]] = []
     for part in _parts(message):
@@ -103,7 +109,7 @@ def _placed(
             parts.append(PART)
             sources.append(image_source(_next(waiting) if value is None else value, folder))
         elif marks and isinstance(part.get("text"), str):
-            for number, piece in enumerate(part["text"].split(MARK)):
+            for number, piece in enumerate(part["text"].split(IMAGE_MARK)):
                 if number:
                     parts.append(PART)
                     sources.append(image_source(_next(waiting), folder))
@@ -117,15 +123,28 @@ def _placed(
 def _next(waiting: Iterator[Any]) -> Any:
     value = next(waiting, None)
     if value is None:
-        raise ValueError("the prompt has more places for images than its row has images")
+        raise ValueError(
+            f"the prompt has more places for images than its row has images; give one for each {IMAGE_MARK}"
+        )
     return value
+
+
+def _listed(column: Any) -> list[Any]:
+    """Return the images of a column: a list, one image, or the JSON of a list, which tables of strings have."""
+    if isinstance(column, str) and column.startswith("["):
+        with suppress(ValueError):
+            column = json.loads(column)
+    if isinstance(column, list | tuple):
+        return list(column)
+    is_empty = column in (None, "") or (isinstance(column, Mapping) and not any(column.values()))
+    return [] if is_empty else [column]
 
 
 def _before_question(chat: Chat, count: int) -> Chat:
     for number, message in enumerate(chat):
         if message["role"] == "user":
             return [*chat[:number], {**message, "content": [*[PART] * count, *_parts(message)]}, *chat[number + 1 :]]
-    raise ValueError(f"{count} images, and no message of the user; write {MARK} where each belongs")
+    raise ValueError(f"{count} images, and no message of the user; write {IMAGE_MARK} where each belongs")
 
 
 def _texts(chat: Chat) -> Iterator[Any]:

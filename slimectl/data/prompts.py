@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate, count
+from pathlib import Path
 from typing import Any, TypeVar
 
 from slimectl.data.checks import Check, a_chat, a_label, a_mapping, shown
-from slimectl.data.columns import IMAGE_KEY, INPUT_KEY, LABEL_KEY, Columns, Keys, column, read_columns
+from slimectl.data.columns import IMAGE_KEY, INPUT_KEY, LABEL_KEY, Columns, Keys, column, image_column, read_columns
 from slimectl.data.json_values import jsonable
-from slimectl.data.prompt_images import folder_of, place_images
+from slimectl.data.prompt_images import folder_of, has_places, place_images
 from slimectl.data.records import RECORD_VERSION
 from slimectl.data.sources import NamedTables, open_table
 from slimectl.data.tables import Row, Table
@@ -75,6 +76,7 @@ def open_prompts(
     metadata_key: str = "metadata",
     tool_key: str = "tools",
     image_key: str = IMAGE_KEY,
+    reads_images: bool = False,
     shuffle_seed: int | None = None,
     weights: Sequence[float] | None = None,
     mix_seed: int = 0,
@@ -94,7 +96,8 @@ def open_prompts(
     repeats its rows without end; an epoch is then as many prompts as all sources have together.
 
     `named` opens sources that a name in the settings stands for. With the default keys, rows of other published formats
-    are recognized (columns.py). In `demonstrations` chats are whole, with the assistant's answers.
+    are recognized (columns.py). In `demonstrations` chats are whole, with the assistant's answers. For a model that
+    `reads_images` every mark in a text is the place of an image, which the row must have.
 
     Raises SettingsError for a missing source, RecordError for a row that is not a prompt.
     """
@@ -104,7 +107,8 @@ def open_prompts(
         ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start, named)
     else:
         ordered = ordered_rows(sources, shuffle_seed=shuffle_seed, epochs=epochs, start=start, named=named)
-    return (prompt_of(row, index, keys, demonstration=demonstrations) for index, row in enumerate(ordered, start=start))
+    convert = partial(prompt_of, keys=keys, demonstration=demonstrations, reads_images=reads_images)
+    return (convert(row, index) for index, row in enumerate(ordered, start=start))
 
 
 def ordered_rows(
@@ -167,29 +171,41 @@ def _size(table: Table) -> int:
     return size
 
 
-def prompt_of(row: Row, index: int, keys: Keys, *, demonstration: bool = False) -> Prompt:
+def prompt_of(row: Row, index: int, keys: Keys, *, demonstration: bool = False, reads_images: bool = False) -> Prompt:
     """Convert a row to a prompt. Raises RecordError with the source location."""
     location, value = row
     if isinstance(value, Prompt):
+        if reads_images and not value.images:
+            place = partial(place_images, column=None, folder=Path(), reads_images=True)
+            text, images = _checked(location, keys.image, value.text, place)
+            value = replace(value, text=text, images=images)
         return replace(value, index=index, source_location=location)
     if not isinstance(value, dict):
         raise RecordError(f"{location}: expected an object, got {shown(value)}")
     columns = read_columns(value, keys, location, demonstration=demonstration)
     is_text = columns.text == "" and demonstration and columns.label  # imitated from its first token on
-    return with_parts((location, value), index, keys, columns, a_chat if is_text else nonempty_chat)
+    check = a_chat if is_text else nonempty_chat
+    return with_parts((location, value), index, keys, columns, check, reads_images=reads_images)
 
 
 def with_parts(
-    row: tuple[str, dict[str, Any]], index: int, keys: Keys, columns: Columns, check: Check = a_chat
+    row: tuple[str, dict[str, Any]],
+    index: int,
+    keys: Keys,
+    columns: Columns,
+    check: Check = a_chat,
+    *,
+    reads_images: bool = False,
 ) -> Prompt:
     """Return the prompt of a row whose text and label have been read. Raises RecordError with the source location."""
     location, value = row
     text = _checked(location, keys.input, columns.text, check)
     images: list[ImageSource] = []
-    if isinstance(text, list) or column(value, keys.image):
-        text, images = _checked(
-            location, keys.image, column(value, keys.image), lambda cell: place_images(text, cell, folder_of(location))
-        )
+    has_images = reads_images or has_places(text)
+    image_key = image_column(value, keys.image, location) if has_images else keys.image
+    if has_images or column(value, image_key):
+        place = partial(place_images, text, folder=folder_of(location), reads_images=reads_images)
+        text, images = _checked(location, image_key, column(value, image_key), place)
     return Prompt(
         text=text,
         label=_checked(location, keys.label, columns.label, _label),
@@ -197,7 +213,7 @@ def with_parts(
         metadata=_checked(location, keys.metadata, column(value, keys.metadata), _metadata),
         tools=_checked(location, keys.tool, column(value, keys.tool), _tools),
         source_location=location,
-        extra=_extra_columns(value, {*columns.names, keys.metadata, keys.tool, keys.image}),
+        extra=_extra_columns(value, {*columns.names, keys.metadata, keys.tool, keys.image, image_key}),
         images=images,
     )
 

@@ -128,7 +128,7 @@ class ResumableOutput:
         """Finish the output: give the file its final name, compressed if the suffix says so."""
         try:
             self._close()
-            if self._out.endswith((".gz", ".zst")):
+            if self._out.lower().endswith((".gz", ".zst")):
                 self._compress()
             else:
                 with open(self.path, "rb") as file:

@@ -71,7 +71,7 @@ class SampleIndex:
         self._snapshot: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
         self._extending = threading.Lock()
-        self._compressed = path.suffix in (".gz", ".zst")
+        self._compressed = path.suffix.lower() in (".gz", ".zst")
         self._identity = _identity(path)
         self._file = _decompressed(path) if self._compressed else path.open("rb")
         self._load()
@@ -382,23 +382,32 @@ class TrainedSampleIndex(SampleIndex):
         return super().complete and self.training.complete
 
     def rows_without_training(self) -> list[int] | None:
-        trained = np.isin(self.columns()["index"], self.training.columns()["index"])
+        trained = np.isin(_sample_keys(self.columns()), _sample_keys(self.training.columns()))
         return np.flatnonzero(~trained).tolist()
 
     def columns(self) -> dict[str, np.ndarray]:
         columns, trained = super().columns(), self.training.columns()
-        order = np.argsort(trained["index"], kind="stable")
+        keys, trained_keys = _sample_keys(columns), _sample_keys(trained)
+        order = np.argsort(trained_keys, kind="stable")
         if not len(order):
             return columns
-        numbers = trained["index"][order]
-        places = np.minimum(np.searchsorted(numbers, columns["index"]), len(numbers) - 1)
-        known = numbers[places] == columns["index"]
+        trained_keys = trained_keys[order]
+        places = np.minimum(np.searchsorted(trained_keys, keys), len(trained_keys) - 1)
+        known = trained_keys[places] == keys
         joined = {name: np.where(known, trained[name][order[places]], math.nan) for name in TRAINING_COLUMNS}
         return columns | joined
 
     def training_record(self, row: int) -> dict[str, Any]:
-        """Return the record of training on a sample: the one of its index with its tokens; else its own record."""
+        """Return what training recorded of a sample: its group, index and tokens are the same; else its own record."""
         record = self.record(row)
-        rows = np.flatnonzero(self.training.columns()["index"] == self.columns()["index"][row]).tolist()
+        key = _sample_keys(self.columns())[row]
+        rows = np.flatnonzero(_sample_keys(self.training.columns()) == key).tolist()
         records = (self.training.record(other) for other in rows)
         return next((trained for trained in records if trained.get("tokens") == record.get("tokens")), record)
+
+
+def _sample_keys(columns: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the group and index of each sample, by which it is known: the index may begin at 0 in every group."""
+    keys = np.empty(len(columns["index"]), dtype=[("group", "i8"), ("index", "i8")])
+    keys["group"], keys["index"] = columns["group"], columns["index"]
+    return keys

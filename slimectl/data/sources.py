@@ -5,19 +5,19 @@ from __future__ import annotations
 import csv
 import glob
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from slimectl.data.arrow_files import arrow_rows, check_columns, parquet_rows
 from slimectl.data.generators import generated
-from slimectl.data.hugging_face import arrow_rows, hub_files, saved_files
-from slimectl.data.io import byte_lines, readable, spool
+from slimectl.data.hugging_face import ARROW, DELIMITERS, PARQUET, hub_files, saved_files
+from slimectl.data.io import byte_lines, spool
 from slimectl.data.json_codec import decode_json
 from slimectl.data.jsonl import parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
-from slimectl.errors import MissingExtraError, RecordError, SettingsError
+from slimectl.errors import RecordError, SettingsError
 
 SLICE = re.compile(r"(?P<path>.+)@\[(?P<a>-?\d*):(?P<b>-?\d*)\]")
 CALL = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Za-z_]\w*)(\?(?P<query>.*))?")
@@ -93,17 +93,17 @@ def _file(path: Path, replay: bool) -> Table:
     if not path.exists():
         raise SettingsError(f"{path}: no such prompt file; give {FORMS}")
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    kind = [suffix for suffix in suffixes if suffix not in (".gz", ".zst")][-1:]
-    packed = path.suffix in (".gz", ".zst")
-    if kind in ([".parquet"], [".arrow"], [".json"]):  # read more than once, or from the end
+    packed = suffixes[-1:] in ([".gz"], [".zst"])
+    kind = next((suffix for suffix in reversed(suffixes) if suffix not in (".gz", ".zst")), "")
+    if kind in (*PARQUET, *ARROW, ".json"):  # read more than once, or from the end
         spool(path)
-    if kind == [".parquet"]:
-        return Spooled(partial(_parquet_rows, path))
-    if kind == [".arrow"]:
+    if kind in PARQUET:
+        return Spooled(partial(parquet_rows, path))
+    if kind in ARROW:
         return Spooled(partial(arrow_rows, path))
-    if kind == [".csv"]:
-        return Spooled(partial(_csv_rows, path))
-    if kind == [".json"] and _starts_with_bracket(path):
+    if kind in DELIMITERS:
+        return Spooled(partial(_csv_rows, path, DELIMITERS[kind]))
+    if kind == ".json" and _starts_with_bracket(path):
         return Listed(str(path), _json_array(path))
     if packed or not path.is_file():
         return Spooled(partial(_json_rows, path), once=replay and not path.is_file())
@@ -131,12 +131,12 @@ def _json_array(path: Path) -> list[Any]:
     return rows
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(_text_lines(path), strict=True)
+    reader = csv.DictReader(_text_lines(path), delimiter=delimiter, strict=True)
     try:
         columns = reader.fieldnames or ()
-        _check_columns(f"{path}:1", columns)
+        check_columns(f"{path}:1", columns)
         for row in reader:
             location = f"{path}:{reader.line_num}"
             if None in row or None in row.values():
@@ -152,27 +152,3 @@ def _text_lines(path: Path) -> Iterator[str]:
             yield line.decode()
         except UnicodeDecodeError as error:
             raise RecordError(f"{path}:{number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
-
-
-def _check_columns(location: str, columns: Sequence[str]) -> None:
-    twice = [name for name, count in Counter(columns).items() if count > 1]
-    if twice:
-        raise RecordError(f"{location}: two columns are called {twice[0]!r}; rename one of them")
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise MissingExtraError("pyarrow", extra="parquet", wanted_by=str(path)) from None
-    number = 0
-    try:
-        file = parquet.ParquetFile(readable(path))
-        _check_columns(str(path), file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                yield f"{path}[{number}]", row
-                number += 1
-    except (OSError, ValueError) as error:
-        message = " ".join(str(error).split())
-        raise RecordError(f"{path}: cannot be read as Parquet after {number} rows: {message}") from error

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
-from slimectl.data.chat import STAND_INS, Template, as_chat, encode, image_repeats, located, repeated, shared
+from slimectl.chats.messages import MessageError, is_trained
+from slimectl.chats.template import Template
+from slimectl.data.chat import STAND_INS, as_chat, encode, encode_raw, image_repeats, located, repeated, shared
 from slimectl.data.prompt_images import has_images
 from slimectl.errors import RecordError, SettingsError
-from slimectl.types import Chat, Label, Prompt
+from slimectl.model_files import end_token_ids
+from slimectl.types import Chat, Label, Prompt, text_of_label
+
+
+def stop_tokens(tokenizer: Any, stop_token_ids: Collection[int] = ()) -> frozenset[int]:
+    """Return the tokens at which an engine ends a response of this model; none for a tokenizer without a model."""
+    folder = Path(str(getattr(tokenizer, "name_or_path", "")))
+    if not (folder / "config.json").is_file():
+        return frozenset()
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return frozenset([*end_token_ids(folder), *own, *stop_token_ids])
 
 
 def sft_sample(
@@ -18,32 +33,53 @@ def sft_sample(
     apply_chat_template: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     from_message: int = 0,
+    end_tokens: Collection[int] = (),
 ) -> tuple[list[int], int, list[int]]:
     """(tokens, response_length, loss_mask) of a supervised sample.
 
-    A string prompt is followed by its label and the end token. In a chat every assistant turn is trained on, its
-    end-of-turn token included; a label is one more such turn. The mask is derived from the template itself: header,
-    other roles and whatever the template adds between turns get 0, and so do all messages before `from_message` of a
-    chat. The response spans the first to the last trained token.
+    A string prompt is followed by its label and the end token. In a chat every turn of the assistant is trained on,
+    with its end-of-turn token, unless the turn is marked otherwise. A label is one more such turn, or continues the
+    last message if that is the assistant's. The mask is derived from the template itself: headers, other roles and all
+    that the template adds between turns get 0, and so do all messages before `from_message` of a chat. The response
+    spans the first to the last trained token.
 
-    Raises RecordError without any assistant turn, or if the template does not show what the assistant wrote.
+    With `end_tokens` each turn must end with one of them, or be followed by one, which is then trained on, too. The end
+    of an earlier turn is left out of training where the template ends only the last one with such a token.
+
+    Raises RecordError without any turn of the assistant, if the template leaves out a part of the chat, or if a turn
+    ends with another token.
     """
     with located(prompt):
         if isinstance(prompt.text, str) and not (apply_chat_template and prompt.text):
             return _string_sample(prompt.text, prompt.label, tokenizer)
-        chat = as_chat(prompt.text)
-        if prompt.label is not None and chat[-1]["role"] != "assistant":
-            chat = [*chat, {"role": "assistant", "content": str(prompt.label)}]
+        chat, prefilled = _with_label(as_chat(prompt.text), prompt.label)
+        template = Template(tokenizer, prompt, template_kwargs)
         tokens, mask = assistant_mask(
-            chat, tokenizer, Template(tokenizer, prompt, template_kwargs), from_message=from_message
+            chat, tokenizer, template, from_message=from_message, end_tokens=end_tokens, prefilled=prefilled
         )
         if prompt.images or has_images(chat):
             counts = image_repeats(tokens, prompt, tokenizer)
             tokens, mask = repeated(tokens, counts), repeated(mask, counts)
         if 1 not in mask:
-            raise RecordError("prompt: no message of the assistant in the chat, and no label; nothing to imitate")
+            raise RecordError(
+                "prompt: no message of the assistant that is trained on, and no label; nothing to imitate"
+            )
     first, end = mask.index(1), len(mask) - mask[::-1].index(1)
     return tokens[:end], end - first, mask[first:end]
+
+
+def _with_label(chat: Chat, label: Label) -> tuple[Chat, Chat | None]:
+    """Return the chat with its label, and the chat that the label continues in the middle of a message, if it does."""
+    if label is None:
+        return chat, None
+    if isinstance(label, list | dict):
+        raise RecordError("label: a list or an object; imitation needs the response as its label, a text")
+    if not chat or chat[-1]["role"] != "assistant":
+        return [*chat, {"role": "assistant", "content": text_of_label(label)}], None
+    last = chat[-1]
+    if last.get("tool_calls") or not isinstance(last.get("content"), str):
+        raise RecordError("label: the chat ends with a message of the assistant that a label cannot continue")
+    return [*chat[:-1], {**last, "content": last["content"] + text_of_label(label)}], chat
 
 
 def _string_sample(text: str, label: Label, tokenizer: Any) -> tuple[list[int], int, list[int]]:
@@ -52,52 +88,156 @@ def _string_sample(text: str, label: Label, tokenizer: Any) -> tuple[list[int], 
         raise RecordError(f"label: {fault}; imitation of a string prompt needs the answer as its label")
     if tokenizer.eos_token_id is None:
         raise SettingsError("model.path: its tokenizer has no end token; set eos_token in tokenizer_config.json")
-    answer = [*encode(tokenizer, str(label)), tokenizer.eos_token_id]
-    if not text:  # nothing comes before the first token, which could be predicted from
-        return answer, len(answer) - 1, [1] * (len(answer) - 1)
-    return encode(tokenizer, text) + answer, len(answer), [1] * len(answer)
+    prompt, answer = encode_raw(tokenizer, text), [*encode(tokenizer, text_of_label(label)), tokenizer.eos_token_id]
+    # Without a token before it, the first one cannot be predicted.
+    length = len(answer) if prompt else len(answer) - 1
+    return prompt + answer, length, [1] * length
 
 
 def assistant_mask(
-    chat: Chat, tokenizer: Any, template: Template, *, from_message: int = 0
+    chat: Chat,
+    tokenizer: Any,
+    template: Template,
+    *,
+    from_message: int = 0,
+    end_tokens: Collection[int] = (),
+    prefilled: Chat | None = None,
 ) -> tuple[list[int], list[int]]:
-    """All tokens of the rendered chat, and their loss mask: 1 for assistant tokens of `from_message` or later."""
+    """All tokens of the rendered chat, and their loss mask: 1 for assistant tokens of `from_message` or later.
+
+    `prefilled` is the chat before a label completed its last message: what it has of that message gets 0.
+    """
     if not tokenizer.is_fast:
         raise SettingsError("model.path: loss masks need a fast tokenizer (tokenizer.json); this one is a slow one")
-    text = template.text(chat)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
-    specials = [offsets[t] for t, token in enumerate(tokens) if token in special]
-    mask = [0] * len(tokens)
-    for i, message in enumerate(chat):
-        if message["role"] != "assistant" or i < from_message:
+    rendering = _Rendering.of(template, tokenizer, template.fit(chat, taught=True), end_tokens)
+    mask = [0] * len(rendering.tokens)
+    for i, message in enumerate(rendering.chat):
+        is_continued = prefilled is not None and i == len(rendering.chat) - 1
+        if message["role"] != "assistant" or (i < from_message and not is_continued) or not _is_taught(message, i):
             continue
-        start, end, tail_end = _turn_span(template, chat, i, text)
-        following = next((span for span in specials if span[0] >= end), None)
-        if following is not None and following[1] > tail_end and _is_other_end(template, chat, i, text, end, following):
-            tail_end = following[1]
-        ended = False
-        for t, (begin, stop) in enumerate(offsets):
-            # The turn ends with its first special token, and any that follow immediately.
-            gap = text[end:begin] if end <= begin < stop <= tail_end and tokens[t] in special else "no end"
-            if not (gap if ended else gap.strip()):
-                end, ended = stop, True
-        for t, (begin, stop) in enumerate(offsets):
+        start, content_end, end = rendering.turn(i)
+        if is_continued:
+            start = _prefilled_end(template, prefilled, rendering.text)
+        role_token = None
+        if end_tokens:
+            end, role_token = rendering.stopping_end(i, (start, content_end, end), end_tokens)
+        for t, (begin, stop) in enumerate(rendering.offsets):
             if start <= begin < stop <= end:
                 mask[t] = 1
-    return tokens, mask
+        if role_token is not None:
+            count = next((t for t, (begin, _) in enumerate(rendering.offsets) if begin >= end), len(mask))
+            return [*rendering.tokens[:count], role_token], [*mask[:count], 1]
+    return rendering.tokens, mask
 
 
-def _is_other_end(template: Template, chat: Chat, i: int, text: str, end: int, token: tuple[int, int]) -> bool:
-    """Return whether a special token ends turn i, although the last turn of a chat ends with another (gpt-oss).
+def _is_taught(message: Mapping[str, Any], i: int) -> bool:
+    try:
+        return is_trained(message, f"message[{i}]")
+    except MessageError as error:
+        raise RecordError(f"prompt: {error}") from None
 
-    `token` is the span of the first one after the turn's text; one that opens a turn ends none.
-    """
-    last = _render_around(template, chat[: i + 1], i)
-    if last is None or not last[1].strip() or text[end : token[0]].strip():
-        return False
-    return not _generation_header(template, chat[:i]).strip().startswith(text[slice(*token)])
+
+def _prefilled_end(template: Template, prefilled: Chat | None, text: str) -> int:
+    before = template.prompt_text(prefilled or [])
+    if not text.startswith(before):
+        raise RecordError("prompt: the chat template changes the beginning of a message with its end; give it whole")
+    return len(before)
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """A chat as text and as tokens; `offsets` has the characters of each token, `special` the special tokens."""
+
+    template: Template
+    tokenizer: Any
+    chat: Chat
+    text: str
+    tokens: list[int]
+    offsets: list[tuple[int, int]]
+    special: frozenset[int]
+
+    @classmethod
+    def of(cls, template: Template, tokenizer: Any, chat: Chat, end_tokens: Collection[int]) -> Self:
+        text = template.text(chat)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        added = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
+        special = frozenset([*added, *tokenizer.all_special_ids, *end_tokens])
+        return cls(template, tokenizer, chat, text, [*encoded["input_ids"]], encoded["offset_mapping"], special)
+
+    def turn(self, i: int) -> tuple[int, int, int]:
+        """Return where turn i begins, where its content ends, and where the special tokens that end it do."""
+        start, content_end, tail_end = _turn_span(self.template, self.chat, i, self.text)
+        specials = [span for token, span in zip(self.tokens, self.offsets, strict=True) if token in self.special]
+        following = next((span for span in specials if span[0] >= content_end), None)
+        has_end = any(stop == content_end for _, stop in specials)
+        is_beyond = following is not None and following[1] > tail_end and not has_end
+        if following is not None and is_beyond and self._is_other_end(i, content_end, following):
+            tail_end = following[1]
+        end, ended = content_end, False
+        for begin, stop in specials:
+            # The turn ends with its first special token, and any that follow immediately.
+            gap = self.text[end:begin] if end <= begin < stop <= tail_end else "no end"
+            if not (gap if ended else gap.strip()):
+                end, ended = stop, True
+        return start, content_end, end
+
+    def _is_other_end(self, i: int, content_end: int, token: tuple[int, int]) -> bool:
+        """Return whether a special token ends turn i, although the last turn of a chat ends with another (gpt-oss).
+
+        `token` is the span of the first one after the turn's text; one that opens a turn ends none.
+        """
+        last = _render_around(self.template, self.chat[: i + 1], i)
+        if last is None or not last[1].strip() or self.text[content_end : token[0]].strip():
+            return False
+        return not _generation_header(self.template, self.chat[:i]).strip().startswith(self.text[slice(*token)])
+
+    def stopping_end(self, i: int, span: tuple[int, int, int], end_tokens: Collection[int]) -> tuple[int, int | None]:
+        """Return the end of turn i at which the engine stops, and a token to append to the last turn for that.
+
+        `span` is what `turn` returned. Some templates close a turn with the token of the next role (GLM), others only
+        the last turn with the token at which the model stops (gpt-oss): then the end of an earlier one is not trained
+        on. Raises RecordError for any other.
+        """
+        start, content_end, end = span
+        tokens = [*zip(self.tokens, self.offsets, strict=True)]
+        turn = [(token, stop) for token, (begin, stop) in tokens if start <= begin < stop <= end]
+        ends = [*itertools.takewhile(lambda item: item[0] in self.special, reversed(turn))]
+        if stops := [stop for token, stop in ends if token in end_tokens]:
+            return min(stops), None
+        rest = self.text[end:]
+        after = encode(self.tokenizer, rest.lstrip())[:1]
+        if after and after[0] in end_tokens:
+            return end + len(rest) - len(rest.lstrip()) + len(self.tokenizer.decode(after)), None
+        token = _token_after(self.template, self.tokenizer, self.chat[i], is_last=not rest.strip())
+        if token in end_tokens:
+            return (content_end, None) if rest.strip() else (end, token)
+        ending = repr(self.tokenizer.decode([token for token, _ in reversed(ends)])) if ends else "no end token"
+        names = ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(end_tokens))
+        raise RecordError(
+            f"prompt: message {i} ends with {ending}, and the model stops only at {names}. Add the former to "
+            "eos_token_id in the model's generation_config.json, or use a chat template that ends turns with one of "
+            "the latter."
+        )
+
+
+def _token_after(template: Template, tokenizer: Any, message: Mapping[str, Any], *, is_last: bool) -> int | None:
+    """Return the token that follows a turn like this one: the next role's where it is last, else the end of a last."""
+    question, answer = {"role": "user", "content": STAND_INS[0]}, {"role": "assistant", "content": STAND_INS[1]}
+    following: dict[str, Any] = question
+    if calls := message.get("tool_calls"):
+        answer = {**answer, "content": "", "tool_calls": calls}
+        following = {"role": "tool", "content": STAND_INS[0], "tool_call_id": calls[-1].get("id", "")}
+    try:
+        before = template.text(template.fit([question, answer]))
+        if is_last:
+            whole = template.text(template.fit([question, answer, following]))
+            rest = whole[len(before.rstrip()) :] if whole.startswith(before.rstrip()) else ""
+        else:
+            rest = before[before.rindex(STAND_INS[1]) + 1 :] if not calls else ""
+    except (RecordError, ValueError):
+        return None
+    tokens = encode(tokenizer, rest.lstrip())
+    return tokens[0] if tokens else None
 
 
 def _turn_span(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:
@@ -109,13 +249,34 @@ def _turn_span(template: Template, chat: Chat, i: int, text: str) -> tuple[int, 
     that ends before it, if the template leaves that chat unchanged. Raises RecordError if neither shows the turn.
     """
     try:
-        return _span_between(template, chat, i, text)
+        start, end, tail_end = _span_between(template, chat, i, text)
     except RecordError:
-        before, until = template.text(chat[:i], header=True) if i else "", template.text(chat[: i + 1])
-        first, second = (template.text([*chat[:i], _replace_content(chat[i], stand_in)]) for stand_in in STAND_INS)
-        if first == second or not (before and until.startswith(before) and text.startswith(until)):
+        appended = _appended(template, chat, i, text)
+        if appended is None:
             raise
-        return len(before), len(until.rstrip()), len(until)
+        start, end, tail_end = appended
+    # A turn is what the model writes after its prompt. Not every template begins it so once it is there.
+    prompt = _text_before(template, chat[:i], header=True)
+    return (len(prompt) if prompt and text.startswith(prompt) and len(prompt) <= end else start), end, tail_end
+
+
+def _text_before(template: Template, chat: Chat, *, header: bool) -> str:
+    """Render the messages before a turn; "" for none, or where the template refuses a chat that ends there."""
+    try:
+        return template.text(chat, header=header) if chat else ""
+    except RecordError:
+        return ""
+
+
+def _appended(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int] | None:
+    """Like `_turn_span`: the turn is what it appends to the chat before it. None if that chat or the turn changes."""
+    before, until = _text_before(template, chat[:i], header=False), template.text(chat[: i + 1])
+    first, second = (template.text([*chat[:i], _replace_content(chat[i], stand_in)]) for stand_in in STAND_INS)
+    if first == second or not (text.startswith(before) and text.startswith(until.rstrip())):
+        return None
+    gap = shared(first, second)[len(before) :]
+    opened = _header_end(text[len(before) :], _generation_header(template, chat[:i]), gap)
+    return None if opened is None else (len(before) + opened, len(until.rstrip()), len(until))
 
 
 def _span_between(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:

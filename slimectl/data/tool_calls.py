@@ -6,15 +6,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice
 from typing import Any
 
+from slimectl.data.json_codec import STRICT_DECODER
 from slimectl.types import JsonGrammar
 
 PYTHON = {"True": True, "False": False, "None": None}
 """Values that Qwen3.5's template writes in Python's way."""
-
-DECODER = json.JSONDecoder()
 
 Tools = Sequence[Mapping[str, Any]]
 """Tools as a request declares them: {"type": "function", "function": {name, parameters}}, or the function alone."""
@@ -34,9 +33,9 @@ class CallNotation:
     """How a family writes calls: in blocks from `opening` to `closing`, each with one call or several.
 
     `markers` stand in the chat template of the family and of no notation before it in NOTATIONS. `read` returns the
-    calls of the inside of a block, none if it is not well formed. Without `opening` the whole answer is a block, and
-    `may_begin` says whether the beginning of an answer may be that of one. Where a call is a JSON object of name and
-    arguments, `arguments_key` is the key of these.
+    calls of the inside of a block, none if it is not well formed. `may_begin` says whether a text may be the beginning
+    of a well-formed inside, although a closing tag follows it: that may be a part of an argument. Without `opening` the
+    whole answer is a block. Where a call is a JSON object of name and arguments, `arguments_key` is the key of these.
     """
 
     name: str
@@ -98,7 +97,7 @@ def _declared_json_calls(text: str, tools: Tools) -> list[ToolCall]:
     position, text = 0, text.rstrip("; \n")
     while position < len(text):
         try:
-            _, end = DECODER.raw_decode(text, position)
+            _, end = STRICT_DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):
             return []
         call = _json_call(text[position:end], tools)
@@ -131,8 +130,8 @@ def _named_json_call(text: str, tools: Tools) -> list[ToolCall]:
 def _deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
     """Read DeepSeek's calls: V3 and R1 write type, name and a fenced object, V3.1 name and object."""
     calls = []
-    for head, body in _segments(text, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"):
-        name, fence, fenced = body.partition("```json")
+    for head, body in _elements(text, DEEPSEEK_CALL, "<｜tool▁call▁end｜>") or ():
+        name, fence, fenced = ("", "", "") if body.lstrip().startswith("{") else body.partition("```json")
         values = _json_object(fenced.rpartition("```")[0] if fence else body)
         if values is None:
             return []
@@ -143,8 +142,7 @@ def _deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
 def _kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
     """Read Kimi-K2's calls, whose id functions.NAME:INDEX has the name, and which its template shows again."""
     calls = []
-    marks = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
-    for call_id, arguments in _segments(text, *marks):
+    for call_id, arguments in _elements(text, KIMI_CALL, "<|tool_call_end|>") or ():
         name = re.sub(r":\d+$", "", call_id.strip().removeprefix("functions."))
         values = _json_object(arguments)
         if values is None or not name:
@@ -155,57 +153,119 @@ def _kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 def _glm_call(text: str, tools: Tools) -> list[ToolCall]:
     """Read a call of GLM-4.5 and later: the name, then pairs of <arg_key> and <arg_value>."""
-    name = text.split("<arg_key>", 1)[0].strip()
-    parts = _segments(text, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    pairs = [(key.strip(), value) for key, _, value in parts]
-    return [_call_of_texts(name, pairs, tools)] if re.fullmatch(r"[\w.-]+", name) else []
+    name, elements = text.split("<arg_key>", 1)[0].strip(), _elements(text, GLM_ARGUMENT, "</arg_value>")
+    if elements is None or not re.fullmatch(r"[\w.-]+", name):
+        return []
+    return [_call_of_texts(name, [(key.strip(), value) for key, value in elements], tools)]
 
 
 def _function_call(text: str, tools: Tools) -> list[ToolCall]:
     """Read a call of Qwen3-Coder and Qwen3.5: <function=NAME> with <parameter=KEY> blocks, values on their lines."""
-    for name, body in _segments(text, "<function=", ">", "</function>"):
-        parts = _segments(body, "<parameter=", ">", "</parameter>")
-        pairs = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in parts]
-        return [_call_of_texts(name.strip(), pairs, tools)]
-    return []
+    return _calls_of_elements(text, FUNCTION, "</function>", PARAMETER, tools, on_lines=True)
 
 
 def _minimax_calls(text: str, tools: Tools) -> list[ToolCall]:
     """Read MiniMax-M2's calls: <invoke name="NAME"> with <parameter name="KEY"> blocks."""
-    return [
-        _call_of_texts(name, _segments(body, '<parameter name="', '">', "</parameter>"), tools)
-        for name, body in _segments(text, '<invoke name="', '">', "</invoke>")
-    ]
+    return _calls_of_elements(text, INVOKE, "</invoke>", NAMED_PARAMETER, tools)
 
 
-def _segments(text: str, *marks: str) -> Iterator[tuple[str, ...]]:
-    """Yield what stands between the marks, each time that all of them follow one another; in one pass."""
-    position = 0
-    while True:
-        ends: list[tuple[int, int]] = []
-        for mark in marks:
-            start = text.find(mark, position)
-            if start < 0:
-                return
-            position = start + len(mark)
-            ends.append((start, position))
-        yield tuple(text[after:before] for (_, after), (before, _) in pairwise(ends))
+def _calls_of_elements(
+    text: str,
+    opening: re.Pattern[str],
+    closing: str,
+    parameter: re.Pattern[str],
+    tools: Tools,
+    *,
+    on_lines: bool = False,
+) -> list[ToolCall]:
+    """Return a call for each element, whose parameters are elements within it; none if one is not closed.
+
+    With `on_lines` the tags of a parameter stand on lines of their own.
+    """
+    calls = []
+    for name, body in _elements(text, opening, closing) or ():
+        pairs = _elements(body, parameter, "</parameter>")
+        if pairs is None:
+            return []
+        if on_lines:
+            pairs = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs]
+        calls.append(_call_of_texts(name.strip(), pairs, tools))
+    return calls
+
+
+DEEPSEEK_CALL = re.compile("<｜tool▁call▁begin｜>([^<]*)<｜tool▁sep｜>")
+KIMI_CALL = re.compile(r"<\|tool_call_begin\|>([^<]*)<\|tool_call_argument_begin\|>")
+GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+FUNCTION, PARAMETER = re.compile("<function=([^<>]*)>"), re.compile("<parameter=([^<>]*)>")
+INVOKE, NAMED_PARAMETER = re.compile('<invoke name="([^"]*)">'), re.compile('<parameter name="([^"]*)">')
+"""What opens an element; the group is its name."""
+
+
+MOST_NESTED = 64
+"""Tags within an element that are paired off, so that a text of nothing else is read in little time."""
+
+
+def _elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[str, str]] | None:
+    """Return name and content of every element; None if one is not closed.
+
+    A content may have tags in it, as a program that writes calls has: it ends at the last closing tag before the next
+    element. An element within it, opened and closed, belongs to it.
+    """
+    elements: list[tuple[str, str]] = []
+    match = opening.search(text)
+    while match is not None:
+        first = _first_end(text, match.end(), opening, closing)
+        if first < 0:
+            return None
+        following = opening.search(text, first)
+        end = text.rindex(closing, first, len(text) if following is None else following.start())
+        elements.append((match[1], text[match.end() : end]))
+        match = following
+    return elements
+
+
+def _first_end(text: str, start: int, opening: re.Pattern[str], closing: str) -> int:
+    """Return the place of the first closing tag that no tag after `start` opens, else of the first one; -1 if none."""
+    depth = 0
+    tags = re.compile(f"{opening.pattern}|(?P<closing>{re.escape(closing)})")
+    for tag in islice(tags.finditer(text, start), MOST_NESTED):
+        if tag["closing"] is None:
+            depth += 1
+        elif depth == 0:
+            return tag.start()
+        else:
+            depth -= 1
+    return text.find(closing, start)
+
+
+def _breaks_off_in_string(text: str, tools: Tools) -> bool:
+    """Whether a text is JSON that breaks off within a string, where a closing tag is content."""
+    try:
+        STRICT_DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        return False
+    return False
+
+
+def _contains(tag: str) -> Callable[[str, Tools], bool]:
+    return lambda text, tools: tag in text
 
 
 NOTATIONS = (
-    CallNotation(
-        "minimax_m2", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _minimax_calls
-    ),
-    CallNotation(
-        "deepseek", ("<｜tool▁calls▁begin｜>",), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls
-    ),
-    CallNotation(
-        "kimi_k2", ("<|tool_calls_section_begin|>",), "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
-        _kimi_calls,
-    ),
-    CallNotation("glm45", ("<arg_key>", "<tool_call>"), "<tool_call>", "</tool_call>", _glm_call),
-    CallNotation("qwen3_coder", ("<function=", "<tool_call>"), "<tool_call>", "</tool_call>", _function_call),
-    CallNotation("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call, "arguments"),
+    CallNotation("minimax_m2", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _minimax_calls,
+                 may_begin=_contains("<invoke ")),
+    CallNotation("deepseek", ("<｜tool▁calls▁begin｜>",), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+                 _deepseek_calls, may_begin=_contains("<｜tool▁call▁begin｜>")),
+    CallNotation("kimi_k2", ("<|tool_calls_section_begin|>",), "<|tool_calls_section_begin|>",
+                 "<|tool_calls_section_end|>", _kimi_calls, may_begin=_contains("<|tool_call_begin|>")),
+    CallNotation("glm45", ("<arg_key>", "<tool_call>"), "<tool_call>", "</tool_call>", _glm_call,
+                 may_begin=_contains("<arg_value>")),
+    CallNotation("qwen3_coder", ("<function=", "<tool_call>"), "<tool_call>", "</tool_call>", _function_call,
+                 may_begin=_contains("<parameter=")),
+    CallNotation("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call, "arguments",
+                 _breaks_off_in_string),
     CallNotation("llama3", ("dictionary of argument name and its value",), "", "", _declared_json_calls, "parameters",
                  _begins_object),
     CallNotation("glm4", ("<|observation|>", "metadata"), "", "", _named_json_call, may_begin=_begins_tool_name),
@@ -235,7 +295,7 @@ def _value(text: str, schema: Any) -> Any:
     if types == {"string"}:
         return text
     try:
-        value = PYTHON[text] if text in PYTHON else json.loads(text)
+        value = PYTHON[text] if text in PYTHON else STRICT_DECODER.decode(text)
     except (ValueError, RecursionError):
         return text
     # A text like 5 of an argument that may be a string, but no number, is a string.
@@ -264,7 +324,7 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = STRICT_DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

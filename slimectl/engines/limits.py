@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 
 from slimectl.errors import SettingsError
 from slimectl.types import SamplingParams
+
+MOST = 2**63
+"""Bound of every number: engines hold counts in 64 bits."""
 
 
 def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: int, max_context: int) -> None:
@@ -16,15 +20,39 @@ def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: i
     check_tokens(tokens, vocabulary=vocabulary, max_tokens=max_context)
     if len(tokens) == max_context and params.max_tokens:
         raise _too_long(tokens, max_context)
+    for name, value in _numbers(params):
+        if not abs(value) < MOST:  # nor is a NaN
+            raise SettingsError(f"{name}: {str(value)[:40]} is not a number below 2^63")
     if params.max_tokens < 0:
         raise SettingsError(f"max_tokens: {params.max_tokens} is not a length; ask for at least 0")
     if params.temperature < 0:
         raise SettingsError(f"temperature: {params.temperature} is negative; give 0 (greedy) or more")
     if params.repetition_penalty <= 0:
         raise SettingsError(f"repetition_penalty: {params.repetition_penalty} is not above 0; 1 is none")
-    for token, _ in params.logit_bias:
+    if params.top_p <= 0:
+        raise SettingsError(f"top_p: {params.top_p} is not above 0; 1 leaves all tokens")
+    if params.grammar is not None and params.min_tokens > 0:
+        raise SettingsError("min_tokens: excludes a grammar, which decides where an answer may end; set it to 0")
+    check_ids("logit_bias", [token for token, _ in params.logit_bias], vocabulary=vocabulary)
+    check_ids("stop_token_ids", params.stop_token_ids, vocabulary=vocabulary)
+
+
+def check_ids(name: str, tokens: Iterable[int], *, vocabulary: int) -> None:
+    """Raise SettingsError for a token outside the vocabulary in the field or setting `name`."""
+    for token in tokens:
         if not 0 <= token < vocabulary:
-            raise SettingsError(f"logit_bias: token {token} is outside the vocabulary of {vocabulary}")
+            raise SettingsError(
+                f"{name}: token {token} is outside the vocabulary of {vocabulary}; use ids of the model's own tokenizer"
+            )
+
+
+def _numbers(params: SamplingParams) -> Iterator[tuple[str, float]]:
+    """Yield every number but the seed, which may be any, with the name of its field."""
+    for name in (field.name for field in fields(params)):
+        value = getattr(params, name)
+        if isinstance(value, int | float) and name != "seed":
+            yield name, value
+    yield from (("logit_bias", bias) for _, bias in params.logit_bias)
 
 
 def check_tokens(tokens: Sequence[int], *, vocabulary: int, max_tokens: int) -> None:

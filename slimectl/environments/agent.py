@@ -94,6 +94,8 @@ class EnvironmentAgent:
     per_group = False
     limits_time = True
     """The attempt's time is limited here, and not as the time of tools."""
+    renders_chats = True
+    """All that it asks goes through the chat template, a string prompt too."""
 
     def __init__(self, options: EnvironmentOptions, single_turn: SingleTurn | None = None) -> None:
         """`single_turn` answers prompts of evaluations that are no tasks of the environment."""
@@ -148,7 +150,8 @@ class EnvironmentAgent:
     def _session(self, arguments: Mapping[str, Any], reader: AnswerReader) -> Session:
         params: SamplingParams = arguments["sampling_params"]
         limits = SessionLimits(self.options.max_turns, params.max_tokens, arguments.get("context"))
-        return Session(arguments["tokenizer"], reader, arguments["generate"], params, limits)
+        policy = (arguments["tokenizer"], reader, arguments["generate"])
+        return Session(*policy, params, limits, template_kwargs=self.options.template_kwargs)
 
     async def _play(self, episode: Episode, transcript: Transcript, task: Task) -> None:
         """Play an episode to its end, or to a limit of turns or tokens. Raises EpisodeError."""
@@ -183,8 +186,7 @@ class EnvironmentAgent:
         return answer
 
     def _request(self, chat: Messages, tools: Messages) -> ChatRequest:
-        values = {"messages": chat, "tools": tools, "max_tokens": self.options.turn_tokens}
-        return read_chat(values | {"chat_template_kwargs": dict(self.options.template_kwargs)})
+        return read_chat({"messages": chat, "tools": tools, "max_tokens": self.options.turn_tokens})
 
     def _report(self, task: Task, transcript: Transcript, failures: Counter[str], seconds: float) -> dict[str, Any]:
         report: dict[str, Any] = {"name": self.options.specification.name, "task": task.index, "split": task.split}

@@ -5,7 +5,7 @@ T response tokens of a pack · R those of one sample
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -210,7 +210,7 @@ class UserPolicyLoss(PolicyLoss):
 
 
 def user_policy_loss(
-    loss: PolicyLoss, rows: Sequence[TrainingSample], executions: Sequence[int], settings: Settings
+    loss: PolicyLoss, rows: Sequence[TrainingSample], executions: Sequence[Hashable], settings: Settings
 ) -> PolicyLoss:
     """Return the loss of a step with the user's functions of [train]; `rows` have their loss weights.
 

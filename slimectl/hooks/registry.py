@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from slimectl.errors import HookError
 from slimectl.hooks import signatures
 from slimectl.hooks.slime.shapes import PARAMETERS
 from slimectl.settings import Settings
-from slimectl.user_code import Hook, parameter_names
+from slimectl.user_code import Hook, load_callable, parameter_names
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,25 @@ class HookSpec:
             for shape in self.shapes[1:]
         ]
 
-    def load(self, path: str) -> Hook:
-        """Load the callable at `path`. Raises HookError if its parameters do not fit."""
+    def load(self, path: str, *, setting: str | None = None, function: Callable[..., Any] | None = None) -> Hook:
+        """Load the callable at `path`, unless it is given. Raises HookError if its parameters do not fit.
+
+        `setting` is what errors name, where another setting than the hook's own has the path.
+        """
         from slimectl.hooks.slime.modules import offer_modules
 
         offer_modules()
         first = self.shapes[0]
         if first is signatures.DataSource:
             return self._load_class(path)
-        names = parameter_names(path, setting=self.setting) if len(self.shapes) > 1 else set()
+        setting = setting or self.setting
+        function = load_callable(path, setting=setting) if function is None else function
+        names = parameter_names(function, location=f"{setting}: {path}")
         shape = next((shape for shape in self.shapes[1:] if names & set(self._additional_names(shape))), first)
         return Hook(
             path,
-            setting=self.setting,
+            function=function,
+            setting=setting,
             offers=_names(shape),
             other_names=PARAMETERS.get(self.setting, {}),
             takes_data=any(p.kind is p.VAR_KEYWORD for p in inspect.signature(shape.__call__).parameters.values()),

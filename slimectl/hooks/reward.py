@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimectl.data.columns import ANSWERS, QUESTIONS
@@ -26,23 +26,63 @@ PLURALS = {"prompt": "prompts", "completion": "completions"}
 """Names of these parts in a function that takes many."""
 
 
-class UserReward:
-    """A user's reward function, loaded from a path and called with one sample or many.
+class OfSample:
+    """Calls a function of one sample whose parameter has another name, or none that can be read."""
 
-    Raises HookError if its parameters do not fit.
+    def __init__(self, function: Callable[[Sample], Any]) -> None:
+        self.function = function
+        self.__module__ = getattr(function, "__module__", __name__)  # whose lines errors name
+
+    def __call__(self, sample: Sample) -> Any:
+        return self.function(sample)
+
+
+def of_sample(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes a sample under the name `sample`, if it takes one under a name of its own.
+
+    >>> of_sample(lambda each: each.index)(sample=Sample(index=7))
+    7
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some functions that are written in C
+        return OfSample(function)
+    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if len(required) != 1 or required[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        return function
+    known = {"args", "settings", "sample", "samples", *COLUMNS, *NAMES}
+    takes_name = required[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return function if takes_name and required[0].name in known else OfSample(function)
+
+
+class UserReward:
+    """A user's reward function, loaded from a path or given, and called with one sample or many.
+
+    `setting` is what errors name. Raises HookError if its parameters do not fit.
     """
 
-    def __init__(self, path: str, settings: Settings) -> None:
-        self.path, self._hook, self._args = path, HOOKS[SETTING].load(path), FlatSettings(settings)
+    def __init__(self, source: str | Callable[..., Any], settings: Settings, setting: str = SETTING) -> None:
+        path, function = source, None
+        if not isinstance(source, str):
+            path, function = getattr(source, "__qualname__", type(source).__name__), of_sample(source)
+        self.path, self._args = str(path), FlatSettings(settings)
+        self._hook = HOOKS[SETTING].load(self.path, setting=setting, function=function)
         function, names = self._hook.function, set(self._hook.wanted)
+        self._skips_none = settings.score.none_reward == "skip"
         self.takes_many = bool(names & {"samples", *COLUMNS})
         self._by_name = not names & {"sample", "samples"} and bool(names & {*COLUMNS, *NAMES})
         self._label_names = {settings.rollout.label_key, *ANSWERS}
         self._prompt_names = {settings.rollout.input_key, *QUESTIONS}
-        if settings.score.group_rm and not self.takes_many:
-            raise HookError(f"{SETTING}: {path}: with score.group_rm it is called with samples; take them or drop that")
+        if setting == SETTING and settings.score.group_rm and not self.takes_many:
+            raise HookError(f"{self.name}: with score.group_rm it is called with samples; take them or drop that")
+        function = function.function if isinstance(function, OfSample) else function
         call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
+
+    @property
+    def name(self) -> str:
+        """The setting and the path, as errors name it."""
+        return self._hook.name
 
     def called(self, samples: Sequence[Sample]) -> Any:
         """Return the function's result, or an awaitable of it. It gets copies, so that grading changes no sample."""
@@ -64,8 +104,7 @@ class UserReward:
         names = list(dict.fromkeys(name for row in rows for name in row))
         if missing := [name for name in self._hook.required if name not in {*names, "args", "settings"}]:
             raise HookError(
-                f"{SETTING}: {self.path} wants {', '.join(missing)}, which is no key of the rows; they have "
-                f"{', '.join(names)}"
+                f"{self.name} wants {', '.join(missing)}, which the rows do not have; their keys are {', '.join(names)}"
             )
         return {name: [row.get(name) for row in rows] for name in names} if self.takes_many else rows[0]
 
@@ -101,21 +140,26 @@ class UserReward:
         try:
             values = returned.tolist() if hasattr(returned, "tolist") else returned
         except Exception as error:
-            raise HookError(f"{SETTING}: {self.path}: its rewards: {in_one_line(error)}; return a list") from error
+            raise HookError(f"{self.name}: its rewards: {in_one_line(error)}; return a list") from error
         if not isinstance(values, list | tuple):
             raise HookError(
-                f"{SETTING}: {self.path} returned {type(returned).__name__} for {len(samples)} samples; "
+                f"{self.name} returned {type(returned).__name__} for {len(samples)} samples; "
                 f"return a list, a reward for each"
             )
         if len(values) != len(samples):
             raise HookError(
-                f"{SETTING}: {self.path} returned {len(values)} rewards for {len(samples)} samples; return one for each"
+                f"{self.name} returned {len(values)} rewards for {len(samples)} samples; return one for each"
             )
         return [self._plain(reward, sample) for reward, sample in zip(values, samples, strict=True)]
 
     def _plain(self, reward: Any, sample: Sample) -> Any:
-        """Return the reward as plain JSON values. Raises HookError, naming the sample, for other values."""
+        """Return the reward as plain JSON values, or None for no opinion.
+
+        Raises HookError, naming the sample, for other values.
+        """
+        if reward is None and self._skips_none:
+            return None
         try:
             return plain_reward(reward)
         except ValueError as error:
-            raise HookError(f"{SETTING}: {self.path}: reward of sample {sample.index} {error}") from None
+            raise HookError(f"{self.name}: reward of sample {sample.index} {error}") from None

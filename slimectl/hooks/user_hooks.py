@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,7 +70,7 @@ def _custom_loss(settings: Settings) -> Any:
 
 
 def _policy_loss(
-    loss: PolicyLoss, rows: Sequence[TrainingSample], trajectory_ids: Sequence[int], *, settings: Settings
+    loss: PolicyLoss, rows: Sequence[TrainingSample], trajectory_ids: Sequence[Hashable], *, settings: Settings
 ) -> PolicyLoss:
     from slimectl.hooks.loss import user_policy_loss
 
@@ -101,7 +101,10 @@ def user_eval_log(
     function = required_hook(settings, EVAL_LOG)
     data = {
         name: {
-            "rewards": [reward_number(sample, settings.score.reward_key) for sample in dataset_samples],
+            "rewards": [
+                None if sample.has_no_reward else reward_number(sample, settings.score.reward_key)
+                for sample in dataset_samples
+            ],
             "truncated": [sample.status is Status.TRUNCATED for sample in dataset_samples],
             "samples": list(dataset_samples),
         }

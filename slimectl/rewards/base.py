@@ -36,11 +36,12 @@ class Grade:
     >>> Grade(1.0, r"last \boxed{}", "equals the label '0.5'", r"\frac12", (12, 19)).to_json()["from"]
     'last \\boxed{}'
 
-    `source` names the part of the response that was searched, `extracted` is the answer found there (None: none) and
-    `span` its start and end in the response, in characters, if it occurs there verbatim.
+    A reward of None means no opinion. `source` names the part of the response that was searched, `extracted` is the
+    answer found there (None: none) and `span` its start and end in the response, in characters, if it occurs there
+    verbatim.
     """
 
-    reward: float | dict[str, Any]
+    reward: float | dict[str, Any] | None
     source: str
     why: str
     extracted: str | None = None
@@ -83,7 +84,7 @@ class Verifier(ABC):
         """Whether two answers to the prompt of `sample` are one to a majority vote; by default, in spelling."""
         return first == second
 
-    def __call__(self, sample: Sample) -> float | dict[str, Any]:
+    def __call__(self, sample: Sample) -> float | dict[str, Any] | None:
         grade = self.explain(sample)
         if not isinstance(grade, Grade):
             raise TypeError(f"explain returned {type(grade).__name__}, not a Grade")
@@ -117,6 +118,19 @@ class Verifier(ABC):
     def patience_s(self) -> float:
         """Maximum time in seconds to wait for one sample."""
         return 0.0
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether it calls a function of the user."""
+        return False
+
+    def grade_all(self, samples: Sequence[Sample]) -> list[Grade]:
+        """Grade the samples of one call."""
+        if len(samples) == 1:
+            return [self.explain(samples[0])]
+        from slimectl.transport.client import run_sync
+
+        return run_sync(lambda asker: self.grade_async(samples, asker))
 
     async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         """Grade several samples asynchronously; by default, `explain` for each."""

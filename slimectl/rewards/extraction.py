@@ -11,7 +11,7 @@ from typing import Literal
 from slimectl.errors import RecordError
 from slimectl.rewards.base import Span
 from slimectl.rewards.thoughts import OPENED, answer_start
-from slimectl.types import Sample
+from slimectl.types import Sample, text_of_label
 
 Source = Literal["response", "last_line", "boxed", "answer_tag", "with_thought"]
 SOURCES: tuple[Source, ...] = ("response", "last_line", "boxed", "answer_tag", "with_thought")
@@ -138,9 +138,7 @@ def label_text(sample: Sample, wanted_by: str) -> str:
         )
     if label is None:
         raise RecordError(f"sample {sample.index}: label: missing, and the {wanted_by} verifier compares with it")
-    if isinstance(label, float) and label.is_integer():
-        return str(int(label))
-    return composed(str(label).strip())
+    return composed(text_of_label(label).strip())
 
 
 def composed(text: str) -> str:

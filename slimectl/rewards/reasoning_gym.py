@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from slimectl.errors import MissingExtraError, RecordError
 from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
 from slimectl.rewards.extraction import SOURCE_WORDS, UNCLOSED, find, text_of
-from slimectl.types import Sample, json_copy
+from slimectl.types import Sample, json_copy, text_of_label
 
 MAX_ANSWER = 20_000
 MAX_EXPRESSION = 1_000
@@ -42,19 +42,19 @@ class ReasoningGym(Verifier):
 
     `metadata.source_dataset` names the task and `metadata.entry` is its entry; without the latter the entry is built
     from prompt, label and metadata. Some scorers `eval` the answer: those get only literals and arithmetic, anything
-    else scores 0.0. Raises RecordError for metadata that names no task.
+    else scores 0.0. Raises RecordError for metadata that names no task, and without both entry and label.
     """
 
     def explain(self, sample: Sample) -> Grade:
         task = _task(sample)
-        scorer = _scorer(task)
+        scorer, entry = _scorer(task), _entry(sample)
         answer, source = _find(sample)
         if answer is None:
             return no_answer(source, UNCLOSED)
         reward = 0.0
         if len(answer.text) > MAX_ANSWER:
             reason = f"{len(answer.text)} characters, over the limit of {MAX_ANSWER}"
-        elif _NOT_FINITE.search(answer.text) and answer.text != str(sample.label):  # but `nan` is also a word
+        elif _NOT_FINITE.search(answer.text) and answer.text != text_of_label(sample.label):  # but `nan` is also a word
             reason = "not a finite number, which compares with nothing"
         elif (scorer.counts or scorer.evaluates) and _EXPONENT.search(answer.text):
             reason = f"an exponent of more than three digits, which the scorer of {task} would write out"
@@ -64,9 +64,9 @@ class ReasoningGym(Verifier):
             try:
                 with warnings.catch_warnings():  # numpy's would quote the answer on stderr
                     warnings.simplefilter("ignore")
-                    score = float(scorer.score(answer.text, _entry(sample)))
+                    score = float(scorer.score(answer.text, entry))
                 reward = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
-                reason = f"the scorer of {task} gives {score:g}; the label is {quote(str(sample.label))}"
+                reason = f"the scorer of {task} gives {score:g}; the label is {quote(text_of_label(sample.label))}"
             except Exception as error:  # an answer that makes a scorer raise counts as rejected
                 reason = f"the scorer of {task} does not accept it: {type(error).__name__}"
         return Grade(reward, source, reason, answer.text, answer.span)
@@ -162,7 +162,9 @@ def _entry(sample: Sample) -> dict[str, Any]:
     """A copy of the task's entry: some scorers modify their argument."""
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict):
-        entry = {"question": sample.prompt, "answer": str(sample.label), "metadata": sample.metadata}
+        if sample.label is None:
+            raise RecordError(f"sample {sample.index}: label: missing, and so is metadata.entry; give one of them")
+        entry = {"question": sample.prompt, "answer": text_of_label(sample.label), "metadata": sample.metadata}
     copied: dict[str, Any] = json_copy(entry)
     if _task(sample) in _TUPLE_TASKS:
         copied["metadata"] = _as_tuples(copied["metadata"])

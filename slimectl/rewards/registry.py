@@ -1,10 +1,11 @@
-"""Makes verifiers by type: with options, in a box, or several in a weighted sum."""
+"""Makes verifiers by type: with options, in a box, or several in a weighted sum with functions of the user."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import isabstract
@@ -20,18 +21,27 @@ if TYPE_CHECKING:
     from slimectl.transport.client import HttpClient
 
 
+LoadPart = Callable[[str, str], Verifier]
+"""Loads the function at a path that a setting names. Raises HookError if it does not fit."""
+
+
 @dataclass(frozen=True)
 class Part:
-    """One verifier of a sum; `key` selects the number from a dict reward."""
+    """One verifier or function of a sum; `key` selects the number from a dict reward."""
 
     name: str
     weight: float
     verifier: Verifier
     key: str = "score"
 
-    def number(self, reward: float | dict[str, Any]) -> float:
-        """The part's reward as a number. Raises HookError for a dict without `key`, as a server may send."""
-        number = reward.get(self.key) if isinstance(reward, dict) else reward
+    def number(self, reward: float | dict[str, Any] | None, *, skip_none: bool = False) -> float | None:
+        """The part's reward as a number; with `skip_none`, None for None.
+
+        Raises HookError for a dict without `key`, as a server may send.
+        """
+        number = reward.get(self.key) if isinstance(reward, dict) and self.key in reward else reward
+        if number is None and skip_none:
+            return None
         if not is_number(number):
             raise HookError(f"score.rm: {self.name}: no number under {self.key!r} in {str(reward)[:60]}")
         return float(number)
@@ -39,13 +49,19 @@ class Part:
 
 @dataclass(frozen=True)
 class WeightedSum(Verifier):
-    """{score: sum of weight times part, NAME: each part, unweighted}; extracts the first part's answer."""
+    """{score: sum of weight times part, NAME: each part, unweighted}; extracts the first verifier's answer.
+
+    With `skip_none` a part whose reward is None has no opinion and adds nothing; where no part has one, the reward is
+    None.
+    """
 
     parts: tuple[Part, ...]
+    skip_none: bool = False
 
     @property
     def bounds(self) -> tuple[float, float]:
-        ends = [sorted(part.weight * end for end in part.verifier.bounds) for part in self.parts]
+        weighing = [part for part in self.parts if part.weight]  # 0 times infinity is NaN
+        ends = [sorted(part.weight * end for end in part.verifier.bounds) for part in weighing]
         return sum(low for low, _ in ends), sum(high for _, high in ends)
 
     @property
@@ -69,36 +85,65 @@ class WeightedSum(Verifier):
         """The most that a part takes; 1 with a slow part, whose samples have a time limit each."""
         return 1 if self.slow else max(part.verifier.together for part in self.parts)
 
+    @property
+    def takes_groups(self) -> bool:
+        return any(part.verifier.takes_groups for part in self.parts)
+
+    @property
+    def runs_user_code(self) -> bool:
+        return any(part.verifier.runs_user_code for part in self.parts)
+
     def explain(self, sample: Sample) -> Grade:
         return self._combine([part.verifier.explain(sample) for part in self.parts])
+
+    def grade_all(self, samples: Sequence[Sample]) -> list[Grade]:
+        if self.is_async:
+            return super().grade_all(samples)
+        by_part = [
+            [grade for batch in _batches(part.verifier, samples) for grade in part.verifier.grade_all(batch)]
+            for part in self.parts
+        ]
+        return [self._combine(verdicts) for verdicts in zip(*by_part, strict=True)]
 
     async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         by_part = await asyncio.gather(*(_grade_in_batches(part.verifier, samples, asker) for part in self.parts))
         return [self._combine(verdicts) for verdicts in zip(*by_part, strict=True)]
 
     def _combine(self, verdicts: Sequence[Grade]) -> Grade:
-        numbers = [part.number(verdict.reward) for part, verdict in zip(self.parts, verdicts, strict=True)]
-        total = sum(part.weight * number for part, number in zip(self.parts, numbers, strict=True))
+        numbers = [
+            part.number(verdict.reward, skip_none=self.skip_none)
+            for part, verdict in zip(self.parts, verdicts, strict=True)
+        ]
+        products = [part.weight * n for part, n in zip(self.parts, numbers, strict=True) if n is not None]
         names = [part.name for part in self.parts]
         reasons = [
-            f"{part.weight:g} x {part.name} {number:g} ({verdict.why})"
+            f"{part.weight:g} x {part.name} {'no opinion' if number is None else f'{number:g}'} ({verdict.why})"
             for part, number, verdict in zip(self.parts, numbers, verdicts, strict=True)
         ]
-        reward = {"score": total, **dict(zip(names, numbers, strict=True))}
-        return Grade(reward, verdicts[0].source, "; ".join(reasons), verdicts[0].extracted, verdicts[0].span)
+        reward = {"score": sum(products), **dict(zip(names, numbers, strict=True))} if products else None
+        shown = verdicts[self._answering]
+        return Grade(reward, shown.source, "; ".join(reasons), shown.extracted, shown.span)
 
     def extract(self, sample: Sample) -> str | None:
-        return self.parts[0].verifier.extract(sample)
+        return self.parts[self._answering].verifier.extract(sample)
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
-        return self.parts[0].verifier.same_answer(sample, first, second)
+        return self.parts[self._answering].verifier.same_answer(sample, first, second)
+
+    @property
+    def _answering(self) -> int:
+        """Position of the first part that can name an answer, which a function of the user cannot."""
+        return next((i for i, part in enumerate(self.parts) if not part.verifier.runs_user_code), 0)
 
 
 async def _grade_in_batches(verifier: Verifier, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
     """Grade samples in batches of the size that the verifier takes."""
+    return [grade for batch in _batches(verifier, samples) for grade in await verifier.grade_async(batch, asker)]
+
+
+def _batches(verifier: Verifier, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
     size = verifier.together
-    batches = (samples[start : start + size] for start in range(0, len(samples), size))
-    return [grade for batch in batches for grade in await verifier.grade_async(batch, asker)]
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 BOXED = "boxed_"
@@ -164,33 +209,78 @@ def known_types() -> list[str]:
     return VERIFIERS.names()
 
 
-def weighted(parts: list[dict[str, Any]]) -> Verifier:
-    """Build the weighted sum that `score.rm` describes: type, weight, name, key and options of each part.
+def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_none: bool = False) -> WeightedSum:
+    """Build the weighted sum that `score.rm` describes: type or path, weight, name, key and options of each part.
 
     >>> weighted([{"type": "exact"}, {"type": "length_penalty", "weight": -0.1, "limit": 8}])(
     ...     Sample(response="4", label="4", response_length=2))
     {'score': 0.975, 'exact': 1.0, 'length_penalty': 0.25}
 
-    Raises SettingsError for an invalid part, or two parts of the same name.
+    A part with a `path` and no `type` is a function of the user, which `load` loads. With `skip_none` a part whose
+    reward is None is left out of the sum. Raises SettingsError for an invalid part, or two parts of the same name, and
+    HookError for a function that does not fit.
     """
     built: list[Part] = []
-    for index, entry in enumerate(parts):
+    names = _part_names(parts)
+    for index, (entry, name) in enumerate(zip(parts, names, strict=True)):
         options, location = dict(entry), f"score.rm[{index}]"
         rm_type, weight = options.pop("type", None), options.pop("weight", 1.0)
-        if not isinstance(rm_type, str):
-            raise SettingsError(f"{location}.type: missing; name a verifier ({', '.join(known_types())})")
+        if not isinstance(rm_type, str) and not ("path" in entry and "type" not in entry):
+            raise SettingsError(
+                f"{location}.type: missing; name a verifier ({', '.join(known_types())}), or give the path of a "
+                f"function of your own: path = 'file.py:name'"
+            )
         if isinstance(weight, bool) or not is_number(weight):
             raise SettingsError(f"{location}.weight: {weight!r} is no finite number")
-        name, key = str(options.pop("name", rm_type)), str(options.pop("key", "score"))
-        if name == "score" or name in {part.name for part in built}:
+        options.pop("name", None)
+        key = str(options.pop("key", "score"))
+        if name == "score" or name in names[:index]:
             raise SettingsError(f"{location}.name: {name!r} is taken; give each part a name of its own")
-        try:
-            built.append(Part(name, float(weight), verifier(rm_type, **options), key))
-        except SettingsError as error:
-            raise SettingsError(re.sub(r"score\.rm_(?:options|type)", location, str(error), count=1)) from None
+        part = _own_function(location, options, load) if rm_type is None else _typed(location, rm_type, options)
+        built.append(Part(name, float(weight), part, key))
     if not built:
         raise SettingsError("score.rm: no parts; give [{type = ..., weight = ...}, ...]")
-    return WeightedSum(tuple(built))
+    return WeightedSum(tuple(built), skip_none)
+
+
+def _part_names(parts: list[dict[str, Any]]) -> list[str]:
+    """Return the name of each part: the given one, its type, or its function's name.
+
+    Functions whose name is taken by another part are named by their path.
+    """
+    names = []
+    for part in parts:
+        source = str(part.get("type") or part.get("path"))
+        names.append(str(part.get("name", source if "type" in part else re.split("[:.]", source)[-1])))
+    counts = Counter([*names, "score"])
+    return [
+        name if counts[name] == 1 or {"name", "type"} & part.keys() else str(part.get("path"))
+        for name, part in zip(names, parts, strict=True)
+    ]
+
+
+def _typed(location: str, rm_type: str, options: dict[str, Any]) -> Verifier:
+    """Create the verifier of a part of a sum. Raises SettingsError that names the part."""
+    try:
+        return verifier(rm_type, **options)
+    except SettingsError as error:
+        message = re.sub(r"score\.rm_(?:options|type)", location, str(error), count=1)
+        own = rm_type.removeprefix(BOXED) not in VERIFIERS and re.search("[:.]", rm_type)
+        hint = f"; for a function of your own write path = {rm_type!r} instead of type" if own else ""
+        raise SettingsError(message + hint) from None
+
+
+def _own_function(location: str, options: dict[str, Any], load: LoadPart | None) -> Verifier:
+    """Load the user's function of a part of a sum. Raises SettingsError or HookError that names the part."""
+    path = options.pop("path")
+    if options:
+        raise SettingsError(
+            f"{location}.{min(options)}: a function of your own has no options; the keys of such a part are path, "
+            f"weight, name and key"
+        )
+    if not isinstance(path, str) or load is None:
+        raise SettingsError(f"{location}.path: {path!r} is not a path; write file.py:name or package.module:name")
+    return load(path, f"{location}.path")
 
 
 def verifier(rm_type: str, **options: Any) -> Verifier:

@@ -12,10 +12,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slimectl.chats.messages import content_text
+from slimectl.chats.template import Template
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files
 from slimectl.rewards.base import Grade, Verifier
-from slimectl.types import Sample
+from slimectl.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from slimectl.transport.client import HttpClient
@@ -134,12 +136,12 @@ class _Model:
         if not self.tokenizer.chat_template:
             prompt = sample.prompt
             if not isinstance(prompt, str):
-                prompt = "\n\n".join(str(turn.get("content") or "") for turn in prompt)
+                prompt = "\n\n".join(content_text(turn.get("content")) for turn in prompt)
             return list(self.tokenizer(prompt, response)["input_ids"])
         messages = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
         chat = [*messages, {"role": "assistant", "content": response}]
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        template = Template(self.tokenizer, Prompt(chat), None)
+        return list(self.tokenizer.encode(template.text(template.fit(chat)), add_special_tokens=False))
 
     def rewards(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """One score per sequence, from the hidden state of its last token."""

@@ -191,8 +191,6 @@ def run_to_target(task: benchmark.BenchmarkTask, values: Mapping[str, Any]) -> I
 
     The run is left at the first evaluation that reaches the target, and then saves nothing.
     """
-    from slimectl.settings.keys import settings_toml
-
     settings, clock = task.settings(values), PhaseClock()
     with frozen_objects():
         from slimectl.runtime.run import TrainingRun
@@ -205,7 +203,7 @@ def run_to_target(task: benchmark.BenchmarkTask, values: Mapping[str, Any]) -> I
             yield Evaluation(number, metrics[task.metric], cpu_s)
 
     reached = False
-    with closing(job.reports(settings_toml(settings), force=True)) as reports:
+    with closing(job.reports(force=True)) as reports:
         running = True
         while running and not reached:
             try:

@@ -67,7 +67,7 @@ def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evalua
             prompt,
             tokenizer,
             apply_chat_template=rollout.apply_chat_template,
-            template_kwargs=rollout.apply_chat_template_kwargs,
+            template_kwargs=rollout.template_kwargs,
         )
         excess[prompt.index] = prompt_excess(len(tokens), rollout, context, evaluation=evaluation)
     if len(prompts) < ROWS:  # of a longer source others may fit
@@ -103,7 +103,8 @@ def check_grading(grader: Grader, prompts: list[Prompt]) -> None:
             extra=dict(prompt.extra),
             status=Status.COMPLETED,
         )
-        if not grader.is_custom(sample) and not (verifier := grader.verifier_of(sample)).is_async:
+        verifier = grader.verifier_of(sample)
+        if not verifier.runs_user_code and not verifier.is_async:
             try:
                 verifier(sample)
             except SlimectlError:

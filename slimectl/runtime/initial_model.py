@@ -18,6 +18,7 @@ from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import SettingsError
 from slimectl.protocols import Policy
 from slimectl.registry.garbage import collection_paused
+from slimectl.runtime.capacity import configuration
 from slimectl.runtime.grace import RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
@@ -73,6 +74,8 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
     builders.check_policy(settings)
     if samples:
         builders.check_engine(settings)
+        if (config := configuration(settings)) is not None:
+            builders.check_stop_tokens(settings, config)
     builders.check_trackers(settings)
     builders.check_pipes(settings)
     for source in sources:

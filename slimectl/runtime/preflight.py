@@ -14,7 +14,7 @@ from slimectl.data.prompts import ordered_rows
 from slimectl.data.run_dir import RunDir
 from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_library
 from slimectl.hooks import HOOKS, check_hooks, hooks
-from slimectl.runtime.capacity import disk, is_readable, memory, shape_of
+from slimectl.runtime.capacity import configuration, disk, is_readable, memory, shape_of
 from slimectl.runtime.first_prompts import check_grading, check_source, check_training_samples, first_prompts, shown
 from slimectl.runtime.machine import CheckResult
 from slimectl.settings import Settings
@@ -156,7 +156,8 @@ def _reward_of(settings: Settings, sources: Sequence[str]) -> str:
 
 
 def _named(score: ScoreSettings) -> str:
-    return score.rm_type or " + ".join(f"{part.get('weight', 1):g} x {part['type']}" for part in score.rm)
+    parts = ((part.get("weight", 1), part.get("type") or part["path"]) for part in score.rm)
+    return score.rm_type or " + ".join(f"{weight:g} x {name}" for weight, name in parts)
 
 
 def _hooks(settings: Settings) -> str:
@@ -186,6 +187,8 @@ def _training(settings: Settings) -> str:
 
 def _engine(settings: Settings) -> str:
     builders.check_engine(settings)
+    if is_readable(settings):
+        builders.check_stop_tokens(settings, configuration(settings) or {})
     builders.keys(settings, ())
     urls = len(settings.engine.url)
     if urls:

@@ -23,6 +23,7 @@ from slimectl.runtime.report_loop import ReportLoop, Reports, abandonment
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.runtime.run_parts import build_parts
 from slimectl.settings import Settings
+from slimectl.settings.keys import settings_toml
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState
@@ -49,7 +50,9 @@ class TrainingRun:
     ) -> None:
         self._recipe = recipe
         self.progress = progress
+        settings = builders.with_template_date(settings)
         self.rounds = rounds or SampledRounds(settings)
+        self.rounds.settings = settings
         self.rounds.check()
         self.settings = settings
         self.interrupted = interrupted
@@ -67,7 +70,6 @@ class TrainingRun:
 
     def execute(
         self,
-        settings_toml: str,
         *,
         resume: bool = False,
         force: bool = False,
@@ -75,7 +77,7 @@ class TrainingRun:
         on_start: Callable[[], None] = lambda: None,
     ) -> bool:
         """Run to the end; return False if interrupted. See `reports`."""
-        reports = self.reports(settings_toml, resume=resume, force=force, lock=lock, on_start=on_start)
+        reports = self.reports(resume=resume, force=force, lock=lock, on_start=on_start)
         while True:
             try:
                 next(reports)
@@ -85,7 +87,6 @@ class TrainingRun:
 
     def reports(
         self,
-        settings_toml: str,
         *,
         resume: bool = False,
         force: bool = False,
@@ -114,7 +115,9 @@ class TrainingRun:
                 self._check_same_work(manifest)
                 self.folder.adopt(manifest.facts)
             else:
-                self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=logger.warning)
+                self.folder.start(
+                    settings_toml(self.settings), force=force, manifest=manifest.facts, warn=logger.warning
+                )
             ending.enter_context(log_to_file(self.folder.path / "log.txt"))
             on_start()
             remove_orphans()

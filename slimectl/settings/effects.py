@@ -56,7 +56,7 @@ def _names_tracker(settings: Settings, *without: str) -> bool:
 
 def _grades_in_batches(settings: Settings) -> bool:
     functions = [dataset.custom_rm_path for dataset in settings.eval.datasets.values()]
-    return bool(settings.score.custom_rm_path or settings.score.allow_paths_in_records or any(functions))
+    return bool(settings.score.own_functions or settings.score.allow_paths_in_records or any(functions))
 
 
 AGENT_KEYS = ("agent_timeout_s", "agent_max_turns", "agent_retries", "agent_concurrency", "agent_model")

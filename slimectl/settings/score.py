@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -20,8 +20,9 @@ class ScoreSettings(Section):
 
     rm: list[dict[str, Any]] = []
     """A weighted sum in place of rm_type: [{type = "math", weight = 1.0}, {type = "length_penalty", weight = -0.1,
-    limit = 4096}]. A part's other keys are its verifier's options; `name` names it in the reward dict, `key` says which
-    number of a part that is a dict itself."""
+    limit = 4096}, {path = "my_rewards.py:format", weight = 0.2}]. A part has the `type` of a verifier, with its options
+    as further keys, or the `path` of your own function, with the parameters that custom_rm_path takes. `name` names it
+    in the reward dict, `key` selects the number of a part that is a dict itself."""
 
     custom_rm_path: str | None = None
     """Your own reward function, by path, instead of rm_type and rm: of these three, a later layer of settings replaces
@@ -35,6 +36,11 @@ class ScoreSettings(Section):
     custom_reward_post_process_path: str | None = None
     """Function of (args, samples), by path: the rewards of a round as they are logged, and as they become advantages
     without being compared with siblings."""
+
+    none_reward: Literal["error", "skip"] = "error"
+    """What None of your own function means: error = stop and name the sample, skip = no opinion. A sum leaves such a
+    part out. A sample on which no function has an opinion gets no reward: it is left out of training, of its group's
+    baseline and of evaluations."""
 
     group_rm: bool = False
     """Hand all siblings of a prompt to the reward function in one call (or to remote_rm in one request)."""
@@ -67,6 +73,12 @@ class ScoreSettings(Section):
     """Worker processes; 0 grades in this process, without the time limits. Where not given: one for each core, at most
     4, for verifiers that do symbolic mathematics or run programs, also where only a prompt names one
     (metadata.rm_type); this process for the others."""
+
+    @property
+    def own_functions(self) -> list[str]:
+        """Paths of your own functions that grade."""
+        parts = [str(part["path"]) for part in self.rm if "path" in part and "type" not in part]
+        return [self.custom_rm_path] if self.custom_rm_path else parts
 
     @property
     def wall_limit_s(self) -> float:

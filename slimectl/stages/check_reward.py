@@ -92,7 +92,9 @@ def check_reward(
         "errors", [(trial.sample, trial.error) for trial in trials if trial.error], f"{len(completed)} samples graded"
     )
     faults = [(trial.sample, trial.fault) for trial in completed if trial.fault]
-    yield _check_faults("type", faults, f"{len(numeric)} finite numbers") if completed else _nothing_ran("type")
+    silent = len(completed) - len(numeric) - len(faults)
+    types = f"{len(numeric)} finite numbers" + (f", {silent} without an opinion" if silent else "")
+    yield _check_faults("type", faults, types) if completed else _nothing_ran("type")
     yield _check_range(numeric, bounds)
     changed = [
         (trial.sample, f"{trial.results[0]!r}, then {trial.results[1]!r}")
@@ -115,6 +117,8 @@ def _make_trial(sample: Sample, result: Any, settings: ScoreSettings) -> Trial:
     if isinstance(result, BaseException):
         return Trial(sample, error=f"{type(result).__name__}: {result}")
     first, second, seconds = result
+    if first is None and settings.none_reward == "skip":
+        return Trial(sample, (first, second), seconds)
     try:
         number = reward_number(replace(sample, reward=first), settings.reward_key)
     except HookError as error:

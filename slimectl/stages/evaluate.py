@@ -23,9 +23,9 @@ from slimectl.stages.generation import GroupGenerator, single_turn
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import optional_metrics, pass_rates
 from slimectl.stages.rollout import rollout, sampling_params
-from slimectl.stages.score import Grader, report_timeouts, reward_number, score
+from slimectl.stages.score import Grader, report_grading, reward_number, score
 from slimectl.stages.whole_rounds import whole_round_evaluation
-from slimectl.types import Metrics, Prompt, Sample, Status, TableRow
+from slimectl.types import Metrics, Prompt, Sample, Status, TableRow, text_of_label
 
 OF_ROLLOUT = ("input_key", "label_key", "tool_key", "metadata_key", "stop", "stop_token_ids", "min_new_tokens",
               "custom_generate_function_path")  # fmt: skip
@@ -121,7 +121,7 @@ def with_summary(
     for sample in tee(samples, collected.append):
         sample.metadata.setdefault("dataset", name)
         yield sample
-    report_timeouts(collected, settings.score, f"eval.data.{name}")
+    report_grading(collected, settings.score, f"eval.data.{name}")
     threshold, key = settings.eval.success_threshold, settings.score.reward_key
     metrics |= summarize(
         name, collected, success_threshold=threshold, reward_key=key, answer=answer, track=settings.track
@@ -138,7 +138,8 @@ class AnswerExtractor:
 
     def __call__(self, sample: Sample) -> str | None:
         if isinstance(sample.reward, dict) and "pred" in sample.reward:
-            return str(sample.reward["pred"]) or None
+            pred = sample.reward["pred"]
+            return None if pred is None else str(pred) or None
         verifier = self._verifier(sample)
         return verifier.extract(sample) if verifier else None
 
@@ -148,9 +149,7 @@ class AnswerExtractor:
         return verifier.same_answer(sample, first, second) if verifier else first == second
 
     def _verifier(self, sample: Sample) -> Verifier | None:
-        if not isinstance(self.reward, Grader) or sample.custom_rm_path or self.reward.settings.score.custom_rm_path:
-            return None
-        if self.reward.has_agent_rewards([sample]):
+        if not isinstance(self.reward, Grader) or self.reward.has_agent_rewards([sample]):
             return None
         return self.reward.verifier_of(sample)
 
@@ -173,10 +172,17 @@ def summarize(
 
     An attempt that an agent divided into several samples counts once, as in training: with the mean of their rewards,
     the sum of their lengths, and the answer of the last one. maj@n needs a sample with an `answer`; [track] may enable
-    more. Raises RecordError without samples.
+    more. Samples without a reward (score.none_reward) are counted and left out of everything else. Raises RecordError
+    without samples.
     """
     if not samples:
         raise RecordError(f"eval.data.{name}: no prompts; give a source that has some")
+    unrewarded = sum(sample.has_no_reward for sample in samples)
+    samples = [sample for sample in samples if not sample.has_no_reward]
+    if not samples:
+        raise RecordError(
+            f"eval.data.{name}: no sample has a reward, as every reward function returned None; return a number"
+        )
     attempts = _attempts(samples)
     rewards = [statistics.fmean(reward_number(part, reward_key) for part in parts) for parts in attempts]
     right = [value >= success_threshold for value in rewards]
@@ -196,6 +202,8 @@ def summarize(
         f"eval/{name}/response_len/max": float(max(lengths)),
         f"eval/{name}/response_len/min": float(min(lengths)),
     }
+    if unrewarded:
+        metrics[f"eval/{name}/no_reward"] = float(unrewarded)
     for kind, values in (("accuracy", right), ("avg_reward", rewards)):
         if (error := _standard_error(samples, values)) is not None:
             metrics[f"eval/{name}_{kind}_stderr"] = error
@@ -253,6 +261,7 @@ def _group_metrics(
 def table_of(samples: Iterable[Sample], rows: int, *, reward_key: str | None = None) -> list[TableRow]:
     """Return a table of `rows` samples, the same ones at every evaluation: of each prompt one before a second."""
     attempts: Counter[int] = Counter()
+    samples = [sample for sample in samples if not sample.has_no_reward]
     ranked: list[tuple[int, int, Sample]] = []
     for sample in sorted(samples, key=lambda sample: (sample.group_index, sample.index)):
         ranked.append((attempts[sample.group_index], sample.group_index, sample))
@@ -261,7 +270,7 @@ def table_of(samples: Iterable[Sample], rows: int, *, reward_key: str | None = N
         {
             "prompt": text if isinstance(text := sample.prompt, str) else json.dumps(text, ensure_ascii=False),
             "response": sample.response,
-            "label": "" if sample.label is None else str(sample.label),
+            "label": text_of_label(sample.label),
             "reward": reward_number(sample, reward_key),
         }
         for _, _, sample in sorted(ranked, key=lambda entry: entry[:2])[:rows]

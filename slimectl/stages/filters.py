@@ -10,5 +10,9 @@ from slimectl.types import Sample
 
 
 def nonzero_std(args: Any, samples: list[Sample]) -> tuple[bool, str]:
-    """Keep groups whose rewards differ: DAPO's dynamic sampling (arXiv:2503.14476, eq. 11)."""
-    return has_signal([reward_number(sample, args.score.reward_key) for sample in samples])
+    """Keep groups whose rewards differ: DAPO's dynamic sampling (arXiv:2503.14476, eq. 11).
+
+    Samples without a reward (score.none_reward) are not compared.
+    """
+    key = args.score.reward_key
+    return has_signal([reward_number(sample, key) for sample in samples if not sample.has_no_reward])

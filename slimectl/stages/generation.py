@@ -55,6 +55,7 @@ def sampling_params(settings: RolloutSettings) -> SamplingParams:
         stop=tuple(settings.stop),
         stop_token_ids=tuple(settings.stop_token_ids),
         ignore_eos=settings.ignore_eos,
+        skip_special_tokens=settings.skip_special_tokens,
     )
 
 
@@ -102,12 +103,13 @@ class GroupGenerator:
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
         if self._rendered is None or self._rendered[0] is not prompt:  # else the length check has rendered it
             settings = self.settings
-            warn_of_raw_prompt(prompt, self.tokenizer, settings)
+            if not getattr(self.agent, "renders_chats", False):
+                warn_of_raw_prompt(prompt, self.tokenizer, settings)
             tokens = render(
                 prompt,
                 self.tokenizer,
                 apply_chat_template=settings.apply_chat_template,
-                template_kwargs=settings.apply_chat_template_kwargs,
+                template_kwargs=settings.template_kwargs,
             )
             self._rendered = prompt, tokens
         return list(self._rendered[1])
@@ -224,7 +226,8 @@ class GroupGenerator:
         Where the tags are special tokens, which are left out of responses, no verifier could see the thought close.
         """
         prompt_end = sample.tokens[max(0, sample.prompt_length - PROMPT_END) : sample.prompt_length]
-        tag = opened_by(self.tokenizer.decode(prompt_end, skip_special_tokens=True)) if prompt_end else ""
+        skip = self.settings.skip_special_tokens
+        tag = opened_by(self.tokenizer.decode(prompt_end, skip_special_tokens=skip)) if prompt_end else ""
         if tag or OPENED in sample.metadata or opened_by(sample.prompt):
             sample.metadata[OPENED] = tag
 
@@ -342,6 +345,7 @@ class _GenerationSession:
             sample.rollout_routed_experts = None if self._attempts.evaluation else self._routing(sample)
             if len(set(sample.weight_versions)) > 1 and (spans := self._spans(sample)):
                 sample.metadata = {**sample.metadata, VERSION_SPANS: spans}
+            self._mask_forced(sample)
             if self._together and parts[sample.index] > 1:
                 sample.rollout_id = sample.index
             elif not self._together and len(samples) > 1:
@@ -362,6 +366,16 @@ class _GenerationSession:
             if sample.tokens[place : place + len(completion.tokens)] == completion.tokens:
                 spans += completion.version_spans(place - sample.prompt_length)
         return spans
+
+    def _mask_forced(self, sample: Sample) -> None:
+        """Set the loss mask to 0 for tokens that a grammar forced, in every answer that the sample contains."""
+        for tokens, completion in self._requests:
+            if completion.loss_mask is None or 0 not in completion.loss_mask:
+                continue
+            common = _common_length(sample.tokens, [*tokens, *completion.tokens]) - sample.prompt_length
+            mask, start = sample.loss_mask or [1] * sample.response_length, len(tokens) - sample.prompt_length
+            forced = {start + i for i, chosen in enumerate(completion.loss_mask) if not chosen and start + i < common}
+            sample.loss_mask = [0 if i in forced else value for i, value in enumerate(mask)]
 
     def _routing(self, sample: Sample) -> Routing | None:
         """Return the experts of the sample's tokens, from every request that began like it; None if no engine told.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,11 +13,21 @@ from typing import Any, Protocol
 from slimectl.data.records import refused_path
 from slimectl.data.streams import batched
 from slimectl.errors import RecordError, SettingsError, SlimectlError
-from slimectl.rewards import Grade, Verifier, known_types, takes_url, verifier, weighted
+from slimectl.rewards import (
+    Grade,
+    RewardFunction,
+    UserFunction,
+    Verifier,
+    WeightedSum,
+    known_types,
+    takes_url,
+    verifier,
+    weighted,
+)
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
 from slimectl.settings.secret import revealed_score
-from slimectl.transport.client import HttpClient, run_sync
+from slimectl.transport.client import HttpClient
 from slimectl.types import Sample, Status
 
 
@@ -57,33 +66,11 @@ class BatchedReward(Protocol):
         ...
 
 
-class RewardFunction(Protocol):
-    """A reward function of the user, called with one sample or with many."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def takes_many(self) -> bool:
-        """Whether it is called with many samples."""
-        ...
-
-    @property
-    def is_async(self) -> bool:
-        """Whether it is async."""
-        ...
-
-    def called(self, samples: Sequence[Sample]) -> Any:
-        """Return the function's result, or an awaitable of it."""
-        ...
-
-    def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
-        """Return one reward per sample. Raises HookError if the result has no such rewards."""
-        ...
-
-
-LoadRewardFunction = Callable[[str, Settings], RewardFunction]
-"""Loads the function at a path. Raises HookError if it does not fit."""
+LoadRewardFunction = Callable[[str | Callable[..., Any], Settings, str], RewardFunction]
+"""Loads a function, or the one at a path, for the setting that names it. Raises HookError if it does not fit."""
+CUSTOM = "score.custom_rm_path"
+ARGUMENT = "reward"
+"""What errors call a function that was passed in from Python."""
 
 
 class PerSampleReward:
@@ -145,32 +132,44 @@ def as_batched(reward: Callable[[Sample], Any]) -> BatchedReward:
 class Grader:
     """Dispatches a sample to its reward: the sample's custom_rm_path, the run's, metadata.rm_type, rm_type.
 
-    Pickled as its settings, so that worker processes create verifiers of their own. Raises SettingsError or HookError
-    at once if a verifier or function named in the settings does not exist. `load_function` loads functions by path; it
-    is picklable.
+    A `function` that is passed in goes before all of these. Pickled as its settings, so that worker processes create
+    verifiers of their own. Raises SettingsError or HookError at once if a verifier or function named in the settings
+    does not exist. `load_function` loads functions; it is picklable.
     """
 
-    def __init__(self, settings: Settings, load_function: LoadRewardFunction | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        load_function: LoadRewardFunction | None = None,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
         # With the secrets at hand: worker processes, and other machines, have another environment.
         self.settings = settings = settings.model_copy(update={"score": revealed_score(settings.score)})
         self._load_function = load_function
-        self._user_rewards: dict[str, RewardFunction] = {}
+        self._user_rewards: dict[str, UserFunction] = {}
         self._verifiers: dict[str, Verifier] = {}
-        self._prepared: set[str] = set()
-        self._agent_may_grade = settings.has_agent and not settings.names_verifier
+        self._prepared: set[int] = set()
+        self._agent_may_grade = function is None and settings.has_agent and not settings.names_verifier
+        self._function, self._sum = function, None
+        self._passed = self._load(function, ARGUMENT) if function is not None else None
         score = settings.score
-        if score.rm and score.rm_type:
-            raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
-        self._sum = (
-            weighted([self._with_server_url(part, str(part.get("type"))) for part in score.rm]) if score.rm else None
-        )
-        if score.custom_rm_path:
-            self._user_reward_at(score.custom_rm_path)
-        elif score.rm_type:
-            self._verifier(score.rm_type)
+        if self._passed is None:
+            self._sum = self._settings_sum()
+            if score.custom_rm_path:
+                self._user_reward_at(score.custom_rm_path)
+            elif score.rm_type:
+                self._verifier(score.rm_type)
         named = [self._sum] if self._sum else self._verifiers.values()
         # Of the settings' verifiers only: those that prompts name are not known yet.
         self.slow = not score.custom_rm_path and any(verifier.slow for verifier in named)
+
+    def _settings_sum(self) -> WeightedSum | None:
+        """Return the sum that score.rm describes, if it does."""
+        score = self.settings.score
+        if score.rm and score.rm_type:
+            raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
+        parts = [self._with_server_url(part, str(part.get("type"))) for part in score.rm]
+        return weighted(parts, load=self._load, skip_none=score.none_reward == "skip") if parts else None
 
     def __reduce__(self) -> tuple[Callable[[bytes], Grader], tuple[bytes]]:
         return _grader, (self._pickled,)
@@ -178,15 +177,13 @@ class Grader:
     @cached_property
     def _pickled(self) -> bytes:
         """Arguments of this grader, pickled; sent with every call to a worker process."""
-        return pickle.dumps((self.settings, self._load_function))
+        return pickle.dumps((self.settings, self._load_function, self._function))
 
     def __call__(self, sample: Sample) -> Any:
         return self.grade([sample])[0]
 
     def explain(self, sample: Sample) -> Grade:
         """Return the reward with its explanation; for a user's function, only its return value."""
-        if user_reward := self._user_reward_for(sample):
-            return self._as_grades(user_reward, self._call_user_reward(user_reward, [sample]))[0]
         return self.verifier_of(sample).explain(sample)
 
     def calls(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]:
@@ -214,15 +211,14 @@ class Grader:
             return _zero_rewards(samples)
         if self.has_agent_rewards(samples):
             return [sample.reward for sample in samples]
-        user_reward, explains = self._user_reward_for(samples[0]), self.settings.score.explain
-        if user_reward:
-            rewards = self._call_user_reward(user_reward, samples)
-            return list(self._as_grades(user_reward, rewards)) if explains else rewards
-        sample_verifier = self.verifier_of(samples[0])
-        if len(samples) > 1:
-            verdicts = run_sync(lambda asker: sample_verifier.grade_async(samples, asker))
-            return verdicts if explains else [verdict.reward for verdict in verdicts]
-        return [sample_verifier.explain(samples[0]) if explains else sample_verifier(samples[0])]
+        return self._results(self.verifier_of(samples[0]).grade_all(samples))
+
+    def _results(self, grades: Sequence[Grade]) -> list[Any]:
+        """Return the grades if explanations are wanted, else only their rewards."""
+        for grade in grades:
+            if not isinstance(grade, Grade):
+                raise TypeError(f"explain returned {type(grade).__name__}, not a Grade")
+        return list(grades) if self.settings.score.explain else [grade.reward for grade in grades]
 
     def has_agent_rewards(self, samples: Sequence[Sample]) -> bool:
         """Return whether these rewards are the agent's: it gave them, and neither settings nor prompts name another."""
@@ -237,8 +233,7 @@ class Grader:
         if failed(samples) or self.has_agent_rewards(samples):
             return False
         try:
-            user_reward = self._user_reward_for(samples[0])
-            return user_reward.is_async if user_reward else self.verifier_of(samples[0]).is_async
+            return self.verifier_of(samples[0]).is_async
         except RecordError:  # `grade` raises it again
             return False
 
@@ -247,28 +242,23 @@ class Grader:
         if failed(samples) or self.has_agent_rewards(samples):
             return False
         try:
-            return not self._path_of(samples[0]) and self.verifier_of(samples[0]).slow
+            return self.verifier_of(samples[0]).slow
         except RecordError:  # `grade` raises it again
             return False
 
     def prepare(self, samples: list[Sample]) -> None:
         """Prepare this process for the verifier or the function of the call, once for each."""
-        rm_type = str(samples[0].metadata.get("rm_type") or "")
-        if failed(samples) or rm_type in self._prepared or self.has_agent_rewards(samples):
+        if failed(samples) or self.has_agent_rewards(samples):
             return
         with suppress(SlimectlError):  # `grade` raises it again
-            if not self._user_reward_for(samples[0]):
-                self.verifier_of(samples[0]).prepare()
-                self._prepared.add(rm_type)
+            sample_verifier = self.verifier_of(samples[0])
+            if id(sample_verifier) not in self._prepared:
+                sample_verifier.prepare()
+                self._prepared.add(id(sample_verifier))
 
     async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
         """Asynchronous form of `grade`."""
-        explains = self.settings.score.explain
-        if user_reward := self._user_reward_for(samples[0]):
-            rewards = user_reward.rewards(await user_reward.called(samples), samples)
-            return list(self._as_grades(user_reward, rewards)) if explains else rewards
-        verdicts = await self.verifier_of(samples[0]).grade_async(samples, asker)
-        return verdicts if explains else [verdict.reward for verdict in verdicts]
+        return self._results(await self.verifier_of(samples[0]).grade_async(samples, asker))
 
     @property
     def patience_s(self) -> float:
@@ -277,29 +267,34 @@ class Grader:
             return self._sum.patience_s
         return sum(grade.patience_s for grade in self._verifiers.values())
 
-    def is_custom(self, sample: Sample) -> bool:
-        """Return whether a function of the user's grades the sample."""
-        return self._user_reward_for(sample) is not None
+    def runs_user_code(self, sample: Sample) -> bool:
+        """Return whether a function of the user grades the sample, by itself or in a sum."""
+        return self.verifier_of(sample).runs_user_code
 
     def name_of(self, sample: Sample) -> str:
         """Return the setting and the name of what grades the sample, as errors name it."""
+        if self._passed is not None:
+            return self._passed.function.name
         if path := self._path_of(sample):
-            return f"score.custom_rm_path: {path}"
+            return f"{CUSTOM}: {path}"
         if named := sample.metadata.get("rm_type"):
             return f"metadata.rm_type: {named}"
         return f"score.rm_type: {self.settings.score.rm_type}" if self.settings.score.rm_type else "score.rm"
 
     def bounds(self, sample: Sample) -> tuple[float, float] | None:
-        """Return the verifier's (lowest, highest) reward; None for another key of a dict, or without a verifier."""
-        if self._user_reward_for(sample) or self.settings.score.reward_key not in (None, "score"):
-            return None
-        return self.verifier_of(sample).bounds
+        """Return the verifier's (lowest, highest) reward; None for another key of a dict."""
+        return self.verifier_of(sample).bounds if self.settings.score.reward_key in (None, "score") else None
 
     def verifier_of(self, sample: Sample) -> Verifier:
-        """Return the verifier of a sample that has no user function.
+        """Return what grades a sample.
 
-        Raises SettingsError if none is named, RecordError if the sample names an invalid one.
+        Raises SettingsError if nothing is named, RecordError if the sample names an invalid verifier, or a function
+        that it may not.
         """
+        if self._passed is not None:
+            return self._passed
+        if path := self._path_of(sample):
+            return self._user_reward_at(path)
         if named := sample.metadata.get("rm_type"):
             try:
                 return self._verifier(str(named))
@@ -319,21 +314,12 @@ class Grader:
         if (failed([sample]) and not self.settings.score.group_rm) or self.has_agent_rewards([sample]):
             return "", 1, None
         try:
-            path = self._path_of(sample)
-            name = path or str(sample.metadata.get("rm_type") or "")
-            if path:
-                takes_groups = self._user_reward_at(path).takes_many
-                batch_size = self.settings.score.batch_size if takes_groups else 1
-            else:
-                sample_verifier = self.verifier_of(sample)
-                takes_groups, batch_size = sample_verifier.takes_groups, sample_verifier.together
+            sample_verifier = self.verifier_of(sample)
+            name = "" if self._passed else self._path_of(sample) or str(sample.metadata.get("rm_type") or "")
         except RecordError:  # raised again where it is graded, as the result of this sample alone
             return "", 1, None
-        return name, batch_size, sample.group_index if takes_groups and self.settings.score.group_rm else None
-
-    def _user_reward_for(self, sample: Sample) -> RewardFunction | None:
-        path = self._path_of(sample)
-        return self._user_reward_at(path) if path else None
+        takes_group = sample_verifier.takes_groups and self.settings.score.group_rm
+        return name, sample_verifier.together, sample.group_index if takes_group else None
 
     def _path_of(self, sample: Sample) -> str | None:
         """Return the path of the user's function. Raises RecordError if a sample names one and may not."""
@@ -341,22 +327,17 @@ class Grader:
             raise RecordError(f"sample {sample.index}: {refused_path('custom_rm_path', sample.custom_rm_path)}")
         return sample.custom_rm_path or self.settings.score.custom_rm_path
 
-    def _user_reward_at(self, path: str) -> RewardFunction:
+    def _user_reward_at(self, path: str) -> UserFunction:
         if path not in self._user_rewards:
-            if self._load_function is None:
-                raise SettingsError(f"{path}: this grader was built without functions of the user; see builders.reward")
-            self._user_rewards[path] = self._load_function(path, self.settings)
+            self._user_rewards[path] = self._load(path, CUSTOM)
         return self._user_rewards[path]
 
-    def _call_user_reward(self, user_reward: RewardFunction, samples: Sequence[Sample]) -> list[Any]:
-        result = user_reward.called(samples)
-        if inspect.isawaitable(result):
-            awaitable = result
-            result = run_sync(lambda asker: awaitable)
-        return user_reward.rewards(result, samples)
-
-    def _as_grades(self, user_reward: RewardFunction, rewards: Iterable[Any]) -> list[Grade]:
-        return [Grade(reward, "whole sample", f"{user_reward.path} returned {reward!r}") for reward in rewards]
+    def _load(self, source: str | Callable[..., Any], setting: str) -> UserFunction:
+        if self._load_function is None:
+            raise SettingsError(f"{source}: this grader was built without functions of the user; see builders.reward")
+        score = self.settings.score
+        function = self._load_function(source, self.settings, setting)
+        return UserFunction(function, batch_size=score.batch_size, group_rm=score.group_rm)
 
     def _verifier(self, rm_type: str) -> Verifier:
         if rm_type not in self._verifiers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,7 +94,7 @@ class Hooks:
     loss: Loss | None = None
     """Replaces the loss of the algorithm."""
 
-    policy_loss: Callable[[PolicyLoss, Rows, Sequence[int]], PolicyLoss] | None = None
+    policy_loss: Callable[[PolicyLoss, Rows, Sequence[Hashable]], PolicyLoss] | None = None
     """Returns the loss of a step over rows of these trajectories, with another mismatch correction or reduction."""
 
     before_step: Callable[[Policy, int, int], None] = _ignore_step

@@ -61,7 +61,7 @@ def round_metrics(
 ) -> Metrics:
     """Return lengths, truncation, repetition and normalized rewards of a round, and the metrics enabled by [track].
 
-    `rewards` has one number per sample; if it has fewer, metrics of rewards are left out.
+    `rewards` has one number per sample that was not left without one; if it has fewer, metrics of rewards are left out.
     """
     track = settings.track
     metrics: Metrics = {
@@ -71,27 +71,29 @@ def round_metrics(
     }
     metrics |= _statistics("rollout/prompt_len", [sample.prompt_length for sample in samples])
     details = track.log_multi_turn or track.log_reward_category or track.log_correct_samples
-    if len(rewards) != len(samples):
+    rewarded = [sample for sample in samples if not sample.has_no_reward]
+    if not rewards or len(rewards) != len(rewarded):
         return metrics | optional_metrics("rollout/", samples, None, [], track) if details else metrics
     metrics["rollout/avg_reward"] = statistics.fmean(rewards)
     metrics |= mean_max_min("rollout/rewards", normalized_rewards) if normalized_rewards else {}
     right = [reward >= settings.eval.success_threshold for reward in rewards]
     if track.log_passrate:
-        metrics |= pass_rates("passrate/", [sample.group_index for sample in samples], right)
+        metrics |= pass_rates("passrate/", [sample.group_index for sample in rewarded], right)
     return metrics | optional_metrics("rollout/", samples, rewards, right, track) if details else metrics
 
 
 def optional_metrics(
     prefix: str, samples: Sequence[Sample], rewards: Sequence[float] | None, right: Sequence[bool], track: TrackSettings
 ) -> Metrics:
-    """Return the metrics that [track] enables; `right` is true for each sample that succeeded."""
+    """Return the metrics that [track] enables; `right` is true for each sample with a reward that succeeded."""
     metrics: Metrics = {}
+    rewarded = [sample for sample in samples if not sample.has_no_reward]
     if track.log_multi_turn:
         metrics |= multi_turn("" if prefix == "rollout/" else prefix, samples)
     if rewards is not None and track.log_reward_category:
-        metrics |= by_category(prefix, samples, rewards, track.log_reward_category)
+        metrics |= by_category(prefix, rewarded, rewards, track.log_reward_category)
     if rewards is not None and track.log_correct_samples:
-        metrics |= correct_only(prefix, samples, right)
+        metrics |= correct_only(prefix, rewarded, right)
     return metrics
 
 

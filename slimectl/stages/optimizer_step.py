@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,8 @@ def optimizer_step(
     """
     algorithm, functions = settings.algorithm, ALGORITHMS[settings.algorithm.name]
     rows, executions = [row for _, row in minibatch], [execution for execution, _ in minibatch]
-    for row, weights in zip(rows, loss_weights([row.loss_weights for row in rows], executions, algorithm), strict=True):
+    rollouts = rollouts_of(minibatch)
+    for row, weights in zip(rows, loss_weights([row.loss_weights for row in rows], rollouts, algorithm), strict=True):
         row.loss_weights = weights
     hooks.before_step(models.policy, index.rollout_id, index.step_in_round)
     finite = FiniteCheck(rows, sample_ids(executions, algorithm), index.rollout_id, index.step)
@@ -63,7 +64,7 @@ def optimizer_step(
         finite.check(pair_metrics, "train/loss", of="the pairs'", outputs=outputs)
     finite.check_rows()
     metrics = _sample_counts([row.loss_weights for row in rows])
-    size = {"train/global_batch_size": float(len(set(executions)))}
+    size = {"train/global_batch_size": float(len(set(rollouts)))}
     options = algorithm.critic_options
     if options is not None:
         metrics |= _critic_step(rows, models, settings, finite)
@@ -72,7 +73,7 @@ def optimizer_step(
     custom_loss = hooks.loss if algorithm.trains_on == "rollouts" else None
     loss = custom_loss or functions.loss(algorithm, rows)
     if isinstance(loss, PolicyLoss) and hooks.policy_loss is not None:
-        loss = hooks.policy_loss(loss, rows, executions)
+        loss = hooks.policy_loss(loss, rows, rollouts)
     if options is not None and options.shared and functions.joint_loss is not None:
         loss = functions.joint_loss(algorithm, loss)
     if keep is not None and algorithm.trained_output == "log_probs":
@@ -88,6 +89,11 @@ def optimizer_step(
     return metrics | {alias: metrics[name] for alias, name in aliases.items() if name in metrics} | pair_metrics | size
 
 
+def rollouts_of(rows: Sequence[tuple[int, TrainingSample]]) -> list[tuple[int, int]]:
+    """Return (group, execution) of each (execution, row): files may number the samples of each group from 0."""
+    return [(row.group, execution) for execution, row in rows]
+
+
 def _entropy_metrics(rows: Sequence[TrainingSample], summed: Metrics, index: StepIndex) -> Metrics:
     """Return the mean entropy of a step's tokens if the policy is that of before the round."""
     total = summed.pop("token_entropy", None)
@@ -97,7 +103,7 @@ def _entropy_metrics(rows: Sequence[TrainingSample], summed: Metrics, index: Ste
 
 
 def loss_weights(
-    masks: Sequence[Sequence[float]], executions: Sequence[int], algorithm: AlgorithmSection
+    masks: Sequence[Sequence[float]], executions: Sequence[Hashable], algorithm: AlgorithmSection
 ) -> list[list[float]]:
     """Return the loss weights of a step, which hold its whole reduction, for tokens whose mask is not 0."""
     kind, fixed_length = algorithm.reduction

@@ -51,7 +51,7 @@ def _batch_rollouts(samples: Iterable[Sample], size: int) -> Iterator[list[Sampl
     batch: list[Sample] = []
     rollouts = 0
     for sample in samples:
-        continues = bool(batch) and sample.rollout_id is not None and sample.rollout_id == batch[-1].rollout_id
+        continues = sample.rollout_id is not None and bool(batch) and _rollout(sample) == _rollout(batch[-1])
         if rollouts == size and not continues:
             yield batch
             batch, rollouts = [], 0
@@ -62,6 +62,10 @@ def _batch_rollouts(samples: Iterable[Sample], size: int) -> Iterator[list[Sampl
             batch, rollouts = [], 0
     if batch:
         yield batch
+
+
+def _rollout(sample: Sample) -> tuple[int, int | None]:
+    return sample.group_index, sample.rollout_id
 
 
 def _batch_groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:

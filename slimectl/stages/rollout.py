@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slimectl.data.chat import warn_of_raw_prompt
-from slimectl.data.supervised import sft_sample
+from slimectl.data.supervised import sft_sample, stop_tokens
 from slimectl.protocols import Agent, Engine
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.generation import GroupGenerator, sampling_params, single_turn
@@ -97,8 +97,9 @@ def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, 
         prompt,
         tokenizer,
         apply_chat_template=settings.apply_chat_template,
-        template_kwargs=settings.apply_chat_template_kwargs,
+        template_kwargs=settings.template_kwargs,
         from_message=from_message,
+        end_tokens=() if settings.ignore_eos else stop_tokens(tokenizer, settings.stop_token_ids),
     )
     return Sample(
         group_index=prompt.index,

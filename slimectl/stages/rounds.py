@@ -19,7 +19,7 @@ from slimectl.stages.in_flight import Group, InFlightGroups
 from slimectl.stages.prompt_groups import PromptSource, UserDataSource
 from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.round_timer import Clock, RoundTimer
-from slimectl.stages.score import report_timeouts, score
+from slimectl.stages.score import report_grading, score
 from slimectl.stages.whole_rounds import whole_rounds
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState, Status
 
@@ -247,7 +247,7 @@ class RoundScheduler:
                 f"{samples[0].metadata.get('error')}; mend rollout.custom_generate_function_path"
             )
         limits, share = self._settings.score, self._settings.run.max_reward_timeouts
-        report_timeouts(samples, limits, f"round {self.state.rounds}", max_share=share)
+        report_grading(samples, limits, f"round {self.state.rounds}", max_share=share)
 
     def _count_too_long(self, prompt: Prompt) -> None:
         if prompt.index >= self.state.long_prompts_until:  # otherwise it was counted before the run was resumed
@@ -267,4 +267,6 @@ def checked_decision(answer: Any) -> tuple[bool, str]:
 
 
 def _is_done(group: Group) -> bool:
-    return all(sample.reward is not None and sample.status not in UNFINISHED for sample in group)
+    return all(
+        (sample.reward is not None or sample.has_no_reward) and sample.status not in UNFINISHED for sample in group
+    )

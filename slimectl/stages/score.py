@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from slimectl.data.images import images_of
-from slimectl.data.json_values import kind_of
+from slimectl.data.json_values import NONE_REMEDY, kind_of
 from slimectl.data.streams import batched
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.protocols import Executor, LogProbModel
@@ -50,7 +50,10 @@ def attach_log_probs(
         yield from batch
 
 
-__all__ = ["Grader", "report_timeouts", "reward_number", "score"]
+__all__ = ["Grader", "report_grading", "reward_number", "score"]
+
+NO_REWARD = "no_reward"
+"""Key of the metadata of a sample on which no reward function had an opinion, with the reason."""
 
 
 Skip = Callable[[Sample, RecordError], None]
@@ -73,10 +76,11 @@ def score(
     stored in metadata.explanation. A Grader also grades many samples in one call and waits for many servers
     concurrently: then up to settings.concurrency calls are read ahead from `samples`.
 
-    A sample that exceeded its time limit twice gets reward 0 and the reason in metadata.reward_error; a sample whose
-    attempt failed gets reward 0 too. A sample whose record prevents grading (no label, an unknown verifier) is passed
-    to `skip` with the error and left out; without `skip` that RecordError is raised. Raises HookError if the reward is
-    not a finite number, or not a dict with one under `settings.reward_key`.
+    With settings.none_reward = "skip" a sample whose reward is None stays without one, with the reason in
+    metadata.no_reward. A sample that exceeded its time limit twice gets reward 0 and the reason in
+    metadata.reward_error; a sample whose attempt failed gets reward 0 too. A sample whose record prevents grading (no
+    label, an unknown verifier) is passed to `skip` with the error and left out; without `skip` that RecordError is
+    raised. Raises HookError if the reward is not a finite number, or not a dict with one under `settings.reward_key`.
     """
     graded = _grade_samples(samples, reward, settings, executor, skip)
     if reference is not None:
@@ -127,21 +131,27 @@ def _attach_rewards(
         elif isinstance(result, BaseException):
             raise grading_error(grader, sample, result) from result
         else:
+            explanation = None
             if isinstance(reward, Grade):
-                sample.metadata["explanation"] = reward.to_json()
-                reward = reward.reward
-            sample.reward = reward
+                explanation, reward = reward.to_json(), reward.reward
             try:
-                reward_number(sample, settings.reward_key)
-            except HookError as error:
+                number = _number(reward, settings.reward_key, sample, skip_none=settings.none_reward == "skip")
+            except HookError as error:  # the sample keeps the reward that it had
                 raise HookError(f"{_prefix(grader, sample)}{error}") from None
+            sample.reward = None if number is None else reward
+            sample.metadata.pop(NO_REWARD, None)
+            if number is None:
+                name = grader.name_of(sample) if isinstance(grader, Grader) else "the reward function"
+                sample.metadata[NO_REWARD] = f"{name} returned None"
+            if explanation is not None:
+                sample.metadata["explanation"] = explanation
         yield sample
 
 
 def grading_error(grader: Callable[[Sample], Any], sample: Sample, error: BaseException) -> HookError:
     """Return the error for an exception of a verifier or a reward function, with its name, file and line."""
     module = grader.__module__
-    if isinstance(grader, Grader) and not grader.is_custom(sample):
+    if isinstance(grader, Grader) and not grader.runs_user_code(sample):
         verifier = grader.verifier_of(sample)
         module = type(getattr(verifier, "inner", verifier)).__module__
     location = error_location(error, module)
@@ -154,13 +164,18 @@ def _prefix(grader: Callable[[Sample], Any], sample: Sample) -> str:
     return f"{grader.name_of(sample)}: " if isinstance(grader, Grader) else ""
 
 
-def report_timeouts(
+def report_grading(
     samples: Sequence[Sample], settings: ScoreSettings, name: str, *, max_share: float | None = None
 ) -> None:
-    """Warn of samples with reward 0 because grading them exceeded its time limit; `name` is that of the samples.
+    """Warn of samples without a reward, and of those whose grading exceeded its time limit; `name` is the samples'.
 
-    Raises SlimectlError if they are more than `max_share` of all.
+    Raises SlimectlError if the latter are more than `max_share` of all.
     """
+    if unrewarded := [sample for sample in samples if sample.has_no_reward]:
+        logger.warning(
+            f"{name}: {len(unrewarded)} of {len(samples)} samples have no reward: every reward function returned None, "
+            f"the first time for sample {unrewarded[0].index}"
+        )
     late = sum("reward_error" in sample.metadata for sample in samples)
     if not late:
         return
@@ -183,7 +198,14 @@ def _sample_range(samples: list[Sample]) -> str:
 
 def reward_number(sample: Sample, reward_key: str | None) -> float:
     """Return the number that is trained on. Raises HookError, naming the sample and the type of an invalid reward."""
-    value: Any = sample.reward
+    number = _number(sample.reward, reward_key, sample)
+    assert number is not None
+    return number
+
+
+def _number(reward: Any, reward_key: str | None, sample: Sample, *, skip_none: bool = False) -> float | None:
+    """Return the number of a reward of the sample; with `skip_none`, None for None. Raises HookError."""
+    value = reward
     if isinstance(value, dict):
         if reward_key is None:
             reward_key = "score" if "score" in value else None
@@ -192,11 +214,13 @@ def reward_number(sample: Sample, reward_key: str | None) -> float:
             fault = "not set, and no 'score' is" if reward_key is None else f"{reward_key!r} is not"
             raise HookError(f"score.reward_key: {fault} in the reward of sample {sample.index} ({keys}); name one")
         value = value[reward_key]
+    if value is None and skip_none:
+        return None
     if isinstance(value, bool):
         value = float(value)
     if not is_number(value):
-        raise HookError(
-            f"reward of sample {sample.index} is {kind_of(value)}, not a finite number; mend the reward function"
-            + ("" if not isinstance(sample.reward, dict) else f" (key {reward_key!r})")
-        )
+        key = f" (key {reward_key!r})" if isinstance(reward, dict) else ""
+        hint = NONE_REMEDY if value is None else ""
+        fault = f"reward of sample {sample.index} is {kind_of(value)}, not a finite number"
+        raise HookError(f"{fault}; fix the reward function{key}{hint}")
     return float(value)

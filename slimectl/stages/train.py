@@ -11,7 +11,7 @@ from slimectl.settings import Settings
 from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import batch_metrics
-from slimectl.stages.optimizer_step import StepIndex, optimizer_step
+from slimectl.stages.optimizer_step import StepIndex, optimizer_step, rollouts_of
 from slimectl.stages.recorded_rounds import sample_batches
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.signal import NO_SIGNAL, SignalCount, missing_signal
@@ -147,15 +147,16 @@ def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tu
     """Take full minibatches of whole rollouts from the pending rows; without a batch size, one for the whole round."""
     whole_round = settings.train.global_batch_size is None and settings.train.num_steps_per_rollout is None
     while state.pending:
-        executions = list(dict.fromkeys(execution for execution, _ in state.pending))
+        rollouts = list(dict.fromkeys(rollouts_of(state.pending)))
         if whole_round:
-            step_executions = set(executions)
-        elif len(executions) >= settings.rollouts_per_step:
-            step_executions = set(executions[: settings.rollouts_per_step])
+            step_rollouts = set(rollouts)
+        elif len(rollouts) >= settings.rollouts_per_step:
+            step_rollouts = set(rollouts[: settings.rollouts_per_step])
         else:
             return
-        step = [item for item in state.pending if item[0] in step_executions]
-        state.pending = [item for item in state.pending if item[0] not in step_executions]
+        belongs = [rollout in step_rollouts for rollout in rollouts_of(state.pending)]
+        step = [item for item, taken in zip(state.pending, belongs, strict=True) if taken]
+        state.pending = [item for item, taken in zip(state.pending, belongs, strict=True) if not taken]
         yield step
 
 
@@ -180,7 +181,7 @@ def _step_report(
         seconds, tokens = clock() - started, sum(len(row.tokens) for _, row in minibatch)
         timings = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds if seconds else 0.0}
     if state.pending:
-        metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))
+        metrics["train/rollouts_left_over"] = float(len(set(rollouts_of(state.pending))))
     return StepReport(
         state.step,
         state.rollout_id,

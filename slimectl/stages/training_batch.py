@@ -32,10 +32,14 @@ def build_training_batch(
 ) -> tuple[TrainingBatch, Metrics]:
     """Return the rows of a round without advantages, and counts of dropped samples and groups.
 
-    Samples that failed, or are staler than run.max_staleness at weight version `version`, are dropped. Hooks change
-    the rounds of policy gradients only. Raises RecordError if a sample lacks what the algorithm needs.
+    Samples that failed, that no reward function had an opinion on, or that are staler than run.max_staleness at weight
+    version `version`, are dropped. Hooks change the rounds of policy gradients only. Raises RecordError if a sample
+    lacks what the algorithm needs.
     """
-    algorithm, rewards, count = settings.algorithm, None, len(samples)
+    algorithm, rewards = settings.algorithm, None
+    unrewarded = [s for s in samples if s.has_no_reward] if Need.REWARDS in algorithm.needs else []
+    samples = [sample for sample in samples if not sample.has_no_reward] if unrewarded else samples
+    count = len(samples)
     if algorithm.trains_on == "rollouts":
         if hooks.filter_samples is not None:
             hooks.filter_samples(samples)
@@ -44,8 +48,10 @@ def build_training_batch(
     answered = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
     ages = [_age(sample, version) for sample in samples]
     fresh, metrics = _select_fresh(answered, ages, settings.run.max_staleness)
+    if unrewarded:
+        metrics["rollout/dynamic_filter/drop_no_reward"] = float(len(unrewarded))
     if Need.GROUPS in algorithm.needs:
-        _require_groups(algorithm.name, [(sample.group_index, sample.trajectory_id) for sample in samples])
+        _require_groups(algorithm.name, [(s.group_index, s.trajectory_id) for s in (*samples, *unrewarded)])
     build, shaped = BUILDERS[algorithm.trains_on], None if rewards is None else [rewards[1][i] for i in fresh]
     require_temperature([samples[i] for i in fresh], settings)
     batch, drops = build([samples[i] for i in fresh], algorithm, settings.score.reward_key, shaped)

@@ -10,7 +10,7 @@ from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.in_flight import Group
 from slimectl.stages.prompt_groups import PromptSource, UserDataSource, flatten
 from slimectl.stages.round_timer import RoundTimer
-from slimectl.stages.score import report_timeouts
+from slimectl.stages.score import report_grading
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 GroupSource = PromptSource | UserDataSource
@@ -50,8 +50,8 @@ def whole_rounds(
             if not groups:
                 return
             samples = flatten(groups)
-            graded([sample for sample in samples if sample.reward is None])
-            report_timeouts(
+            graded([sample for sample in samples if sample.reward is None and not sample.has_no_reward])
+            report_grading(
                 samples, settings.score, f"round {state.rounds + 1}", max_share=settings.run.max_reward_timeouts
             )
             on_round(groups, source)

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from slimectl.chats.messages import content_text
 from slimectl.data.metrics_catalogue import is_supervised
-from slimectl.data.prompt_images import content_text
 from slimectl.protocols import Progress, Tracker
 from slimectl.stdio import FILES_ONLY, logger, quantity, say
 from slimectl.trackers.base import TrackedRun

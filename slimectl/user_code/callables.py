@@ -91,15 +91,17 @@ class Hook:
         offers: tuple[str, ...],
         other_names: Mapping[str, str] = MappingProxyType({}),
         takes_data: bool = False,
+        function: Callable[..., Any] | None = None,
     ) -> None:
         """`other_names` are further names of what is on offer, each with the one in `offers`.
 
-        With `takes_data` a call also offers what its data have, under names that are not known yet.
+        With `takes_data` a call also offers what its data have, under names that are not known yet. A `function` that
+        is given is not loaded from the path.
         """
         self.path = path
         self.setting = setting
         self._other_names = other_names
-        self.function = load_callable(path, setting=setting)
+        self.function = load_callable(path, setting=setting) if function is None else function
         parameters = _parameters(self.function, f"{setting}: {path}")
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -195,9 +197,9 @@ def error_location(error: BaseException, module: str) -> str:
     return f"{Path(str(file)).name}:{lines[-1]}" if lines else ""
 
 
-def parameter_names(path: str, *, setting: str) -> set[str]:
-    """Return the names of a callable's parameters. Raises HookError if it cannot be loaded."""
-    return {p.name for p in _parameters(load_callable(path, setting=setting), f"{setting}: {path}")}
+def parameter_names(function: Callable[..., Any], *, location: str) -> set[str]:
+    """Return the names of a callable's parameters. Raises HookError, which begins with `location`, if it hides them."""
+    return {p.name for p in _parameters(function, location)}
 
 
 def _parameters(function: Callable[..., Any], location: str) -> list[inspect.Parameter]:

@@ -205,9 +205,9 @@ def _score_settings(library: Library, file: SamplesFile) -> Settings:
     settings = resolve([from_file(path)]).settings
     if file.dataset is not None and file.dataset in settings.eval.datasets:
         settings = resolve_dataset_settings(settings, file.dataset)
-    if settings.score.custom_rm_path:
+    if own := settings.score.own_functions:
         raise SettingsError(
-            f"the reward is {settings.score.custom_rm_path}, which a view does not run; use "
+            f"the reward is {', '.join(own)}, which a view does not run; use "
             f"slimectl score {file.path} -c {path} --explain"
         )
     worker = settings.score.model_copy(update={"workers": 1, "explain": True})

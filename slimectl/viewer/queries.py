@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from slimectl.chats.messages import content_text
 from slimectl.data.filter_expression import FilterExpression, field_of
-from slimectl.data.prompt_images import content_text
 from slimectl.data.sample_index import COLUMNS, STATUSES, SampleIndex, prompt_hash
 from slimectl.errors import SettingsError
 

@@ -131,9 +131,10 @@ def session_of(
     turns: int = 64,
     response_tokens: int = 100_000,
     context: int | None = None,
+    **sampling: Any,
 ) -> Session:
     limits = SessionLimits(turns, response_tokens, context)
-    params = SamplingParams(max_tokens=response_tokens)
+    params = SamplingParams(max_tokens=response_tokens, **sampling)
     return Session(tokenizer, AnswerReader(tokenizer), engine.generate, params, limits)
 
 

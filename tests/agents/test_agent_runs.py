@@ -145,7 +145,11 @@ def test_a_client_whose_sampled_calls_are_executed_is_trained_on(workshop: Works
         numbers = json.loads(report["stderr"])
         assert parse_call(sampled) == {"name": "add", "arguments": numbers}
         assert f"the sum is {numbers['a'] + numbers['b']}" in sample["response"]
-        assert (report["exit_code"], report["tool_calls"], sum(sample["loss_mask"])) == (0, 1, end - start + 4)
+        assert (report["exit_code"], report["tool_calls"], sum(sample["loss_mask"][end:])) == (0, 1, 4)
+        # The schema forced every letter, and left a choice of ten digits.
+        chosen = {chr(token): mask for token, mask in zip(tokens, sample["loss_mask"][start:end], strict=True)}
+        assert {mask for text, mask in chosen.items() if text.isascii() and text.isalpha()} == {0}
+        assert {mask for text, mask in chosen.items() if text.isdecimal()} == {1}
     [metrics] = [line["metrics"] for line in workshop.metrics("tools") if "train/grad_norm" in line["metrics"]]
     assert metrics["train/grad_norm"] > 0
     assert math.isfinite(metrics["train/loss"])

@@ -11,7 +11,7 @@ from agents.chat_templates import FAMILIES, Family
 from agents.sessions import TOOL, ScriptedEngine, merging_tokenizer, session_of
 from agents.test_trajectory_tree import ask, split_at_random, user
 
-from slimectl.data.chat_messages import function_call
+from slimectl.chats.messages import function_call
 from slimectl.types import Sample
 
 WORDS = ["the", "sum", "of", "numbers", "is", "seven", "result", "more", "日本", "é", "{a}", "tool"]

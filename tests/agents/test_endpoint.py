@@ -150,9 +150,9 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
         (CHAT, {"messages": ["x"]}, 400, "messages[0]: is no object"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "assistant", "content": "x"}]},
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]},
             400,
-            "the last one is the assis",
+            "ends with an empty message of the assistant",
         ),
         (
             "/v1/chat/completions",

@@ -125,6 +125,22 @@ def test_rewritten_history_forks_and_every_sampled_token_is_taught_once():
     assert {sample.index for sample in (compacted, other, branch)} == {4}
 
 
+def test_samples_keep_special_tokens_where_asked_and_the_program_gets_none():
+    tokenizer = merging_tokenizer(special=["<|channel|>"])
+    end, channel = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|channel|>")
+    answers = [[*tokenizer.encode("one"), channel, end], [channel, *tokenizer.encode("two STOP")], [channel, end]]
+    session = session_of(ScriptedEngine(answers, tokenizer), tokenizer, skip_special_tokens=False, stop=("STOP",))
+    first = ask(session, [user("a")])
+    second = ask(session, [user("a"), first, user("b")])
+    assert (first["content"], second["content"]) == ("one", "two ")
+    (sample,) = session.samples(Sample())
+    assert sample.response == (
+        "one<|channel|><|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<|channel|>two "
+    )
+    ask(session, [user("c")])
+    assert session.samples(Sample())[0].response == "<|channel|>"
+
+
 def test_an_answer_is_found_again_without_its_reasoning_its_blanks_and_its_ids():
     tokenizer = merging_tokenizer(TEMPLATES["forgetful"])
     text = "the sum\n</think>\n\nresult \n" + call_text(a=1)

@@ -120,6 +120,22 @@ def test_an_empty_pipe_is_an_error_not_an_empty_success(workshop: Workshop, comm
     assert line.endswith("no samples came; look at what the stage before said")
 
 
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        (["rollout", "--data", "prompts.jsonl"], "rollout.stop_token_ids=[999]"),
+        (["eval"], "eval.data.small={path='prompts.jsonl',stop_token_ids=[999]}"),
+        (["run"], "rollout.stop_token_ids=[999]"),
+        (["run"], "eval.data.small={path='prompts.jsonl',stop_token_ids=[999]}"),
+    ],
+)
+def test_a_stop_token_that_the_model_does_not_have(workshop: Workshop, command: list[str], setting: str):
+    line = refused(workshop, *command, "-c", "slimectl.toml", "-s", setting, "-s", "rollout.min_new_tokens=2", code=2)
+    name = "eval.data.small.stop_token_ids" if setting.startswith("eval") else "rollout.stop_token_ids"
+    assert line == f"{name}: token 999 is outside the vocabulary of 259; use ids of the model's own tokenizer"
+    assert not (workshop.folder / "runs").exists()
+
+
 def test_a_group_of_one(workshop: Workshop):
     name = samples_file(workshop, {**SAMPLE, "reward": 1.0}, {**SAMPLE, "group_index": 1, "index": 1, "reward": 0.0})
     line = refused(workshop, "train", name, "-c", "slimectl.toml", code=3)

@@ -305,6 +305,33 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_costs_the_others_nothing(en
     assert len(answer.tokens) == 12
 
 
+NO_NUMBER = float("nan")
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"stop_token_ids": (151645,), "min_tokens": 2}, "stop_token_ids: token 151645 is outside the vocabulary of 259"),
+    ({"stop_token_ids": (66, -1)}, "stop_token_ids: token -1 is outside"),
+    ({"logit_bias": ((999, 1.0),)}, "logit_bias: token 999 is outside"),
+    ({"logit_bias": ((66, NO_NUMBER),)}, "logit_bias: nan is not a number"),
+    ({"temperature": NO_NUMBER}, "temperature: nan is not a number"),
+    ({"frequency_penalty": float("inf")}, "frequency_penalty: inf is not a number"),
+    ({"min_tokens": 2**63}, "min_tokens: 9223372036854775808 is not a number below"),
+    ({"top_p": 0.0}, "top_p: 0.0 is not above 0"),
+]
+
+
+@pytest.mark.parametrize(("params", "reason"), REFUSED, ids=[reason.partition(":")[0] for _, reason in REFUSED])
+def test_parameters_that_no_engine_can_follow_are_refused_by_name_and_cost_the_others_nothing(
+    engine: Any, params: dict[str, Any], reason: str
+):
+    async def together() -> list[Any]:
+        asked = (dataclasses.replace(GREEDY, **params), GREEDY)
+        return await asyncio.gather(*(engine.generate(PROMPT, params=each) for each in asked), return_exceptions=True)
+
+    refused, answer = asyncio.run(together())
+    assert isinstance(refused, SettingsError)
+    assert str(refused).startswith(reason)
+    assert len(answer.tokens) == 12
+
+
 def posted(url: str, body: dict[str, Any]) -> Any:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {serving.KEYS.admin_api_key}"}
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)

@@ -117,8 +117,78 @@ def test_what_a_template_writes_is_read_again_whole_and_as_it_comes(name: str, c
     assert family.parse(text).tool_calls == ()  # without tools nothing is a call
 
 
+TAGS = [
+    'return "</parameter>"', "</function>", "<parameter=x>\n1\n</parameter>", "<function=f>\n</function>",
+    "</tool_call>", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "</arg_value>",
+    'print("<parameter=x>")',
+    "<arg_key>x</arg_key>\n<arg_value>y</arg_value>", '<parameter name="x">1</parameter>', '<invoke name="f"></invoke>',
+    "</minimax:tool_call>", "<|tool_call_end|><|tool_calls_section_end|>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>", "```json\n{}\n```", '{"a": {"b": "}"}}; {', "</think>", "NaN",
+]  # fmt: skip
+"""Strings that an argument may have, as a program that writes calls: tags of the notations themselves."""
+
+
+@pytest.mark.parametrize("value", TAGS)
+@pytest.mark.parametrize(("name", "chat_template"), FAMILIES)
+def test_an_argument_may_contain_the_tags_of_its_notation(name: str, chat_template: str, value: str):
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("get_weather", {"city": value, "days": 3, "zip": f"a {value} b"}),
+        ("get_weather", {"days": 4, "city": f"{value}\n{value}"}),
+    ]
+    calls = calls[: 1 if name == "glm4" else 2]
+    text, family = written(chat_template, calls), format_of(chat_template)
+    parsed = family.parse(text, TOOLS)
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls] == calls
+    assert parsed.content == ("" if family.notation is None or not family.notation.opening else "Let me look.")
+    for end in range(0, len(text), 7):
+        part = family.parse(text[:end], TOOLS, complete=False)
+        assert parsed.content.startswith(part.content)
+        assert parsed.tool_calls[: len(part.tool_calls)] == part.tool_calls
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[1, NaN]", '{"a": -Infinity}'])
+@pytest.mark.parametrize(("name", "chat_template"), FAMILIES)
+def test_a_number_that_is_not_json_is_never_sent_as_one(name: str, chat_template: str, number: str):
+    mark = "a value to be replaced"
+    text = written(chat_template, [("get_weather", {"days": mark, "any": mark})])
+    text = text.replace(f'"{mark}"', number).replace(mark, number)
+    parsed = format_of(chat_template).parse(text, TOOLS)
+    if name in ("glm45", "qwen3_coder", "minimax_m2"):  # whose arguments are texts
+        [call] = parsed.tool_calls
+        assert json.loads(call.arguments) == {"days": number, "any": number}
+    else:  # malformed, as it stands
+        assert parsed.tool_calls == ()
+        assert number in parsed.content
+
+
+@pytest.mark.parametrize(
+    ("call", "content"),
+    [
+        ("<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n</tool_call>", None),
+        ("<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</tool_call>", None),
+        ("<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>", None),
+        ("<tool_call>\n</tool_call>\n" * 20, None),
+        # The good block after a malformed one is a call.
+        ("<tool_call>\n<function=f>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+         "<tool_call>\n<function=f>\n</tool_call>"),
+    ],
+)  # fmt: skip
+def test_what_is_not_closed_stays_in_the_content(call: str, content: str | None):
+    parsed = format_of(CODER).parse(call, TOOLS)
+    assert parsed.content == (call if content is None else content)
+    assert [each.name for each in parsed.tool_calls] == ([] if content is None else ["g"])
+
+
 def test_every_notation_is_tried():
     assert {notation.name for notation in NOTATIONS} == {name for name, _ in FAMILIES}
+
+
+def test_what_follows_a_malformed_call_is_streamed_at_once_unless_the_call_may_go_on():
+    broken = "<tool_call>{'name': 'f'}</tool_call> so"
+    assert format_of(QWEN).parse(broken, TOOLS, complete=False).content == broken
+    within = '<tool_call>{"name": "f", "arguments": {"x": "</tool_call> so'
+    assert format_of(QWEN).parse(within, TOOLS, complete=False).content == ""
+    assert format_of(QWEN).parse(within, TOOLS).content == within
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,11 @@ def test_template_gets_its_arguments_and_the_tools():
     assert given.decode(
         render(Prompt("hi"), given, apply_chat_template=True, template_kwargs={"enable_thinking": False})
     ).endswith("assistant\n<think>\n\n</think>\n\n")
-    given = tokenizer("{% if tools %}tools {{ tools | length }}{% endif %}")
+    given = tokenizer(
+        "{{ tools | map(attribute='function.name') | join }}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    )
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert given.decode(render(Prompt(TURNS, tools=tools), given)) == "tools 1"
+    assert given.decode(render(Prompt(TURNS, tools=tools), given)) == "f|be brief|x?"
 
 
 def test_missing_or_refusing_template_is_explained():
@@ -71,5 +73,5 @@ def test_errors_say_where_the_prompt_stands():
 
 
 def test_what_follows_an_answer_that_the_template_hides_is_refused():
-    with pytest.raises(RecordError, match="does not show what the assistant said: use tell_text"):
+    with pytest.raises(RecordError, match=r"does not show the content of message 0 \(user\)"):
         following(tokenizer("{{ messages | length }}"), [{"role": "user", "content": "?"}])

@@ -44,7 +44,8 @@ class Scripted:
 def conversation(text: Any, says: Scripted, **more: Any) -> Conversation:
     tokens = render(Prompt(CHAT), text)
     sample = Sample(prompt=CHAT, tokens=tokens)
-    return Conversation(sample, text, says, SamplingParams(max_tokens=more.pop("max_tokens", 200), seed=5), **more)
+    params = {name: more.pop(name) for name in ("max_tokens", "skip_special_tokens") if name in more}
+    return Conversation(sample, text, says, SamplingParams(**{"max_tokens": 200, "seed": 5, **params}), **more)
 
 
 def test_a_dialogue_is_what_the_template_would_have_made_of_the_whole_chat():
@@ -66,6 +67,22 @@ def test_a_dialogue_is_what_the_template_would_have_made_of_the_whole_chat():
     read = [t for t, bit in zip(sample.tokens[sample.prompt_length :], sample.mask(), strict=True) if not bit]
     assert text.decode(read) == "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
     assert sample.status is Status.COMPLETED
+
+
+def test_a_response_that_keeps_special_tokens_has_those_of_the_template_too():
+    text = tokenizer()
+    says = Scripted(text, "<calc>2*21</calc>", "It is 42.")
+
+    async def talked() -> Sample:
+        talk = conversation(text, says, skip_special_tokens=False)
+        await talk.ask()
+        talk.tell({"role": "user", "content": "42"})
+        await talk.ask()
+        return talk.sample
+
+    assert asyncio.run(talked()).response == (
+        "<calc>2*21</calc><|im_end|>\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\nIt is 42."
+    )
 
 
 def test_sampled_tokens_are_never_tokenised_again():

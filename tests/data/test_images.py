@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import base64
+import io
+import itertools
 import json
 import os
+import struct
 import tracemalloc
+import zlib
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import numpy as np
 import pytest
 from vision_models import CONFIGS, IMAGE, image_file, vision_model
 
 from slimectl import builders
+from slimectl.builders import models
 from slimectl.data.chat import render
-from slimectl.data.images import images_of, processor_of, read_image
+from slimectl.data.images import images_of, processor_of, read_image, thumbnail
 from slimectl.data.jsonl import read_samples, write_samples
 from slimectl.data.prompts import open_prompts
 from slimectl.data.supervised import sft_sample
 from slimectl.errors import CheckpointError, RecordError
+from slimectl.settings import Settings
 from slimectl.types import Prompt, Sample
 
 PART = {"type": "image"}
@@ -85,6 +92,35 @@ def test_an_image_is_a_regular_file_and_is_read_up_to_a_limit(tmp_path: Path, mo
         read_image(str(tmp_path / "image"))
 
 
+@pytest.mark.parametrize("name", ["image", "image_path", "img", "image_paths", "image_url", "picture"])
+def test_images_are_recognized_in_columns_of_other_names(tmp_path: Path, name: str):
+    """A text model gets them too where a mark shows that the prompt has images; then the model refuses them."""
+    placed = [{"role": "user", "content": [PART, text("Which?")]}]
+    for value in ("a.png", ["a.png"], '["a.png"]', {"path": "a.png", "bytes": None}):
+        row = {"problem": "<image>Which?", "answer": "red", "images": None, name: value}
+        for reads_images in (False, True):
+            prompt = prompt_of(tmp_path, row, reads_images=reads_images)
+            assert (prompt.text, prompt.images) == (placed, [str(tmp_path / "a.png")])
+            assert name not in prompt.extra
+    unmarked = {"prompt": "Which?", name: "a.png"}
+    assert prompt_of(tmp_path, unmarked, reads_images=True).images == [str(tmp_path / "a.png")]
+    assert prompt_of(tmp_path, unmarked).extra == {name: "a.png"}
+
+
+def test_raw_bytes_of_a_table_are_an_image(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    data = Path(image_file(tmp_path / "a.png")).read_bytes()
+    struct = [{"bytes": data, "path": None}, None]
+    for number, images in enumerate([pa.array([data, None]), pa.array([[data], []]), pa.array(struct)]):
+        file = tmp_path / f"{number}.parquet"
+        parquet.write_table(pa.table({"prompt": ["<image>Which?", "Which?"], "image": images}), file)
+        first, second = open_prompts([str(file)], reads_images=True)
+        assert first.images == [{"bytes": base64.b64encode(data).decode()}]
+        assert (second.text, second.images) == ("Which?", [])
+
+
 def test_rows_without_images_stay_as_they_are(tmp_path: Path):
     row = {"prompt": "Write <image> in HTML", "images": [], "id": 7}
     prompt = prompt_of(tmp_path, row)
@@ -99,11 +135,83 @@ def test_rows_without_images_stay_as_they_are(tmp_path: Path):
         ({"prompt": "<image>", "images": ["https://example.org/a.png"]}, "is an address, and images are not fetched"),
         ({"prompt": "<image>", "images": [7]}, 'an image is a path, or an object with "path" or "bytes"'),
         ({"prompt": [{"role": "user", "content": [PART]}]}, "more places for images"),
+        ({"prompt": "<image><video>", "images": ["a.png"]}, "the prompt has <video>; only images are read"),
     ],
 )
 def test_a_row_that_does_not_fit_its_images_is_named(tmp_path: Path, row: dict[str, Any], reason: str):
-    with pytest.raises(RecordError, match=rf"rows.jsonl:1: images: .*{reason}"):
-        prompt_of(tmp_path, row)
+    for reads_images in (False, True):
+        with pytest.raises(RecordError, match=rf"rows.jsonl:1: images: .*{reason}"):
+            prompt_of(tmp_path, row, reads_images=reads_images)
+
+
+MARKED: list[Any] = [
+    "<image>Which?",
+    [{"role": "user", "content": "See <image>"}],
+    [{"role": "user", "content": [{"type": "text", "text": "<image>Which?"}]}],
+    [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "<image>Which?"}]}],
+    "Listen to <audio>",
+    "<|vision_start|><|image_pad|><|vision_end|>Which?",
+]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": prompt, **images} for prompt in MARKED for images in ({}, {"images": None}, {"images": []})]
+)
+def test_a_mark_without_an_image_is_refused_for_a_model_that_reads_images(tmp_path: Path, row: dict[str, Any]):
+    """For a text model it is text."""
+    with pytest.raises(RecordError, match=r"rows.jsonl:1: images: the prompt has "):
+        prompt_of(tmp_path, row, reads_images=True)
+    assert "<" in json.dumps(prompt_of(tmp_path, row).text)
+    with pytest.raises(RecordError, match=r"more places for images"):
+        list(open_prompts([f"{generated(tmp_path)}:rows"], reads_images=True))
+
+
+def generated(folder: Path) -> Path:
+    (folder / "mine.py").write_text(
+        "from slimectl.types import Prompt\ndef rows():\n    return [Prompt('<image>Which?')]\n"
+    )
+    return folder / "mine.py"
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"videos": ["a.mp4"]}, "videos: only images are read"),
+        ({"video": "a.mp4", "images": ["a.png"]}, "video: only images are read"),
+        ({"audio": {"path": "a.wav", "bytes": None}}, "audio: only images are read"),
+        ({"image_1": "a.png", "image_2": "b.png"}, "image_1, image_2: put the images of a row into one list, images"),
+    ],
+)
+def test_columns_that_are_not_read_are_refused_by_name(tmp_path: Path, columns: dict[str, Any], reason: str):
+    row = {"prompt": "Which?", **columns}
+    with pytest.raises(RecordError, match=rf"rows.jsonl:1: {reason}"):
+        prompt_of(tmp_path, row, reads_images=True)
+    empty = dict.fromkeys(columns, None)
+    assert prompt_of(tmp_path, {"prompt": "Which?", **empty}, reads_images=True).images == []
+    assert prompt_of(tmp_path, {"prompt": "Which?", "video": "a.mp4"}).extra == {"video": "a.mp4"}  # of a text model
+
+
+def test_the_model_of_the_settings_decides_whether_a_mark_is_a_place(folder: Path, model_dir: Any, tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "<image>Which?", "chosen": "a", "rejected": "b", "label": "a"}\n')
+    row = '{"messages": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]}\n'
+    (tmp_path / "chats.jsonl").write_text(row)
+
+    def read(model: Path, algorithm: str, name: str = "rows.jsonl") -> list[Any]:
+        overrides = {"model": {"path": str(model)}, "algorithm": {"name": algorithm}}
+        settings = Settings.model_validate(overrides)
+        if algorithm == "grpo":
+            return list(builders.prompts(settings, [str(file)]))
+        given = tmp_path / name, builders.tokenizer(model)
+        rows = builders.training_samples(settings, str(given[0]), given[1], on_error="stop", report=print)
+        return list(rows)
+
+    assert models.reads_images(Settings.model_validate({"model": {"card": "tiny-vl"}}))
+    assert not models.reads_images(Settings.model_validate({"model": {"path": str(tmp_path / "none")}}))
+    for case in (("grpo",), ("sft",), ("sft", "chats.jsonl"), ("dpo",)):
+        with pytest.raises(RecordError, match=r"jsonl:1: images: the prompt has more places for images"):
+            read(folder, *case)
+        assert read(model_dir("llama"), *case)
 
 
 def test_placeholders_become_as_many_as_the_image_has_tokens(folder: Path, tmp_path: Path):
@@ -148,6 +256,87 @@ def test_the_grid_of_the_header_is_that_of_the_pixels(folder: Path, tmp_path: Pa
     assert processor.grid(str(tmp_path / "turned.jpg")) == (1, 12, 4)
     Image.new("RGBA", (16, 16)).save(tmp_path / "clear.png")
     assert processor.patches(str(tmp_path / "clear.png")).pixels_PW.shape == (16, 3 * 2 * 4 * 4)
+    assert processor.grid(str(tmp_path / "clear.png")) == (1, 4, 4)
+
+
+def png(width: int, depth: int, kind: int, row: bytes, *, transparent: bytes = b"", palette: bytes = b"") -> bytes:
+    """A PNG of one row, chunk by chunk: `kind` 0 is grey, 2 RGB, 3 a palette, 4 grey with alpha, 6 RGBA."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    parts = [(b"PLTE", palette), (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b"")]
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, 1, depth, kind, 0, 0, 0))
+    return (
+        b"\x89PNG\r\n\x1a\n" + header + b"".join(chunk(name, data) for name, data in parts if data or name == b"IEND")
+    )
+
+
+def words(*levels: int) -> bytes:
+    return struct.pack(f">{len(levels)}H", *levels)
+
+
+WHITE = (255, 255, 255)
+HALF = (227, 177, 127)
+"""(200, 100, 0) with alpha 128 on white: 200 * 128 / 255 + 127 is 227.4, 100 * 128 / 255 + 127 is 177.2."""
+PALETTE = bytes([1, 2, 3, 200, 100, 0])
+
+
+@pytest.mark.parametrize(
+    ("data", "pixels"),
+    [
+        (png(2, 8, 6, bytes([1, 2, 3, 0, 200, 100, 0, 128])), [WHITE, HALF]),
+        (png(2, 8, 6, bytes([0, 0, 0, 0, 0, 0, 0, 255])), [WHITE, (0, 0, 0)]),
+        (png(2, 16, 6, words(1, 2, 3, 0, 200 * 257, 100 * 257, 0, 128 * 257)), [WHITE, HALF]),
+        (png(2, 8, 4, bytes([10, 0, 200, 128])), [WHITE, (227,) * 3]),
+        (png(2, 16, 4, words(10, 0, 200 * 257, 128 * 257)), [WHITE, (227,) * 3]),
+        (png(2, 8, 3, bytes([0, 1]), palette=PALETTE, transparent=bytes([0, 128])), [WHITE, HALF]),
+        (png(2, 4, 3, bytes([0x01]), palette=PALETTE, transparent=bytes([0])), [WHITE, (200, 100, 0)]),
+        (png(2, 8, 3, bytes([0, 1]), palette=PALETTE), [(1, 2, 3), (200, 100, 0)]),
+        (png(2, 8, 2, bytes([1, 2, 3, 4, 5, 6]), transparent=words(1, 2, 3)), [WHITE, (4, 5, 6)]),
+        (png(2, 16, 2, words(40000, 514, 771, 1, 255, 65535), transparent=words(40000, 514, 771)),
+         [WHITE, (0, 0, 255)]),
+        (png(2, 8, 0, bytes([10, 20]), transparent=words(10)), [WHITE, (20,) * 3]),
+        (png(2, 4, 0, bytes([0x35]), transparent=words(3)), [WHITE, (85,) * 3]),
+        (png(2, 2, 0, bytes([0b01100000]), transparent=words(1)), [WHITE, (170,) * 3]),
+        (png(2, 1, 0, bytes([0b01000000]), transparent=words(0)), [WHITE, WHITE]),
+        (png(2, 1, 0, bytes([0b01000000])), [(0, 0, 0), WHITE]),
+        (png(4, 16, 0, words(0, 25700, 128, 65535)), [(0,) * 3, (100,) * 3, (0,) * 3, WHITE]),
+        (png(3, 16, 0, words(129, 300, 25700), transparent=words(25700)), [(1,) * 3, (1,) * 3, WHITE]),
+    ],
+)  # fmt: skip
+def test_transparent_pixels_are_white_and_levels_of_16_bits_are_scaled(tmp_path: Path, data: bytes, pixels: list[Any]):
+    from PIL import Image
+
+    (tmp_path / "a.png").write_bytes(data)
+    shown = Image.open(io.BytesIO(thumbnail(str(tmp_path / "a.png"))))
+    assert (shown.mode, shown.size) == ("RGB", (len(pixels), 1))
+    assert [shown.getpixel((x, 0)) for x in range(len(pixels))] == pixels
+
+
+def test_a_clear_ground_is_white_in_the_patches_of_every_format(folder: Path, tmp_path: Path):
+    """A black square on a transparent ground is the same picture as on a white one; a turned 16-bit one, too."""
+    from PIL import Image
+
+    processor = processor_of(str(folder))
+    clear, white, deep = Image.new("RGBA", (32, 32)), Image.new("RGB", (32, 32), "white"), Image.new("I;16", (32, 32))
+    for x, y in itertools.product(range(32), range(32)):
+        is_black = x < 8
+        deep.putpixel((x, y), 0 if is_black else 65535)
+        if is_black:
+            clear.putpixel((x, y), (0, 0, 0, 255))
+            white.putpixel((x, y), (0, 0, 0))
+    exif = deep.getexif()
+    exif[0x0112] = 3  # a half turn
+    white.save(tmp_path / "white.png")
+    wanted_PW = processor.patches(str(tmp_path / "white.png")).pixels_PW
+    for image, name, options in (
+        (clear, "a.png", {}), (clear, "b.webp", {"lossless": True}), (clear, "c.gif", {}),
+        (deep.rotate(180), "d.png", {"exif": exif}), (white.convert("CMYK"), "e.jpg", {"quality": 100}),
+        (white.convert("1"), "f.bmp", {}),
+    ):  # fmt: skip
+        image.save(tmp_path / name, **options)
+        assert np.abs(processor.patches(str(tmp_path / name)).pixels_PW - wanted_PW).max() < 1e-6, name
 
 
 def test_patches_are_those_of_transformers(folder: Path, tmp_path: Path):

@@ -48,7 +48,7 @@ NO_END = (
 )
 TOOLS = (
     "{% if tools %}tools {{ tools | length }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{{ m['content'] or '' }}{% for call in m['tool_calls'] or [] %}<call>{{ call['name'] }}</call>{% endfor %}"
+    "{{ m['content'] or '' }}{% for call in m['tool_calls'] or [] %}<call>{{ call.function.name }}</call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # The header opens thinking, which turns of the past have closed and empty.
@@ -66,7 +66,7 @@ TWO_ENDS = (
 # A tool's answer goes into the turn that called it, and nowhere without a call.
 INSIDE = (
     "{% for m in messages %}{% if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
-    "{% for call in m['tool_calls'] or [] %}<call>{{ call['name'] }}</call>{% endfor %}"
+    "{% for call in m['tool_calls'] or [] %}<call>{{ call.function.name }}</call>{% endfor %}"
     "{% if not m['tool_calls'] %}<|im_end|>\n{% elif messages[loop.index] is defined %}"
     "<answer>{{ messages[loop.index]['content'] }}</answer>{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -172,7 +172,7 @@ def test_thinking_switched_off_belongs_to_the_header():
 
 
 def test_template_without_header_or_end_token():
-    assert learned(TURNS[1:], BRACKETS) == "xyz <|end|>|yes, 2 <|end|>"
+    assert learned(TURNS[1:], BRACKETS) == " xyz <|end|>| yes, 2 <|end|>"
     assert learned(TURNS[1:], NO_END) == "xyz|yes, 2"
 
 
@@ -203,15 +203,15 @@ def test_content_may_come_in_parts():
 
 
 def test_template_that_hides_the_assistant_is_refused():
-    with pytest.raises(RecordError, match="does not show what message 2"):
+    with pytest.raises(RecordError, match=r"does not show the content of message 0 \(system\)"):
         sft_sample(Prompt(TURNS[:3]), tokenizer("{% for m in messages %}{{ loop.index }},{% endfor %}"))
 
 
-@pytest.mark.parametrize("answers", [1, 2])
-def test_what_a_template_drops_teaches_no_header(answers: int):
+def test_a_message_that_the_template_drops_is_refused():
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "add"}]
-    chat += [{"role": "tool", "content": "4"}] * answers + [{"role": "assistant", "content": "It is 4"}]
-    assert learned(chat, DROPS_TOOLS) == "add<|im_end|>|It is 4<|im_end|>"
+    chat += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4"}]
+    with pytest.raises(RecordError, match=r"does not show the content of message 2 \(tool\)"):
+        learned(chat, DROPS_TOOLS)
 
 
 def test_the_end_of_an_earlier_turn_is_taught_though_the_last_one_has_another():

@@ -47,8 +47,11 @@ def told(sample: Sample) -> tuple[str, str]:
         {"chosen": [USER, FIVE], "rejected": [USER, SIX]},
         {"prompt": None, "chosen": [USER, FIVE], "rejected": [USER, SIX]},
         {"prompt": [USER], "chosen": "5", "rejected": "6"},
+        {"messages": [USER], "chosen": [FIVE], "rejected": [SIX]},
+        {"conversations": [{"from": "human", "value": "2+3?"}],
+         "chosen": {"from": "gpt", "value": "5"}, "rejected": {"from": "gpt", "value": "6"}},
     ],
-)
+)  # fmt: skip
 def test_chats_of_every_form_are_the_same_two_samples(tmp_path: Path, row: dict[str, Any]):
     chosen, rejected = sampled(tmp_path, row)
     asked = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"

@@ -213,3 +213,14 @@ def test_samples_get_the_numbers_of_their_training(tmp_path: Path):
     np.testing.assert_equal(index.columns()["mismatch"], [0.25, math.nan, 0.25, math.nan])
     assert index.training_record(2)["ratios"] == [1.0, 1.0, 0.5]
     assert "ratios" not in index.training_record(1)
+
+
+def test_samples_that_are_numbered_within_their_groups_get_their_own_training(tmp_path: Path):
+    samples, training = tmp_path / "samples.jsonl", tmp_path / "train_data.jsonl"
+    write(samples, [record(number % 2, group_index=number // 2) for number in range(4)])
+    write(training, [record(0, group_index=group, advantages=[1.0, 0.0, group]) for group in (1, 0)])
+    index = TrainedSampleIndex(samples, training)
+    assert index.extend()
+    np.testing.assert_equal(index.columns()["advantage"], [0.5, math.nan, 1.0, math.nan])
+    assert index.rows_without_training() == [1, 3]
+    assert index.training_record(2)["advantages"] == [1.0, 0.0, 1]

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.data.json_values import jsonable
+from slimectl.data.preferences import open_preferences
 from slimectl.data.prompts import open_prompts
+from slimectl.data.supervised import sft_sample
 from slimectl.errors import HookError, RecordError, SettingsError, SlimectlError
-from slimectl.types import Prompt
+from slimectl.rewards.judge import Judge
+from slimectl.rewards.text import Exact
+from slimectl.stages.evaluate import table_of
+from slimectl.types import Prompt, Sample
 
 ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1), "metadata": {"i": i}} for i in range(10)]
 
@@ -47,16 +55,41 @@ def as_csv(path: Path) -> None:
     path.write_text("prompt,label,metadata\n" + "\n".join(lines) + "\n", encoding="utf-8-sig")
 
 
+def as_zst(path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    path.write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(lines))
+
+
+def as_tsv(path: Path) -> None:
+    as_csv(path)
+    path.write_text(path.read_text("utf-8-sig").replace(",", "\t"))
+
+
 def as_parquet(path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
 
 
+def as_feather(path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    feather = pytest.importorskip("pyarrow.feather")
+    feather.write_feather(pyarrow.Table.from_pylist(ROWS), str(path))
+
+
+def as_stream(path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
 @pytest.mark.parametrize(
     ("name", "write"),
-    [("p.json", as_json), ("p.jsonl.gz", as_gz), ("p.csv", as_csv), ("p.parquet", as_parquet)],
-)
+    [("p.json", as_json), ("p.jsonl.gz", as_gz), ("p.csv", as_csv), ("p.parquet", as_parquet), ("p.json.gz", as_gz),
+     ("P.NDJSON.GZ", as_gz), ("p.Jsonl.Zst", as_zst), ("p.tsv", as_tsv), ("p.PQ", as_parquet), ("p.arrows", as_stream),
+     ("p.feather", as_feather), ("p.IPC", as_feather)],
+)  # fmt: skip
 def test_every_kind_of_file_gives_the_same_prompts(
     tmp_path: Path, jsonl: Path, name: str, write: Callable[[Path], None]
 ):
@@ -139,6 +172,89 @@ def test_tables_of_other_programs_hold_more_than_json(tmp_path: Path):
     parquet.write_table(twice, tmp_path / "q.parquet")
     with pytest.raises(RecordError, match="two columns are called 'prompt'"):
         texts(tmp_path / "q.parquet")
+
+
+def test_columns_of_a_table_keep_their_values(tmp_path: Path):
+    """Labels and numbers are what the table shows to a person, whatever the width of their column."""
+    import pyarrow as pa
+    import pyarrow.feather as feather
+
+    struct = pa.struct([("n", pa.int64()), ("w", pa.float32()), ("cost", pa.decimal128(5, 2))])
+    table = pa.table({
+        "prompt": pa.array(["a", "b"], pa.large_string()),
+        "label": pa.array([Decimal("1.00"), None], pa.decimal128(9, 2)),
+        "metadata": pa.array([{"n": 2**60 + 1, "w": 0.1, "cost": Decimal("2.50")}, None], struct),
+        "single": pa.array([0.1, 1e20], pa.float32()), "half": pa.array([0.1, None], pa.float16()),
+        "double": pa.array([0.1, math.nan]), "unsigned": pa.array([2**64 - 1, 0], pa.uint64()),
+        "thousands": pa.array([Decimal("1E+3"), Decimal("-12E+3")], pa.decimal128(5, -3)),
+        "day": pa.array([date(2026, 1, 2), None]), "clock": pa.array([time(1, 2, 3), None], pa.time64("us")),
+        "zoned": pa.array([datetime(2026, 1, 2, 3, 4, 5), None], pa.timestamp("ns", "+01:00")),
+        "raw": pa.array([b"\x00\xff", None]),
+        "map": pa.array([[("x", 0.1), ("y", None)], None], pa.map_(pa.string(), pa.float32())),
+        "category": pa.array(["u", "v"]).dictionary_encode(),
+        "nested": pa.array([[[0.1, None]], None], pa.list_(pa.large_list(pa.float32()))),
+        "pair": pa.array([[0.1, 0.2], None], pa.list_(pa.float32(), 2)),
+        "inner": pa.array([[{"w": 0.3}], [None]], pa.list_(pa.struct([("w", pa.float32())]))),
+    })  # fmt: skip
+    feather.write_feather(table, str(tmp_path / "t.feather"))
+    first, second = open_prompts([str(tmp_path / "t.feather")])
+    assert (first.label, second.label) == ("1.00", None)
+    assert first.metadata == {"n": 2**60 + 1, "w": 0.1, "cost": "2.50"}
+    assert first.extra == {
+        "single": 0.1, "half": 0.1, "double": 0.1, "unsigned": 2**64 - 1, "thousands": "1000", "day": "2026-01-02",
+        "clock": "01:02:03", "zoned": "2026-01-02 04:04:05+01:00", "raw": "AP8=", "map": {"x": 0.1, "y": None},
+        "category": "u", "nested": [[0.1, None]], "pair": [0.1, 0.2], "inner": [{"w": 0.3}],
+    }  # fmt: skip
+    numbers = {"single": 1e20, "unsigned": 0, "thousands": "-12000", "category": "v", "inner": [None]}
+    assert second.extra == dict.fromkeys(first.extra) | numbers
+
+
+NUMBERS = """
+from datetime import date
+from decimal import Decimal
+import numpy as np
+def rows():
+    for label in (np.float32(0.1), Decimal("1.00"), float("nan"), np.int64(7), date(2026, 1, 2), np.float64(42)):
+        yield {"prompt": "x", "label": label, "scores": np.array([0.1, 0.25], np.float32), "wide": (np.float64(0.1),)}
+"""
+
+
+def test_values_of_functions_are_those_of_tables(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(NUMBERS)
+    prompts = list(open_prompts([f"{tmp_path / 'mine.py'}:rows"]))
+    assert [prompt.label for prompt in prompts] == [0.1, "1.00", None, 7, "2026-01-02", 42]
+    assert prompts[0].extra == {"scores": [0.1, 0.25], "wide": [0.1]}
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [(42.0, "42"), (-7.0, "-7"), (0.5, "0.5"), (1e-05, "0.00001"), (1e22, "1" + "0" * 22), (8, "8"), ("1.0", "1.0")],
+)
+def test_a_label_is_taught_preferred_judged_and_graded_as_one_text(tmp_path: Path, label: Any, words: str):
+    """A null makes whole numbers of a column floats: 42 is stored as 42.0."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    column = pa.array([label, None])
+    table = pa.table({"prompt": ["x", "y"], "label": column, "chosen": column, "rejected": ["no", "no"]})
+    parquet.write_table(table, tmp_path / "p.parquet")
+    source, tokenizer = str(tmp_path / "p.parquet"), byte_tokenizer()
+    prompt = next(open_prompts([source]))
+    for text in ("x", [{"role": "user", "content": "x"}]):
+        tokens, length, _ = sft_sample(Prompt(text, label=prompt.label), tokenizer)
+        assert tokenizer.decode(tokens[-length:], skip_special_tokens=True) == words
+    pair = next(open_preferences([source], input_key="prompt", metadata_key="metadata", tool_key="tools"))
+    assert pair.chosen.label == words
+    sample = Sample(prompt="x", response=words, label=prompt.label, reward=1.0)
+    assert Judge(url="http://127.0.0.1:1/v1", template="{label}{response}").question(sample) == words * 2
+    assert Exact()(sample) == 1.0
+    assert table_of([sample], 1)[0]["label"] == words
+
+
+def test_a_binary_file_among_json_lines_is_named(tmp_path: Path):
+    as_parquet(tmp_path / "p.data")
+    with pytest.raises(RecordError, match=r"p\.data:1: not UTF-8 at byte \d+; this is a \.parquet file"):
+        texts(tmp_path / "p.data")
 
 
 SOURCE = """

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.errors import BackendError, SettingsError
-from slimectl.types import Completion, SamplingParams
+from slimectl.types import Completion, JsonGrammar, SamplingParams
 
 END = 256
 PROMPTS = [list(b"H"), list(b"2+3="), list(b"once upon a time there was"), [3] * 40, list(b"12*9=")]
@@ -135,6 +135,18 @@ def test_no_end_token_before_min_tokens(make_engine: Make, answers: Ask) -> None
     assert all(set(answer.tokens[:12]).isdisjoint(every) for answer in made)
 
 
+def test_special_tokens_are_text_where_they_are_asked_for(make_engine: Make, answers: Ask) -> None:
+    engine = make_engine()
+    plain = dataclasses.replace(GREEDY, max_tokens=3, logit_bias=((END, 100.0),))  # nothing but <|end|>
+    kept = dataclasses.replace(plain, skip_special_tokens=False)
+    stops = dataclasses.replace(kept, stop=("<|end|><|end|>",))
+    ends = dataclasses.replace(kept, ignore_eos=False)
+    made = answers(engine, *((PROMPTS[0], params) for params in (plain, kept, stops, ends)))
+    assert [(answer.text, len(answer.tokens), answer.finish_reason) for answer in made] == [
+        ("", 3, "length"), ("<|end|>" * 3, 3, "length"), ("", 2, "stop"), ("", 1, "stop"),
+    ]  # fmt: skip
+
+
 def test_stop_string_is_cut_from_the_text_not_from_the_tokens(make_engine: Make, answers: Ask) -> None:
     engine = make_engine()
     letters = tuple(range(97, 123))
@@ -167,6 +179,11 @@ def test_requests_that_cannot_be_answered_are_refused(make_engine: Make, answers
         answers(engine, ([], GREEDY))
     with pytest.raises(SettingsError, match="token 300 is outside the vocabulary of 259"):
         answers(engine, ([300], GREEDY))
+    every = dataclasses.replace(GREEDY, stop_token_ids=tuple(range(259)), min_tokens=1)
+    with pytest.raises(SettingsError, match="min_tokens: every token is a stop token"):
+        answers(engine, (PROMPTS[0], every))
+    with pytest.raises(SettingsError, match="min_tokens: excludes a grammar"):
+        answers(engine, (PROMPTS[0], dataclasses.replace(GREEDY, min_tokens=1, grammar=JsonGrammar("{}"))))
 
 
 def test_a_shared_prompt_is_computed_once_even_if_siblings_are_admitted_later(make_engine: Make, answers: Ask) -> None:
@@ -231,6 +248,51 @@ def test_a_cancelled_request_leaves_the_others_alone(make_engine: Make, answers:
 
     asyncio.run(cancelled_before_the_first_step())
     assert answers(engine, (PROMPTS[1], params))[0].tokens == expected.tokens
+
+
+def follows(error: Exception) -> Callable[[int, list[int]], None]:
+    """Return a function that follows an answer, and fails at its third token."""
+
+    def follow(start: int, tokens: list[int]) -> None:
+        if start == 2:
+            raise error
+
+    return follow
+
+
+def test_what_fails_one_request_within_a_step_ends_that_one_alone(make_engine: Make, answers: Ask) -> None:
+    engine = make_engine()
+    params = [dataclasses.replace(FREE, seed=seed, top_k=40 * seed) for seed in (1, 2)]
+    expected = [answer.tokens for answer in answers(engine, *((PROMPTS[1], each) for each in params))]
+    error = RuntimeError("its reader has failed")
+    cold = dataclasses.replace(FREE, temperature=1e-40)  # logits divided by it overflow
+
+    async def together() -> list[Any]:
+        # As if its parameters had passed the checks: its row cannot be sampled.
+        unchecked = engine.request(PROMPTS[0], dataclasses.replace(FREE, min_tokens=2))
+        unchecked.end_tokens = frozenset({999})
+        asked = [asyncio.create_task(engine.generate(PROMPTS[1], params=each)) for each in params]
+        asked.append(asyncio.create_task(engine.generate(PROMPTS[2], params=cold)))
+        asked.append(asyncio.create_task(engine.generate(PROMPTS[2], params=FREE, on_tokens=follows(error))))
+        engine.submit(unchecked)
+        return await asyncio.gather(*asked, unchecked.future, return_exceptions=True)
+
+    first, second, overflown, followed, failed = asyncio.run(together())
+    assert [first.tokens, second.tokens] == expected
+    assert "the probabilities overflow" in str(overflown)
+    assert followed is error
+    assert isinstance(failed, IndexError)
+    assert engine.running == engine.waiting == 0
+    assert answers(engine, (PROMPTS[1], params[0]))[0].tokens == expected[0]
+
+
+def test_an_end_token_beyond_the_models_vocabulary_is_never_drawn_and_no_error(make_engine: Make, answers: Ask) -> None:
+    engine = make_engine(end_token_ids=[999])
+    params = SamplingParams(max_tokens=5, min_tokens=3)
+    schema = dataclasses.replace(params, min_tokens=0, max_tokens=60, grammar=JsonGrammar('{"enum": ["ab", "cd"]}'))
+    first, second = answers(engine, (PROMPTS[0], params), (PROMPTS[0], schema))
+    assert len(first.tokens) >= 4
+    assert second.text in ('"ab"', '"cd"')
 
 
 def test_several_event_loops_one_after_another_and_one_inside_a_pause_of_another(

@@ -198,6 +198,20 @@ def test_stop_strings_across_tokens_and_inside_multi_byte_text() -> None:
     assert scan(b"x.y.z", ".", least=3) == (4, "x.y")  # what comes before min_tokens does not stop
 
 
+def test_special_tokens_leave_the_text_unless_asked_and_the_one_that_ends_an_answer_always() -> None:
+    tokenizer = byte_tokenizer(["</think>"])
+    end, thought = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("</think>")
+    tokens = [*b"so", thought, *b"4", end]
+    plain, kept = Detokenizer(tokenizer), Detokenizer(tokenizer, keep_special=True)
+    assert plain.response_text(tokens, ended=True) == "so4"
+    assert kept.response_text(tokens, keep_special=True, ended=True) == "so</think>4"
+    assert kept.response_text(tokens, keep_special=True) == "so</think>4<|end|>"  # at the limit of tokens, ignore_eos
+    assert kept.response_text([*b"ab"], keep_special=True, ended=True) == "ab"  # a stop token that is text stays
+    for detokenizer, found in ((plain, False), (kept, True)):
+        scanner = StopScanner(detokenizer, ("</think>",))
+        assert any(scanner.scan(tokens[: count + 1], stopping=True) for count in range(len(tokens))) is found
+
+
 def test_broken_bytes_do_not_hold_the_text_back_for_ever() -> None:
     count, text = scan(b"\xff" * 40 + b"stop", "stop")
     assert count == 44

@@ -231,6 +231,51 @@ def test_strings_keep_their_pattern(pattern: str):
     assert all(map(as_in_ecma.search, PATTERNS[pattern]))
 
 
+FREE_PATTERNS = [
+    r"^[a-z]+$", r"^\w+$", r"^[a-zA-Z0-9_-]+$", r"^(a|b)*c$", r"^a*$", r"^[b-z]+$", r"^[^b]*$", r"^[ -\x7f].*$",
+    r"^(?:.x)+$", r"^[^\"]+$", r"^\S+@\S+$", r"[a-z]+", "m", "", r"^.*$", r"^\D*$", r"^[\W]+$", r"^[aé-ü]+$",
+]  # fmt: skip
+"""Patterns that a letter may leave as they are: what follows is still not any text."""
+TEXTS = [*map(chr, range(0x20, 0x7F)), "m$", "ab", "abc", "aab", 'a"', "é", "aé", "日本", "\\n", "\\u00e9", "x y"]
+
+
+STRINGS = [
+    *({"type": "string", "pattern": pattern} for pattern in FREE_PATTERNS),
+    {"type": "string", "minLength": 3},
+    {"type": "string", "maxLength": 4},
+]
+
+
+@pytest.mark.parametrize("string", STRINGS, ids=str)
+def test_random_answers_keep_patterns_and_lengths_in_tokens_of_several_characters(string: dict[str, Any]):
+    jsonschema = pytest.importorskip("jsonschema")
+    backend = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(TEXTS)}, merges=[]))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([SPECIAL])
+    end = len(TEXTS)
+    vocabulary = token_table(SimpleNamespace(backend_tokenizer=backend), size=end + 1, device=CPU)
+    schema = {"type": "object", "properties": {"a": string, "b": {"type": "string"}}, "required": ["a", "b"]}
+    grammar = TokenGrammar(json_grammar(schema), vocabulary)
+    if "pattern" in string:  # as in ECMA, whose $ is not before a last line break
+        string = string | {"pattern": "(?a)" + re.sub(r"\$$", r"\\Z", string["pattern"])}
+    strict = schema | {"properties": {"a": string, "b": {"type": "string"}}}
+    draw, ended, masks = random.Random(0), 0, dict[int, list[int]]()
+    for _ in range(60):
+        state, place, tokens = GrammarState(grammar, [end]), grammar.automaton.start, list[int]()
+        while end not in tokens and len(tokens) < 60:
+            allowed = state.mask_V().nonzero()[:, 0].tolist()
+            if place not in masks:
+                masks[place] = [i for i, text in enumerate(TEXTS) if walked(grammar.automaton, place, text) != DEAD]
+            assert [token for token in allowed if token != end] == masks[place]
+            tokens += draw.choices(allowed, [20 if token == end or TEXTS[token] in '"}' else 1 for token in allowed])
+            state.advance(tokens[-1])
+            place = walked(grammar.automaton, place, "" if tokens[-1] == end else TEXTS[tokens[-1]])
+        if tokens[-1] == end:
+            ended += 1
+            jsonschema.validate(json.loads("".join(TEXTS[token] for token in tokens[:-1])), strict)
+    assert ended > 10
+
+
 def test_strings_keep_their_length_in_characters():
     schema = {"type": "string", "minLength": 2, "maxLength": 3}
     texts = {text: json.dumps(text, ensure_ascii=False) for text in ("", "é", "ab", "日本語", "abcd")}

@@ -208,7 +208,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[..., Path]
         (folder / "own.py").write_text(OWN)
         monkeypatch.chdir(folder)
         layers = [from_file(Path("slimectl.toml")), from_assignments([*SMALL, *assignments])]
-        assert TrainingRun(resolve(layers).settings).execute("")
+        assert TrainingRun(resolve(layers).settings).execute()
         return Ran(folder)
 
     return ran

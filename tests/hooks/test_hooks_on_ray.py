@@ -96,7 +96,7 @@ def executed(folder: Path, model: Path, *assignments: str) -> Ran:
     set_up(folder, model)
     (folder / "own.py").write_text(OWN + TELLING)
     layers = [from_file(Path("slimectl.toml")), from_assignments([*SMALL, *assignments])]
-    assert TrainingRun(resolve(layers).settings).execute("")
+    assert TrainingRun(resolve(layers).settings).execute()
     return Ran(folder)
 
 

@@ -128,11 +128,11 @@ def steps(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("hook", ["data_source_path=own.py:Filed", "function_path=own.py:one_too_many"])
 def test_files_of_its_own_and_groups_given_back_outlive_a_stop(hook: str, here: Here):
     hooks = (f"rollout.{hook}", "run.num_rollout=3")
-    assert here("whole", *hooks).execute("")
+    assert here("whole", *hooks).execute()
     asked: list[int] = []
-    assert not here("broken", *hooks, interrupted=lambda: bool(asked.append(1) or len(asked) == 2)).execute("")
+    assert not here("broken", *hooks, interrupted=lambda: bool(asked.append(1) or len(asked) == 2)).execute()
     Path("source-3.json").unlink(missing_ok=True)
-    assert here("broken", *hooks).execute("", resume=True)
+    assert here("broken", *hooks).execute(resume=True)
     assert Path("runs/broken/metrics.jsonl").read_bytes() == Path("runs/whole/metrics.jsonl").read_bytes()
 
 
@@ -168,8 +168,8 @@ def test_a_loss_of_logits_is_the_same_whoever_computes_them(layout: tuple[str, .
         "    return sum_of_sample_mean(-batch.advantages_T * chosen), {}\n"
     )
     hooks = ("train.custom_loss_function_path=own.py:own", "run.num_rollout=1")
-    assert here("one", *hooks).execute("")
-    assert here("two", *hooks, "train.backend=megatron", *layout).execute("")
+    assert here("one", *hooks).execute()
+    assert here("two", *hooks, "train.backend=megatron", *layout).execute()
     (one,), (two,) = steps("one"), steps("two")
     assert two["metrics"]["train/grad_norm"] == pytest.approx(one["metrics"]["train/grad_norm"], rel=1e-4)
 
@@ -185,8 +185,8 @@ def test_two_ranks_with_hooks_of_the_loss_equal_one(here: Here):
     )
     hooks = ("train.custom_tis_function_path=own.py:half", "run.num_rollout=1",
              "train.custom_pg_loss_reducer_function_path=own.py:by_sequence")  # fmt: skip
-    assert here("one", *hooks).execute("")
-    assert here("two", *hooks, "cluster.actor_num_gpus_per_node=2").execute("")
+    assert here("one", *hooks).execute()
+    assert here("two", *hooks, "cluster.actor_num_gpus_per_node=2").execute()
     (one,), (two,) = steps("one"), steps("two")
     for name in ("train/loss", "train/pg_loss", "train/grad_norm"):
         assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-5, abs=1e-7), name

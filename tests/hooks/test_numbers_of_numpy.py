@@ -11,7 +11,6 @@ import pytest
 
 from slimectl.api.stages import load_settings
 from slimectl.runtime.run import TrainingRun
-from slimectl.settings.keys import settings_toml
 
 FUNCTIONS = """
 import numpy as np
@@ -144,7 +143,7 @@ def test_numbers_and_bools_of_numpy_count(
         "rollout.apply_chat_template": False, "track.with": ["jsonl"], "eval.before_train": False,
     }  # fmt: skip
     settings = load_settings(None, json.loads(json.dumps(values | CASES[name]).replace("{folder}", str(tmp_path))))
-    assert TrainingRun(settings).execute(settings_toml(settings))
+    assert TrainingRun(settings).execute()
     if name in RESULTS:
         kind, (key, value) = RESULTS[name]
         run = tmp_path / "runs" / "run"

@@ -173,7 +173,7 @@ def test_what_cannot_be_used_is_said(
     assignments = [*SMALL, *UNLIMITED.get(setting, []), *more, f"{setting}={path}"]
     settings = resolve([from_file(Path("slimectl.toml")), from_assignments(assignments)]).settings
     with pytest.raises(HookError, match=said) as raised:
-        TrainingRun(settings).execute("")
+        TrainingRun(settings).execute()
     assert "\n" not in str(raised.value)
 
 
@@ -199,4 +199,4 @@ def test_a_hook_that_raises_is_named_with_its_line(kind: str, tmp_path: Path, mo
     settings = resolve([from_file(Path("slimectl.toml")), from_assignments(assignments)]).settings
     said = r"^rollout.sample_hook_path: own.py:own raised KeyError: 'gold' \(own.py:2\); mend it there$"
     with pytest.raises(HookError, match=said):
-        TrainingRun(settings).execute("")
+        TrainingRun(settings).execute()

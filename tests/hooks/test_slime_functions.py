@@ -96,7 +96,7 @@ def ran(folder: Path, model: Path, functions: dict[str, str], *assignments: str)
     hooks = [f"{setting}=slime_functions.{name}" for setting, name in functions.items()]
     layers = [from_file(Path("slimectl.toml")), from_custom_config(Path("own.yaml"))]
     settings = resolve([*layers, from_assignments([*SMALL, *hooks, *assignments])]).settings
-    assert TrainingRun(settings).execute("")
+    assert TrainingRun(settings).execute()
     return Ran(folder)
 
 
@@ -309,7 +309,7 @@ def test_results_count_by_their_attributes() -> None:
 def test_a_key_of_sampling_params_that_no_engine_knows_is_refused() -> None:
     base = SamplingParams(max_tokens=9, seed=1)
     params = shapes.sampling_params({"max_new_tokens": 3, "stop": "x", "skip_special_tokens": False}, base)
-    assert params == SamplingParams(max_tokens=3, seed=1, stop=("x",))
+    assert params == SamplingParams(max_tokens=3, seed=1, stop=("x",), skip_special_tokens=False)
     biased = SamplingParams(min_p=0.1, logit_bias=((3, -1.0),), stop=("a", "b"))
     assert shapes.sampling_params(shapes.SamplingDict.of(biased), base) == dataclasses.replace(biased, seed=1)
     assert shapes.SamplingDict.of(biased)["logit_bias"] == {"3": -1.0}

@@ -25,6 +25,11 @@ EXPLOSIVE = [
     r"\det\begin{vmatrix}1\end{vmatrix}",
     "x = y = z = x", "1 < 2 < 3 < x < 4", r"\left\{ x \mid x > 1 \right.", r"|x| \cdot ||y||| ", r"a_{b_{c_{d}}}",
     r"\left[((10^{300})^{300})^{300}1,234.5\right)", "[9^{9^{9}},5)",
+    r"\sum_{a=1}^{n}" * 20 + "a", r"\sum_{a=1}^{90}\sum_{b=1}^{90}\sum_{c=1}^{90} abc", r"\sum_{k=1}^{99} \sin(k)^{k}",
+    r"\int_0^a " * 30 + "a" + "da" * 30, r"\prod_{k=1}^{50}\prod_{j=1}^{50} (x+k+j)", "100000!",
+    r"\binom{10^{50}}{200}",
+    r"\begin{pmatrix}a&b\\c&d\end{pmatrix}^{64}", r"\begin{pmatrix}a&b\\c&d\end{pmatrix}" * 8, "(2^{100000})!",
+    r"\Gamma(" * 40 + "n" + ")" * 40, "1e-999999", "(1,2)+" * 60 + "(1,2)", "1e1000" * 40, r"7^{10^{4000}}",
     r"(-1)^{\frac{1}{10^{30}}}", r"x^{0.1234567890123456789}", "0.1e-300^{300}", r"\cos^{-1}(2)^{i}", "i^{i^{i^i}}",
 ]  # fmt: skip
 BROKEN = [

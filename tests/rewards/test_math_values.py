@@ -3,9 +3,13 @@ r"""Answers of one value in many spellings, and look-alikes of another value: (l
 import time
 
 import pytest
+import sympy
 from math_pairs import FAMILIES, pairs
+from notation_pairs import FAMILIES as NOTATIONS
+from notation_pairs import drawn as drawn_notation
 
 from slimectl.rewards import verifier
+from slimectl.rewards.math.modular import PRIME
 from slimectl.types import Sample
 
 MATRIX = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"
@@ -50,6 +54,34 @@ EQUAL = {
                  (r"\sum_{k=0}^\infty \frac{1}{k!}", r"\sum_{k=0}^{\infty}\frac1{k!}"), ("x_n^2", "x^{2}_{n}"),
                  (r"\mathrm{Re}(z)", r"\Re(z)"), (r"\binom{n}{k}", r"{n \choose k}"), ("{}_5C_2", "_5C_2"),
                  ("x_1'", "x'_{1}"), (r"A^{\top}", r"A^\top"), (r"\|x\|_2", r"\left\|x\right\|_{2}")],
+    "units and money": [("1234", r"1,234\text{ miles}"), ("1000.99", "1,000.99 m²"), ("5", "5 cm³"), ("5", "5m²"),
+                        ("9.8", r"9.8\ \frac{\text{m}}{\text{s}^2}"), ("5", r"5\,\mathrm{m\,s^{-2}}"),
+                        ("3e8", r"3\times 10^8\text{ m/s}"), ("5", r"5\text{ N}\cdot\text{m}"), ("50", "₹50"),
+                        (r"9\pi", "9π cm²"), ("3/4", r"\frac34\text{ of a mile}"),
+                        ("1234", r"\$1,234\text{ per month}"),
+                        (r"7+\Omega", "Ω+7")],
+    "tuples with thousands": [("(1000, 2)", "(1,000, 2)"), ("1000, 2500", "1,000, 2,500"),
+                              ("(12345, 6)", "(12,345, 6)"), ("(1, 200)", "(1,200)"),
+                              (r"(1, \frac{400}{2})", "(1,200)"), ("200", r"\max(1,200)")],
+    "matrices and vectors": [(r"\begin{pmatrix}6&8\\10&12\end{pmatrix}",
+                              MATRIX + r"+\begin{pmatrix}5&6\\7&8\end{pmatrix}"),
+                             (r"\begin{pmatrix}7&10\\15&22\end{pmatrix}", MATRIX + "^2"), ("-2", r"\det" + MATRIX),
+                             ("-2", r"\begin{vmatrix}1&2\\3&4\end{vmatrix}"), ("(1+3t, 2+4t)", "(1,2)+t(3,4)"),
+                             (r"\begin{pmatrix}-4&2\\3&-1\end{pmatrix}", "2" + MATRIX + "^{-1}"),
+                             (r"\begin{pmatrix}1\\2\end{pmatrix}", "(1, 2)^T")],
+    "factors under a sum": [(r"F_n = \sum_{k=0}^{n-1} F_k F_{n-k-1}", r"F_n = \sum_{k=0}^{n-1} F_{n-k-1} F_k"),
+                            (r"\sum_{i=1}^n a_i", r"\sum_{j=1}^n a_j"), ("6", r"\sum_{k=0}^{3} k"),
+                            (r"\sum_{d \mid n} d\mu(d)", r"\sum_{d|n} \mu(d) d"), ("60", r"\prod_{k=3}^5 k"),
+                            (r"\sum_{n \ge 0} \frac{x^n}{n!}", r"\sum_{k=0}^\infty \frac{x^k}{k!}"),
+                            (r"\frac1n \sum_{i=1}^n x_i", r"\sum_{i=1}^{n} \frac{x_i}{n}")],
+    "times": [("2:30", "2:30 PM"), ("2:30 PM", r"2{:}30\text{ p.m.}"), ("14:30", "2:30 pm"), ("2 PM", "2:00 p.m."),
+              ("12:00 PM", "noon"), ("12:30 AM", "0:30"), ("9:05", "09:05")],
+    "emphasis": [("73", "**73**"), ("73", "_73_"), ("73", r"\color{red}{73}"), ("(1,2)", "**(1, 2)**"),
+                 ("yes", "“Yes”。")],
+    "Unicode": [("-5", "‑5"), ("x^{10}", "x¹⁰"), (r"\alpha_{10}", "α₁₀"), ("17/8", "2⅛"), ("x+5", "𝑥＋𝟓"), ("5", "5。"),
+                ("José", "Jose\u0301"), ("1.5", "１．５"), ("-5", "⁻5")],
+    "factorials and large numbers": [("n!", r"\Gamma(n+1)"), ("1e400", "10^{400}"), ("2^{200000}", "4^{100000}"),
+                                     (r"\sqrt{\pi}", r"\Gamma(\tfrac12)"), ("1000!", r"1000 \cdot 999!")],
     "numerals": [("1010_2", "1010_{2}"), ("1010_2", r"1010_{\text{two}}"), ("42", "42_{10}")],
 }  # fmt: skip
 UNEQUAL = {
@@ -68,6 +100,18 @@ UNEQUAL = {
                  (r"\int_0^1 x^2 dx", r"\int_0^1 x^{2 dx}"),
                  ("f'(x)", "f''(x)"), (r"\int_0^1 12 dx", r"\int_0^1 1 2 dx"), (r"\max_x f", r"\min_x f")],
     "numerals": [("1010_2", "1010_3"), ("42", "42_7"), ("42_7", "42"), ("1010_2", "10")],
+    "units": [("5", "5K"), ("5", r"5\text{A}"), ("2", r"2\text{ pairs}"), ("3/4", r"\frac34\text{ of a dozen}"),
+              ("5", "5 of 7"), ("50", r"\$50\text{ million}"), ("7", r"7 \tau^2 \Omega"), ("7", r"7\Omega")],
+    "commas": [("1200", "(1,200)"), ("12345", "1,234,5"), ("(1,2)", "(1,200)"), ("1000", "1,00")],
+    "operators": [(r"\sum_{k=1}^n k a_k", r"k\sum_{k=1}^n a_k"), (r"\prod_{k=1}^n 2a_k", r"2\prod_{k=1}^n a_k"),
+                  (r"\sum_i x_{ij} y_i", r"x_{ij} \sum_i y_i"), (r"\int_{-1}^1 |x|dx", r"\int_{-1}^1 x\,dx"),
+                  (r"\sum_{i=1}^n x_{ij}", r"\sum_{i=1}^n x_{ji}"), (r"\int_0^1 x\,dx", r"\int_0^1 x\,dy"),
+                  (r"\sum_{k=1}^\infty \frac{1}{k^2}", "1.645"), (r"\sum x_i y_i", r"x_i\sum y_i"),
+                  (r"\sum_{i<j} x_i x_j", r"\sum_{i\le j} x_i x_j"), ("5", r"\sum_{k=0}^{3} k")],
+    "times": [("2:30 PM", "2:30 AM"), ("2:30", "14:30"), ("1:15", "2:30 PM"), ("1/12", "2:30 PM"), ("5", "5am")],
+    "characters": [("-2", "3—5"), ("x^{23}", "x²3"), ("21/8", "2⅛"), ("v", "ν"), ("6", "2**3"), ("5", "⁻5")],
+    "large numbers": [("2^{100000}", "2^{100521}"), ("2^{100000}", "2^{100000}+1"), ("1e400", "1e401"),
+                      ("n!", r"\Gamma(n)")],
     "what does not end": [("42", "42..."), ("42", r"42\ldots"), ("1/3", "0.333...")],
     "untrue chains": [("42", "43 = 42"), ("42", "x = 43 = 42")],
     "times and names": [("1/10", "3:30"), ("1:10", "3:30"), ("5", "5:1"), ("BA", "AB")],
@@ -106,3 +150,17 @@ def test_of_2_400_pairs_all_but_one_in_a_hundred_are_right_and_none_of_another_v
     assert accepted == []
     assert len(wrong) <= len(drawn) // 100, wrong
     assert time.process_time() - started < 10.0
+
+
+@pytest.mark.parametrize("family", NOTATIONS, ids=lambda family: family.__name__)
+def test_of_150_pairs_of_a_notation_all_but_one_in_a_hundred_are_right_and_no_wrong_one_is_accepted(family):
+    made = drawn_notation(family, 150, seed=1)
+    right, wrong = ([pair for pair in made if pair[2] is same] for same in (True, False))
+    assert [pair for pair in wrong if reward(*pair[:2]) == 1.0] == []
+    missed = [pair for pair in right if reward(*pair[:2]) == 0.0]
+    assert len(missed) <= len(right) // 100, missed
+
+
+def test_powers_of_no_base_repeat_early_by_the_prime_for_large_numbers():
+    assert sympy.isprime(PRIME)
+    assert sympy.isprime((PRIME - 1) // 2)  # so the order of every base but 1 and -1 is at least this

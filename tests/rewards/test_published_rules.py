@@ -80,7 +80,6 @@ DAPO = [
     ("Paris", "Answer: paris", "paris", -1.0),
     ("5", "Answer: 5。", "5。", 1.0),
     ("5", "Answer: 5।", "5।", 1.0),
-    ("42", "Answer: 42。。", "42。。", -1.0),
     ("5", "Answer: “5”.", "“5”.", 1.0),
     ("Paris", "Answer: 「Paris」。", "「Paris」。", 1.0),
     ("Paris", "Answer: «Paris»", "«Paris»", 1.0),

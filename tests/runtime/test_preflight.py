@@ -18,7 +18,6 @@ from slimectl.rewards import Grade
 from slimectl.rewards.text import Contains
 from slimectl.runtime.preflight import OF_RUN, preflight
 from slimectl.runtime.run import TrainingRun
-from slimectl.settings.keys import settings_toml
 from slimectl.types import Sample
 
 MEGATRON = {"train.backend": "megatron"}
@@ -107,7 +106,7 @@ def test_a_dry_run_finds_what_the_run_refuses(folder: Path, model_dir: Callable[
     settings = settings_of(folder, model_dir("llama"), **REFUSED[name])
     failures = [result.detail for result in preflight(settings, OF_RUN) if result.fine is False]
     with pytest.raises(SlimectlError) as refusal:
-        TrainingRun(settings).execute(settings_toml(settings))
+        TrainingRun(settings).execute()
     assert without_counts(str(refusal.value)) in map(without_counts, failures)
     assert not (folder / "runs").exists()
 
@@ -133,16 +132,16 @@ def test_a_dry_run_finds_folders_that_cannot_be_made(
     failures = [result.detail for result in preflight(settings, OF_RUN) if result.fine is False]
     assert failures == [words.replace("{folder}", str(folder))]
     with pytest.raises(SlimectlError):
-        TrainingRun(settings).execute(settings_toml(settings))
+        TrainingRun(settings).execute()
 
 
 def test_a_dry_run_finds_a_folder_that_holds_a_run(model_dir: Callable[[str], Path], folder: Path, tmp_path: Path):
     settings = settings_of(folder, model_dir("llama"), **{"run.dir": str(tmp_path)})
     assert [result.fine for result in preflight(settings, [], new_run=True)] == [True]
-    TrainingRun(settings).execute(settings_toml(settings))
+    TrainingRun(settings).execute()
     [result] = preflight(settings, [], new_run=True)
     with pytest.raises(SlimectlError) as refusal:
-        TrainingRun(settings).execute(settings_toml(settings))
+        TrainingRun(settings).execute()
     assert (result.fine, result.detail) == (False, str(refusal.value))
 
 

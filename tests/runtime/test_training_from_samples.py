@@ -82,7 +82,7 @@ def training(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str]
     settings = SETTINGS | {"model.path": str(model_dir("llama")), "run.dir": str(folder / "runs")}
     settings["eval.data.small"] = str(folder / settings["eval.data.small"])
     trained = Training(folder, settings)
-    for report in trained.run().reports(""):
+    for report in trained.run().reports():
         shutil.copytree(trained.runs / "sft", trained.runs / f"after-{report.step}", symlinks=True)
     return trained
 
@@ -122,7 +122,7 @@ def test_the_cosine_ends_with_the_last_step_of_the_last_epoch(training: Training
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_it_goes_on_from_wherever_it_was_killed_to_the_same_bytes_and_weights(training: Training, step: int) -> None:
     job = training.run(**{"run.name": f"after-{step}"})
-    assert job.execute("", resume=True)
+    assert job.execute(resume=True)
     assert outcome(job.folder.path) == outcome(training.runs / "sft")
     tracked, whole = (lines(training.runs / name / "tracked.jsonl") for name in (f"after-{step}", "sft"))
     assert [line["step"] for line in tracked if "train/loss" in line["metrics"]] == [1, 2, 3, 4, 5]
@@ -166,12 +166,12 @@ def test_every_algorithm_goes_on_with_the_pass_that_it_was_in(
     trained.settings |= {"eval.interval": None, "run.save_interval": 1, "rollout.n_samples_per_prompt": 2}
     del trained.settings["eval.data.small"]
     reports = []
-    for report in trained.run(file, **{"run.name": "whole"}).reports(""):
+    for report in trained.run(file, **{"run.name": "whole"}).reports():
         reports.append(report)
         if len(reports) == 2:
             shutil.copytree(trained.runs / "whole", trained.runs / "broken", symlinks=True)
     assert len([report for report in reports if "train/loss" in report.metrics]) == steps
-    assert trained.run(file, **{"run.name": "broken"}).execute("", resume=True)
+    assert trained.run(file, **{"run.name": "broken"}).execute(resume=True)
     assert outcome(trained.runs / "broken") == outcome(trained.runs / "whole")
 
 
@@ -184,7 +184,7 @@ def test_a_dataset_without_a_verifier_is_measured_by_the_loss_of_training(
     file = "words.jsonl" if algorithm == "sft" else "preferences.jsonl"
     trained = Training(tmp_path, training.settings | {"run.dir": str(tmp_path / "runs"), "algorithm.name": algorithm})
     trained.settings |= {"eval.data.small": f"{tmp_path / file}@[0:4]", "eval.rm_type": None, "rollout.shuffle": False}
-    assert trained.run(file, **{"run.num_epoch": None, "run.num_rollout": 1}).execute("")
+    assert trained.run(file, **{"run.num_epoch": None, "run.num_rollout": 1}).execute()
     before, step, after = (line["metrics"] for line in lines(trained.runs / "sft" / "metrics.jsonl"))
     assert before["eval/small/loss"] == pytest.approx(step["train/loss"])  # of the same rows, before the first update
     assert after["eval/small/loss"] < before["eval/small/loss"]
@@ -195,7 +195,7 @@ def test_a_file_that_has_changed_is_not_gone_on_with(training: Training) -> None
     text = (training.folder / "words.jsonl").read_text()
     (training.folder / "fewer.jsonl").write_text(text[: text.index("\n") + 1])
     with pytest.raises(SettingsError, match=r"fewer.jsonl: has changed since .*sft was begun"):
-        training.run("fewer.jsonl").execute("", resume=True)
+        training.run("fewer.jsonl").execute(resume=True)
 
 
 def test_another_command_does_not_go_on_with_it(training: Training) -> None:
@@ -206,7 +206,7 @@ def test_another_command_does_not_go_on_with_it(training: Training) -> None:
     }
     settings = load_settings(values=training.settings | changes)
     with pytest.raises(SettingsError, match="was begun by `slimectl train`; go on with: slimectl train --resume"):
-        TrainingRun(settings).execute("", resume=True)
+        TrainingRun(settings).execute(resume=True)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_tracker_that_cannot_start_is_found_before_any_work(
         }
         job = TrainingRun(load_settings(values=training.settings | changes | prompts | {"train.lr_decay_iters": 4}))
     with pytest.raises(StorageError, match=r"blocked/tracked.jsonl: (File exists|Not a directory)"):
-        job.execute("")
+        job.execute()
     assert not job.folder.path.exists()
 
 

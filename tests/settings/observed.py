@@ -24,7 +24,6 @@ from slimectl.errors import SlimectlError
 from slimectl.recipes import Recipe
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
-from slimectl.settings.keys import settings_toml
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stdio import logger
 from slimectl.types import Sample, Status, TrainingSample
@@ -337,7 +336,7 @@ def ran(place: Workplace, settings: Settings) -> Lines:
     with listening() as words:
         try:
             job = TrainingRun(settings)
-            job.execute(settings_toml(settings))
+            job.execute()
         except SlimectlError as error:
             words.lines.append(f"ends with {error}")
             job = None

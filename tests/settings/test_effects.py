@@ -31,6 +31,9 @@ def sizes(samples):
 def always(sample):
     return 1.0
 
+def silent(sample):
+    return None if sample.response == "four" else 1.0
+
 def two(sample):
     return {"high": 1.0, "low": 0.0}
 

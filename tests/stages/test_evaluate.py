@@ -96,6 +96,28 @@ def test_the_answer_may_come_with_the_reward_and_without_any_there_is_no_vote():
     assert not [name for name in summarize("m", plain, answer=answer_extractor(lambda s: 1.0)) if "maj@" in name]
 
 
+def test_a_reward_without_an_answer_is_no_vote():
+    """Three answers of six were not found: of the three votes two are for 7, which is right."""
+    said = [None, None, None, "7", "7", "3"]
+    samples = [sample(i, {"score": float(text == "7"), "pred": text}) for i, text in enumerate(said)]
+    assert summarize("m", samples, answer=answer_extractor(lambda sample: 1.0))["eval/m-maj@6"] == 1.0
+    silent = [sample(i, {"score": 1.0, "pred": None}) for i in range(2)]
+    found = summarize("m", [*silent, *(sample(i, {"score": 1.0, "pred": "7"}, group=1) for i in range(2))],
+                      answer=answer_extractor(lambda sample: 1.0))  # fmt: skip
+    assert found["eval/m-maj@2"] == 0.5  # 0 without a vote, and 1
+
+
+def test_samples_without_a_reward_are_counted_and_left_out():
+    silent = sample(2, None, metadata={"no_reward": "returned None"})
+    found = summarize("m", [sample(0, 1.0), sample(1, 0.0), silent])
+    left = summarize("m", [sample(0, 1.0), sample(1, 0.0)])
+    assert found == left | {"eval/m/no_reward": 1.0}
+    assert summary_line("m", found) == "m: accuracy 0.500, 1 left out without a reward"
+    assert [row["reward"] for row in table_of([sample(0, 1.0), silent], 2)] == [1.0]
+    with pytest.raises(RecordError, match=r"eval\.data\.m: no sample has a reward, as every reward function returned"):
+        summarize("m", [silent])
+
+
 def test_one_answer_a_prompt_has_no_pass_rates():
     found = summarize("m", [sample(0, 1.0), sample(1, 0.0, group=1)])
     assert not [name for name in found if "@" in name]

@@ -86,8 +86,10 @@ class Special(Opening):
 
 def test_a_thought_whose_end_no_response_shows_is_not_noted():
     for prompt in ([{"role": "user", "content": "Capital?"}], "Capital?<think>"):
-        (sample,) = rollout(iter([Prompt(prompt, label="Paris")]), Opened(), Special(), settings().rollout)
-        assert verifier("exact")(sample) == 1.0
+        for hidden, reward in ((True, 1.0), (False, 0.0)):
+            chosen = settings().rollout.model_copy(update={"skip_special_tokens": hidden})
+            (sample,) = rollout(iter([Prompt(prompt, label="Paris")]), Opened(), Special(), chosen)
+            assert verifier("exact")(sample) == reward
 
 
 @pytest.mark.parametrize(("thinking", "reward"), [(True, 0.0), (False, 1.0)])

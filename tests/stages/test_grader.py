@@ -190,7 +190,7 @@ def test_samples_may_name_graders_of_their_own(file, executor):
             {"batch_size": 4},
             r"samples 0 to 3: .*returned float for 4 samples; return a list, a reward for e",
         ),
-        ("missing", {}, "reward of sample 0 is None, not a finite number; mend the reward function"),
+        ("missing", {}, "reward of sample 0 is None, not a finite number; fix the reward function"),
         ("nan", {"group_rm": True}, "reward of sample 5 is nan, not a finite number"),
         ("best", {}, r"reward_key: not set, and no 'score' is in the reward of sample 0 \(acc\); name one"),
         ("best", {"reward_key": "score"}, r"score\.reward_key: 'score' is not in the reward of sample 0 \(acc\)"),

@@ -88,6 +88,52 @@ def test_groups_without_signal_are_left_out_and_counted_by_the_reward_that_they_
     assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(policy).items())
 
 
+def test_samples_without_a_reward_are_left_out_of_groups_and_of_training(new_policy: Make):
+    """The second of three siblings has none: baseline, loss and gradient are those of the other two."""
+    samples = attempts((1.0, 0.3, 0.0), (0.5, 0.7, 0.7))
+    for silent in (samples[1], samples[4]):
+        silent.reward, silent.metadata["no_reward"] = None, "returned None"
+    policy, other = new_policy(), new_policy()
+    metrics = only(train(samples, policy, given(prompts=2, n=3)))
+    left = only(train([s for s in samples if s.reward is not None], other, given(prompts=2)))
+    assert metrics["rollout/dynamic_filter/drop_no_reward"] == 2
+    assert metrics["rollout/raw_reward"] == metrics["rollout/avg_reward"] == pytest.approx(2.2 / 4)
+    assert metrics["train/global_batch_size"] == 4
+    same = ("train/loss", "train/grad_norm", "rollout/advantages", "rollout/rewards/max")
+    assert [metrics[name] for name in same] == [left[name] for name in same]
+    assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(policy).items())
+
+
+def test_a_round_without_any_reward_makes_no_step(new_policy: Make):
+    samples = attempts((1.0, 0.0))
+    for sample in samples:
+        sample.reward, sample.metadata["no_reward"] = None, "returned None"
+    (report,) = train(samples, new_policy(), given(prompts=1))
+    assert not report.is_step
+    assert report.metrics["rollout/no_signal"] == 1
+    assert "rollout/raw_reward" not in report.metrics
+
+
+@pytest.mark.parametrize("fan_out", [False, True])
+def test_samples_may_be_numbered_within_their_groups(new_policy: Make, fan_out: bool):
+    """Three groups of two, numbered 0 and 1 in each: six rollouts in steps of four and two, as numbered through."""
+
+    def numbered(within: bool) -> list[Sample]:
+        samples = attempts((1.0, 0.0), (0.5, 0.0), (0.0, 1.0))
+        for i, sample in enumerate(samples):
+            sample.index = i % 2 if within else i
+            sample.rollout_id = sample.index if fan_out else None
+        return samples
+
+    reports = []
+    for within in (False, True):
+        settings = given(prompts=3, train={"global_batch_size": 4})
+        reports.append([report.metrics for report in train(numbered(within), new_policy(), settings)])
+    through, restarted = reports
+    assert [each["train/global_batch_size"] for each in through] == [4.0, 2.0]
+    assert restarted == through
+
+
 def test_groups_without_signal_that_are_kept_weigh_in_the_mean(new_policy: Make):
     good, flat = [(1.0, 0.0), (0.5, 0.0)], [(0.0, 0.0), (1.0, 1.0)]
     dropped, kept = (

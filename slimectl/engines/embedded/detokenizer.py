@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimectl.data.growing_text import UNFINISHED, GrowingText
+from slimectl.data.growing_text import UNFINISHED, GrowingText, response_text
 
 LONGEST_WAIT = 16
 """Tokens after which text that still ends in a broken character is accepted: the model wrote broken bytes."""
@@ -22,6 +22,10 @@ class Detokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._backend.decode(tokens, skip_special_tokens=self._skip_special))
+
+    def response_text(self, tokens: list[int], *, keep_special: bool = False, ended: bool = False) -> str:
+        """Return the text of a finished answer (data.growing_text.response_text)."""
+        return response_text(self._backend.decode, tokens, keep_special=keep_special, ended=ended)
 
     def growing_text(self) -> GrowingText:
         """Return the text of a new answer, which is decoded as its tokens come."""

@@ -67,6 +67,8 @@ def make_sequence(
         images = pictures.shared(images)
         prompt, rope_shift = pictures.marked(tokens, images)
     end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
+    if params.min_tokens and len(end_tokens) >= vocabulary:
+        raise SettingsError("min_tokens: every token is a stop token, so no answer is longer than one; set it to 0")
     return RunningSequence(
         prompt=prompt,
         params=params,
@@ -122,9 +124,11 @@ class EmbeddedEngine:
             prefix_cache_bytes=int(prefix_cache_gib * 2**30),
             device=torch_device,
         )
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizers = {skip: Detokenizer(tokenizer, keep_special=not skip) for skip in (True, False)}
         self._process_image = images if self._model.pictures is not None else None
-        self._end_tokens = _ids(text_config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
+        end_tokens = _ids(text_config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
+        # A tokenizer may have more tokens than the model, which never draws these.
+        self._end_tokens = frozenset(token for token in end_tokens if 0 <= token < self._model.vocabulary)
         self._tokenizer = tokenizer
         self._tokens: Vocabulary | None = None
         self._grammars: dict[JsonGrammar, TokenGrammar] = {}
@@ -236,7 +240,7 @@ class EmbeddedEngine:
             vocabulary=self._model.vocabulary,
             max_context=self.max_context,
             end_tokens=self._end_tokens,
-            detokenizer=self._detokenizer,
+            detokenizer=self._detokenizers[params.skip_special_tokens],
             top_count=top_count,
             grammar=None if params.grammar is None else self.grammar(params.grammar),
             reports_experts=self._reports_experts if reports_experts is None else reports_experts,
@@ -429,10 +433,14 @@ class EmbeddedEngine:
 
     def _deliver(self, sequence: Running) -> None:
         scanner = sequence.scanner
-        if scanner is not None and scanner.matched:
+        if sequence.error is not None:
+            sequence.fail(sequence.error)
+        elif scanner is not None and scanner.matched:
             sequence.deliver(scanner.text)
         else:
-            sequence.deliver(self._detokenizer.decode(sequence.tokens))
+            skip, ended = sequence.params.skip_special_tokens, sequence.finish == "stop"
+            text = self._detokenizers[skip].response_text(sequence.tokens, keep_special=not skip, ended=ended)
+            sequence.deliver(text)
 
 
 def _ids(ids: int | Sequence[int] | None) -> frozenset[int]:

@@ -31,7 +31,10 @@ class Sequential:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
+    """One of several nodes. `takes_plain`: every plain character (see `_is_plain`) is an option."""
+
     options: tuple[Node, ...]
+    takes_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ DEAD = -1
 """Number of the state in which the text is none of the grammar."""
 
 
+PLAIN_ASCII = frozenset(range(0x20, 0x80)) - frozenset(b'"\\')
+"""Characters of ASCII that stand in a JSON string as they are."""
+
+
 def literal(text: str) -> Node:
     return Sequential(tuple(Bytes(frozenset((byte,))) for byte in text.encode()))
 
@@ -92,12 +99,27 @@ class Automaton:
             following = self._steps[state][byte] = self._number(_expanded(stacks)) if stacks else DEAD
         return following
 
+    def takes_plain(self, state: int) -> bool:
+        """Whether any number of plain characters may follow: an unbounded repetition of them begins here."""
+        return any(_repeats_plain(stack) for stack in self._states[state])
+
     def _number(self, state: State) -> int:
         if state not in self._numbers:
             self._numbers[state] = len(self._states)
             self._states.append(state)
             self._steps.append({})
         return self._numbers[state]
+
+
+def _repeats_plain(stack: Stack) -> bool:
+    """Whether a stack begins with a character of an unbounded repetition that takes every plain character."""
+    if stack is None or stack[1] is None:
+        return False
+    first, repeat = stack[0], stack[1][0]
+    if not isinstance(repeat, Repeat) or repeat.high is not None or not isinstance(repeat.node, Choice):
+        return False
+    # Inside an escape or a character of several bytes, `first` is a later part of an option.
+    return repeat.node.takes_plain and first in repeat.node.options
 
 
 def _expanded(stacks: Iterable[Stack]) -> State:
@@ -179,7 +201,7 @@ class Vocabulary:
 
 def _is_plain(text: bytes) -> bool:
     """Whether a text is whole characters without quotes, backslashes and controls."""
-    if any(byte < 0x20 or byte in b'"\\' for byte in text):
+    if any(byte < 0x80 and byte not in PLAIN_ASCII for byte in text):
         return False
     try:
         text.decode()
@@ -212,21 +234,21 @@ class TokenGrammar:
     def __init__(self, grammar: Node, vocabulary: Vocabulary) -> None:
         self.automaton = Automaton(grammar)
         self.vocabulary = vocabulary
-        self._masks: dict[int, Tensor] = {}
+        self._masks: dict[int, tuple[Tensor, int]] = {}
 
-    def mask_V(self, state: int) -> Tensor:
-        """Return which tokens may follow, end tokens aside [V]."""
+    def mask_V(self, state: int) -> tuple[Tensor, int]:
+        """Return which tokens may follow, end tokens aside [V], and their number."""
         if state not in self._masks:
             while len(self._masks) >= MOST_MASKS:
                 del self._masks[next(iter(self._masks))]
             mask_V = torch.zeros(self.vocabulary.size, dtype=torch.bool)
             mask_V[torch.tensor(self._allowed(state), dtype=torch.long)] = True
-            self._masks[state] = mask_V.to(self.vocabulary.device)
+            self._masks[state] = mask_V.to(self.vocabulary.device), int(mask_V.sum())
         return self._masks[state]
 
     def _allowed(self, state: int) -> list[int]:
-        # Within a string, the only part of JSON where a letter leads back to its state, most tokens need no walk.
-        if self.automaton.step(state, ord("a")) == state:
+        # Where a free string goes on, most tokens need no walk.
+        if self.automaton.takes_plain(state):
             return [*self.vocabulary.plain, *self.vocabulary.other_tokens.allowed(self.automaton, state)]
         return self.vocabulary.tokens.allowed(self.automaton, state)
 
@@ -247,17 +269,29 @@ class GrammarState:
     @property
     def is_over(self) -> bool:
         """Whether no token may follow but an end token."""
-        return self._state == DEAD or not bool(self._grammar.mask_V(self._state).any())
+        return self._mask_V()[1] == 0
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether one token alone may follow, so that a policy that writes it has chosen nothing."""
+        _, count = self._mask_V()
+        return count == 1 if count and not self._may_end else int(self.mask_V().sum()) == 1
+
+    @property
+    def _may_end(self) -> bool:
+        return self._grammar.automaton.accepts(self._state)
+
+    def _mask_V(self) -> tuple[Tensor, int]:
+        """Return which tokens may follow, end tokens aside [V], and their number."""
+        vocabulary = self._grammar.vocabulary
+        if self._state == DEAD:
+            return torch.zeros(vocabulary.size, dtype=torch.bool, device=vocabulary.device), 0
+        return self._grammar.mask_V(self._state)
 
     def mask_V(self) -> Tensor:
         """Return which tokens may follow [V]; an end token where the text may end, or nothing else may follow."""
-        if self._state == DEAD:
-            mask_V = torch.zeros(
-                self._grammar.vocabulary.size, dtype=torch.bool, device=self._grammar.vocabulary.device
-            )
-        else:
-            mask_V = self._grammar.mask_V(self._state)
-        if self._grammar.automaton.accepts(self._state) or not bool(mask_V.any()):
+        mask_V, count = self._mask_V()
+        if self._may_end or not count:
             mask_V = mask_V.clone()
             mask_V[self._ends] = True
         return mask_V

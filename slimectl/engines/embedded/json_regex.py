@@ -9,7 +9,7 @@ from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-from slimectl.engines.embedded.grammar import EMPTY, Bytes, Choice, Node, Repeat, literal
+from slimectl.engines.embedded.grammar import EMPTY, PLAIN_ASCII, Bytes, Choice, Node, Repeat, literal
 from slimectl.engines.embedded.json_terminals import CHARACTER, MULTIBYTE, series
 from slimectl.errors import SettingsError
 
@@ -27,8 +27,7 @@ _NEGATED = {
     codes.CATEGORY_NOT_SPACE: codes.CATEGORY_SPACE,
 }
 _ESCAPED = {ord('"'): b'\\"', ord("\\"): b"\\\\", 8: b"\\b", 9: b"\\t", 10: b"\\n", 12: b"\\f", 13: b"\\r"}
-_PLAIN = frozenset(range(0x20, 0x80)) - {ord('"'), ord("\\")}
-_ASCII = _PLAIN | _ESCAPED.keys()
+_ASCII = PLAIN_ASCII | _ESCAPED.keys()
 """Characters of ASCII that a text of a grammar may have."""
 
 
@@ -62,7 +61,8 @@ _AT_BEGIN, _AT_END = (codes.AT, codes.AT_BEGINNING), (codes.AT, codes.AT_END)
 
 
 def _sequence(items: Iterable[tuple[Any, Any]]) -> Node:
-    return series(*(_item(code, value) for code, value in items))
+    parts = [_item(code, value) for code, value in items]
+    return parts[0] if len(parts) == 1 else series(*parts)
 
 
 def _item(code: Any, value: Any) -> Node:
@@ -124,9 +124,9 @@ def _class(members: list[tuple[Any, Any]]) -> Node:
     return _others(chosen) if negated else _characters(chosen)
 
 
-def _characters(chosen: Iterable[int]) -> Node:
+def _characters(chosen: Iterable[int]) -> Choice:
     """Return the grammar of one of these characters."""
-    plain = frozenset(chosen) & _PLAIN
+    plain = frozenset(chosen) & PLAIN_ASCII
     options: list[Node] = [Bytes(plain)] if plain else []
     for character in sorted(set(chosen) - plain):
         if character in _ESCAPED:
@@ -135,11 +135,12 @@ def _characters(chosen: Iterable[int]) -> Node:
             raise _Unsupported(f"the character {character:#x}")
         else:
             options.append(literal(chr(character)))
-    return options[0] if len(options) == 1 else Choice(tuple(options))
+    return Choice(tuple(options))
 
 
 def _others(excluded: Iterable[int]) -> Node:
     """Return the grammar of every character but these, which are ASCII."""
     if any(character >= 0x80 for character in excluded):
         raise _Unsupported("a negated class of characters beyond ASCII")
-    return Choice((_characters(_ASCII - frozenset(excluded)), *MULTIBYTE))
+    others = _ASCII - frozenset(excluded)
+    return Choice((*_characters(others).options, *MULTIBYTE), takes_plain=others >= PLAIN_ASCII)

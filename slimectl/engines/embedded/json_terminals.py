@@ -38,7 +38,8 @@ CHARACTER = Choice(
         series("\\u", ranges((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66)), HEX, HEX, HEX),
         series("\\u", Bytes(frozenset(b"dD")), ranges((0x30, 0x37)), HEX, HEX),  # no half of a surrogate pair
         *MULTIBYTE,
-    )
+    ),
+    takes_plain=True,
 )
 """One character inside a JSON string."""
 STRING = series('"', Repeat(CHARACTER), '"')

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from slimectl.engines.embedded.model import Inputs, Model, Prefix
 from slimectl.engines.embedded.prefix_tree import shared_spans
-from slimectl.engines.embedded.scheduler import RunningSequence, Scheduler
-from slimectl.engines.embedded.token_sampler import Batch, sample_tokens
-from slimectl.errors import SlimectlError
+from slimectl.engines.embedded.scheduler import RunningSequence, Scheduler, TopTokens
+from slimectl.engines.embedded.token_sampler import Batch, Sampled, sample_tokens
+from slimectl.errors import SettingsError, SlimectlError
 
 AHEAD = 512
 """Prompt tokens, padding included, that one pass computes with prompts that are still in the queue."""
+
+OVERFLOW = "temperature, penalties or logit_bias: the probabilities overflow; give less extreme values"
 
 Admitted = dict[tuple[int, ...], list[RunningSequence]]
 """New sequences by prompt."""
@@ -60,18 +62,48 @@ class Runner:
             self._share(admitted)
         batch = self._rows(changed=bool(admitted))
         logits_BV = self._logits(batch, admitted)
-        sampled = sample_tokens(logits_BV, batch)
-        tokens, log_probs = sampled.tokens_B.tolist(), sampled.log_probs_B.tolist()
+        tokens_B, log_probs, tops = self._sample(logits_BV, batch)
         if not math.isfinite(sum(log_probs)):
-            raise non_finite_error(weight_version)
-        for sequence, token, log_prob, top in zip(
-            batch.sequences, tokens, log_probs, sampled.top_tokens(), strict=True
-        ):
+            self._fail_rows(logits_BV, log_probs, batch, weight_version)
+        for sequence, token, log_prob, top in zip(batch.sequences, tokens_B.tolist(), log_probs, tops, strict=True):
             if not sequence.finish:  # else it was aborted, and its answer is delivered already
-                sequence.append(token, log_prob, weight_version, top)
-        batch.advance(sampled.tokens_B)
+                try:
+                    sequence.append(token, log_prob, weight_version, top)
+                except Exception as error:  # of a function that follows the answer
+                    sequence.end_with(error)
+        batch.advance(tokens_B)
         self.stats.steps += 1
         return self._retire()
+
+    def _sample(self, logits_BV: Tensor, batch: Batch) -> tuple[Tensor, list[float], list[TopTokens]]:
+        """Return a token for each row [B], its log-probability, and the likeliest tokens in its place.
+
+        If that fails, each row is sampled alone, so that an error ends only the sequence of its row.
+        """
+        try:
+            parts = [sample_tokens(logits_BV, batch)]
+        except Exception:
+            parts = [self._sample_row(*row) for row in zip(logits_BV.split(1), batch.sequences, strict=True)]
+        log_probs = [log_prob for part in parts for log_prob in part.log_probs_B.tolist()]
+        tops = [top for part in parts for top in part.top_tokens()]
+        return torch.cat([part.tokens_B for part in parts]), log_probs, tops
+
+    def _sample_row(self, logits_1V: Tensor, sequence: RunningSequence) -> Sampled:
+        try:
+            batch = Batch([sequence], device=self._device, vocabulary=self.model.vocabulary)
+            return sample_tokens(logits_1V, batch)
+        except Exception as error:
+            sequence.end_with(error)
+            return Sampled(torch.zeros(1, dtype=torch.long, device=self._device), torch.zeros(1))
+
+    def _fail_rows(self, logits_BV: Tensor, log_probs: list[float], batch: Batch, weight_version: str) -> None:
+        """End the sequences without a probability: by their parameters, or by weights that compute no numbers."""
+        finite_B = logits_BV.isfinite().all(-1).tolist()
+        for sequence, log_prob, finite in zip(batch.sequences, log_probs, finite_B, strict=True):
+            if not math.isfinite(log_prob) and not sequence.finish:
+                sequence.end_with(SettingsError(OVERFLOW) if finite else non_finite_error(weight_version))
+        if not all(finite_B):
+            self.forget_prefixes()
 
     def _work(self, prompt: tuple[int, ...]) -> int:
         """Return how many tokens of a prompt the prefix tree lacks; the last one is always computed, for its logits."""

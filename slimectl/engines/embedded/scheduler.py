@@ -30,10 +30,11 @@ class RunningSequence:
     """Prompt and the tokens sampled after it.
 
     `limit` is the number of tokens it may grow to (max_tokens, or what the context leaves); `end_tokens` end it from
-    `min_tokens` on. `scanner` searches for stop strings, if there are any. `finish` is "" while it runs. `prefix` has
-    the tokens to compute before the next one: the prompt, for a retracted sequence also its answer so far. `spans` has
-    each weight version with the index of its first token. `grown` is called after every token, in the engine's thread.
-    `grammar` restricts the tokens, if it is given; `top` has the `top_count` likeliest tokens in place of each token.
+    `min_tokens` on. `scanner` searches for stop strings, if there are any. `finish` is "" while it runs, and "error" if
+    it ends with `error` in place of an answer. `prefix` has the tokens to compute before the next one: the prompt, for
+    a retracted sequence also its answer so far. `spans` has each weight version with the index of its first token.
+    `grown` is called after every token, in the engine's thread. `grammar` restricts the tokens, if it is given;
+    `loss_mask` then has 0 for tokens that it forced. `top` has the `top_count` likeliest tokens in place of each token.
     `shared` is the end of what it reads from the prefix tree, its slot has the tokens behind it; `reusable` says that
     all its keys and values are the current weights'. `images` are those of the prompt, which has their ids in place of
     their tokens; `rope_shift` is what they add to later rotary positions. `experts` has those of the tokens that were
@@ -51,11 +52,13 @@ class RunningSequence:
     grammar: GrammarState | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
     top_count: int = 0
     top: list[TopTokens] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     cached_tokens: int = 0
     finish: str = ""
+    error: Exception | None = None
     grown: Callable[[], None] | None = None
     prefix: tuple[int, ...] = ()
     shared: Node | None = None
@@ -84,11 +87,12 @@ class RunningSequence:
         self.tokens.append(token)
         if self.top_count:
             self.top.append(top[: self.top_count])
+        if self.grammar is not None:
+            self.loss_mask.append(0 if self.grammar.is_forced else 1)
+            self.grammar.advance(token)
         self.log_probs.append(log_prob)  # last: readers in other threads count by it
         count = len(self.tokens)
         matched = self.scanner is not None and self.scanner.scan(self.tokens, stopping=count >= self.params.min_tokens)
-        if self.grammar is not None:
-            self.grammar.advance(token)
         # The sampler draws no end token before min_tokens; a text that is complete needs none.
         if matched or token in self.end_tokens or (self.grammar is not None and self._is_complete(self.grammar)):
             self.finish = "stop"
@@ -96,6 +100,10 @@ class RunningSequence:
             self.finish = "length"
         if self.grown is not None:
             self.grown()
+
+    def end_with(self, error: Exception) -> None:
+        """End it with an error; what it has computed is not used again."""
+        self.error, self.finish, self.reusable = error, "error", False
 
     def follow(self, on_tokens: OnTokens) -> None:
         """Call `on_tokens` with the new tokens after each token, in the engine's thread."""
@@ -125,6 +133,8 @@ class RunningSequence:
         answer = Completion(
             self.tokens, self.log_probs, text, self.finish, versions, self.cached_tokens, version_starts=starts
         )
+        if self.grammar is not None:
+            answer.loss_mask = self.loss_mask
         if self.reports_experts and (experts_TLk := self.experts_between(0, self.length - 1)) is not None:
             answer.extras["routed_experts"] = encoded(experts_TLk.numpy())
         self._resolve(answer)

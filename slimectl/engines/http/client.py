@@ -46,7 +46,7 @@ class HttpEngine:
         vocabulary: int,
         max_context: int,
         workers: Sequence[str] | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Callable[..., str] | None = None,
         concurrency: int = 512,
         affinity: bool = True,
         request_timeout_s: float = 14400.0,

@@ -37,7 +37,9 @@ class PendingRequest:
 
     key: int
     stop_tokens: frozenset[int] = frozenset()
-    decode: Callable[[list[int]], str] | None = None
+    decode: Callable[..., str] | None = None
+    """Returns the text of tokens (data.growing_text.response_text); the server's text is used without it."""
+
     on_tokens: OnTokens | None = None
     request_id: str = ""
     aborted: bool = False
@@ -95,16 +97,27 @@ class PendingRequest:
     def completion(self, finish: str | None = None) -> Completion:
         length = min(len(self.tokens), len(self.log_probs))
         tokens = self.tokens[:length]
+        text = self.text
+        if self.decode is not None and not self.text_is_cut:
+            keep_special = not self.params.skip_special_tokens
+            text = self.decode(tokens, keep_special=keep_special, ended=self.finish == "stop")
         return Completion(
             tokens=tokens,
             log_probs=self.log_probs[:length],
-            text=self.text if self.text_is_cut or self.decode is None else self.decode(tokens),
+            text=text,
             finish_reason=finish or self.finish or "abort",
             weight_versions=self.versions,
             version_starts=self.version_starts,
             cached_tokens=self.cached_tokens,
             extras=self.extras,
         )
+
+
+def text_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return what a request says about the text of its answer, under the names of SGLang and vLLM alike."""
+    if params.skip_special_tokens:
+        return {}
+    return {"skip_special_tokens": False, "spaces_between_special_tokens": False}
 
 
 def penalty_fields(params: SamplingParams) -> dict[str, Any]:

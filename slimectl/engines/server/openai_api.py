@@ -9,9 +9,9 @@ from typing import Any
 
 from aiohttp import web
 
+from slimectl.chats.messages import MessageError, normalized_chat
 from slimectl.data.answers import THINK, AnswerFormat, format_of
 from slimectl.data.chat import render
-from slimectl.data.chat_messages import MessageError, template_message
 from slimectl.data.chat_responses import CHAT, COMPLETION, ApiKind
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
@@ -160,13 +160,15 @@ def _parser(
 def _messages(fields: RequestBody) -> list[dict[str, Any]]:
     """Return the messages as chat templates take them."""
     try:
-        messages = [
-            template_message(message, f"messages[{i}]") for i, message in enumerate(fields.objects("messages") or [])
-        ]
+        messages = normalized_chat(fields.objects("messages") or [])
     except MessageError as error:
         raise fields.refuse(error.field, error.reason) from None
     if not messages:
         raise RequestError("messages: is missing or empty", field="messages")
+    is_continued = messages[-1]["role"] == "assistant"
+    if fields.flag("continue_final_message", is_continued) != is_continued:
+        reason = "must be true where the last message is the assistant's, which is continued, and false elsewhere"
+        raise fields.refuse("continue_final_message", reason)
     return messages
 
 

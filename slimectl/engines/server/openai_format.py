@@ -169,6 +169,8 @@ class ResponseFormatter:
         if self._with_tokens:
             choice["prompt_token_ids"] = list(answer.sequence.prompt)
             choice["response_token_ids" if self._kind.chat else "token_ids"] = answer.sequence.tokens[start:end]
+            if answer.sequence.grammar is not None:
+                choice["loss_mask"] = answer.sequence.loss_mask[start:end]
         return choice
 
     def _log_probs_of(

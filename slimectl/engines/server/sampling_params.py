@@ -125,6 +125,7 @@ def _shared_params(fields: RequestBody) -> dict[str, Any]:
         "stop": tuple(stops),
         "stop_token_ids": tuple(stop_tokens),
         "ignore_eos": fields.flag("ignore_eos"),
+        "skip_special_tokens": fields.flag("skip_special_tokens", True),
         "repetition_penalty": fields.number("repetition_penalty", 1.0, low=1e-3, high=2.0),
         "presence_penalty": fields.number("presence_penalty", 0.0, low=-2.0, high=2.0),
         "frequency_penalty": fields.number("frequency_penalty", 0.0, low=-2.0, high=2.0),
@@ -152,7 +153,7 @@ def _build_wish(fields: RequestBody, params: SamplingParams, interval: int, *, s
     return GenerationRequest(
         params if schema is None else replace(params, grammar=JsonGrammar(schema)),
         n=fields.whole("n", 1, low=1, high=MOST_ANSWERS),
-        keep_special=not fields.flag("skip_special_tokens", True),
+        keep_special=not params.skip_special_tokens,
         keep_stop=fields.flag("no_stop_trim"),
         interval=fields.whole("stream_interval", interval, low=1),
     )

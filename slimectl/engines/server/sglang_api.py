@@ -236,6 +236,8 @@ class ResponseFormat:
         }
         if finish is None:
             return meta
+        if answer.completion.loss_mask is not None:
+            meta["loss_mask"] = answer.completion.loss_mask
         if "routed_experts" in answer.completion.extras:  # SGLang's form: base64 of int32
             experts = decoded(answer.completion.extras["routed_experts"]).astype("<i4")
             meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()

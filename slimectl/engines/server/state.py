@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 from torch import Tensor
 
+from slimectl.data.chat import encode_raw
 from slimectl.engines.embedded.weight_delta import Delta
 from slimectl.engines.server.adapters import AdapterUpdate, BaseModel, MergedAdapter
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
@@ -123,9 +124,9 @@ class Service:
             await run_in_daemon_thread(partial(self.thread.engine.grammar, grammar))
 
     async def encoded(self, text: str) -> list[int]:
-        """Tokenise a prompt as SGLang and OpenAI do: with the special tokens that the tokenizer adds."""
-        encode = partial(self.served.tokenizer.encode, text, add_special_tokens=True)
-        return list(encode() if len(text) < LONG else await run_in_daemon_thread(encode))
+        """Tokenize a prompt that is a text, as rollouts and training do."""
+        encode = partial(encode_raw, self.served.tokenizer, text)
+        return encode() if len(text) < LONG else await run_in_daemon_thread(encode)
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)

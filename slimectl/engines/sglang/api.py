@@ -12,7 +12,7 @@ import numpy as np
 
 from slimectl.data.routed_experts import Routing, encoded
 from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
-from slimectl.engines.http.request import PendingRequest, penalty_fields
+from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
 from slimectl.types import SamplingParams
 
 EXTRAS = {
@@ -117,7 +117,7 @@ def sampling_body(params: SamplingParams, *, limit: int) -> dict[str, Any]:
         "ignore_eos": params.ignore_eos,
         "sampling_seed": (secrets.randbits(63) if params.seed is None else params.seed) % 2**63,
     }
-    return body | penalty_fields(params)
+    return body | penalty_fields(params) | text_fields(params)
 
 
 def _check_event(event: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from slimectl.data.routed_experts import Routing, encoded
 from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
-from slimectl.engines.http.request import PendingRequest, penalty_fields
+from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
 
 GENERATE = "/inference/v1/generate"
 ID_PREFIX = "generate-tokens-"
@@ -46,6 +46,7 @@ class VllmApi:
             "logprobs": 0,  # of the sampled token alone
             "detokenize": bool(params.stop),  # else nobody reads the text
             **penalty_fields(params),
+            **text_fields(params),
         }
         return {
             "request_id": request.request_id,

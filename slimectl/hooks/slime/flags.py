@@ -30,7 +30,7 @@ SETTINGS = {
 _OFF = """
     allgather_cp async_save ci_disable_kl_checker ci_test debug_rollout_only debug_train_only enable_mtp_training
     freeze_indexer get_mismatch_metrics keep_old_actor log_model_config no_save_optim recompute_loss_function
-    record_memory_history release_train reset_optimizer_states rollout_skip_special_tokens true_on_policy_mode
+    record_memory_history release_train reset_optimizer_states true_on_policy_mode
     use_distributed_post use_rollout_entropy use_rollout_routing_replay use_routing_replay use_stateless_adam
     use_tis use_opsm use_rollout_logprobs use_unbiased_kl
 """

@@ -22,9 +22,7 @@ PARAMETERS = {
 
 SGLANG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 """Fields of SamplingParams with another name in SGLang's requests."""
-WITHOUT_EFFECT = frozenset(
-    {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "custom_params", "n", "return_logprob"}
-)
+WITHOUT_EFFECT = frozenset({"no_stop_trim", "spaces_between_special_tokens", "custom_params", "n", "return_logprob"})
 """Keys that slime's functions set, and that change no token here."""
 _FIELDS = {field.name: SGLANG_NAMES.get(field.name, field.name) for field in dataclasses.fields(SamplingParams)}
 

@@ -9,6 +9,8 @@ from itertools import pairwise
 
 from slimectl.rewards.math.expressions import Tree, parse_expression
 from slimectl.rewards.math.leaves import Answer, closes_at, parse_leaf, split
+from slimectl.rewards.math.matrices import BLOCK, is_grid, matrix_value, rows_of
+from slimectl.rewards.math.operators import shielded
 from slimectl.rewards.math.regions import EMPTY, REALS, Region, complement, intersection, interval, solution, union
 from slimectl.rewards.math.tokens import GREEK
 from slimectl.rewards.math.units import unwrap_text
@@ -29,11 +31,9 @@ _NAME = re.compile(
 )
 _SIDES = re.compile(r"=|\\approx(?![A-Za-z])")
 _RELATION = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])")
-_MATRIX = re.compile(
-    r"(?P<before>.*?)(?P<open>[\[(])?\s*\\begin\{(?P<name>[pbB]?(?:small)?matrix|array)\}(?:\s*\{[clr| ]*\})?"
-    r"(?P<body>.*)\\end\{(?P=name)\}\s*(?P<close>[\])])?",
-    re.DOTALL,
-)
+_VECTORS = re.compile(r"\([^()]*,[^()]*\)\s*(?:[-+^]|\\cdot|[a-z]$)|[-+\da-z}]\s*\([^()]*,[^()]*\)$")
+"""A sum or a multiple of tuples."""
+
 _REGIONS: dict[str, Region] = {r"\emptyset": EMPTY, r"\{\}": EMPTY, "emptyset": EMPTY, r"\reals": REALS, "ℝ": REALS,
                                "allrealnumbers": REALS, "allreals": REALS, "realnumbers": REALS}  # fmt: skip
 
@@ -41,18 +41,19 @@ _REGIONS: dict[str, Region] = {r"\emptyset": EMPTY, r"\{\}": EMPTY, "emptyset": 
 @lru_cache(maxsize=4096)
 def parse_answer(text: str, depth: int = 0) -> Answer:
     """Parse a tidy answer; beyond 6 levels or 64 items it is text."""
-    text = _without_parentheses(text.strip())
+    text = _without_parentheses(shielded(text.strip()))
     if depth == MAX_DEPTH or not text:
         return Answer("text", text)
     if (region := _REGIONS.get(re.sub(r"\s+", "", unwrap_text(text)).removesuffix("."))) is not None:
         return Answer("region", text, region=region)
-    if r"\begin" in text:
-        return _matrix(text, depth)
     if len(parts := split(text)) > 1:
         return _list(text, parts, depth)
+    if r"\begin" in text:
+        return _matrix_chain(text, depth)
     if named := _named(text, depth):
         return named
-    return _chain(text) or _relation(text) or _collection(text, depth) or parse_leaf(text)
+    answer = _chain(text) or _relation(text) or _collection(text, depth) or parse_leaf(text)
+    return (_expressed(text) if answer.kind == "text" and _VECTORS.search(text) else None) or answer
 
 
 def region_of(answer: Answer) -> Region | None:
@@ -223,19 +224,52 @@ def _points(answer: Answer) -> Region | None:
     return union(regions) if len(regions) == len(points) else None
 
 
+def _matrix_chain(text: str, depth: int) -> Answer:
+    """Return the matrix that the last side of A = 2B = M is, with the name A; text unless all sides are equal."""
+    collected = text[-1:] in ")]}" and _collection(text, depth)
+    if collected and collected.kind in ("tuple", "list") and collected.brackets != "±":
+        return collected
+    sides = split(text, "=")
+    is_named = len(sides) > 1 and r"\begin" not in sides[0] and re.search("[A-Za-z]", sides[0])
+    name = re.sub(r"\s+", "", unwrap_text(sides[0])) if is_named else ""
+    values = [_matrix(side, depth) for side in (sides[1:] if name else sides)]
+    if not all(value.kind == values[0].kind in ("matrix", "scalar", "tuple") for value in values):
+        return Answer("text", text)
+    if not all(_same_entries(before, after) for before, after in pairwise(values)):
+        return Answer("text", text)
+    return replace(values[-1], name=name)
+
+
+def _same_entries(first: Answer, second: Answer) -> bool:
+    if first.tree and second.tree:
+        return equal_values(first.tree, second.tree)
+    return len(first.items) == len(second.items) > 0 and all(map(_same_entries, first.items, second.items))
+
+
 def _matrix(text: str, depth: int) -> Answer:
-    """A matrix, with its name or the number before it."""
-    pair = _split_name(text)
-    match = _MATRIX.fullmatch(pair[1] if pair else text)
-    if match is None or bool(match["open"]) != bool(match["close"]) or r"\begin" in match["body"]:
-        return Answer("text", text)
-    rows = [row.strip() for row in re.sub(r"\\hline(?![A-Za-z])", "", match["body"]).split(r"\cr")]
-    rows = rows[:-1] if rows and not rows[-1] else rows
-    before = match["before"].strip().removesuffix(r"\cdot").strip()
-    factor = {"": "", "-": "-", "+": ""}.get(before, f"({before})")
-    cells = [row.split("&") for row in rows]
-    if sum(map(len, cells)) > MAX_ITEMS or (factor and parse_expression(f"{factor}(x)") is None):
-        return Answer("text", text)
-    entries = [[parse_answer(f"{factor}({cell})" if factor else cell, depth + 1) for cell in row] for row in cells]
-    items = tuple(Answer("tuple", "", tuple(row)) for row in entries)
-    return Answer("matrix", text, items, name=pair[0] if pair else "")
+    """Return a matrix, whose cells may be any answers, or the value of an expression of matrices."""
+    if (match := BLOCK.fullmatch(text)) and not match["det"] and match["name"] != "vmatrix":
+        if bool(match["open"]) != bool(match["close"]):
+            return Answer("text", text)
+        cells = rows_of(match["body"])
+        if sum(map(len, cells)) > MAX_ITEMS:
+            return Answer("text", text)
+        return Answer(
+            "matrix",
+            text,
+            tuple(Answer("tuple", "", tuple(parse_answer(cell, depth + 1) for cell in row)) for row in cells),
+        )
+    return _expressed(text) or Answer("text", text)
+
+
+def _expressed(text: str) -> Answer | None:
+    """Return the value of an expression of matrices or tuples; None if it cannot be read."""
+    value = matrix_value(text)
+    if value is None:
+        return None
+    if not is_grid(value):
+        return Answer("scalar", text, tree=value)
+    rows = [tuple(Answer("scalar", "", tree=entry) for entry in row) for row in value]
+    if r"\begin" not in text and len(rows) == 1:
+        return Answer("tuple", text, rows[0], "()")
+    return Answer("matrix", text, tuple(Answer("tuple", "", row) for row in rows))

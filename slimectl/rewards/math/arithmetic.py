@@ -11,7 +11,7 @@ from typing import Any
 DIGITS = 320
 """Decimal digits of irrational values."""
 
-MAX_BITS = 6000
+MAX_BITS = 12_000
 """Size of a fraction's numerator or denominator."""
 
 MAX_MAGNITUDE = 400
@@ -21,8 +21,8 @@ ZERO_MAGNITUDE = -600
 """An irrational value below 2^-600 is what rounding left of 0."""
 
 MAX_POWER = 10_000
-MAX_FACTORIAL = 450
-MAX_BINOMIAL = 3000
+MAX_FACTORIAL = 1200
+MAX_WHOLE = 10**60
 
 
 class NoValueError(ArithmeticError):
@@ -154,7 +154,7 @@ def _whole(value: Any, limit: int) -> int:
 def _factorial(value: Any) -> Any:
     if isinstance(value, Fraction) and value.denominator == 1:
         return checked(Fraction(math.factorial(_whole(value, MAX_FACTORIAL))))
-    if not 0 < value < 60:
+    if not -1 < value < 60:
         raise NoValueError
     return checked(context().gamma(widened(value) + 1))
 
@@ -165,7 +165,10 @@ def _double_factorial(value: Any) -> Any:
 
 def _binomial(n: Any, k: Any) -> Any:
     if isinstance(n, Fraction) and isinstance(k, Fraction) and n.denominator == k.denominator == 1:
-        return checked(Fraction(math.comb(_whole(n, MAX_BINOMIAL), _whole(k, MAX_BINOMIAL))))
+        total, chosen = _whole(n, MAX_WHOLE), _whole(k, MAX_WHOLE)
+        if min(chosen, abs(total - chosen)) * total.bit_length() > 4 * MAX_BITS:
+            raise TooLargeError
+        return checked(Fraction(math.comb(total, chosen)))
     if isinstance(k, Fraction) and k.denominator == 1:
         result: Any = Fraction(1)
         for at in range(_whole(k, 60)):
@@ -189,7 +192,7 @@ def _modulo(value: Any, modulus: Any) -> Any:
 
 
 def _many(function: Callable[..., int]) -> Callable[..., Fraction]:
-    return lambda *values: Fraction(function(*(_whole(value, 10**60) for value in values)))
+    return lambda *values: Fraction(function(*(_whole(value, MAX_WHOLE) for value in values)))
 
 
 WHOLE_NUMBER_FUNCTIONS: dict[str, Callable[..., Any]] = {

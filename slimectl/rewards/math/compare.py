@@ -59,6 +59,9 @@ def _same(first: Answer, second: Answer) -> bool:
             len(parts) == 2 and not ratio.brackets and scalar.tree is not None and scalar.tree[0] == "div"
             and equal_values(("div", *parts), scalar.tree)
         )  # fmt: skip
+    if kinds == {"time", "ratio"} or kinds == {"time", "scalar"}:
+        time, other = (first, second) if first.kind == "time" else (second, first)
+        return _same_times(time.text, other.brackets or (f"~{other.text}:00:00" if other.kind == "scalar" else ""))
     if kinds == {"list", "tuple"} and _same_components(first, second):
         return True
     if "region" in kinds or kinds == {"list", "tuple"}:
@@ -147,11 +150,24 @@ def _same_regions(first: Answer, second: Answer) -> bool:
 
 def _same_ratios(first: Answer, second: Answer) -> bool:
     """Whether two ratios are proportional; 3:30 and 1:10 may be times of a day, and are not."""
-    if (first.brackets and second.brackets) or len(first.items) != len(second.items):
-        return first.text.replace(" ", "") == second.text.replace(" ", "")
+    if first.brackets and second.brackets:
+        return first.brackets == second.brackets
+    if len(first.items) != len(second.items):
+        return False
     pairs = [(a.tree, b.tree) for a, b in zip(first.items, second.items, strict=True)]
     (a, b), *further = pairs
     return all(equal_values(("mul", a, d), ("mul", b, c)) for c, d in further if a and b and c and d)
+
+
+def _same_times(first: str, second: str) -> bool:
+    """Whether two times of `time_of_day` are the same; of two, one may leave the half of the day open."""
+    if first.lstrip("~") == second.lstrip("~") != "":
+        return True
+    if first[:1] == second[:1] or "~" not in (first[:1], second[:1]):
+        return False
+    stated, open_ = (second, first[1:]) if first[0] == "~" else (first, second[1:])
+    hour, _, rest = open_.partition(":")
+    return stated in (f"{int(hour) % 12}:{rest}", f"{int(hour) % 12 + 12}:{rest}") if hour.isdigit() else False
 
 
 def _same_text(first: Answer, second: Answer) -> bool:
@@ -172,6 +188,7 @@ _SAME: dict[str, Callable[[Answer, Answer], bool]] = {
     "matrix": _ordered,
     "numeral": _same_text,
     "ratio": _same_ratios,
+    "time": lambda first, second: _same_times(first.text, second.text),
     "equation": lambda first, second: False,
     "relation": _same_relations,
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from slimectl.rewards.math.tokens import SCALES, Token, UnreadableError, tokenize, word_set
+from slimectl.rewards.math.tokens import BIG, SCALES, Token, UnreadableError, tokenize, word_set
 
 Tree = tuple[Any, ...]
-"""("num", value) · ("sym", name) · ("const", name) · (operator, operand, ...), operands being trees."""
+"""("num", value) · ("sym", name) · ("const", name) · (operator, operand, ...), operands being trees ·
+("big", operator, bound names, key, low, high, body): a sum, product, integral or limit; `key` for other bounds."""
 
 MAX_NODES = 300
 MAX_DEPTH = 24
@@ -17,6 +20,13 @@ MAX_DEPTH = 24
 _CLOSING = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil"}
 _TRIGONOMETRIC = word_set("sin cos tan cot sec csc sinh cosh tanh")
 _ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
+_FACTOR_NAMES = frozenset("abckmnrxyz")
+"""Letters that within a sum, too, make a product with a parenthesis behind them; mu(k) is a value of mu."""
+
+_LINEAR = re.compile(r"(?:\d*[A-Za-z]|\d+)(?:[-+](?:\d*[A-Za-z]|\d+))*")
+"""A subscript that is an index; x_{ij} has two."""
+
+_FACTORS = frozenset(("frac", "sqrt", "binom", "lfloor", "lceil")) | BIG
 _APPLIED = frozenset("fgFG")
 """Letters that before a parenthesis are functions: f(x) + f(y) is not f(x + y)."""
 
@@ -42,8 +52,10 @@ def parse_expression(text: str) -> Tree | None:
 class _Parser:
     """Recursive descent: sums, products, juxtaposition, postfixes, atoms. Raises UnreadableError."""
 
-    def __init__(self, tokens: list[Token]) -> None:
+    def __init__(self, tokens: list[Token], bound: Sequence[str] = ()) -> None:
         self._tokens, self._at, self._nodes, self._depth, self._bars = tokens, 0, 0, 0, 0
+        self._bound = list(bound)  # names that the sums and integrals around count by
+        self._integrals = 0
 
     @property
     def _next(self) -> Token:
@@ -110,9 +122,14 @@ class _Parser:
                 return tree
             if is_argument and (token.kind == "function" or token.text in "(["):
                 return tree
-            if token.kind == "number":
+            if token.kind == "number" and (is_argument or not self._is_power_factor(tree)):
                 raise UnreadableError  # 1 2, x2, (3)4
             tree = ("mul", tree, self._power())
+
+    def _is_power_factor(self, before: Tree) -> bool:
+        """Whether a number that follows a factor is one itself, as in a_k 2^k."""
+        is_apart = self._next.is_spaced or self._peek(-1).text in ("}", ")", "]")
+        return is_apart and self._peek().text == "^" and before[0] != "num"
 
     def _mixed_number(self) -> Tree | None:
         r"""1\frac12 and 1 1/2, a whole number and a fraction of whole numbers; None for anything else."""
@@ -147,11 +164,13 @@ class _Parser:
         return token.kind == "command" and token.text == "frac"
 
     def _begins_factor(self, token: Token) -> bool:
-        if token.kind in ("number", "symbol", "constant", "function"):
+        if self._is_differential():
+            return False
+        if token.kind in ("number", "symbol", "constant", "function", "matrix"):
             return True
         if token.kind == "sign":
             return token.text in ("(", "[", "{") or (token.text == "|" and not self._bars)
-        return token.kind == "command" and token.text in ("frac", "sqrt", "binom", "lfloor", "lceil")
+        return token.kind == "command" and token.text in _FACTORS
 
     def _power(self) -> Tree:
         """An atom with its powers, factorials and degrees."""
@@ -184,7 +203,11 @@ class _Parser:
         if token.kind == "symbol" or (token.kind == "constant" and self._next.text in ("_", "'")):
             return self._symbol(token.text)
         if token.kind == "constant":
-            return ("const", token.text)
+            return ("sym" if token.text in self._bound else "const", token.text)  # i, where it counts terms
+        if token.kind == "matrix":
+            return ("sym", f"matrix {token.text}")
+        if token.kind == "command" and token.text in BIG:
+            return self._big(token.text)
         if token.kind == "function":
             return self._function(_ALIASES.get(token.text, token.text))
         if token.text in _CLOSING:
@@ -233,11 +256,87 @@ class _Parser:
             name += "_" + self._subscript()
         while self._takes("'", "prime"):
             name += "'"
-        if name[0] in _APPLIED and (len(name) == 1 or name[1] in "'_") and self._next.text == "(":
+        if self._next.text != "(" or self._next.kind != "sign":
+            return ("sym", name)
+        is_function = name[0] in _APPLIED and (len(name) == 1 or name[1] in "'_")
+        base = name.partition("_")[0]
+        if self._bound and base not in self._bound and (base != name or not is_function):
+            is_function = base not in _FACTOR_NAMES and not self._next.is_spaced
+        if not is_function and name != "Gamma":
+            return ("sym", name)
+        self._take()
+        arguments = self._arguments(")")
+        if name == "Gamma" and len(arguments) == 1:
+            return ("factorial", ("sub", arguments[0], ("num", Fraction(1))))
+        return ("apply", name, *arguments)
+
+    def _big(self, operator: str) -> Tree:
+        """A sum, product, integral or limit with its bounds and its body, which for integrals ends at dx."""
+        names, key, low, high = "", "", None, None
+        for _ in range(2):
+            if self._takes("_"):
+                names, key, low = self._lower_bound()
+            elif self._takes("^"):
+                high = self._bound_end()
+        if operator in ("sum", "prod") and not key and not names and low and low[0] == "sym" and len(low[1]) == 1:
+            names, low = low[1], None
+        is_integral = operator.endswith("int")
+        bound = [*names.split(), *(self._differentials() if is_integral else [])]
+        self._bound += bound or ["?"]
+        self._integrals += is_integral
+        body = self._body() if is_integral else self._product()
+        if is_integral:
+            names = " ".join(self._taken_differentials(operator))
+        self._integrals -= is_integral
+        del self._bound[-len(bound or ["?"]) :]
+        return ("big", operator, names, key, low, high, indexed(body, tuple(names.split())))
+
+    def _lower_bound(self) -> tuple[str, str, Tree | None]:
+        if self._next.text != "{":
+            return "", "", self._bound_end()
+        self._take()
+        if self._next.kind == "where":
+            key, *names = self._take().text.split()
+            self.expect("}")
+            return " ".join(names), key, None
+        name = ""
+        if self._peek().text == "from" and len(self._next.text) == 1:
+            name = self._take().text
             self._take()
-            arguments = self._arguments(")")
-            return ("apply", name, *arguments)
-        return ("sym", name)
+        low = self.expression()
+        self.expect("}")
+        return name, "", low
+
+    def _bound_end(self) -> Tree:
+        token = self._next
+        if token.kind == "number" and len(token.text) > 1:
+            raise UnreadableError  # \int_0^12x: is it 12 or 1?
+        if token.kind not in ("number", "symbol"):
+            return self._atom()
+        self._take()
+        return ("num", token.value) if token.kind == "number" else ("sym", token.text)
+
+    def _is_differential(self, at: int = 0) -> bool:
+        first, second = self._peek(at), self._peek(at + 1)
+        is_name = second.kind == "symbol" and not second.is_spaced
+        return self._integrals > 0 and first.kind == "symbol" and first.text == "d" and is_name
+
+    def _differentials(self) -> list[str]:
+        """The names behind every d that follows: the variables of the integral, and of those around it."""
+        pairs = zip(self._tokens[self._at :], self._tokens[self._at + 1 :], strict=False)
+        return [second.text for first, second in pairs if first.text == "d" and second.kind == "symbol"]
+
+    def _taken_differentials(self, operator: str) -> list[str]:
+        names: list[str] = []
+        while self._is_differential() and (not names or operator in ("iint", "iiint")):
+            self._take()
+            names.append(self._take().text)
+        if not names or any(len(name) > 1 and not name.isalpha() for name in names):
+            raise UnreadableError
+        return [*names, *"xyz"] if names[0].isupper() else names  # dA
+
+    def _body(self) -> Tree:
+        return ("num", Fraction(1)) if self._is_differential() else self.expression()
 
     def _subscript(self) -> str:
         token = self._take()
@@ -285,6 +384,19 @@ class _Parser:
                 self._tokens[self._at] = Token("number", token.text[1:], True, Fraction(token.text[1:]))
                 return ("num", Fraction(token.text[0]))
         return self._atom()
+
+
+def indexed(body: Tree, names: tuple[str, ...]) -> Tree:
+    """The body with a_k as a function of k, for every bound name k: a_{k+1} is a_{1+k}, and a_k is not constant."""
+    if body[0] == "sym":
+        base, _, script = body[1].partition("_")
+        bound = [name for name in names if name in script]
+        if not bound:
+            return body
+        if not _LINEAR.fullmatch(script):
+            return ("apply", body[1], *(("sym", name) for name in bound))
+        return ("apply", base + "_", _Parser(tokenize(script), bound).expression())
+    return tuple(indexed(part, names) if isinstance(part, tuple) else part for part in body)
 
 
 def _is_plain_fraction(tree: Any) -> bool:

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
+from slimectl.rewards.math.characters import latex
+from slimectl.rewards.math.leaves import closes_at
+from slimectl.rewards.math.thousands import ungrouped
 from slimectl.rewards.math.units import without_unit
 
-_CHARACTERS = str.maketrans({
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "θ": r"\theta ",
-    "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
-    "±": r"\pm ", "∓": r"\mp ", "²": "^2", "³": "^3", "⁴": "^4", "⁵": "^5", "\xa0": " ", "\u2009": " ", "\u202f": " ",
-    "°": r"^\circ ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "∈": r"\in ", "∅": r"\emptyset ", "⟨": "(", "⟩": ")",
-    "ℝ": r"\mathbb{R} ", "ℤ": r"\mathbb{Z} ", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
-    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "…": "...", "’": "'", "′": "'", "∖": r"\setminus ", "∶": ":",
-    "，": ",", "：": ":", "（": "(", "）": ")", "⁄": "/",
-})  # fmt: skip
 _AND_OR = r"(?:and|or)"
+_SIZES = (
+    "tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge|displaystyle|textstyle|scriptstyle"
+    "|nolimits|hfill|rm|bf|it|sf|tt|bfseries|itshape|boldmath|relax|null"
+)
+_UNPRINTED = "(?:text)?color|colorbox|[hv]?phantom|[hv]space\\*?|tag\\*?|label"
+"""Commands whose first argument is not part of what is read."""
+
+_FONT = re.compile(
+    r"(?:\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|normal)|[mhf]box|emph|boldsymbol|boxed))?\s*(?=\{)"
+)
+_EMPHASIS = re.compile(
+    r"(\*{1,3}|_{1,3}|`{1,3}|[\"'])(?P<marked>.+)\1|<(b|i|em|strong|u|code|mark)>(?P<tagged>.*)</\3>|``(?P<quoted>[^`']+)''",
+    re.DOTALL,
+)
+_MARKS = tuple("*_`\"'<")
 
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:left|right)\s*\.", ""),
-        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        (r"\{\s*\\(?:rm|bf|it|sf|tt|bfseries|itshape)(?![A-Za-z])([^{}]*)\}", r"\\mathrm{\1}"),
+        (rf"\\(?:{_SIZES})(?![A-Za-z])", ""),
+        (rf"\\(?:{_UNPRINTED})\s*\{{[^{{}}]*\}}", ""),
+        (r"\\(?:underline|uline|bm|pmb|strut|ensuremath)(?![A-Za-z])", ""),
+        (r"\\var(?=(?:epsilon|phi|theta|rho|sigma|kappa)(?![A-Za-z]))", r"\\"),
+        (r"(?<![A-Za-z\\])(?:US|AU|CA|NZ|HK|[ACS])\\?\$", ""),
+        (r"\\(?:pounds|euro|yen|textdollar|mathdollar|textsterling|texteuro|textyen)(?![A-Za-z])(?:\{\})?", ""),
+        (r"\\(?:left|right|[bB]igg?[lrm]?|limits)(?![A-Za-z])", ""),
         (r"\\(?:langle|lparen)(?![A-Za-z])", "("),
         (r"\\(?:rangle|rparen)(?![A-Za-z])", ")"),
         (r"\\lbrack(?![A-Za-z])", "["),
@@ -29,13 +46,14 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:[lr]vert|vert|mid)(?![A-Za-z])|\\\|", "|"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\colon(?![A-Za-z])", ":"),
+        (r"\\colon(?![A-Za-z])|(?:\\!)?\{?:\}?(?:\\!)", ":"),
+        (r"\{:\}", ":"),
         (r"(?<=\d)(?:\{,\}|,\\!|\\,|\\!|\\ |\\thinspace ) ?(?=\d{3}(?!\d))", ""),  # thousands
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\\(?:[,;:!> ]|q?quad(?![A-Za-z])|(?:thin|med|thick)space(?![A-Za-z]))|~", " "),
         (r"\s+", " "),
-        (r"\\\(|\\\)|\\\[|\\\]|\\?\$|[£€]", ""),
+        (r"\\\(|\\\)|\\\[|\\\]|\\?\$|[£€¥₹₽₩₪₫₴₦¢₱]", ""),
         (r"\s*\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", r"\\degree "),
         (r"\\mathbb(?: ?\{ ?R ?\}| R(?![A-Za-z]))|\\(?:R|Reals|reals)(?![A-Za-z])", r"\\reals "),
         (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset "),
@@ -58,23 +76,44 @@ _ROW_END = re.compile(r"\\\\(?:\s*\[[^\]]{0,20}\])?")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
 
+@lru_cache(maxsize=4096)
 def tidy(text: str) -> str:
     r"""Remove sizes, spaces, dollars, \%, thousands separators; write signs, relations and `and` in one way.
 
-    >>> tidy(r"\left( 1{,}234 ,\; x \leq 2 \right)"), tidy(r"1, 2, \text{ and } 3")
-    ('( 1234 , x \\le 2 )', '1, 2, 3')
+    >>> tidy(r"\left( 1{,}234 ,\; x \leq 2 \right)"), tidy(r"1, 2, \text{ and } 3"), tidy("**1,234 cm²**")
+    ('( 1234 , x \\le 2 )', '1, 2, 3', '1234 cm^2')
     """
-    text = re.sub(r"\s+", " ", text.translate(_CHARACTERS))
+    text = re.sub(r"\s+", " ", latex(text))
     # First of all: the second backslash of a row's end is none of a blank's.
     if r"\begin" in text:
         text = _ROW_END.sub(r" \\cr ", text)
-    else:
+    elif "\\" in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
         text = _ROW_END.sub(" ", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
     text = re.sub(r"(?<!\.)\.$", "", re.sub(r"  +", " ", text).strip()).strip()
-    return re.sub(r"[, ]", "", text) if _GROUPED.fullmatch(text) else text
+    return ungrouped(_without_emphasis(text))
+
+
+def _without_emphasis(text: str) -> str:
+    """The text without the fonts, the marks of Markdown or the quotes around all of it, and without its full stop."""
+    for _ in range(6):
+        inner = _inside(text)
+        if inner is None:
+            break
+        text = re.sub(r"(?<!\.)\.$", "", inner.strip()).strip()
+    return text
+
+
+def _inside(text: str) -> str | None:
+    if text[-1:] == "}" and (font := _FONT.match(text)) and closes_at(text[font.end() :]) == len(text) - font.end() - 1:
+        return text[font.end() + 1 : -1]
+    marked = _EMPHASIS.fullmatch(text) if text[:1] in _MARKS else None
+    if marked is None:
+        return None
+    inner = marked["marked"] or marked["tagged"] or marked["quoted"] or ""
+    return None if marked[1] and marked[1][0] in inner else inner
 
 
 def normalized(text: str) -> str:

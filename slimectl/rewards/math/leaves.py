@@ -8,11 +8,12 @@ from typing import Literal
 
 from slimectl.rewards.math.expressions import Tree, parse_expression
 from slimectl.rewards.math.regions import Region
+from slimectl.rewards.math.times import time_of_day
 from slimectl.rewards.math.tokens import FUNCTIONS
 from slimectl.rewards.math.units import without_unit
 
 Kind = Literal[
-    "scalar", "words", "text", "list", "tuple", "region", "matrix", "numeral", "ratio", "equation", "relation"
+    "scalar", "words", "text", "list", "tuple", "region", "matrix", "numeral", "ratio", "equation", "relation", "time"
 ]
 
 _NUMERAL = re.compile(r"\(?\s*([0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*\)?\s*_\s*(?:\{\s*(\d{1,2}|[a-z]+)\s*\}|(\d{1,2}))")
@@ -20,7 +21,6 @@ _RATIO = re.compile(r"[^:]+(?::[^:]+){1,4}")
 _DERIVATIVE = re.compile(r"\\frac\s*\{\s*d[^{}]*\}\s*\{\s*d\s*[a-z]|\bd[a-z]?/d[a-z]\b")
 """No quotient of products, whatever its letters say."""
 
-_TIME = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _COUNTS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen twenty"""
@@ -37,8 +37,9 @@ class Answer:
 
     scalar: `tree` · list (a set too): unordered `items` · tuple, an interval too: `items` and `brackets` ("[)") ·
     region: `region`, of the variable `name` if it has one · matrix: `items` of `items` · numeral: `text`, digits and
-    base · ratio: `items` · equation: `sides` · relation: `sides`, `operators`. `name` is the left side of x = 5;
-    `alternatives` are further values that an approximation states.
+    base · ratio: `items`, and in `brackets` the time that it may be · time: `text` of `time_of_day` · equation: `sides`
+    · relation: `sides`, `operators`. `name` is the left side of x = 5; `alternatives` are further values that an
+    approximation states.
     """
 
     kind: Kind
@@ -55,6 +56,8 @@ class Answer:
 
 def parse_leaf(text: str) -> Answer:
     """A scalar, a numeral, a ratio, words, or text."""
+    if time := time_of_day(text):
+        return Answer("time", time)
     text = without_unit(text).strip()
     if not text:
         return Answer("text", text)
@@ -70,10 +73,9 @@ def parse_leaf(text: str) -> Answer:
         text = numeral[1]
     if _RATIO.fullmatch(text) and len(parts := split(text, ":")) > 1:
         items = tuple(Answer("scalar", part, tree=parse_expression(part)) for part in parts)
-        is_time = _TIME.fullmatch(text.replace(" ", "")) is not None
-        return (
-            Answer("ratio", text, items, ":" if is_time else "") if all(i.tree for i in items) else Answer("text", text)
-        )
+        if not all(item.tree for item in items):
+            return Answer("text", text)
+        return Answer("ratio", text, items, time_of_day(text + " o'clock") or "")
     tree = None if _DERIVATIVE.search(text) else parse_expression(text)
     return Answer("text", text) if tree is None else Answer("scalar", text, tree=tree)
 
@@ -86,13 +88,13 @@ def are_words(text: str) -> bool:
 
 
 def split(text: str, separator: str = ",") -> list[str]:
-    """Split at separators (`,` and `;` alike) outside all brackets; no separator is within a number such as 1,234."""
-    if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
-        return [text]
+    """Split at separators (`,` and `;` alike) outside all brackets and matrices."""
     parts, start, depth, at = [], 0, 0, 0
     while at < len(text):
         character = text[at]
         depth += (character in "([{") - (character in ")]}")
+        if character == "\\":
+            depth += text.startswith(r"\begin", at) - text.startswith(r"\end", at)
         is_separator = character in ",;" if separator == "," else text.startswith(separator, at)
         if is_separator and depth == 0:
             parts.append(text[start:at].strip())

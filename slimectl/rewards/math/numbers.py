@@ -16,7 +16,13 @@ MAX_SEARCHED = 10_000
 NEAR = 100
 """Characters at the end that usually contain the last number; searched first."""
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)"
+_MINUS = str.maketrans(dict.fromkeys("−–‐‑‒﹣－⁻", "-"))
+"""What is written for the sign of a number; a long dash (—) belongs to the sentence."""
+
+_THOUSANDS = r"(?:,(?:\\!)?|\{,\}|\\[,!]|[\u00a0\u2007\u2009\u202f])"
+"""What separates thousands: a comma, or a narrow blank of LaTeX or Unicode."""
+
+_DIGITS = rf"(?:\d{{1,3}}(?:{_THOUSANDS}\d{{3}})+(?![\d,])|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,4}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*({_DECIMAL})(?:\s*/\s*([-+]?)({_DECIMAL}))?")
 _IN_TEXT = re.compile(rf"(?:(?<![\w).])[-+])?(?<![\w.]){_DECIMAL}(?:/{_DECIMAL})?")
@@ -32,7 +38,7 @@ def exact_number(text: str) -> Fraction | None:
 
     Numbers of over 1000 characters and exponents over 300 are rejected: parsing them costs too much.
     """
-    text = text.strip().replace("−", "-")
+    text = text.strip().translate(_MINUS)
     if len(text) > MAX_DIGITS:
         return None
     if text.isdecimal():
@@ -64,7 +70,7 @@ def find_last_number(text: str) -> Span | None:
     Span(text='1,234.50', start=18)
     """
     before = max(0, len(text) - MAX_SEARCHED)
-    searched = text[before:].replace("−", "-")
+    searched = text[before:].translate(_MINUS)
     # No number contains a blank: a search from a blank near the end finds the same last number.
     near = searched.rfind(" ", 0, max(0, len(searched) - NEAR))
     matches = deque(_IN_TEXT.finditer(searched, max(0, near)), maxlen=1)
@@ -86,4 +92,4 @@ def _decimal(text: str) -> Fraction | None:
     exponent = re.search(r"[eE]([-+]?\d+)$", text)
     if exponent and abs(int(exponent[1])) > MAX_EXPONENT:
         return None
-    return Fraction(text.replace(",", ""))
+    return Fraction(re.sub(_THOUSANDS, "", text))

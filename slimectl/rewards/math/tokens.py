@@ -35,18 +35,22 @@ GREEK = word_set(
     """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma tau
     upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"""
 )
+BIG = word_set("sum prod int iint iiint oint lim")
+"""Operators whose body is what follows them."""
+
 _ACCENTS = r"vec|hat|bar|overline|overrightarrow|widehat|tilde|boldsymbol|mathcal|mathbb|angle|triangle|measuredangle"
 _NO_PRODUCTS = word_set("or is if of to it no")
-_STRUCTURE = word_set("frac sqrt binom lfloor rfloor lceil rceil degree bmod mod prime mathrm operatorname")
+_STRUCTURE = word_set("frac sqrt binom lfloor rfloor lceil rceil degree bmod mod prime mathrm operatorname from") | BIG
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+|\.(?![\d.]))?|\.\d+"
 _TOKEN = re.compile(
     rf"""(?P<blank>\s*)(?:
     (?P<repeating>\d*\.\d*(?:\\(?:overline|bar|dot)\s*(?:\{{\d+\}}|\d)|\(\d+\)))
-    |(?P<number>(?:{_NUMBER})(?:[eE][-+]?\d{{1,4}}(?![\w.]))?)(?!\.)
+    |(?P<number>(?:{_NUMBER})(?:[eE][-+]?\d{{1,9}}(?![\w.]))?)(?!\.)
     |\\(?P<accent>{_ACCENTS})(?![A-Za-z])\s*(?P<accented>\{{[\\A-Za-z0-9' ]{{1,20}}\}}
         |[A-Za-z]{{1,4}}(?![A-Za-z])|\\[a-z]+)
     |\\(?:operatorname|mathrm)\s*\{{\s*(?P<operator>[a-z]+)\s*\}}
+    |\\(?P<reference>matrix|where)\{{(?P<referent>[\da-zA-Z ]+)\}}
     |\\(?P<command>[A-Za-z]+)
     |(?P<word>[A-Za-z]+)
     |(?P<sign>\*\*|[-+*/^_!()\[\]{{}}|',:])
@@ -54,7 +58,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 
-Kind = Literal["number", "symbol", "constant", "function", "scale", "command", "sign", "end"]
+Kind = Literal["matrix", "where", "number", "symbol", "constant", "function", "scale", "command", "sign", "end"]
 
 
 class UnreadableError(Exception):
@@ -90,11 +94,18 @@ def _tokens_of(match: re.Match[str], before: list[Token]) -> list[Token]:
     is_spaced = match["blank"] != ""
     if match["repeating"] or match["number"]:
         text = match["repeating"] or match["number"]
+        mantissa, _, exponent = (match["number"] or "").lower().partition("e")
+        if exponent and abs(int(exponent)) > MAX_EXPONENT:  # 10^exponent, which has its own limits
+            first, *others, _ = tokenize(f"{{{mantissa}*10^{{{exponent}}}}}")
+            return [first._replace(is_spaced=is_spaced), *others]
         return [Token("number", text, is_spaced, _repeating(text) if match["repeating"] else _decimal(text))]
     if match["accent"]:
         inner = re.sub(r"[{}\s]", "", match["accented"])
         is_plain = match["accent"] == "boldsymbol" or (match["accent"] == "overline" and len(inner) > 1)
         return [Token("symbol", inner if is_plain else f"{match['accent']} {inner}", is_spaced)]
+    if match["reference"]:
+        kind: Kind = "matrix" if match["reference"] == "matrix" else "where"
+        return [Token(kind, match["referent"], is_spaced)]
     if name := match["command"] or match["operator"]:
         return _command(name, is_spaced)
     if match["word"]:

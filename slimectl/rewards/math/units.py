@@ -7,29 +7,59 @@ import re
 from slimectl.rewards.math.tokens import word_set
 
 _LETTERS = "m|s|g|h|l|L"
-_AMBIGUOUS = "in|mi|mg|ms|ml|mL"
+_CAPITALS = "A|V|W|J|N|C|K|F|T|H|S"
+"""Units in roman type after a blank; elsewhere they are variables."""
+
+_AMBIGUOUS = r"in|mi|mg|ms|ml|mL|mV|mA|[mnp][sF]|[nu]m|\\mu ?[smgALF]|Pa|\\Omega|dB|[kMGT]B"
 _WORDS = (
     r"mm|cm|dm|km|inch(?:es)?|f(?:oo|ee)?t|y(?:ar)?ds?|miles?|kg|lbs?|oz|ounces?|(?:kilo|milli)?grams?|pounds?|tons?"
     r"|sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?|weeks?|months?|years?|(?:milli)?lit(?:er|re)s?|gallons?|quarts?"
-    r"|(?:centi|milli|kilo)?met(?:er|re)s?|deg(?:ree)?s?|rad(?:ian)?s?|dollars?|cents?|USD|euros?|units?|percent(?:age)?|pct|mph|Hz"
-    r"|cups?|pints?|rpm|points?|kph|watts?|joules?|newtons?|volts?|amps?|acres?|hectares?|kmh"
+    r"|(?:centi|milli|kilo)?met(?:er|re)s?|deg(?:ree)?s?|rad(?:ian)?s?|dollars?|cents?|euros?|units?|percent(?:age)?|pct|mph"
+    r"|cups?|pints?|rpm|points?|kph|watts?|joules?|newtons?|volts?|amps?|acres?|hectares?|kmh|[kMG]?Hz|[hkMG]Pa|[kMG]?eV"
+    r"|kcal|k?Wh|[kM]J|[kMG]W|kV|kN|[mk]?mol|moles?|kelvin|ohms?|[kM](?:\\Omega|\\ohm)|o'clock|USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|CHF|ppm|sq|fps"
 )
-POWER = r"(?:\s*\^\s*(?:\d|\{-?\d\}))?"
-_WORD = rf"(?:{_WORDS}|{_AMBIGUOUS}|{_LETTERS})(?![A-Za-z])(?:\s+(?:squared|cubed)|{POWER})"
-UNIT = rf"(?:(?:square|cubic|sq\.?|cu\.?)\s+)?{_WORD}(?:\s*(?:/|per|a|an|\*|\\cdot)\s*{_WORD})?\.?"
-_ROMAN = r"\\(?:text(?:rm|bf|it)?|mathrm|mbox)"
-_TEXT_ARGUMENT = r"\\(?:text(?:bf|it|rm|sf|normal)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|emph)\s*\{([^{}]*)\}"
+POWER = r"(?:\s*\^\s*(?:\d|\{\s*[-+]?\d\s*\}|-\d))?"
+_NAME = rf"(?:{_WORDS}|{_AMBIGUOUS}|{_LETTERS})"
+_WORD = rf"{_NAME}(?![A-Za-z])(?:\s+(?:squared|cubed)|{POWER})"
+_NEXT = rf"(?:\s*(?:/|per|an?|\*|\\cdot|\\times)\s*\(?{_WORD}\)?|\s+{_NAME}\s*\^\s*(?:-\d|\{{\s*-\d\s*\}})){{0,3}}"
+"""Further units. Next to each other they need a negative power, as in m s^{-1}: m s may be two variables."""
 
+UNIT = rf"(?:(?:square|cubic|sq\.?|cu\.?)\s+)?{_WORD}{_NEXT}\.?"
+_ROMAN_WORD = rf"(?:(?:{_NAME}|{_CAPITALS})(?![A-Za-z])(?:\s+(?:squared|cubed)|[23](?!\d)|{POWER}))"
+_ROMAN_UNIT = re.compile(
+    rf"{_ROMAN_WORD}(?:\s*(?:/|per(?![a-z])|\*|\\cdot|\\times|\s)\s*\(?{_ROMAN_WORD}\)?){{0,4}}\.?"
+)
+"""In roman type adjacent letters are a product of units: N m."""
+
+_ROMAN = r"\\(?:text(?:rm|bf|it|sf|up)?|mathrm|mathit|mathsf|mbox|operatorname)"
+_TEXT_ARGUMENT = (
+    r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|mathrm|mathbf|mathit|mathsf|mathtt|mbox|hbox|emph)\s*\{([^{}]*)\}"
+)
+_ROMAN_TEXT = rf"{_ROMAN}\s*\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)?\}}{POWER}"
+_ROMAN_PRODUCT = rf"(?:\\(?:mu|Omega|ohm)(?![A-Za-z])\s*|{_ROMAN_TEXT}\s*|\\cdot\s*|\\times\s*|[/*]\s*)"
+_PIECE = rf"(?:{_ROMAN_PRODUCT}|\\frac\s*\{{\s*{_ROMAN_PRODUCT}{{1,3}}\}}\s*\{{\s*{_ROMAN_PRODUCT}{{1,3}}\}}{POWER}\s*)"
+_ROMAN_AT_END = re.compile(
+    rf"(?<=[\w}})\]!|'])(\s*)((?:{_ROMAN_TEXT}|\\frac|\\mu(?![A-Za-z])|\\(?:Omega|ohm)(?![A-Za-z])).*)$"
+)
+_PIECES = re.compile(rf"{_PIECE}{{1,8}}")
 _TEXT_AT_END = re.compile(rf"(?<=[\w}})\]!|'])\s*{_ROMAN}\s*\{{([^{{}}]*)\}}{POWER}\s*$")
-_RATE_AT_END = re.compile(rf"(?<=\d)\s*\\frac\s*\{{\s*{_TEXT_ARGUMENT}\s*\}}\s*\{{\s*{_TEXT_ARGUMENT}\s*\}}{POWER}\s*$")
-_PLAIN_NUMBER = r"[-+]?(?:\d+\s+)?[\d.,/]+(?:[eE][-+]?\d+)?"
+_PLAIN_NUMBER = (
+    r"[-+]?(?:\d+\s+)?[\d.,/]+(?:[eE][-+]?\d+)?(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+))?"
+)
+_IS_NUMBER = re.compile(r"(?:[-+\d.,/\s{}^*]|\\(?:frac|times|cdot)(?![A-Za-z]))+")
 _PLAIN_UNIT = re.compile(rf"^({_PLAIN_NUMBER})\s+{UNIT}\s*$")
-_SPACED_UNIT = re.compile(rf"(?<=[\d}})])\s+(?:{_WORDS})(?![A-Za-z]){POWER}\s*$")
-_TIGHT_UNIT = re.compile(rf"(?<=\d)(?:{_WORDS})(?![A-Za-z]){POWER}\s*$")
+_SPACED_UNIT = re.compile(rf"(?:(?<=[\d}})])|(?<=\\pi))\s+(?:{_WORDS}|in(?=\s*\^))(?![A-Za-z]){POWER}{_NEXT}\s*$")
+_TIGHT_UNIT = re.compile(rf"(?<=\d)(?:{_WORDS})(?![A-Za-z]){POWER}{_NEXT}\s*$")
 """5cm; but 5m may be five times m, and 2mg a force."""
 
-_WORDS_AT_END = re.compile(r"^(.*[\d})\]])\s+([A-Za-z][A-Za-z .'-]*)$", re.DOTALL)
-_UNIT_PHRASE = re.compile(rf"{UNIT}(?:\s+(?:tall|long|wide|high|deep|old|away|each|per\s+[a-z]+|an?\s+[a-z]+))?")
+_CURRENCY_AT_START = re.compile(
+    rf"^([-+]?)\s*(?:{_ROMAN}\s*\{{\s*)?(?:USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|CHF|Rs)\.?\s*\}}?\s*(?=[-+]?[\d.\\])"
+)
+_WORDS_AT_END = re.compile(r"^(.*[\d})\]])\s+((?:/\s?)?[A-Za-z][A-Za-z .'-]*)$", re.DOTALL)
+_UNIT_PHRASE = re.compile(
+    rf"{UNIT}(?:\s+(?:tall|long|wide|high|deep|old|away|each|in total|per\s+[a-z]+|an?\s+[a-z]+|/\s*[a-z]+))?"
+)
+_RATE = re.compile(r"(?:/|per|an?)\s+[a-z]{3,}")
 _SCALED = re.compile(r"^(.*\d\s+(?:hundred|thousand|[mb]illion|trillion|dozen))\s+([A-Za-z][A-Za-z .'-]*)$", re.DOTALL)
 _IRREGULAR = word_set("people children men women mice geese feet teeth sheep fish dice vertices")
 _NO_OBJECT = word_set(
@@ -52,13 +82,9 @@ def without_unit(text: str) -> str:
 
     Words that are no unit stay, and with them the text is another number or none.
     """
-    for _ in range(2):
-        match = _TEXT_AT_END.search(text)
-        if match and (is_unit(match[1], singular=_is_one(text[: match.start()])) or not match[1].strip()):
-            text = text[: match.start()]
-    match = _RATE_AT_END.search(text)
-    if match and is_unit(match[1]) and is_unit(match[2], singular=True):
-        text = text[: match.start()]
+    text = _CURRENCY_AT_START.sub(r"\1", text)
+    if any(command in text for command in (r"\text", r"\m", r"\o", r"\Omega")):
+        text = _without_roman_unit(text)
     text = re.sub(r"\s+", " ", unwrap_text(text)).strip()
     text = _PLAIN_UNIT.sub(r"\1", text)
     text = _TIGHT_UNIT.sub("", _SPACED_UNIT.sub("", text))
@@ -66,6 +92,32 @@ def without_unit(text: str) -> str:
     if match and len(match[2]) > 2 and is_unit(match[2], singular=_is_one(match[1])):
         text = match[1]
     return text.strip()
+
+
+def _without_roman_unit(text: str) -> str:
+    r"""The text without the units in roman type at its end: \text{ m/s}^2, \mathrm{kg}\cdot\mathrm{m}."""
+    match = _ROMAN_AT_END.search(text)
+    if match and _PIECES.fullmatch(match[2]):
+        phrase = _flat(match[2])
+        is_spaced = bool(match[1]) or re.match(r"\\[a-z]+\s*\{[ ~]", match[2]) is not None
+        is_unit_name = is_spaced or len(phrase) > 1 or phrase in _LETTERS  # 5\text{A} may be any name
+        if phrase == r"\Omega":
+            is_unit_name = is_spaced and _IS_NUMBER.fullmatch(text[: match.start()]) is not None
+        if is_unit_name and _ROMAN_UNIT.fullmatch(phrase):
+            return text[: match.start()]
+    for _ in range(2):
+        match = _TEXT_AT_END.search(text)
+        if match and (is_unit(match[1], singular=_is_one(text[: match.start()])) or not match[1].strip()):
+            text = text[: match.start()]
+    return text
+
+
+def _flat(pieces: str) -> str:
+    """Units as plain text: fractions as quotients, without the commands of fonts."""
+    pieces = re.sub(r"\^\s*\{\s*([-+]?\d)\s*\}", r"^\1", pieces)
+    pieces = re.sub(rf"{_ROMAN}\s*\{{([^{{}}]*)\}}", lambda text: f" {text[1].strip()}", pieces)
+    pieces = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1 / \2 ", pieces)
+    return re.sub(r"[\s~]+", " ", pieces).strip()
 
 
 def unwrap_text(text: str) -> str:
@@ -86,6 +138,10 @@ def is_unit(phrase: str, *, singular: bool = False) -> bool:
     phrase = re.sub(r"\s+", " ", phrase.replace("~", " ")).strip()
     if _UNIT_PHRASE.fullmatch(phrase):
         return True
+    if _RATE.fullmatch(phrase):
+        return not _NO_OBJECT & set(phrase.split())
+    if singular:
+        phrase = re.sub(r"^of (?:an?|the|one) ", "", phrase)
     parts = phrase.rstrip(".").split(" ")
     if parts == ["times"]:
         return True

@@ -26,8 +26,13 @@ from slimectl.rewards.math.arithmetic import (
     widened,
 )
 from slimectl.rewards.math.expressions import Tree
+from slimectl.rewards.math.modular import residue
+from slimectl.rewards.math.operators import big_value, is_finite
 
 POINTS = 16
+MAX_STEPS = 600
+"""Operations within sums and the like at one point."""
+
 AGREEMENTS = 3
 """Points at which two expressions must be comparable, and then equal."""
 
@@ -52,7 +57,15 @@ def equal_values(first: Tree, second: Tree) -> bool:
             agreements += 1
         if agreements >= (1 if constant else AGREEMENTS):
             return True
-    return False
+    return constant and values == (None, None) and _same_residue(first, second)
+
+
+def _same_residue(first: Tree, second: Tree) -> bool:
+    """Whether two whole numbers beyond the limits of arithmetic, such as 2^100000 and 4^50000, are equal."""
+    try:
+        return residue(first, constant_value) == residue(second, constant_value)
+    except NoValueError:
+        return False
 
 
 def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
@@ -79,8 +92,12 @@ def constant_value(tree: Tree) -> Any:
 
 @lru_cache(maxsize=8192)
 def symbols(tree: Tree) -> frozenset[str]:
+    """Names of an expression, without bound ones; a sum or the like that has no value of its own counts as a name."""
     if tree[0] == "sym":
         return frozenset([tree[1]])
+    if tree[0] == "big":
+        free = frozenset().union(*map(symbols, filter(None, tree[4:]))) - set(tree[2].split())
+        return free if is_finite(tree) else free | {tree[1]}
     return frozenset().union(*(symbols(part) for part in tree[1:] if isinstance(part, tuple)))
 
 
@@ -117,13 +134,15 @@ class _Evaluator:
 
     def __init__(self, point: int, is_complex: bool) -> None:
         self._point, self._is_complex = point, is_complex
+        self._bound: dict[str, Fraction] = {}
+        self._steps = 0
 
     def value(self, tree: Tree) -> Any:
         kind = tree[0]
         if kind == "num":
             return tree[1]
         if kind == "sym":
-            return _symbol_value(tree[1], self._point)
+            return self._bound[tree[1]] if tree[1] in self._bound else _symbol_value(tree[1], self._point)
         if kind == "const":
             return self._constant(tree[1])
         if kind == "apply":
@@ -131,6 +150,10 @@ class _Evaluator:
         if kind in _TRIGONOMETRY and tree[1][0] == "degree":
             ctx = context()
             return self._function(kind, checked(widened(self.value(tree[1][1])) * ctx.pi / 180))
+        if kind == "big":
+            return big_value(tree, self.value, lambda bound: self._value_at(tree[-1], bound))
+        if self._bound:
+            self._count()
         parts = [self.value(part) for part in tree[1:]]
         if kind in _ARITHMETIC:
             return _ARITHMETIC[kind](*parts)
@@ -141,6 +164,20 @@ class _Evaluator:
         if kind == "log":
             return divide(self._logarithm(parts[0]), self._logarithm(parts[1]))
         return self._function(kind, *parts)
+
+    def _count(self) -> None:
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise TooLargeError
+
+    def _value_at(self, tree: Tree, bound: dict[str, Fraction]) -> Any:
+        self._count()
+        outer = self._bound
+        self._bound = outer | bound
+        try:
+            return self.value(tree)
+        finally:
+            self._bound = outer
 
     def _constant(self, name: str) -> Any:
         ctx = context()

@@ -20,7 +20,7 @@ from slimectl.settings.launch_scripts.values import (
 DEEPSPEED = "training is sharded by train.backend, not by DeepSpeed"
 PLACES = "reference and critic share the trainer's GPUs"
 KERNELS = "kernels are chosen by the trainer; packs have no padding"
-REWARD = "its parameters are OpenRLHF's; write a function of `sample` for score.custom_rm_path (docs/verifiers.md)"
+REWARD = "give score.custom_rm_path a function of `prompts`, `completions` and `label` (docs/verifiers.md)"
 OVERLONG = 'write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'
 
 CLUSTER = (

@@ -137,7 +137,7 @@ ROLLOUT = (
     Row("rollout-max-context-len", "rollout.max_context_len"),
     Row("rollout-max-prompt-len", "rollout.max_prompt_len"),
     Row("rollout-max-response-len", "rollout.max_response_len"),
-    Row("rollout-skip-special-tokens", text="tokens are kept as they are; the text of an answer is for reading"),
+    Row("rollout-skip-special-tokens", "rollout.skip_special_tokens"),
     Row("rollout-stop", "rollout.stop", convert=texts),
     Row("rollout-stop-token-ids", "rollout.stop_token_ids", convert=texts),
     Row("rollout-shuffle", "rollout.shuffle", convert=on),

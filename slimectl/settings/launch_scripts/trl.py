@@ -12,7 +12,9 @@ REPORTS = "every step is reported; records are in the run's folder"
 PARALLEL = "processes are started by slimectl: cluster.actor_num_gpus_per_node and actor_num_nodes"
 KERNELS = "kernels are chosen by the trainer; packs have no padding"
 TOOLS = "an agent is rollout.custom_generate_function_path or a program, rollout.agent (docs/agents.md)"
-REWARDS = "its parameters are TRL's; write a function of `sample` for score.custom_rm_path (docs/verifiers.md)"
+REWARDS = (
+    "TRL's functions run as they are: score.custom_rm_path = FILE.py:NAME, or score.rm for several (docs/verifiers.md)"
+)
 ENDS = "training ends after run.num_rollout rounds or run.num_epoch passes"
 
 MODEL = (
@@ -157,7 +159,7 @@ ALGORITHM = (
     ),
     Row("label_smoothing", "algorithm.label_smoothing"),
     Row("reward_funcs trainer.reward_funcs", text=REWARDS),
-    Row("reward_weights", text="weights stand in score.rm, a sum of verifiers"),
+    Row("reward_weights", text="give weights in score.rm: [{path = 'FILE.py:NAME', weight = …}, …]"),
     Row(
         "reward_model_name_or_path reward_model_path trainer.reward_processing_classes",
         text="a reward model is score.rm_type = reward_model with its directory in score.rm_options",

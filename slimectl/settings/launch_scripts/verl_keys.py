@@ -297,7 +297,7 @@ ALGORITHM = (
 REWARD = (
     Row("custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path "
         "reward.custom_reward_function.name",
-        text="its parameters are verl's; write a function of `sample` for score.custom_rm_path (docs/verifiers.md)"),
+        text="verl's function runs as it is: score.custom_rm_path = PATH:NAME (docs/verifiers.md)"),
     Row("reward.NAME", text="verifiers grade in worker processes, score.workers (docs/verifiers.md)"),
     Row("reward_model.reward_manager reward.reward_manager.name", "score.rm_type", "dapo; naive picks by data_source",
         choice(dapo="dapo")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,14 +209,24 @@ def test_an_answer_keeps_to_a_json_schema_whole_streamed_and_in_both_apis(
     ]
     assert "".join(chunk["text"] for chunk in chunks) == choices[1]["text"]
     params = {"temperature": 1, "sampling_seed": 4, "max_new_tokens": 200, "json_schema": json.dumps(VERDICT)}
-    assert server.good("/generate", {"text": "2+3=", "sampling_params": params})["text"] == choices[0]["text"]
+    whole = server.good("/generate", {"text": "2+3=", "sampling_params": params})
+    assert whole["text"] == choices[0]["text"]
+    # A letter of a key was forced; which of the two truth values it is was not, but for what follows its first letter.
+    mask, text = whole["meta_info"]["loss_mask"], whole["text"]
+    at, truth = text.index('"sure"'), re.search("true|false", text)
+    assert truth is not None
+    assert mask[at + 1 : at + 6] == [0] * 5
+    assert mask[truth.start() : truth.end()] == [1] + [0] * (truth.end() - truth.start() - 1)
+    listed = server.good("/v1/completions", body | {"n": 1, "return_token_ids": True})["choices"][0]
+    assert (listed["token_ids"], listed["loss_mask"]) == (whole["output_ids"], mask)
     endless = {**params, "ignore_eos": True}  # the end of the JSON is the end of the answer all the same
     finish = server.good("/generate", {"text": "2+3=", "sampling_params": endless})["meta_info"]["finish_reason"]
     assert finish == {"type": "stop", "matched": None}
 
 
 REASONS_AND_CALLS = (
-    "{% if tools %}<tool_call> {% endif %}{{ messages[-1].content }}<think>\n{% if false %}</think>{% endif %}"
+    "{% if tools %}<tool_call> {% endif %}{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    "{% if false %}</think>{% endif %}"
 )
 """A chat template in the manner of Qwen3-Thinking, which opens the reasoning itself."""
 
@@ -272,7 +283,11 @@ def test_reasoning_and_calls_are_parts_of_the_message_and_streamed(
 
 
 def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service.served.tokenizer, "chat_template", "{{ messages[-1].content }}<tool_call>")
+    monkeypatch.setattr(
+        server.service.served.tokenizer,
+        "chat_template",
+        "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>",
+    )
     side = {"enum": ["left", "right"]}
     parameters = {"properties": {"to": {"$ref": "#/$defs/side"}}, "required": ["to"], "$defs": {"side": side}}
     turn = {"type": "function", "function": {"name": "turn", "parameters": parameters}}
@@ -286,7 +301,9 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         assert json.loads(call["function"]["arguments"])["to"] in side["enum"]
     status, answer = server.ask("/v1/chat/completions", {**body, "tool_choice": {"function": {"name": "fly"}}})
     assert (status, answer["error"]["message"]) == (400, "tool_choice: 'fly' is none of the tools")
-    monkeypatch.setattr(server.service.served.tokenizer, "chat_template", "{{ messages[-1].content }}")
+    monkeypatch.setattr(
+        server.service.served.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     status, answer = server.ask("/v1/chat/completions", {**body, "tool_choice": "required"})
     assert (status, "does not write calls as JSON" in answer["error"]["message"]) == (400, True)
 
@@ -323,6 +340,12 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         ),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias: 'a' is not a token id"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"9999": 1}}, "token 9999 is outside the vocabulary"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stop_token_ids": [151645], "min_tokens": 2},
+            "stop_token_ids: token 151645 is outside the vocabulary of 259",
+        ),
+        ("/generate", {"text": "x", "sampling_params": {"stop_token_ids": [999]}}, "stop_token_ids: token 999"),
         ("/v1/completions", {"prompt": "x", "n": 10**6}, "n: 1000000 is not between 1 and 4096"),
         ("/v1/completions", {"prompt": "x" * 300}, "300 tokens leave no room in a context of 256"),
         ("/v1/completions", {"prompt": []}, "prompt: is missing"),
@@ -343,3 +366,17 @@ def test_the_model_is_listed_under_its_name(server: Any) -> None:
     assert card["max_model_len"] == 256
     assert server.good(f"/v1/models/{card['id']}")["id"] == card["id"]
     assert server.ask("/v1/models/gpt-9")[0] == 404
+
+
+def test_a_chat_that_ends_with_the_assistant_is_continued(server: Any) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": "It is"}]
+    body = {"messages": chat, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    tokenizer = server.service.served.tokenizer
+    wanted = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    count = server.good("/v1/chat/completions", body)["usage"]["prompt_tokens"]
+    assert count == len(tokenizer.encode(wanted, add_special_tokens=False))
+    for messages, flag in ((chat, False), (CHAT, True)):
+        status, answer = server.ask(
+            "/v1/chat/completions", {**body, "messages": messages, "continue_final_message": flag}
+        )
+        assert (status, answer["error"]["param"]) == (400, "continue_final_message")

@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 
 from slimectl.builders.installed_engines import VllmBackend
+from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.data.routed_experts import decoded
 from slimectl.engines.api_keys import Keys
+from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.http.api import Refused
 from slimectl.engines.http.request import NO_WEIGHTS, PendingRequest, Unavailable
+from slimectl.engines.sglang.api import SglangApi
 from slimectl.engines.supervisor import bootstrap, installed
 from slimectl.engines.supervisor.bootstrap.describe import describe
 from slimectl.engines.vllm import launch
@@ -87,6 +90,21 @@ def test_an_answer_of_weights_that_nobody_pushed_is_dropped():
     with pytest.raises(Unavailable):
         API.add_event(event([2], "length", **spans(NO_WEIGHTS)), request)
     assert request.tokens == []
+
+
+def test_special_tokens_are_asked_for_in_text_and_decoded_here():
+    names = ("skip_special_tokens", "spaces_between_special_tokens")
+    for body in (API.generate_body, SglangApi().generate_body):
+        asked = body(pending(skip_special_tokens=False))["sampling_params"]
+        assert [asked[name] for name in names] == [False, False]
+        assert not set(names) & body(pending())["sampling_params"].keys()
+    tokenizer = byte_tokenizer(["</think>"])
+    tokens = [97, tokenizer.convert_tokens_to_ids("</think>"), 52, tokenizer.eos_token_id]
+    for skip, text in ((True, "a4"), (False, "a</think>4")):
+        request = pending(skip_special_tokens=skip)
+        request.decode = Detokenizer(tokenizer).response_text
+        API.add_event(event(tokens, "stop"), request)
+        assert request.completion().text == text
 
 
 def test_a_stop_string_is_asked_for_as_text_and_else_nothing_is_decoded():

@@ -1,0 +1,1 @@
+"""Chats: messages in one form, and the templates that render them."""

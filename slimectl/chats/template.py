@@ -1,0 +1,397 @@
+"""Chat templates: the form in which each takes its messages, and whether it shows all of them.
+
+Templates differ in what they read: arguments of calls as objects or as text, the role `developer` or not, one key of
+reasoning or another. A template that does not read something leaves it out without an error. So each shape of chat is
+rendered once with stand-ins for all of its texts, in the forms that templates take, and the first form in which every
+stand-in shows is used for all chats of this shape.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import functools
+import itertools
+import json
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slimectl.chats.messages import (
+    KNOWN_KEYS,
+    REASONING,
+    REASONING_KEYS,
+    MessageError,
+    normalized_chat,
+    normalized_tools,
+)
+from slimectl.errors import RecordError, SettingsError
+from slimectl.stdio import logger
+from slimectl.types import Chat, Prompt
+
+OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict")
+"""Chat template arguments that slimectl sets itself; users may not set them."""
+DATE = "strftime_now"
+"""Function by which templates print the date. transformers gives them one that reads the clock, an argument of this
+name, YYYY-MM-DD, replaces it."""
+REMEDY = "Leave it out, or put a chat_template.jinja that shows it in the model's folder."
+_MARK = re.compile(r"<[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]{2,20}\]|◁/?think▷")
+_THINK_END = re.compile(r"[<\[◁]/[^<>\[\]]{0,12}think[^<>\[\]]{0,8}[>\]▷]", re.IGNORECASE)
+MAX_FORMS = 4096
+"""Shapes of chats that are remembered for a tokenizer."""
+
+
+@dataclass(frozen=True)
+class PinnedDate:
+    """The function `strftime_now` of templates, for one day.
+
+    >>> PinnedDate("2026-11-27")("%d %b %Y")
+    '27 Nov 2026'
+    """
+
+    day: str
+
+    def __call__(self, form: str) -> str:
+        return datetime.datetime.fromisoformat(self.day).strftime(form)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of messages: how texts, arguments of calls, missing content and the role `developer` are written."""
+
+    text_in_parts: bool = False
+    arguments_as_text: bool = False
+    null_content: bool = False
+    developer: str = "developer"
+
+    def message(self, message: dict[str, Any], reasoning_key: str) -> dict[str, Any]:
+        """Return a normalized message in this form."""
+        changes: dict[str, Any] = {}
+        content, calls = message["content"], message.get("tool_calls")
+        if message["role"] == "developer":
+            changes["role"] = self.developer
+        if self.text_in_parts and isinstance(content, str):
+            changes["content"] = [{"type": "text", "text": content}]
+        elif self.null_content and calls and content == "":
+            changes["content"] = None
+        if calls:
+            changes["tool_calls"] = [self._call(call) for call in calls]
+        if reasoning_key != REASONING and REASONING in message:
+            changes[reasoning_key] = message[REASONING]
+        return {**message, **changes}
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, dict) and self.arguments_as_text:
+            arguments = _json(arguments)
+        elif isinstance(arguments, str) and not self.arguments_as_text:
+            arguments = {}  # cut off by its model: nothing that a template of objects could show
+        return {**call, "function": {**function, "arguments": arguments}}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a message in its rendering: `text` stands for it; `other`, if any, may show in its place."""
+
+    message: int
+    kind: str
+    text: str
+    other: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The form for chats of one shape, and the parts that the template leaves out of them."""
+
+    form: Form
+    missing: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the source of a template reads."""
+
+    identifiers: frozenset[str]
+    marks: re.Pattern[str] | None
+    reasoning_key: str
+
+
+@functools.lru_cache(maxsize=32)
+def _reading(source: str) -> Reading:
+    identifiers = frozenset(re.findall(r"[A-Za-z_]\w*", source))
+    marks = sorted({*_MARK.findall(source)}, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, marks))) if marks else None
+    return Reading(identifiers, pattern, next((key for key in REASONING_KEYS if key in identifiers), ""))
+
+
+_findings: weakref.WeakKeyDictionary[Any, dict[Any, Finding]] = weakref.WeakKeyDictionary()
+_warned: set[tuple[str, str]] = set()
+
+
+class Template:
+    """The chat template of a tokenizer, bound to the tools and arguments of one prompt."""
+
+    def __init__(self, tokenizer: Any, prompt: Prompt, kwargs: Mapping[str, Any] | None) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise SettingsError(
+                "rollout.apply_chat_template: the tokenizer of this model has no chat template; give string prompts "
+                "and leave it false, or put a chat_template.jinja beside the tokenizer"
+            )
+        self.tools = normalized_tools(prompt.tools)
+        self._tokenizer = tokenizer
+        self._source = _source(tokenizer, self.tools)
+        self._reading = _reading(self._source)
+        for name in kwargs or ():
+            _check_argument(name, self._reading.identifiers)
+        arguments = {key: value for key, value in (kwargs or {}).items() if value is not None}
+        if isinstance(day := arguments.get(DATE), str):
+            arguments[DATE] = PinnedDate(day)
+        self._arguments = {**arguments, "tools": self.tools, "tokenize": False}
+        self._key = (self._source, repr(sorted(arguments.items())), _tool_names(self.tools))
+
+    def fit(self, chat: Chat, *, taught: bool = False) -> Chat:
+        """Return a chat in the form that the template takes, one message for each.
+
+        Raises RecordError, with the number of the message, for a content or a call that the template leaves out, and
+        for reasoning in a chat that is `taught`. Reasoning before the last question may be left out: many templates do
+        so on purpose. Other reasoning that is left out is named once.
+        """
+        try:
+            messages = [self._without_padding(message) for message in normalized_chat(chat, "message", images=True)]
+        except MessageError as error:
+            raise RecordError(f"prompt: {error}") from None
+        self._name_unknown_keys(messages)
+        finding = self._finding(messages)
+        for part in finding.missing:
+            shown = f"message {part.message} ({messages[part.message]['role']})"
+            if part.kind == "reasoning" and not taught:
+                self._warn_once("reasoning", f"the model's chat template does not show the reasoning of {shown}")
+                continue
+            raise RecordError(f"prompt: the chat template does not show the {part.kind} of {shown}. {REMEDY}")
+        return [finding.form.message(message, self._reading.reasoning_key or REASONING) for message in messages]
+
+    def text(self, chat: Chat, *, header: bool = False, continued: bool = False) -> str:
+        """Render a chat that `fit` returned; raises RecordError.
+
+        With `header` the text goes up to the header of the assistant's next turn, with `continued` to the end of the
+        last message's content, for the model to continue it.
+        """
+        arguments = {**self._arguments, "continue_final_message": True} if continued else self._arguments
+        try:
+            text: str = self._tokenizer.apply_chat_template(chat, add_generation_prompt=header, **arguments)
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RecordError(f"prompt: the chat template refuses this chat: {line}") from error
+        return text
+
+    def prompt_text(self, chat: Chat) -> str:
+        """Render a chat for the model to answer it, or to continue its last message if that is the assistant's."""
+        messages = self.fit(chat)
+        if not messages or messages[-1]["role"] != "assistant":
+            return self.text(messages, header=True)
+        last = messages[-1]
+        if last.get("tool_calls") or not last["content"]:
+            what = "calls of tools" if last.get("tool_calls") else "an empty message"
+            raise RecordError(
+                f"prompt: ends with {what} of the assistant, which cannot be continued. Add the message that follows."
+            )
+        return self.text(messages, continued=True)
+
+    def _without_padding(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message without null arguments that its tool does not have: a table adds them."""
+        if not message.get("tool_calls") or not self.tools:
+            return message
+        calls = []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            names, arguments = _parameter_names(self.tools, function["name"]), function["arguments"]
+            if names is not None and isinstance(arguments, dict):
+                arguments = {key: value for key, value in arguments.items() if value is not None or key in names}
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        return {**message, "tool_calls": calls}
+
+    def _name_unknown_keys(self, messages: Chat) -> None:
+        for message in messages:
+            for key in message.keys() - KNOWN_KEYS - self._reading.identifiers:
+                self._warn_once(key, f"message key {key!r} is not read by slimectl or by the model's chat template")
+
+    def _warn_once(self, subject: str, text: str) -> None:
+        if (self._source, subject) not in _warned:
+            _warned.add((self._source, subject))
+            logger.warning(text)
+
+    def _finding(self, messages: Chat) -> Finding:
+        shape = (self._key, tuple(self._shape(message) for message in messages))
+        known = _findings.setdefault(self._tokenizer, {})
+        if shape not in known:
+            if len(known) >= MAX_FORMS:
+                known.clear()
+            known[shape] = self._find(messages)
+        return known[shape]
+
+    def _shape(self, message: dict[str, Any]) -> Any:
+        content, calls = message["content"], message.get("tool_calls") or ()
+        return (
+            message["role"],
+            tuple(self._segments(content)) if isinstance(content, str) else tuple(part["type"] for part in content),
+            REASONING in message,
+            tuple(call["function"]["name"] in call["id"] for call in calls),
+            tuple(
+                (isinstance(call["function"]["arguments"], str), not call["function"]["arguments"]) for call in calls
+            ),
+            tuple(sorted(message.keys() - {"role", "content", "tool_calls", REASONING})),
+        )
+
+    def _segments(self, text: str) -> Iterator[str]:
+        """Yield the marks of the template in a text, and "x" for each other text between them that is not blank."""
+        for piece, is_mark in self._pieces(text):
+            if is_mark or piece.strip():
+                yield piece if is_mark else "x"
+
+    def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
+        begin = 0
+        for match in self._reading.marks.finditer(text) if self._reading.marks else ():
+            yield text[begin : match.start()], False
+            yield match[0], True
+            begin = match.end()
+        yield text[begin:], False
+
+    def _find(self, messages: Chat) -> Finding:
+        """Return the first form in which all parts show; else the one in which the fewest are missing."""
+        stand_ins, parts = self._stand_ins(messages)
+        best: Finding | None = None
+        for form in self._forms(messages):
+            finding = self._tried(form, stand_ins, parts)
+            if finding is not None and (best is None or len(finding.missing) < len(best.missing)):
+                best = finding
+            if best is not None and not best.missing:
+                break
+        if best is None:  # refused with stand-ins in every form; the chat itself may be, too
+            return Finding(next(self._forms(messages)))
+        query = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        reads = bool(self._reading.reasoning_key)
+
+        def is_dropped_on_purpose(part: Part) -> bool:
+            return part.kind == "reasoning" and part.message < query and (reads or not part.text.endswith("rq"))
+
+        return replace(best, missing=tuple(part for part in best.missing if not is_dropped_on_purpose(part)))
+
+    def _forms(self, messages: Chat) -> Iterator[Form]:
+        """Yield the forms in which these messages can be written, the usual one first."""
+        calls = [message for message in messages if message.get("tool_calls")]
+        texts = [call["function"]["arguments"] for message in calls for call in message["tool_calls"]]
+        has_developer = any(message["role"] == "developer" for message in messages)
+        reads_developer = "developer" in self._reading.identifiers
+        developers = ("developer", "system") if reads_developer else ("system", "developer")
+        for in_parts, as_text, null, developer in itertools.product(
+            (False, True),
+            (False, True) if texts else (False,),
+            (False, True) if any(message["content"] == "" for message in calls) else (False,),
+            developers if has_developer else ("developer",),
+        ):
+            yield Form(in_parts, as_text, null, developer)
+
+    def _tried(self, form: Form, stand_ins: Chat, parts: list[Part]) -> Finding | None:
+        chat = [form.message(message, self._reading.reasoning_key or REASONING) for message in stand_ins]
+        try:
+            text = self.text(chat, header=chat[-1]["role"] != "assistant")
+        except RecordError:
+            return None
+        missing = [part for part in parts if part.text not in text and not (part.other and part.other in text)]
+        if not self.tools_show(text):
+            names = ", ".join(_tool_names(self.tools))
+            self._warn_once("tools", f"the model's chat template does not show the tools of a prompt: {names}")
+        for i, message in enumerate(stand_ins):
+            # An object that Python printed, or a JSON text that was quoted once more, is not what a model may learn.
+            key = f"q{i}k0q"
+            if message.get("tool_calls") and (f"'{key}'" in text or f'\\"{key}\\"' in text):
+                missing.append(Part(i, "arguments", key))
+        return Finding(form, tuple(missing))
+
+    def tools_show(self, text: str) -> bool:
+        """Return whether a rendering shows the names of all tools."""
+        return all(name in text for name in _tool_names(self.tools))
+
+    def _stand_ins(self, messages: Chat) -> tuple[Chat, list[Part]]:
+        """Return the messages with a stand-in for each of their texts, and these."""
+        parts: list[Part] = []
+        return [self._stand_in(i, message, parts) for i, message in enumerate(messages)], parts
+
+    def _stand_in(self, i: int, message: dict[str, Any], parts: list[Part]) -> dict[str, Any]:
+        result, content = dict(message), message["content"]
+
+        def text(kind: str, name: str, other: str = "") -> str:
+            parts.append(Part(i, kind, f"q{i}{name}q", other))
+            return parts[-1].text
+
+        def filled(content: str, place: int = 0) -> str:
+            ends = [match.end() for match in _THINK_END.finditer(content)] if message["role"] == "assistant" else []
+            pieces, begin = [], 0
+            for number, (piece, is_mark) in enumerate(self._pieces(content)):
+                begin += len(piece)
+                if is_mark or not piece.strip():
+                    pieces.append(piece)
+                    continue
+                kind = "reasoning" if ends and begin < ends[-1] else "content"
+                pieces.append(piece.replace(piece.strip(), text(kind, f"c{place}x{number}"), 1))
+            return "".join(pieces)
+
+        if isinstance(content, str):
+            result["content"] = filled(content)
+        else:
+            result["content"] = [
+                {**part, "text": filled(part["text"], place)} if part["type"] == "text" else part
+                for place, part in enumerate(content)
+            ]
+        if REASONING in message:
+            result[REASONING] = text("reasoning", "r")
+        if message.get("tool_calls"):
+            result["tool_calls"] = [_stand_in_call(k, call, text) for k, call in enumerate(message["tool_calls"])]
+        return result
+
+
+def _stand_in_call(k: int, call: dict[str, Any], text: Any) -> dict[str, Any]:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if arguments and isinstance(arguments, dict):
+        arguments = {text("calls", f"k{k}"): text("calls", f"v{k}")}
+    # Kimi's template shows a call by its id alone, functions.NAME:NUMBER.
+    stand_in = text("calls", f"n{k}", call["id"] if name in call["id"] else "")
+    return {**call, "function": {**call["function"], "name": stand_in, "arguments": arguments}}
+
+
+def _source(tokenizer: Any, tools: Any) -> str:
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else str(tokenizer.get_chat_template(tools=tools))
+
+
+def _tool_names(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:
+    functions = [tool.get("function") for tool in tools or ()]
+    return tuple(str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function)
+
+
+def _parameter_names(tools: list[dict[str, Any]], name: str) -> set[str] | None:
+    """Return the names of a tool's parameters; None where they are not known."""
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, dict) and function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties")
+            return set(properties) if isinstance(properties, dict) else None
+    return None
+
+
+def _json(arguments: dict[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _check_argument(name: str, identifiers: frozenset[str]) -> None:
+    """Raise SettingsError for an argument that slimectl sets itself, or that the template never reads."""
+    setting = f"rollout.apply_chat_template_kwargs: {name}"
+    if name in OURS:
+        raise SettingsError(f"{setting} is given by slimectl itself; leave it out")
+    if name not in identifiers and name != DATE:
+        near = difflib.get_close_matches(name, identifiers, n=1)
+        hint = f"did you mean {near[0]}?" if near else "leave it out, or look into the model's chat_template.jinja"
+        raise SettingsError(f"{setting} is nothing that the model's chat template reads; {hint}")

@@ -1,0 +1,104 @@
+"""A user's reward function as a verifier, so that it grades alone or as a part of a sum."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slimectl.rewards.base import Grade, Verifier
+from slimectl.types import Sample
+
+if TYPE_CHECKING:
+    from slimectl.transport.client import HttpClient
+
+
+class RewardFunction(Protocol):
+    """A reward function of the user, called with one sample or with many."""
+
+    @property
+    def name(self) -> str:
+        """The setting and the path, as errors name it."""
+        ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether it is called with many samples."""
+        ...
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it is async."""
+        ...
+
+    def called(self, samples: Sequence[Sample]) -> Any:
+        """Return the function's result, or an awaitable of it."""
+        ...
+
+    def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
+        """Return one reward per sample. Raises HookError if the result has no such rewards."""
+        ...
+
+
+class UserFunction(Verifier):
+    """Grades with a user's function, which gets up to `batch_size` samples, or with `group_rm` all siblings."""
+
+    def __init__(self, function: RewardFunction, *, batch_size: int, group_rm: bool) -> None:
+        self.function = function
+        self._most = sys.maxsize if group_rm else batch_size
+        self._lock = threading.Lock()
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return -math.inf, math.inf
+
+    @property
+    def runs_user_code(self) -> bool:
+        return True
+
+    @property
+    def is_async(self) -> bool:
+        return self.function.is_async
+
+    @property
+    def together(self) -> int:
+        return self._most if self.function.takes_many else 1
+
+    @property
+    def takes_groups(self) -> bool:
+        return self.function.takes_many
+
+    def explain(self, sample: Sample) -> Grade:
+        return self.grade_all([sample])[0]
+
+    def grade_all(self, samples: Sequence[Sample]) -> list[Grade]:
+        from slimectl.transport.client import run_sync
+
+        result = self.function.called(samples)
+        if inspect.isawaitable(result):
+            awaitable = result
+            result = run_sync(lambda asker: awaitable)
+        return self._grades(result, samples)
+
+    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+        """Await an async function; call another one in a thread, one call at a time, where it may block."""
+        called = self.function.called(samples) if self.is_async else await asyncio.to_thread(self._called, samples)
+        return self._grades(await called if inspect.isawaitable(called) else called, samples)
+
+    def extract(self, sample: Sample) -> str | None:
+        return None
+
+    def _called(self, samples: Sequence[Sample]) -> Any:
+        with self._lock:
+            return self.function.called(samples)
+
+    def _grades(self, returned: Any, samples: Sequence[Sample]) -> list[Grade]:
+        rewards = self.function.rewards(returned, samples)
+        return [Grade(reward, "whole sample", f"{self.function.path} returned {reward!r}") for reward in rewards]
