@@ -143,7 +143,7 @@ def label_text(sample: Sample, wanted_by: str) -> str:
 
 def composed(text: str) -> str:
     """Text with each accent and its letter as one character, and each Hangul syllable too (Unicode's form NFC)."""
-    return unicodedata.normalize("NFC", text)
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def bare(text: str) -> str:

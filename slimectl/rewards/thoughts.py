@@ -39,7 +39,9 @@ def opened_by(prompt: str | Chat) -> str:
         content = last.get("content")
         prompt = content if last.get("role") == "assistant" and isinstance(content, str) else ""
     end = prompt[-4 * _LONGEST :].rstrip()
-    return next(tag for tag in OPENINGS if end.endswith(tag)) if end.endswith(OPENINGS) else ""
+    if not end or end[-1] not in ">]▷":  # the characters with which tags end
+        return ""
+    return next((tag for tag in OPENINGS if end.endswith(tag)), "")
 
 
 def answer_start(sample: Sample) -> int:
@@ -80,9 +82,9 @@ def after_thought(text: str, opened: str = "") -> int:
 
 def _may_have_tags(text: str) -> bool:
     """Whether the end of a tag is in the text; most texts have none, and this is faster than looking for each tag."""
-    return (">" in text and (text.rfind("think>") >= 0 or text.rfind("ing>") >= 0 or text.rfind("thought>") >= 0)) or (
-        "|>" in text or "THINK]" in text or "▷" in text
-    )
+    if ">" in text and any(text.rfind(end) >= 0 for end in ("think>", "ing>", "thought>", "|>")):
+        return True
+    return ("]" in text and "THINK]" in text) or "▷" in text
 
 
 def _last(text: str, tag: str) -> int:
