@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from decimal import Decimal, InvalidOperation
+from typing import Any, ClassVar, Literal
 
 from slimectl.errors import RecordError, SettingsError
-from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
-from slimectl.rewards.extraction import text_of, trimmed
+from slimectl.rewards.base import Grade, Verifier, no_answer, quote
+from slimectl.rewards.extraction import UNCLOSED
+from slimectl.rewards.fences import Block, find_program, is_python
+from slimectl.rewards.thoughts import answer_start
+from slimectl.sandbox.program import SET
 from slimectl.sandbox.runner import Limits, Outcome, run_program
 from slimectl.types import Sample
 
 MAX_PROGRAM = 100_000
-PYTHON = ("", "python", "python3", "py")
-SOURCE = "last fenced program"
+MAX_SET = 1000
+"""Members of a set up to which each is compared with each."""
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
+SOURCE = "last fenced program"
 
 Test = tuple[dict[str, Any], Any]
 """A case for the sandbox and its expected result: stdout, a value, or None where the case itself asserts."""
@@ -32,11 +35,17 @@ class Code(Verifier):
     >>> Code()(Sample(response="```python\nprint(2 * int(input()))\n```", metadata={"tests": tests}))
     0.5
 
-    Tests are one of these, or its JSON as a string:
-    - [{input, output}, …]: text for stdin, and the lines expected on stdout; blanks at the end of lines do not count
+    The last block named Python counts, else the last unnamed one that is a program; see `fences`. Tests are one of
+    these, or its JSON as a string:
+    - [{input, output}, …]: text for stdin, and the lines expected on stdout
     - {inputs: […], outputs: […]}: the same by columns; with fn_name, each of inputs is a list of arguments for that
-      function (or the method of a class Solution) and each of outputs its value
+      function (or the method of a class Solution) and each of outputs its value; a set equals a list of its members
     - [statements, …], such as "assert f(2) == 4": run once the program has run; a test that raises is failed
+
+    Lines are compared without blanks around them and around the whole output. `compare` "numbers" also holds two lines
+    equal that consist of the same numbers (3.0 is 3), and "text" does not: LiveCodeBench compares numbers (Jain et al.
+    2024, arXiv:2403.07974). `imports` gives the program the names of the standard library that LeetCode gives its
+    programs (List, gcd, heappush, …); names that it defines itself go before.
 
     A program that ends before its test has run fails it. Expected outputs and values never enter the sandbox, and
     statements run in a process that the program cannot reach: the values of the program that they use cross as plain
@@ -55,6 +64,8 @@ class Code(Verifier):
     memory_mib: int = 512
     processes: int = 8
     allow_unsandboxed_namespaces: bool = False
+    compare: Literal["numbers", "text"] = "numbers"
+    imports: bool = False
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "test_timeout_s", "memory_mib", "processes"):
@@ -67,53 +78,48 @@ class Code(Verifier):
 
     def explain(self, sample: Sample) -> Grade:
         tests = _parse_tests(sample)
-        fence = find_program(sample.response)
-        if fence is None:
-            return no_answer(SOURCE, "no fenced block that is closed")
-        language, program = fence
-        if language not in PYTHON:
-            return Grade(0.0, SOURCE, f"is {language}; only Python is run", program.text, program.span)
-        if len(program.text) > MAX_PROGRAM:
-            reason = f"{len(program.text)} characters, over the limit of {MAX_PROGRAM}"
-            return Grade(0.0, SOURCE, reason, program.text, program.span)
+        block = _find(sample)
+        if not isinstance(block, Block):
+            return no_answer(SOURCE, block)
+        text, program = block.text, block.program
+        if block.language and not is_python(block.language):
+            return Grade(0.0, SOURCE, f"is {block.language}; only Python is run", text.text, text.span)
+        if len(program) > MAX_PROGRAM:
+            reason = f"{len(program)} characters, over the limit of {MAX_PROGRAM}"
+            return Grade(0.0, SOURCE, reason, text.text, text.span)
         limits = Limits(self.timeout_s, self.test_timeout_s, self.memory_mib, self.processes)
         cases = [case for case, _ in tests]
         outcomes = run_program(
-            program.text, cases, limits, allow_unsandboxed_namespaces=self.allow_unsandboxed_namespaces
+            program, cases, limits, imports=self.imports, allow_unsandboxed_namespaces=self.allow_unsandboxed_namespaces
         )
-        faults = [_failure_reason(expected, outcome) for (_, expected), outcome in zip(tests, outcomes, strict=True)]
+        faults = [
+            _failure_reason(expected, outcome, as_numbers=self.compare == "numbers")
+            for (_, expected), outcome in zip(tests, outcomes, strict=True)
+        ]
         passed = faults.count("")
         first = next((f"; test {at}: {fault}" for at, fault in enumerate(faults) if fault), "")
         reason = f"{passed} of {len(tests)} tests passed{first}"
-        return Grade(passed / len(tests), SOURCE, reason, program.text, program.span)
+        return Grade(passed / len(tests), SOURCE, reason, text.text, text.span)
 
     def extract(self, sample: Sample) -> str | None:
-        fence = find_program(sample.response)
-        return text_of(fence[1]) if fence else None
+        block = _find(sample)
+        return block.text.text if isinstance(block, Block) else None
 
 
-def find_program(response: str) -> tuple[str, Span] | None:
-    """Language ("" if not named) and text of the last fenced block that is closed; None if there is none."""
-    opening, last = None, None
-    for fence in _FENCE.finditer(response):
-        if opening is None:
-            opening = fence
-        elif not fence[1]:
-            last = (opening, fence)
-            opening = None
-        else:  # a block that was never closed, and a new one
-            opening = fence
-    if last is None:
-        return None
-    return last[0][1].lower(), trimmed(response, last[0].end(), last[1].start())
+def _find(sample: Sample) -> Block | str:
+    """The block that is graded, or the reason why there is none."""
+    start = answer_start(sample)
+    if start < 0:
+        return UNCLOSED
+    return find_program(sample.response, start) or "no fenced block that is closed"
 
 
-def _failure_reason(expected: Any, outcome: Outcome) -> str:
+def _failure_reason(expected: Any, outcome: Outcome, *, as_numbers: bool) -> str:
     """The reason why a test failed; "" if it passed."""
     if outcome.status != "ended":
         return outcome.error[:120] or outcome.status
-    if isinstance(expected, _Lines):
-        if expected.lines == _Lines.of(outcome.stdout).lines:
+    if isinstance(expected, _Output):
+        if same_output(outcome.stdout, expected.text, as_numbers=as_numbers):
             return ""
         return f"printed {quote(outcome.stdout.strip())}, expected {quote(expected.text.strip())}"
     report = outcome.report if isinstance(outcome.report, dict) else {}
@@ -122,7 +128,24 @@ def _failure_reason(expected: Any, outcome: Outcome) -> str:
     if expected is None:
         return ""
     actual, target = report.get("value"), expected.value
-    return "" if _equal(actual, target) else f"gave {quote(_as_json(actual))}, expected {quote(json.dumps(target))}"
+    return "" if _equal(actual, target) else f"gave {quote(_as_json(actual))}, expected {quote(_as_json(target))}"
+
+
+def same_output(actual: str, expected: str, *, as_numbers: bool) -> bool:
+    """Whether two outputs have the same lines, without blanks around them."""
+    lines, wanted = (text.strip().splitlines() for text in (actual, expected))
+    return len(lines) == len(wanted) and all(
+        line.strip() == other.strip() or (as_numbers and _same_numbers(line, other))
+        for line, other in zip(lines, wanted, strict=True)
+    )
+
+
+def _same_numbers(first: str, second: str) -> bool:
+    """Whether two lines consist of the same numbers."""
+    try:
+        return list(map(Decimal, first.split())) == list(map(Decimal, second.split()))
+    except InvalidOperation:
+        return False
 
 
 def _as_json(value: Any) -> str:
@@ -133,13 +156,8 @@ def _as_json(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Lines:
+class _Output:
     text: str
-    lines: list[str]
-
-    @classmethod
-    def of(cls, text: str) -> _Lines:
-        return cls(text, [line.rstrip() for line in text.rstrip().splitlines()])
 
 
 @dataclass(frozen=True)
@@ -148,7 +166,9 @@ class _Value:
 
 
 def _equal(actual: Any, expected: Any) -> bool:
-    """Equality of JSON values; fractions may differ by rounding, and true is not 1."""
+    """Equality of JSON values; fractions may differ by rounding, true is not 1, and a set is in no order."""
+    if isinstance(actual, dict) and actual.keys() == {SET}:
+        return isinstance(expected, list) and _same_members(actual[SET], expected)
     if isinstance(actual, list) and isinstance(expected, list):
         return len(actual) == len(expected) and all(map(_equal, actual, expected))
     if isinstance(actual, dict) and isinstance(expected, dict):
@@ -158,6 +178,17 @@ def _equal(actual: Any, expected: Any) -> bool:
     if isinstance(actual, int | float) and isinstance(expected, int | float):
         return actual == expected or _close(actual, expected)
     return bool(actual == expected)
+
+
+def _same_members(members: list[Any], expected: list[Any]) -> bool:
+    """Whether a set and a list have the same members."""
+    if len(members) != len(expected):
+        return False
+    if len(members) > MAX_SET:  # rounded fractions and sets in sets take time in proportion to the square
+        return set(map(_as_json, members)) == set(map(_as_json, expected))
+    return all(any(_equal(member, value) for value in expected) for member in members) and all(
+        any(_equal(member, value) for member in members) for value in expected
+    )
 
 
 def _close(actual: float, expected: float) -> bool:
@@ -175,6 +206,8 @@ def _parse_tests(sample: Sample) -> list[Test]:
             raw = json.loads(raw)
         except json.JSONDecodeError:
             raw = [raw]
+        except ValueError as error:  # an integer of more digits than Python reads
+            raise RecordError(f"sample {sample.index}: metadata.tests: {error}") from None
     tests: list[Test] | None = None
     if isinstance(raw, dict):
         tests = _tests_from_columns(raw)
@@ -206,4 +239,4 @@ def _tests_from_columns(columns: dict[str, Any]) -> list[Test] | None:
 def _stdin_test(stdin: Any, output: Any) -> Test:
     """Text, or a list of lines; other values as they print."""
     first, second = ("\n".join(map(str, value)) if isinstance(value, list) else str(value) for value in (stdin, output))
-    return {"input": first}, _Lines.of(second)
+    return {"input": first}, _Output(second)

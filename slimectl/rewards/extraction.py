@@ -1,24 +1,37 @@
-"""Answer extraction from responses, and labels as text."""
+"""Answer extraction from responses, labels as text, and the spellings that text comparisons hold equal."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
+from dataclasses import replace
 from typing import Literal
 
 from slimectl.errors import RecordError
 from slimectl.rewards.base import Span
+from slimectl.rewards.thoughts import OPENED, answer_start
 from slimectl.types import Sample, text_of_label
 
-Source = Literal["response", "last_line", "boxed", "answer_tag"]
-SOURCES: tuple[Source, ...] = ("response", "last_line", "boxed", "answer_tag")
+Source = Literal["response", "last_line", "boxed", "answer_tag", "with_thought"]
+SOURCES: tuple[Source, ...] = ("response", "last_line", "boxed", "answer_tag", "with_thought")
 SOURCE_WORDS: dict[Source, str] = {
-    "response": "whole response",
+    "response": "response",
     "last_line": "last line",
     "boxed": r"last \boxed{}",
     "answer_tag": "last <answer> tag",
+    "with_thought": "response with its thought",
 }
 """Names of the sources in explanations."""
+
+UNCLOSED = "the thought never closes, so nothing was answered"
+"""The reason why a response whose last thought is not closed earns nothing."""
+
+FULL_STOPS = ".。．｡।॥۔։።"
+"""Full stops of the scripts that have one of their own."""
+
+QUOTES = "\"'`“”„‟‘’‚‛«»‹›「」『』｢｣〝〞〟＂＇"
+_FINAL_STOP = re.compile(rf"(?<![{FULL_STOPS}])[{FULL_STOPS}]\s*$")
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
@@ -69,12 +82,26 @@ def find_tagged(text: str, tag: str = "answer") -> Span | None:
 
 
 def find(sample: Sample, source: Source) -> Span | None:
-    """The part of the response that `source` names; None if it is absent."""
-    if source == "response":
-        return trimmed(sample.response)
-    if source == "last_line":
-        return find_last_line(sample.response)
-    return find_boxed(sample.response) if source == "boxed" else find_tagged(sample.response)
+    """The part of the response that `source` names; None if it is absent.
+
+    Only `with_thought` includes the reasoning. The others search the answer, which begins at `answer_start`.
+    """
+    response = sample.response
+    start = 0 if source == "with_thought" else answer_start(sample)
+    if start < 0:
+        return None
+    if source in ("response", "with_thought"):
+        return trimmed(response, start)
+    part = _FINDERS[source](response[start:])
+    return Span(part.text, start + part.start) if part and start else part
+
+
+_FINDERS = {"last_line": find_last_line, "boxed": find_boxed, "answer_tag": find_tagged}
+
+
+def with_response(sample: Sample, response: str) -> Sample:
+    """A copy of the sample whose response is a part of its answer, for another verifier."""
+    return replace(sample, response=response, metadata=sample.metadata | {OPENED: ""})
 
 
 def last_boxed(text: str) -> str | None:
@@ -86,18 +113,21 @@ def text_of(span: Span | None) -> str | None:
     return None if span is None else span.text
 
 
-def missing(source: Source) -> str:
+def missing(sample: Sample, source: Source) -> str:
     """The reason why extraction from `source` found no answer."""
+    if source != "with_thought" and answer_start(sample) < 0:
+        return UNCLOSED
     return {
         "response": "the response is empty",
         "last_line": "the response has no line that is not blank",
         "boxed": r"no \boxed{} or \fbox{}, or the last one never closes",
         "answer_tag": "no <answer> tag that is closed",
+        "with_thought": "the response is empty",
     }[source]
 
 
 def label_text(sample: Sample, wanted_by: str) -> str:
-    """The label as text: 72.0 becomes "72". Raises RecordError if there is none, or a list or an object."""
+    """The label as composed text: 72.0 becomes "72". Raises RecordError if there is none, or a list or an object."""
     label = sample.label
     if isinstance(label, list | dict):
         kind = "a list" if isinstance(label, list) else "an object"
@@ -108,4 +138,21 @@ def label_text(sample: Sample, wanted_by: str) -> str:
         )
     if label is None:
         raise RecordError(f"sample {sample.index}: label: missing, and the {wanted_by} verifier compares with it")
-    return text_of_label(label).strip()
+    return composed(text_of_label(label).strip())
+
+
+def composed(text: str) -> str:
+    """Text with each accent and its letter as one character, and each Hangul syllable too (Unicode's form NFC)."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def bare(text: str) -> str:
+    """Text without the quotation marks around it and one final full stop, before or after them.
+
+    >>> [bare(text) for text in ("“Paris.”", "「5」。", "5...")]
+    ['Paris', '5', '5...']
+    """
+    text = _FINAL_STOP.sub("", text.strip())
+    if len(text) > 1 and text[0] in QUOTES and text[-1] in QUOTES:
+        text = _FINAL_STOP.sub("", text[1:-1].strip())
+    return text

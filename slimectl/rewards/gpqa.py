@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
 from slimectl.errors import RecordError
+from slimectl.rewards import letters
 from slimectl.rewards.base import Grade, Span, Verifier, no_answer
-from slimectl.rewards.extraction import find_boxed, find_last_line, label_text
-from slimectl.rewards.math.verifier import after_thinking
+from slimectl.rewards.extraction import UNCLOSED, bare, composed, find_boxed, find_last_line, label_text
+from slimectl.rewards.thoughts import answer_span
 from slimectl.types import Sample
 
 DEFAULT_LETTERS = "ABCDEFGHIJ"
 MAX_SEARCHED = 20_000
 """Characters at the end of a response that are searched for the choice."""
-
-_END = r"(?![\w'’])"
-_MARK = r"[*_$\s]{0,8}"
-_LEAD_IN = r"(?i:\b(?:answer|option|choice))[*_]{0,3}\s{0,8}(?:(?i:is|would be|must be|should be)\b|[:=])\s{0,8}:?"
-_LETTER = rf"(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\]|([A-Z]){_END})"
-_STATED = re.compile(rf"{_LEAD_IN}{_MARK}(?:(?i:option|choice){_MARK})?{_LETTER}")
-_STATED_TEXT = re.compile(rf"{_LEAD_IN}{_MARK}([^\n]{{1,300}})")
-_RIGHT = re.compile(
-    rf"(?<![\w'’]){_LETTER}{_MARK}(?i:is|must\s+be|seems|looks)\s{{1,8}}(?i:the\s)?(?i:right|correct|true|best|answer)\b"
-)
-_BOLD = re.compile(rf"\*\*\s?(?:(?i:option|choice)\s)?{_LETTER}[^*\n]{{0,200}}\*\*")
-_NEGATED = re.compile(r"\b(?:not|nor|than|neither|except)\s+(?:option\s+|choice\s+)?[(*]{0,3}\s?$", re.IGNORECASE)
-_PARENTHESISED = re.compile(r"\(([A-Z])\)")
-_IN_BOX = re.compile(rf"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{|[\s{{($])*([A-Za-z]){_END}")
-_ARTICLE = r"(?=\s+(?!(?:is|was|because|since|as|and|or|must|seems|fits)\b)[a-z])"
-_STANDALONE = re.compile(rf"(?<![\w'’])(?!A{_ARTICLE}|I\s+[a-z])([A-Z]){_END}")
 
 
 @dataclass(frozen=True)
@@ -42,10 +27,13 @@ class Gpqa(Verifier):
     >>> Gpqa()(Sample(response="<think>A or B?</think> The answer is (B).", label="B"))
     1.0
 
-    Written for GPQA (Rein et al. 2023, arXiv:2311.12022), usable for any multiple choice. Text before </think> is
-    ignored. The first of these patterns that names a valid letter decides, by its last match: "answer (option, choice)
-    is X", "Final answer: X" or \boxed{X}; the same with the text of a choice, or a line of it alone at the end; "X is
-    right"; **X**; (X); a standalone capital, where "A" and "I" before a lower-case word do not count. "Not X" does not.
+    Written for GPQA (Rein et al. 2023, arXiv:2311.12022), usable for any multiple choice, in several languages. What
+    follows the last closed thought is read. The first of these patterns that names a valid letter decides, by its last
+    match: "answer (option, choice) is X", "Final answer: X" or \boxed{X}, or the same with the text of a choice; a last
+    line with the text of a choice; "X is right"; **X**; a line that begins with "X." or is "(X)"; (X) anywhere; a
+    standalone capital, where "A" and "I" before a lower-case word do not count. The letters of a list of choices, "not
+    X", "X is wrong" and letters of a formula (E = mc^2) do not count. Where the deciding match names several letters
+    ("A and C"), nothing was answered.
 
     Valid letters are metadata.valid_letters, else as many as metadata.choices (a list of texts, or letter: text), else
     A to J. The label is metadata.correct_letter or the sample's: a letter, the text of a choice, an index from 0.
@@ -55,74 +43,73 @@ class Gpqa(Verifier):
     def explain(self, sample: Sample) -> Grade:
         choices = _choices(sample)
         expected = _label(sample, choices)
-        match = _find(sample.response, choices)
+        answer = answer_span(sample)
+        if answer is None:
+            return no_answer("response", UNCLOSED)
+        match = _find(answer, choices)
         if match is None:
-            return no_answer("whole response", f"no choice among {''.join(choices)} is named")
+            return no_answer("response", f"no choice among {''.join(choices)} is named, or several are")
         letter, place, source = match
         right = letter == expected
         reason = f"the choice {letter} {'is' if right else 'is not'} the label's, {expected}"
         return Grade(float(right), source, reason, place.text, place.span)
 
     def extract(self, sample: Sample) -> str | None:
-        match = _find(sample.response, _choices(sample))
+        answer = answer_span(sample)
+        match = _find(answer, _choices(sample)) if answer else None
         return match[1].text if match else None
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
         choices = _choices(sample)
-        letters = [_letter_of(text, choices) for text in (first, second)]
-        return first == second or letters[0] == letters[1] is not None
+        named = [_letter_of(text, choices) for text in (first, second)]
+        return first == second or named[0] == named[1] is not None
 
 
-def _find(response: str, choices: dict[str, str]) -> tuple[str, Span, str] | None:
+def _find(answer: Span, choices: dict[str, str]) -> tuple[str, Span, str] | None:
     """(letter, its span in the response, name of the pattern that matched)."""
-    answer = after_thinking(response, ("</think>",)) or Span(response, 0)
-    start = max(answer.start, len(response) - MAX_SEARCHED)
-    text = response[start:]
-    places = [
-        ("answer as stated", [*_letters(_STATED, text), *_boxed_letter(text)]),
-        ("text of a choice", _choice_texts(text, choices)),
-        ("letter said to be right", _letters(_RIGHT, text)),
-        ("last bold letter", _letters(_BOLD, text)),
-        ("last letter in parentheses", _letters(_PARENTHESISED, text)),
-        ("last capital that stands alone", _letters(_STANDALONE, text)),
+    cut = max(0, len(answer.text) - MAX_SEARCHED)
+    original = answer.text[cut:]
+    text = letters.plain(original)
+    patterns: list[tuple[str, Callable[[str], Iterable[tuple[str, Span]]]]] = [
+        ("answer as stated", lambda text: [*letters.stated(text), *_stated_choices(original, choices)]),
+        ("text of a choice", lambda _: _choices_of([find_last_line(original)], choices)),
+        ("letter said to be right", letters.said_to_be_right),
+        ("last bold letter", letters.bold),
+        ("letter that begins a line", letters.begins_line),
+        ("last letter in parentheses", letters.parenthesised),
+        ("last capital that stands alone", letters.standalone),
     ]
-    for source, candidates in places:
-        valid = [(place.start, letter, place) for letter, place in candidates if letter in choices]
+    for source, candidates in patterns:
+        valid = [
+            (place.start, len(place.text), letter, place)
+            for letter, place in candidates(text)
+            if not letter or letter in choices
+        ]
         if valid:
-            _, letter, place = max(valid)
-            return letter, Span(place.text, start + place.start), source
+            *_, letter, (found, start) = max(valid)
+            place = Span(original[start : start + len(found)], answer.start + cut + start)
+            return (letter, place, source) if letter else None
     return None
 
 
-def _letters(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, Span]]:
-    for match in pattern.finditer(text):
-        group = match.lastindex or 0
-        if _NEGATED.search(text, max(0, match.start() - 24), match.start(group)):
-            continue
-        yield match[group].upper(), Span(match[group], match.start(group))
+def _stated_choices(text: str, choices: dict[str, str]) -> list[tuple[str, Span]]:
+    """Statements that end in the text of a choice, and a box that contains one."""
+    if not any(choices.values()):
+        return []
+    return _choices_of([*letters.stated_texts(text), find_boxed(text)], choices)
 
 
-def _boxed_letter(text: str) -> Iterator[tuple[str, Span]]:
-    boxed = find_boxed(text)
-    match = _IN_BOX.match(boxed.text) if boxed else None
-    if boxed and match:
-        yield match[1].upper(), Span(match[1], boxed.start + match.start(1))
-
-
-def _choice_texts(text: str, choices: dict[str, str]) -> list[tuple[str, Span]]:
-    """Statements that end in the text of a choice, a box that contains one, and a last line that is one."""
-    stated = [Span(match[1], match.start(1)) for match in _STATED_TEXT.finditer(text)]
-    boxed = find_boxed(text)
-    letters = {_folded(choice_text): letter for letter, choice_text in choices.items() if choice_text}
-    candidates = [
-        (letters.get(_folded(place.text)), place) for place in [*stated, *filter(None, (boxed, find_last_line(text)))]
-    ]
-    return [(letter, place) for letter, place in candidates if letter]
+def _choices_of(places: list[Span | None], choices: dict[str, str]) -> list[tuple[str, Span]]:
+    """The places that are the text of a choice, with its letter; a text of one character is taken for a letter."""
+    by_text = {_folded(choice): letter for letter, choice in choices.items()}
+    found = [(by_text.get(_folded(place.text)), place) for place in places if place]
+    return [(letter, place) for letter, place in found if letter and len(place.text.strip()) > 1]
 
 
 def _folded(text: str) -> str:
-    """Normalise for comparison: no case, spaces, emphasis or final full stop."""
-    return re.sub(r"[\s*_$]+", "", text).rstrip(".").casefold()
+    """Normalise for comparison: composed, without case, spaces, emphasis, quotation marks around it and full stop."""
+    text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", composed(text))
+    return bare(re.sub(r"[\s*_$]+", "", text)).casefold()
 
 
 def _choices(sample: Sample) -> dict[str, str]:
@@ -164,7 +151,7 @@ def _label(sample: Sample, choices: dict[str, str]) -> str:
 
 def _letter_of(text: str, choices: dict[str, str]) -> str | None:
     """The letter that is written, or whose choice is; None for any other text."""
-    letter = text.strip("()[]. ").upper()
+    letter = letters.plain(text).strip("()[]. ").upper()
     if letter in choices:
         return letter
     return next((key for key, choice in choices.items() if choice and _folded(choice) == _folded(text)), None)

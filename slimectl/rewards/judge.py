@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from slimectl.chats.messages import content_text
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import redact_text, remember
-from slimectl.rewards.base import Grade, Remote, check_url, is_number, quote
+from slimectl.rewards.base import Grade, Remote, Span, check_url, is_number, no_answer, quote
+from slimectl.rewards.extraction import UNCLOSED, find, text_of
+from slimectl.rewards.thoughts import after_thought
 from slimectl.transport.client import HttpClient, RetryPolicy
 from slimectl.types import Chat, Sample, text_of_label
 
@@ -36,7 +38,20 @@ where N is from 0 (wrong or useless) to 10 (entirely right)."""
 READ = 4_000
 """Characters at the end of a reply that are searched for a score: a pattern may take quadratic time."""
 
-_NAMES = re.compile(r"\{(prompt|response|label)\}")
+_NUMBER = r"-?\d++(?:\.\d++|,\d{1,2}(?!\d))?+"
+_RANGE = r"\s*(?:-|–|—|to\b|\.\.)\s*\d"
+_BRACKETS = r"[(\[](?:[^()\[\]\n]|\([^()\n]{0,20}\)){0,40}[)\]]"
+_IN_WORDS = r"(?:out\s+of|from|on\s+a\s+scale\s+of)[^:=\n\d]{0,20}\d++(?:[^:=\n]{0,20}?\d++)?"
+_SCALE = rf"(?:[*_\"'`]{{0,3}}\s?(?:{_BRACKETS}|{_IN_WORDS})){{1,2}}(?=[^\w\n]*[:=]|[*_\s]*is\b)"
+PATTERN = (
+    rf"(?:(?<![A-Za-z])(?i:score|rating|rated|grade)(?![A-Za-z])(?:{_SCALE})?(?:[^\w\n]{{0,5}}(?:is|of)\b)?"
+    rf"\W{{0,6}}?(?:\\boxed\{{)?|(?m:^)[^\w\n]{{0,6}}(?={_NUMBER}\s*/\s*\d))({_NUMBER})(?![\d%]|{_RANGE})"
+)
+"""A number behind the word score, rating or grade and the scale that may follow it, or one such as 7/10 on a line."""
+
+_OUT_OF = re.compile(r"[*_`\s]{0,4}(?:/|out\s+of\b)\s*(\d+(?:\.\d+)?)")
+WHOLE = "{whole_response}"
+_NAMES = re.compile(r"\{(prompt|response|whole_response|label)\}")
 
 
 @dataclass(frozen=True)
@@ -46,12 +61,15 @@ class Judge(Remote):
     >>> Judge(url="http://127.0.0.1:30000/v1").read("Fine, but long.\nScore: 7")
     0.7
 
-    {prompt}, {response} and {label} in `template` are replaced. The capture of the last match of `pattern` in the
-    judge's reply (after its last </think>) is a number from `low` to `high`, scaled to 0 to 1, or a key of `values`
-    ({CORRECT = 1.0, INCORRECT = 0.0}), which are used as rewards unscaled. A reply with neither is requested again, up
-    to `max_attempts` replies, then the reward is `default_score`. `body` is merged into the request. `api_key_env`
-    names the environment variable that holds the API key; at most `max_requests_per_s` requests start per second
-    (0: no limit). A failed request is repeated up to `max_retries` times within `timeout_s`; then BackendError.
+    {prompt}, {response} and {label} in `template` are replaced. {response} is what follows the last closed thought, and
+    {whole_response} has the thoughts too; where a thought never closes and the template does not name the latter, the
+    judge is not asked and the reward is the lowest one. The capture of the last match of `pattern` in the judge's reply
+    (after its own thoughts) is a number from `low` to `high`, scaled to 0 to 1, or a key of `values` ({CORRECT = 1.0,
+    INCORRECT = 0.0}), which are used as rewards unscaled; a number out of another scale than `high` is not read. A
+    reply with neither is requested again, up to `max_attempts` replies, then the reward is `default_score`. `body` is
+    merged into the request. `api_key_env` names the environment variable that holds the API key; at most
+    `max_requests_per_s` requests start per second (0: no limit). A failed request is repeated up to `max_retries` times
+    within `timeout_s`; then BackendError.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {
@@ -64,7 +82,7 @@ class Judge(Remote):
     url: str
     model: str = "default"
     template: str = TEMPLATE
-    pattern: str = r"(?i:score)\W{0,5}?(-?\d+(?:\.\d+)?)"
+    pattern: str = PATTERN
     low: float = 0.0
     high: float = 10.0
     values: dict[str, float] = field(default_factory=dict)
@@ -87,7 +105,7 @@ class Judge(Remote):
             raise SettingsError(f"{section}.pattern: {self.pattern!r} is no regular expression: {error}") from None
         if groups != 1:
             raise SettingsError(f"{section}.pattern: {self.pattern!r} has {groups} groups; one must capture the score")
-        if "{response}" not in self.template:
+        if "{response}" not in self.template and WHOLE not in self.template:
             raise SettingsError(f"{section}.template: has no {{response}}; the judge would grade nothing")
         if not self.low < self.high:
             raise SettingsError(f"{section}.low: {self.low:g} is not below {section}.high: {self.high:g}")
@@ -111,21 +129,27 @@ class Judge(Remote):
 
     def question(self, sample: Sample) -> str:
         """Fill in the template, in one pass: braces in the model's text are not placeholders."""
+        answer = find(sample, "response")
         parts = {
             "prompt": _as_text(sample.prompt),
-            "response": sample.response,
+            "response": answer.text if answer else "",
+            "whole_response": sample.response,
             "label": text_of_label(sample.label),
         }
         return _NAMES.sub(lambda name: parts[name[1]], self.template)
 
     def read(self, reply: str) -> float | None:
         """Parse the reward from a judge's reply; None if there is none or it is outside the scale."""
-        matches = deque(re.finditer(self.pattern, reply.rpartition("</think>")[2][-READ:]), maxlen=1)
+        start = after_thought(reply)
+        searched = reply[start:][-READ:] if start >= 0 else ""
+        matches = deque(re.finditer(self.pattern, searched), maxlen=1)
         text = (matches[0][1] or "").strip() if matches else ""
         if self.values:
             return {key.casefold(): float(value) for key, value in self.values.items()}.get(text.casefold())
+        if matches and (scale := _OUT_OF.match(searched, matches[0].end(1))) and float(scale[1]) != self.high:
+            return None
         try:
-            number = float(text)
+            number = float(text.replace(",", "."))
         except ValueError:
             return None
         return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else None
@@ -134,9 +158,15 @@ class Judge(Remote):
         return [await self._grade_sample(sample, asker) for sample in samples]
 
     def extract(self, sample: Sample) -> str | None:
-        return sample.response
+        return text_of(self._find(sample))
+
+    def _find(self, sample: Sample) -> Span | None:
+        return Span(sample.response, 0) if WHOLE in self.template else find(sample, "response")
 
     async def _grade_sample(self, sample: Sample, asker: HttpClient) -> Grade:
+        answer = self._find(sample)
+        if answer is None:
+            return no_answer("response", UNCLOSED, min(self.values.values(), default=0.0))
         reward, reply = None, ""
         for _ in range(self.max_attempts):
             reply = await self._request_reply(sample, asker)
@@ -144,8 +174,7 @@ class Judge(Remote):
                 break
         reason = redact_text(f"the judge says {quote(reply[-60:])}")
         reason = reason if reward is not None else f"no score in the judge's reply: {reason}"
-        return Grade(self.default_score if reward is None else reward, "whole response", reason, sample.response,
-                       (0, len(sample.response)))  # fmt: skip
+        return Grade(self.default_score if reward is None else reward, "response", reason, answer.text, answer.span)
 
     async def _request_reply(self, sample: Sample, asker: HttpClient) -> str:
         messages = [{"role": "user", "content": self.question(sample)}]

@@ -14,8 +14,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from slimectl.errors import MissingExtraError, RecordError
-from slimectl.rewards.base import Grade, Span, Verifier, quote
-from slimectl.rewards.extraction import SOURCE_WORDS, find_tagged, trimmed
+from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
+from slimectl.rewards.extraction import SOURCE_WORDS, UNCLOSED, find, text_of
 from slimectl.types import Sample, json_copy, text_of_label
 
 MAX_ANSWER = 20_000
@@ -49,6 +49,8 @@ class ReasoningGym(Verifier):
         task = _task(sample)
         scorer, entry = _scorer(task), _entry(sample)
         answer, source = _find(sample)
+        if answer is None:
+            return no_answer(source, UNCLOSED)
         reward = 0.0
         if len(answer.text) > MAX_ANSWER:
             reason = f"{len(answer.text)} characters, over the limit of {MAX_ANSWER}"
@@ -70,13 +72,14 @@ class ReasoningGym(Verifier):
         return Grade(reward, source, reason, answer.text, answer.span)
 
     def extract(self, sample: Sample) -> str | None:
-        return _find(sample)[0].text
+        return text_of(_find(sample)[0])
 
 
-def _find(sample: Sample) -> tuple[Span, str]:
-    tagged = find_tagged(sample.response)
+def _find(sample: Sample) -> tuple[Span | None, str]:
+    """The answer, None if the thought never closes, and the name of where it was searched."""
+    tagged = find(sample, "answer_tag")
     if tagged is None:
-        return trimmed(sample.response), SOURCE_WORDS["response"]
+        return find(sample, "response"), SOURCE_WORDS["response"]
     return tagged, SOURCE_WORDS["answer_tag"]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import isabstract
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from slimectl.errors import BackendError, HookError, SettingsError
 from slimectl.registry import VERIFIERS
 from slimectl.rewards.base import Grade, Remote, Verifier, is_number, no_answer
-from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, last_boxed, missing
+from slimectl.rewards.extraction import SOURCE_WORDS, find, missing, with_response
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ BOXED = "boxed_"
 
 @dataclass(frozen=True)
 class Boxed(Verifier):
-    r"""Grades only the content of the last \boxed{}; 0.0 if there is none."""
+    r"""Grades only the content of the last \boxed{} after the thoughts; 0.0 if there is none."""
 
     inner: Verifier
 
@@ -176,29 +176,29 @@ class Boxed(Verifier):
         return self.inner.patience_s
 
     def explain(self, sample: Sample) -> Grade:
-        boxed = find_boxed(sample.response)
+        boxed = find(sample, "boxed")
         if boxed is None:
             return self._grade_without_box(sample)
-        return self.inner.explain(replace(sample, response=boxed.text)).moved(boxed.start, SOURCE_WORDS["boxed"])
+        return self.inner.explain(with_response(sample, boxed.text)).moved(boxed.start, SOURCE_WORDS["boxed"])
 
     async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         return [await self._grade_sample(sample, asker) for sample in samples]
 
     async def _grade_sample(self, sample: Sample, asker: HttpClient) -> Grade:
-        boxed = find_boxed(sample.response)
+        boxed = find(sample, "boxed")
         if boxed is None:
             return self._grade_without_box(sample)
-        (inner,) = await self.inner.grade_async([replace(sample, response=boxed.text)], asker)
+        (inner,) = await self.inner.grade_async([with_response(sample, boxed.text)], asker)
         return inner.moved(boxed.start, SOURCE_WORDS["boxed"])
 
     def _grade_without_box(self, sample: Sample) -> Grade:
         """Grade of a response without a box: 0.0, or for a verifier that returns dicts, that of an empty response."""
-        empty = 0.0 if self.inner.is_async else self.inner.explain(replace(sample, response="")).reward
-        return no_answer(SOURCE_WORDS["boxed"], missing("boxed"), empty if isinstance(empty, dict) else 0.0)
+        empty = 0.0 if self.inner.is_async else self.inner.explain(with_response(sample, "")).reward
+        return no_answer(SOURCE_WORDS["boxed"], missing(sample, "boxed"), empty if isinstance(empty, dict) else 0.0)
 
     def extract(self, sample: Sample) -> str | None:
-        boxed = last_boxed(sample.response)
-        return None if boxed is None else self.inner.extract(replace(sample, response=boxed))
+        boxed = find(sample, "boxed")
+        return None if boxed is None else self.inner.extract(with_response(sample, boxed.text))
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
         return self.inner.same_answer(sample, first, second)

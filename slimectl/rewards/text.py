@@ -1,18 +1,25 @@
-"""Regular-expression match of the answer."""
+"""Comparisons of the answer with the label as text, as words and as a number."""
 
 from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter, deque
 from dataclasses import dataclass
 from fractions import Fraction
 
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer, quote
-from slimectl.rewards.extraction import SOURCE_WORDS, Source, find, label_text, missing, text_of, trimmed
+from slimectl.rewards.extraction import SOURCE_WORDS, Source, composed, find, label_text, missing, text_of, trimmed
 from slimectl.rewards.math.numbers import exact_number, find_last_number, last_number
+from slimectl.rewards.thoughts import TAGS
 from slimectl.types import Sample
+
+
+def folded(text: str, ignore_case: bool) -> str:
+    """The text as it is compared: composed, and with `ignore_case` without case."""
+    return composed(text).casefold() if ignore_case else composed(text)
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,8 @@ class Regex(Verifier):
     'B'
 
     The captured answer is the group `answer`, else the first group, else the whole match; compared stripped. Raises
-    SettingsError for an invalid pattern, RecordError for a label that is an invalid pattern. Some patterns, such as
+    SettingsError for an invalid pattern, and for one that names a tag of reasoning which its `source` leaves out;
+    RecordError for a label that is an invalid pattern. Some patterns, such as
     (a+)+$, take exponential time on some texts: the time limit holds for them only in worker processes (score.workers).
     """
 
@@ -38,6 +46,12 @@ class Regex(Verifier):
             raise SettingsError(
                 f"score.rm_options.pattern: {self.pattern!r} is no regular expression: {error}"
             ) from None
+        tag = next((tag for pair in TAGS for tag in pair if tag in (self.pattern or "")), None)
+        if tag and self.source != "with_thought":
+            raise SettingsError(
+                f"score.rm_options.pattern: looks for {tag}, but thoughts are not searched; "
+                f'set score.rm_options.source="with_thought"'
+            )
 
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "regex"), self._find(sample)
@@ -45,14 +59,17 @@ class Regex(Verifier):
         source = f"last match in the {SOURCE_WORDS[self.source]}"
         if answer is None:
             absent = find(sample, self.source) is None
-            return no_answer(source, missing(self.source) if absent else f"no match of {quote(pattern)}")
+            return no_answer(source, missing(sample, self.source) if absent else f"no match of {quote(pattern)}")
         if self.pattern is None:
             return Grade(1.0, source, f"the label {quote(label)} matches", answer.text, answer.span)
-        right = answer.text.casefold() == label.casefold() if self.ignore_case else answer.text == label
+        right = folded(answer.text, self.ignore_case) == folded(label, self.ignore_case)
         return binary_grade(right, source, answer, label)
 
     def extract(self, sample: Sample) -> str | None:
         return text_of(self._find(sample))
+
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        return folded(first, self.ignore_case) == folded(second, self.ignore_case)
 
     def _find(self, sample: Sample) -> Span | None:
         part = find(sample, self.source)
@@ -71,7 +88,16 @@ class Regex(Verifier):
 CLOSED = ("yes", "no", "noanswer")
 """Answers that must match exactly and get no partial credit."""
 
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+class _NoPunctuation(dict[int, int | None]):
+    """A table for str.translate that removes punctuation of all scripts; it looks a character up at its first use."""
+
+    def __missing__(self, code: int) -> int | None:
+        self[code] = None if unicodedata.category(chr(code)).startswith("P") else code
+        return self[code]
+
+
+_NO_PUNCTUATION = _NoPunctuation(str.maketrans("", "", string.punctuation))
 
 
 @dataclass(frozen=True)
@@ -81,8 +107,9 @@ class F1(Verifier):
     >>> F1()(Sample(response="The Eiffel Tower, Paris", label="the eiffel tower"))
     0.8
 
-    Rajpurkar et al. 2016, arXiv:1606.05250, sec. 6.1: in lower case, without punctuation and articles. If either side
-    is yes, no or noanswer, the other must be the same (Yang et al. 2018, arXiv:1809.09600). Two empty sides are equal.
+    Rajpurkar et al. 2016, arXiv:1606.05250, sec. 6.1: in lower case, without punctuation and articles; punctuation
+    includes all scripts, as in MLQA (Lewis et al. 2020, arXiv:1910.07475), and accents are composed. If either side is
+    yes, no or noanswer, the other must be the same (Yang et al. 2018, arXiv:1809.09600). Two empty sides are equal.
     """
 
     source: Source = "response"
@@ -90,7 +117,7 @@ class F1(Verifier):
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "f1"), find(sample, self.source)
         if answer is None:
-            return no_answer(SOURCE_WORDS[self.source], missing(self.source))
+            return no_answer(SOURCE_WORDS[self.source], missing(sample, self.source))
         label_words, answer_words = words(label), words(answer.text)
         common = (Counter(label_words) & Counter(answer_words)).total()
         score = 2 * common / (len(label_words) + len(answer_words)) if common else float(label_words == answer_words)
@@ -102,6 +129,9 @@ class F1(Verifier):
     def extract(self, sample: Sample) -> str | None:
         return text_of(find(sample, self.source))
 
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        return words(first) == words(second)
+
 
 def words(text: str) -> list[str]:
     """Normalised words: lower case, without punctuation and articles.
@@ -109,7 +139,7 @@ def words(text: str) -> list[str]:
     >>> words("An apple; the Pear-tree's")
     ['apple', 'peartrees']
     """
-    return re.sub(r"\b(?:a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split()
+    return re.sub(r"\b(?:a|an|the)\b", " ", composed(text).lower().translate(_NO_PUNCTUATION)).split()
 
 
 @dataclass(frozen=True)
@@ -128,10 +158,10 @@ class Numeric(Verifier):
         if expected is None:
             raise RecordError(f"sample {sample.index}: label: {label[:60]!r} holds no number to compare with")
         source = f"last number of the {SOURCE_WORDS[self.source]}"
-        part = find(sample, self.source)
         answer = self._find(sample)
         if answer is None:
-            return no_answer(source, missing(self.source) if part is None else "no number there")
+            absent = find(sample, self.source) is None
+            return no_answer(source, missing(sample, self.source) if absent else "no number there")
         value = exact_number(answer.text)
         right = value is not None and abs(value - expected) <= Fraction(self.tolerance)
         return binary_grade(right, source, answer, label)
@@ -158,9 +188,8 @@ class Contains(Verifier):
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "contains"), find(sample, self.source)
         if answer is None:
-            return no_answer(SOURCE_WORDS[self.source], missing(self.source))
-        folded = (label.casefold(), answer.text.casefold()) if self.ignore_case else (label, answer.text)
-        right = bool(label) and folded[0] in folded[1]
+            return no_answer(SOURCE_WORDS[self.source], missing(sample, self.source))
+        right = bool(label) and folded(label, self.ignore_case) in folded(answer.text, self.ignore_case)
         return binary_grade(right, SOURCE_WORDS[self.source], answer, label, ("contains", "does not contain"))
 
     def extract(self, sample: Sample) -> str | None:
@@ -177,9 +206,12 @@ class Exact(Verifier):
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "exact"), find(sample, self.source)
         if answer is None:
-            return no_answer(SOURCE_WORDS[self.source], missing(self.source))
-        right = answer.text.casefold() == label.casefold() if self.ignore_case else answer.text == label
+            return no_answer(SOURCE_WORDS[self.source], missing(sample, self.source))
+        right = folded(answer.text, self.ignore_case) == folded(label, self.ignore_case)
         return binary_grade(right, SOURCE_WORDS[self.source], answer, label)
 
     def extract(self, sample: Sample) -> str | None:
         return text_of(find(sample, self.source))
+
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        return folded(first, self.ignore_case) == folded(second, self.ignore_case)

@@ -29,6 +29,7 @@ MODULES = sys.stdlib_module_names | {"numpy"}
 def judge_case(job: dict[str, Any], test: str) -> None:
     """Run a test's statements in this process, confined like the program; write the verdict."""
     confine(job)
+    sys.set_int_max_str_digits(0)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     judge = Judge(CHANNEL)
     reason = judge.verdict(test)

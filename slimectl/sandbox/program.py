@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, KeysView, ValuesView
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -17,6 +20,14 @@ ERROR_BYTES = 2000
 
 REPORT = 3
 """The descriptor over which a case reports: its value, or all that its judge asks for."""
+
+
+SET = "(set)"
+"""Key of the object that represents a set in a report; its value has the members."""
+
+IMPORTS = ("operator", "string", "re", "datetime", "copy", "io", "json", "sys", "random", "statistics", "math",
+           "itertools", "functools", "bisect", "heapq", "collections", "typing")  # fmt: skip
+"""Modules whose names a program may use without importing them if the job allows it; later ones take precedence."""
 
 
 def start(action: Callable[[], None], *fds: int) -> None:
@@ -42,7 +53,7 @@ def play(job: dict[str, Any], case: dict[str, Any]) -> NoReturn:
     try:
         confine(job)
         enter_workdir(case["folder"])
-        code = execute(job["program"], case)
+        code = execute(job, case)
     except BaseException as error:
         code = fail(error)
     finally:
@@ -61,8 +72,8 @@ def enter_workdir(folder: str) -> None:
     os.environ["HOME"] = os.environ["TMPDIR"] = folder
 
 
-def execute(program: str, case: dict[str, Any]) -> int:
-    """Run the program as __main__; report what the case's call gives, or answer its judge. Returns the exit code."""
+def execute(job: dict[str, Any], case: dict[str, Any]) -> int:
+    """Run the job's program as __main__; report the value of a call, or answer its judge. Returns the exit code."""
     main = ModuleType("__main__")
     for name in [name for name in sys.modules if name.partition(".")[0] == "slimectl"]:
         del sys.modules[name]
@@ -70,14 +81,38 @@ def execute(program: str, case: dict[str, Any]) -> int:
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
-    exec(compile(program, "solution.py", "exec"), main.__dict__)
+    sys.set_int_max_str_digits(0)  # a long integer that is printed costs CPU time, which is limited
+    if job["imports"]:
+        main.__dict__["__builtins__"] = imported_names() | vars(builtins)
+    exec(compile(job["program"], "solution.py", "exec"), main.__dict__)
     if "call" in case:
         owner = main if hasattr(main, case["call"]) or not hasattr(main, "Solution") else main.Solution()
         value = getattr(owner, case["call"])(*case["arguments"])
-        write_all(REPORT, json.dumps({"value": value}).encode())
+        write_all(REPORT, json.dumps({"value": value}, default=plain_value).encode())
     if case.get("judged"):
         case["serve"](REPORT, main)
     return 0
+
+
+def imported_names() -> dict[str, Any]:
+    """Return the names of the modules in IMPORTS, and the modules. As builtins they give way to the program's names."""
+    modules = {name: importlib.import_module(name) for name in IMPORTS}
+    names: dict[str, Any] = {}
+    for module in modules.values():
+        exported = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+        names |= {name: getattr(module, name) for name in exported}
+    return names | modules
+
+
+def plain_value(value: Any) -> Any:
+    """Return the JSON of a set, an array or another iterable value. Raises TypeError for other values."""
+    if isinstance(value, set | frozenset):
+        return {SET: list(value)}
+    if isinstance(value, deque | range | KeysView | ValuesView):
+        return list(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def fail(error: BaseException) -> int:

@@ -78,13 +78,15 @@ def run_program(
     cases: list[dict[str, Any]],
     limits: Limits,
     *,
+    imports: bool = False,
     allow_unsandboxed_namespaces: bool = False,
     purpose: str = "score.rm_type=code",
 ) -> list[Outcome]:
     """Run a Python program once for every case, each time afresh; one outcome a case. Errors begin with `purpose`.
 
     A case is {input: text for stdin}, {code: statements to run after it} or {call: function, arguments: list}.
-    Statements run in a process of their own (see judge.py); what they expect never enters the program's.
+    Statements run in a process of their own (see judge.py); what they expect never enters the program's. With `imports`
+    the program may use names of the standard library without importing them (program.IMPORTS).
 
     The program runs in user, mount, process, network, IPC and host-name namespaces of its own, made with the rights of
     an ordinary user (Linux 5.12 or newer); root that may make no user namespace makes the others. It has no network,
@@ -109,9 +111,9 @@ def run_program(
     """
     if sys.platform != "linux":
         raise BackendError(f"{purpose}: programs are shut in by Linux namespaces; do this on Linux")
-    outcomes, refusal = _attempt(program, cases, limits, isolated=True)
+    outcomes, refusal = _attempt(program, cases, limits, imports=imports, isolated=True)
     if refusal and allow_unsandboxed_namespaces:
-        outcomes, weaker_refusal = _attempt(program, cases, limits, isolated=False)
+        outcomes, weaker_refusal = _attempt(program, cases, limits, imports=imports, isolated=False)
         if weaker_refusal:
             raise BackendError(
                 f"{purpose}: the kernel grants no sandbox ({refusal}), and without namespaces a program cannot be "
@@ -126,7 +128,9 @@ def run_program(
     return outcomes + [Outcome("no time left")] * missing
 
 
-def _attempt(program: str, cases: list[dict[str, Any]], limits: Limits, *, isolated: bool) -> tuple[list[Outcome], str]:
+def _attempt(
+    program: str, cases: list[dict[str, Any]], limits: Limits, *, imports: bool, isolated: bool
+) -> tuple[list[Outcome], str]:
     """Return the outcomes, and why there is no sandbox ("" if there is)."""
     tests = {at: case["code"] for at, case in enumerate(cases) if "code" in case}
     with _temporary_folder() as home:
@@ -134,7 +138,7 @@ def _attempt(program: str, cases: list[dict[str, Any]], limits: Limits, *, isola
             program_filter = call_filter(limit_signals=not isolated)
         except ValueError as error:
             return [], str(error)
-        job = {"program": program, "isolated": isolated, "home": home, "readable": readable_paths(),
+        job = {"program": program, "imports": imports, "isolated": isolated, "home": home, "readable": readable_paths(),
                "cases": [{"judged": True} if "code" in case else case for case in cases],
                "filter": program_filter.hex(), **asdict(limits)}  # fmt: skip
         lines, verdicts = _run_jail(job, tests, limits)

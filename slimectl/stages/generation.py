@@ -19,6 +19,7 @@ from slimectl.data.routed_experts import Routing, encoded, extended
 from slimectl.errors import HookError, RecordError, SettingsError, SlimectlError
 from slimectl.protocols import Agent, Engine, OnTokens, SampleHook
 from slimectl.redaction import redact_text
+from slimectl.rewards.thoughts import OPENED, opened_by
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.long_prompts import drop_long, prompt_excess
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
@@ -33,6 +34,9 @@ from slimectl.types import (
     VersionSpan,
     json_copy,
 )
+
+PROMPT_END = 32
+"""Tokens at the end of a rendered prompt that are searched for a tag that opens a thought."""
 
 UNFINISHED = (Status.PENDING, Status.ABORTED)
 DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
@@ -210,9 +214,22 @@ class GroupGenerator:
                 return snapshot
             outputs[0].status = outputs[-1].status = Status.ABORTED
         outputs = session.attach_versions(outputs)
+        for sample in outputs:
+            self._note_opened_thought(sample)
         if self.on_sample is None or (session.aborted and self.interrupting):
             return outputs
         return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
+
+    def _note_opened_thought(self, sample: Sample) -> None:
+        """Write to the metadata which thought the rendered prompt opens; verifiers do not see that prompt.
+
+        Where the tags are special tokens, which are left out of responses, no verifier could see the thought close.
+        """
+        prompt_end = sample.tokens[max(0, sample.prompt_length - PROMPT_END) : sample.prompt_length]
+        skip = self.settings.skip_special_tokens
+        tag = opened_by(self.tokenizer.decode(prompt_end, skip_special_tokens=skip)) if prompt_end else ""
+        if tag or OPENED in sample.metadata or opened_by(sample.prompt):
+            sample.metadata[OPENED] = tag
 
     async def _call_agent(self, agent: Agent, arguments: Mapping[str, Any]) -> Any:
         """Return what the agent returns; its tools have rollout.tool_timeout_s, unless it limits its time itself."""

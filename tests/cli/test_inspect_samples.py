@@ -173,7 +173,7 @@ def test_two_rounds_are_compared_by_the_change_of_the_reward_with_the_words_that
 def test_a_sample_says_why_it_has_its_reward(run: Path, file: Path, tmp_path: Path):
     (run / "run.toml").write_text('[score]\nrm_type = "exact"\n')
     words = [run / "step_000002", "--where", "index == 21", "--explain"]
-    why = "why: whole response: 'the good one' is not the label 'b'"
+    why = "why: response: 'the good one' is not the label 'b'"
     assert inspect(*words).stdout.splitlines()[-1] == why
     assert "no run says how it was graded; use slimectl score" in inspect(file, "--explain", code=2).stderr
     assert "--diff and --explain exclude each other" in inspect("--diff", file, file, "--explain", code=2).stderr

@@ -62,8 +62,8 @@ def test_at_a_terminal_explanations_are_lines(workshop: Workshop):
     os.close(theirs)
     lines = os.read(ours, 100_000).decode().splitlines()
     os.close(ours)
-    assert lines[1] == "sample 1: reward 1: last number of the whole response: '7' is the label '7'"
-    assert lines[3] == "sample 3: reward 0: last number of the whole response: no number there"
+    assert lines[1] == "sample 1: reward 1: last number of the response: '7' is the label '7'"
+    assert lines[3] == "sample 3: reward 0: last number of the response: no number there"
 
 
 def test_check_prints_a_line_a_check_and_its_exit_code_is_the_verdict(workshop: Workshop):

@@ -175,7 +175,7 @@ def test_explanations_name_what_was_missed():
     metadata = {"instruction_id_list": BOTH[0], "kwargs": BOTH[1]}
     verdict = verifier("ifeval").explain(Sample(response="<think>x</think> a dog", metadata=metadata))
     assert verdict.why == "follows 1 of 3, not keywords:existence, startend:quotation"
-    assert (verdict.source, verdict.extracted, verdict.span) == ("response after </think>", "a dog", (17, 22))
+    assert (verdict.source, verdict.extracted, verdict.span) == ("response", "a dog", (17, 22))
 
 
 @pytest.mark.parametrize(

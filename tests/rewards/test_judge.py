@@ -43,6 +43,45 @@ REPLIES = [
     (WORDS, "Score: 5", None),
 ]
 
+SPELLINGS = [
+    ("Score (0-10): 7", 7), ("Score [0-10]: 7", 7), ("**Score (0–10):** 7", 7), ("**Score** (0-10): **7**", 7),
+    ("Rating [1-5]: 4", 4), ("score=7", 7), ("Score: 7/10", 7), ("Score: 7 out of 10", 7), ("7/10", 7),
+    ("**7/10**", 7), ("Score = 7", 7), ("Score (out of 10): 7", 7), ("Score (max 10): 7", 7),
+    ("Score out of 10: 7", 7), ("Score (0 to 10): 7", 7), ("Score from 0 to 10: 7", 7),
+    ("Score on a scale of 0 to 10: 7", 7), ("Score (from 0 (wrong) to 10): 7", 7),
+    ("Score (1-10, higher is better): 7.5", 7.5), ("Score is 7", 7), ("score of 7", 7), ("a score of 7 out of 10", 7),
+    ("The score is: 7", 7), ("Final score: 7", 7), ("Overall Score — 7", 7), ("Score：7", 7), ('{"score": 7}', 7),
+    ('{"score": "7"}', 7), ("<score>7</score>", 7), ("Score:\n7", 7), ("| Score | 7 |", 7), (r"Score: \boxed{7}", 7),
+    ("Score: **7**/10", 7), ("Score: 7.", 7), ("Score: 7, good", 7), ("Score: 7,5", 7.5), ("Score: 10/10", 10),
+    ("Score: 0", 0), ("Score: 10", 10), ("SCORE - 7", 7), ("Score – 7", 7), ("Rating: 8", 8), ("Grade: 9", 9),
+    ("[[Rating: 5]]", 5), ("Score: 7 (scale 0-10)", 7), ("Score: 7. The score ranges from 0 to 10.", 7),
+    ("Score: 7\nThe score (0-10) reflects quality.", 7), ("Score (7)", 7), ("Score [7]", 7), ("Score: [7]", 7),
+    ("Score: (7)", 7), ("Score: 7 / 10", 7), ("Score: 07", 7), ("Score (0-10)", None), ("Score: 0-10", None),
+    ("Score: 7-8", None), ("Score: 4/5", None), ("3/4", None), ("Score: 85/100", None),
+    ("Score (0-10): unclear", None), ("Score 0 to 10", None), ("Score: 70%", None), ("Score: N", None),
+    ("Scores vary", None), ("scored 3 goals", None), ("<think>Score: 9", None),
+    ("<thinking>Score: 9</thinking>Score: 1", 1), ("Underscore 7", None), ("Score: ten", None),
+    ("final_score: 7", 7), ("total_score = 7", 7), ("Score (from 0 (wrong) to 10): 7", 7),
+]  # fmt: skip
+"""(reply, the score that a person reads in it from 0 to 10, or None)."""
+
+
+@pytest.mark.parametrize(("reply", "score"), SPELLINGS)
+def test_the_score_as_judges_spell_it(reply, score):
+    assert verifier("judge", url=URL).read(reply) == (None if score is None else pytest.approx(score / 10))
+
+
+def test_a_judge_reads_what_follows_the_thought():
+    sample = Sample(response="<think>7?</think>\n42", label="42")
+    with grading(lambda body: says("Score: 10")) as server:
+        assert verifier("judge", url=server.url, template="{response}")(sample) == 1.0
+        assert verifier("judge", url=server.url, template="{whole_response}")(sample) == 1.0
+        cut = Sample(response="<think>42")
+        grade = verifier("judge", url=server.url, template="{response}", values={"YES": 1, "NO": -1}).explain(cut)
+        assert (grade.reward, grade.extracted) == (-1.0, None)
+    asked = [entry["body"]["messages"][0]["content"] for entry in server.bodies]
+    assert asked == ["42", "<think>7?</think>\n42"]
+
 
 @pytest.mark.parametrize(("options", "reply", "reward"), REPLIES)
 def test_the_score_in_a_reply(options, reply, reward):

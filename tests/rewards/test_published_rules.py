@@ -18,6 +18,8 @@ DEEPSCALER = [
     ("5", r"</think>\boxed{6}", "6", 0.0),
     (r"so \boxed{5}", r"</think>\boxed{5}", "5", 1.0),
     ("5", "", None, 0.0),
+    ("5", r"<think>a</think> \boxed{5} <think>b", None, 0.0),  # thinks again, and the published reward reads on
+    ("5", r"<think>\boxed{5} ###Response \boxed{5}", None, 0.0),
 ]
 
 DAPO = [
@@ -76,6 +78,14 @@ DAPO = [
     ("5", r"Answer: \boxed{5}", r"\boxed{5}", 1.0),
     (r"\text{an apple}", "Answer: apple", "apple", 1.0),
     ("Paris", "Answer: paris", "paris", -1.0),
+    ("5", "Answer: 5。", "5。", 1.0),
+    ("5", "Answer: 5।", "5।", 1.0),
+    ("5", "Answer: “5”.", "“5”.", 1.0),
+    ("Paris", "Answer: 「Paris」。", "「Paris」。", 1.0),
+    ("Paris", "Answer: «Paris»", "«Paris»", 1.0),
+    ("f'", "Answer: f'", "f'", 1.0),
+    ("caf\u00e9", "Answer: cafe\u0301", "cafe\u0301", 1.0),
+    ("e\u0301", "Answer: e", "e", -1.0),
     (5, "Answer: 5", "5", 1.0),
     (5.0, "Answer: 5", "5", 1.0),
 ]
@@ -93,6 +103,14 @@ F1 = [
     ("London", "", 0.0),
     ("the", "a", 1.0),  # nothing is left of either
     (1889, "In 1889", 2 * 1 / (1 + 2)),
+    ("Eiffel Tower", "“Eiffel Tower”。", 1.0),
+    ("Eiffel Tower", "«the Eiffel – Tower»", 1.0),
+    ("東京", "「東京」．", 1.0),
+    ("दिल्ली", "दिल्ली।", 1.0),
+    ("caf\u00e9", "cafe\u0301", 1.0),
+    ("\ud55c\uae00", "\u1112\u1161\u11ab\u1100\u1173\u11af", 1.0),
+    ("$5", "5", 1.0),
+    ("€5", "5", 0.0),  # a symbol, and ASCII's symbols only count as punctuation
 ]
 
 GPQA = [
@@ -148,6 +166,85 @@ GPQA = [
 """A reward of None: the record is refused."""
 
 
+LETTERS = [
+    ("答案是B。", "B"), ("正确答案为A。", "A"), ("选择D选项", "D"), ("정답은 B입니다", "B"), ("答えはBです", "B"),
+    ("**Answer: D**\n\nbecause \\boxed{E = mc^2}", "D"), (r"Answer: B. Check: \boxed{C = 2\pi r}", "B"),
+    (r"\boxed{A, C}", None), ("The answer is b.", "B"), ("b. 4", "B"), ("The answer is 'B'", "B"),
+    (r"\boxed{\text{B}}", "B"), (r"\boxed{B. 42 m}", "B"), (r"\boxed{B) 42}", "B"),
+    (r"\boxed{\text{(B) the second}}", "B"), (r"\boxed{\mathbf{B}}", "B"), (r"\boxed{\textbf{B.}}", "B"),
+    (r"\boxed{Option B}", "B"), (r"\boxed{C \text{ (2 m)}}", "C"), (r"\boxed{A \text{ and } C}", None),
+    (r"\boxed{A and C}", None), (r"\boxed{AC}", None), (r"\boxed{Because}", None), (r"\boxed{a+b}", None),
+    (r"\boxed{F = ma}", None), (r"\boxed{A/C}", None), (r"\boxed{\text{A, B}}", None), (r"\boxed{(A), (C)}", None),
+    (r"$$\boxed{B}$$", "B"), (r"\boxed{\boxed{B}}", "B"), (r"\boxed{ B }", "B"), (r"\boxed{B: 12 kg}", "B"),
+    (r"\boxed{\text{Option (C)}}", "C"), (r"\boxed{\text{C: the third}}", "C"), ("Option (C)", "C"), ("(b)", "B"),
+    ("b", "B"), ("**b**", "B"), ("b)", "B"), ("Ｂ", "B"), ("答案：Ｂ", "B"), ("答案是（B）", "B"), ("答案【C】", "C"),
+    ("Ⓑ", "B"),
+    ("Answer: В", None), ("Ответ: B", "B"), ("Правильный ответ — B.", "B"), ("Answer: A, C", None),
+    ("Answer: A and C", None), ("The answer is A or B.", None), ("Answer: A/B", None), ("Answer: (A) and (C)", None),
+    ("The answer is A & C", None), ("Both A and C", None), ("A, C", None), ("A、C", None), ("答案是A和C。", None),
+    ("答案是A、C", None), ("正解はAとCです", None), ("The answer is A, not C.", "A"),
+    ("The answer is A and B is wrong.", "A"),
+    ("The answer is B, because C is too large.", "B"), ("Answer: B, I think.", "B"),
+    ("The answer is A. Not B or C.", "A"), ("Not A or C, so B", "B"), ("La respuesta correcta es B, no A.", "B"),
+    ("La bonne réponse est B", "B"), ("La réponse est C.", "C"), ("Die richtige Antwort ist B.", "B"),
+    ("La risposta corretta è B.", "B"), ("A resposta correta é B.", "B"), ("Đáp án là B", "B"), ("Cevap: B", "B"),
+    ("सही उत्तर B है", "B"), ("الإجابة الصحيحة هي B", "B"), ("คำตอบคือB", "B"), ("故选B。", "B"), ("应选C", "C"),
+    ("A错误，B正确，C错误", "B"), ("选项A错误，答案是B，因为C不对", "B"), ("A는 틀렸고 B가 정답입니다", "B"),
+    ("Aは間違い、Bが正しい", "B"),
+    ("The answer is E = mc^2.", None), ("Since E = mc^2, the answer is D", "D"), ("E = mc^2", None),
+    ("F = ma so B", "B"), ("T is 300 K. C", "C"), ("It is 42 C", None), ("The answer is a matter of taste.", None),
+    ("The answer is a.", "A"), ("the answer is (a)", "A"), ("The answer is a", "A"), ("answer is **B**", "B"),
+    ("**Answer**: B", "B"), ("**Answer:** **B**", "B"), ("__Answer: B__", "B"), ("_B_", "B"), ("*B*", "B"),
+    ("`B`", "B"), ('"B"', "B"), ("“B”", "B"), ("「B」", "B"), ("Answer: “B”.", "B"), ("Answer: `B`", "B"),
+    ("Answer: $B$", "B"), (r"Answer: \text{B}", "B"), (r"Answer: \(B\)", "B"), (r"Answer: $\mathbf{B}$", "B"),
+    ("Answer: [B]", "B"), ("Answer: B) 42", "B"), ("Answer:\nB", "B"), ("Answer - B", "B"),
+    ("Final Answer: Option B", "B"), ("My final choice is (D)", "D"), ("The correct option is C", "C"),
+    ("The correct answer is option C: 42", "C"), ("the answer is option b", "B"), ("ANSWER IS B", "B"),
+    ("answer is: B", "B"), ("Answer = B", "B"), ("a. 1\nb. 2\nc. 3", None), ("A. 1\nB. 2\n\nThe answer is B.", "B"),
+    ("(A) 1 (B) 2. So (B).", "B"), ("The answer is not B.", None), ("It isn't B.", None), ("Neither A nor B.", None),
+    ("C is wrong, B is right", "B"), ("B is wrong", None), ("I choose B because A is wrong", "B"),
+    ("A cat. I think B", "B"), ("I think so.", None), ("B", "B"), ("B.", "B"), ("(B)", "B"), ("[B]", "B"),
+    ("Answer: B\n\nI hope this helps.", "B"), ("Answer: (B)\nExplanation: A and C are wrong.", "B"),
+    ("The answer is B (not A).", "B"), ("The answer is C – the third.", "C"), ("答案：b", "B"), ("답: C", "C"),
+    ("답은 C", "C"), ("解答：D", "D"), ("正解：B", "B"), ("<answer>B</answer>", "B"), ("The answer is <b>B</b>", "B"),
+    ("Answer: B\u200b", "B"), ("Answer: Ć", None), ("Answer: É", None), ("Answer: Bé", None), ("β", None),
+    ("Answer: β", None), ("Answer: A\nWait, Answer: B", "B"), ("Answer: B!", "B"), ("Answer: B?", "B"),
+    ("answer:B", "B"), ("Answer B", "B"), ("The answer: B", "B"), ("The answer is:\n\n**B**", "B"),
+    ("### Answer\nB", "B"), ("### Answer: B", "B"), ("|Answer|B|", "B"), (r"The answer is \boxed{B}.", "B"),
+    (r"\fbox{B}", "B"), (r"$\boxed{\mathrm{(B)}}$", "B"), (r"\boxed{B\ 42}", "B"), (r"\boxed{B,\ 42}", "B"),
+]  # fmt: skip
+"""(response, the letter that a person reads in it, or None)."""
+
+LETTERS_AMONG_OTHERS = [
+    ("Answer: D-glucose", {}, None), ("Answer: B cells", {"choices": ["B cells", "T cells", "mast cells"]}, "A"),
+    ("The answer is B cells.", {"choices": ["T cells", "B cells"]}, "B"),
+    ("The answer is E = mc^2", {"choices": ["F = ma", "E = mc^2"]}, "B"),
+    ("Answer: B", {"choices": {"A": "B", "B": "A"}}, "B"), ("Answer: A", {"choices": ["A", "B"]}, "A"),
+    ("The answer to question 3 is B.", {}, "B"), ("The answer to this question is therefore (C).", {}, "C"),
+    ("The answer appears to be B", {}, "B"), ("So the answer is clearly D.", {}, "D"),
+    ("The answer has to be option B.", {}, "B"), ("B\n\nExplanation: Vitamin C helps.", {}, "B"),
+    ("B. 42\n\nExplanation: A is too small and C too large.", {}, "B"), ("B) 42\n\nBecause C fails.", {}, "B"),
+    ("**A) 1**: wrong.\n**B) 2**: fits.\n**C) 3**: wrong.\n\nSo I pick B.", {}, "B"),
+    ("(A) 1\n(B) 2\n(C) 3\n\nI choose B", {}, "B"), ("A. 1\nB. 2\nC. 3\n\nI choose B", {}, "B"),
+    ("- A: 1\n- B: 2\n- C: 3\n\nB", {}, "B"), ("a. 1\nb. 2\nc. 3", {}, None), ("A. 1\nB. 2\nC. 3", {}, None),
+    ("Option A: no.\nOption B: yes.\n\nAnswer: B", {}, "B"), ("The correct answer is D, as C and A fail.", {}, "D"),
+    ("The answer is B and C is the runner-up.", {}, "B"), ("Answer: C (NaOH)", {}, "C"),
+    ("Answer: B - because", {}, "B"), ("Option A is correct, Option B is incorrect.", {}, "A"),
+    ("The answer is (B) 3.2 × 10^5", {}, "B"), ("Answer: X-ray", {}, None),
+    ("The options are A, B, C and D. The answer is C.", {}, "C"), ("I would choose C.", {}, "C"),
+    ("C is the correct option because A and B do not conserve energy.", {}, "C"),
+    ("Among A, B and C, only B conserves it.", {}, "B"), ("So D.", {}, "D"),
+    ("**Answer: C**\n\n**Why not A:** ...\n**Why not B:** ...", {}, "C"),
+    ("The answer:\n\n$$\\boxed{\\textbf{(C)}}$$", {}, "C"), ("Antwort: C", {}, "C"), ("Réponse : C", {}, "C"),
+    ("Respuesta: C", {}, "C"), ("Risposta: (c)", {}, "C"), ("Ответ: (C)", {}, "C"), ("答：C", {}, "C"),
+    ("选C。因为A和B都错误", {}, "C"), ("本题选B", {}, "B"), ("因此，答案是 **C**。", {}, "C"),
+    ("答案是：C、因为", {}, "C"), ("したがって、答えは「C」です。", {}, "C"), ("따라서 정답은 (C)입니다.", {}, "C"),
+    ("คำตอบคือ C", {}, "C"), ("Jawaban: C", {}, "C"), (r"The final answer is $\boxed{\text{C. 12 m}}$", {}, "C"),
+    ("C.", {}, "C"), ("c)", {}, "C"), ("Answer: C", {}, "C"),
+]  # fmt: skip
+"""(response, metadata, the letter that a person reads in it, or None)."""
+
+
 def checked(rm_type, sample, extracted, reward):
     made = verifier(rm_type)
     verdict = made.explain(sample)
@@ -192,6 +289,28 @@ def test_gpqa(label, metadata, response, extracted, reward):
             verifier("gpqa")(sample)
     else:
         checked("gpqa", sample, extracted, reward)
+
+
+@pytest.mark.parametrize(("response", "letter"), LETTERS)
+def test_the_letter_of_a_choice(response, letter):
+    verdict = verifier("gpqa").explain(Sample(response=response, label=letter or "A"))
+    assert (verdict.reward, verdict.extracted is None) == (float(letter is not None), letter is None)
+    assert letter is None or verifier("gpqa").explain(Sample(response=response, label="J")).reward == 0.0
+    assert letter is None or response[slice(*verdict.span)] == verdict.extracted
+
+
+@pytest.mark.parametrize(("response", "metadata", "letter"), LETTERS_AMONG_OTHERS)
+def test_the_letter_that_is_meant_among_others(response, metadata, letter):
+    verdict = verifier("gpqa").explain(Sample(response=response, label=letter or "A", metadata=metadata))
+    assert (verdict.reward, verdict.extracted is None) == (float(letter is not None), letter is None)
+
+
+def test_the_text_of_a_choice_in_other_spellings():
+    metadata = {"choices": ["Caf\u00e9", "\ud55c\uae00", "東京"]}
+    for response, label in [("Cafe\u0301", "A"), ("“Café”.", "A"), (r"\boxed{\text{Café}}", "A"), ("「東京」。", "C"),
+                            ("\u1112\u1161\u11ab\u1100\u1173\u11af", "B"),
+                            ("The answer is “東京”。", "C")]:  # fmt: skip
+        assert verifier("gpqa")(Sample(response=response, label=label, metadata=metadata)) == 1.0, response
 
 
 @pytest.mark.parametrize("rm_type", ["deepscaler", "dapo", "f1", "gpqa"])

@@ -42,6 +42,10 @@ TABLE = [
     ("numeric", {}, "2", "1,2", "2", 1.0),
     ("numeric", {"tolerance": 0.01}, "3.14159", "3.14", "3.14", 1.0),
     ("numeric", {}, "1/3", "0.333333", "0.333333", 0.0),
+    ("numeric", {}, "42", "答案是42。", "42", 1.0),
+    ("numeric", {}, "42", "정답은 -1이 아니라 42입니다", "42", 1.0),
+    ("numeric", {}, "42", "答えは42です", "42", 1.0),
+    ("numeric", {}, "42", "é42", None, 0.0),
     ("numeric", {}, "5", "five", None, 0.0),
     ("numeric", {}, "-5", "it is –5.", "–5", 1.0),
     ("numeric", {}, "5", "from 3–5", "5", 1.0),
@@ -65,6 +69,18 @@ TABLE = [
     ("boxed_numeric", {}, "5", r"\boxed{x = 5} 7", "5", 1.0),
     ("boxed_regex", {"pattern": r"\d+"}, "5", r"\boxed{x = 5} 7", "5", 1.0),
     ("boxed_math", {}, "0.5", r"\boxed{\frac12}", r"\frac12", 1.0),
+    ("exact", {}, "caf\u00e9", "cafe\u0301", "cafe\u0301", 1.0),  # composed and decomposed
+    ("exact", {}, "cafe\u0301", "caf\u00e9", "caf\u00e9", 1.0),
+    ("exact", {}, "cafe", "caf\u00e9", "caf\u00e9", 0.0),
+    ("exact", {"ignore_case": True}, "CAF\u00c9", "cafe\u0301", "cafe\u0301", 1.0),
+    ("exact", {}, "\ud55c\uae00", "\u1112\u1161\u11ab\u1100\u1173\u11af", "\u1112\u1161\u11ab\u1100\u1173\u11af", 1.0),
+    ("contains", {}, "\ud55c", "\u1112\u1161\u11ab\u1100\u1173\u11af!", "\u1112\u1161\u11ab\u1100\u1173\u11af!", 1.0),
+    ("contains", {}, "caf\u00e9", "a cafe\u0301", "a cafe\u0301", 1.0),
+    ("contains", {}, "cafe", "a caf\u00e9", "a caf\u00e9", 0.0),
+    ("regex", {"pattern": r"is (\S+)"}, "caf\u00e9", "is cafe\u0301", "cafe\u0301", 1.0),
+    ("exact", {"source": "last_line"}, "B", "<think>\nA\n</think>\nB", "B", 1.0),
+    ("exact", {"source": "last_line"}, "A", "<think>\nA\n</think>\n", None, 0.0),
+    ("contains", {"source": "with_thought"}, "A", "<think>A</think>B", "<think>A</think>B", 1.0),
 ]
 
 
@@ -72,6 +88,23 @@ TABLE = [
 def test_verifier(rm_type, options, label, response, extracted, reward):
     sample, grade = Sample(response=response, label=label), verifier(rm_type, **options)
     assert (grade.extract(sample), grade(sample)) == (extracted, reward)
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "options", "first", "second", "same"),
+    [
+        ("exact", {}, "caf\u00e9", "cafe\u0301", True),
+        ("exact", {}, "Paris", "paris", False),
+        ("exact", {"ignore_case": True}, "Paris", "paris", True),
+        ("regex", {"ignore_case": True}, "Paris", "paris", True),
+        ("f1", {}, "the Tower.", "“Tower”。", True),
+        ("f1", {}, "Tower", "Eiffel Tower", False),
+        ("dapo", {}, "5。", "5.0", True),
+        ("gpqa", {}, "B", "（b）", True),
+    ],
+)
+def test_answers_that_a_verifier_holds_equal_vote_together(rm_type, options, first, second, same):
+    assert verifier(rm_type, **options).same_answer(Sample(), first, second) is same
 
 
 @pytest.mark.parametrize(("rm_type", "options", "label", "response", "extracted", "reward"), TABLE)
@@ -84,15 +117,15 @@ def test_an_explanation_grades_alike_and_points_at_what_was_graded(
 
 
 WHYS = [
-    ("exact", {}, "Paris", "paris", "whole response", "is not the label 'Paris'"),
+    ("exact", {}, "Paris", "paris", "response", "is not the label 'Paris'"),
     ("exact", {"source": "boxed"}, "B", "B", r"last \boxed{}", r"no \boxed{} or \fbox{}, or the last one never closes"),
     ("contains", {"source": "last_line"}, "B", "A\nB", "last line", "contains the label 'B'"),
-    ("numeric", {}, "5", "five", "last number of the whole response", "no number there"),
-    ("regex", {"pattern": "a(x)"}, "x", "b", "last match in the whole response", "no match of 'a(x)'"),
+    ("numeric", {}, "5", "five", "last number of the response", "no number there"),
+    ("regex", {"pattern": "a(x)"}, "x", "b", "last match in the response", "no match of 'a(x)'"),
     ("math", {}, "5", r"\boxed{6\text{ cm}}", r"last \boxed{}", "does not equal the label '5' (read as '6')"),
-    ("boxed_numeric", {}, "5", r"\boxed{x=5}", r"last number of the whole response of the last \boxed{}",
+    ("boxed_numeric", {}, "5", r"\boxed{x=5}", r"last number of the response of the last \boxed{}",
      "is the label '5'"),
-    ("exact", {}, "x" * 100, "y", "whole response", f"is not the label '{'x' * 30}…{'x' * 30}'"),
+    ("exact", {}, "x" * 100, "y", "response", f"is not the label '{'x' * 30}…{'x' * 30}'"),
 ]  # fmt: skip
 
 

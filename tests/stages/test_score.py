@@ -178,7 +178,7 @@ def test_explained_rewards_are_the_same_rewards_with_the_reason_beside_them(exec
     settings = Settings.model_validate({"score": {"rm_type": "numeric"}})
     given = [answered("5 of 7", label="7"), answered("none", label="7")]
     right, wrong = score(given, builders.reward(settings).explain, ScoreSettings(workers=workers), executor=executor)
-    source = "last number of the whole response"
+    source = "last number of the response"
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     assert right.metadata == {
         "explanation": {"extracted": "7", "from": source, "span": [5, 6], "why": "is the label '7'"}

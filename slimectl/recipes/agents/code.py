@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 from slimectl.data.chat import Conversation, Generate
-from slimectl.rewards.code import PYTHON, find_program
+from slimectl.rewards.fences import find_program, is_python
+from slimectl.rewards.thoughts import after_thought
 from slimectl.sandbox.runner import Limits, run_program
 from slimectl.types import Sample, SamplingParams
 
@@ -24,12 +25,13 @@ async def generate(
     options = args.score.rm_options  # allow_weaker: the setting's former name
     allow_unsandboxed = bool(options.get("allow_unsandboxed_namespaces", options.get("allow_weaker", False)))
     while (message := await conversation.ask()) is not None:
-        fence = find_program(message)
-        if fence is None or fence[0] not in PYTHON:
+        start = after_thought(message)
+        block = find_program(message, start) if start >= 0 else None
+        if block is None or (block.language and not is_python(block.language)):
             break
         with conversation.tool():
             # In a thread: other samples continue while the program runs.
-            output = await asyncio.to_thread(printed, fence[1].text, allow_unsandboxed_namespaces=allow_unsandboxed)
+            output = await asyncio.to_thread(printed, block.program, allow_unsandboxed_namespaces=allow_unsandboxed)
         conversation.tell({"role": "user", "content": output})
     return sample
 

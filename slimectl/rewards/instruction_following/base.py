@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any, Literal
 
 from slimectl.errors import RecordError
-from slimectl.rewards.base import Grade, Span, Verifier
-from slimectl.rewards.extraction import trimmed
+from slimectl.rewards.base import Grade, Verifier, no_answer
+from slimectl.rewards.extraction import SOURCE_WORDS, UNCLOSED, find, text_of
 from slimectl.types import Sample
 
 Check = Callable[..., bool]
@@ -25,8 +25,8 @@ class Instructions(Verifier):
     """The share of metadata.instruction_id_list that is followed, each with its entry of metadata.kwargs.
 
     With `count` "prompt" the score is all or nothing. `mode` "loose" also tries the response without its first line,
-    its last line, both, and without asterisks, as published: greetings and emphasis are tolerated. Text before the
-    last </think> is ignored. Raises RecordError for an unknown instruction or a missing argument.
+    its last line, both, and without asterisks, as published: greetings and emphasis are tolerated. Only the text
+    after the last closed thought is checked. Raises RecordError for an unknown instruction or a missing argument.
     """
 
     mode: Literal["strict", "loose"] = "strict"
@@ -39,26 +39,20 @@ class Instructions(Verifier):
 
     def explain(self, sample: Sample) -> Grade:
         checked = _read_instructions(sample, self.checks)
-        answer = _find_answer(sample.response)
-        source = "whole response" if answer.start == 0 else "response after </think>"
+        answer = find(sample, "response")
+        if answer is None:
+            return no_answer(SOURCE_WORDS["response"], UNCLOSED)
         variants = _loose_variants(answer.text) if self.mode == "loose" else [answer.text]
         texts = [text for text in variants if text.strip()]
         missed = [name for name, check, arguments in checked if not any(check(text, **arguments) for text in texts)]
         share = 1 - len(missed) / len(checked)
         not_followed = f", not {', '.join(missed)}" if missed else ""
         reason = f"follows {len(checked) - len(missed)} of {len(checked)}{not_followed}"
-        return Grade(float(not missed) if self.count == "prompt" else share, source, reason, answer.text, answer.span)
+        reward = float(not missed) if self.count == "prompt" else share
+        return Grade(reward, SOURCE_WORDS["response"], reason, answer.text, answer.span)
 
     def extract(self, sample: Sample) -> str | None:
-        return _find_answer(sample.response).text
-
-
-def _find_answer(response: str) -> Span:
-    """The response after its thinking; empty if the thinking has not ended."""
-    thought = response.rfind("</think>")
-    if thought >= 0:
-        return trimmed(response, thought + len("</think>"))
-    return trimmed(response, len(response)) if response.lstrip().startswith("<think>") else trimmed(response)
+        return text_of(find(sample, "response"))
 
 
 def _loose_variants(text: str) -> list[str]:

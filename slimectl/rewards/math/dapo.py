@@ -8,9 +8,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
-from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, label_text, last_boxed, missing, text_of, trimmed
+from slimectl.rewards.extraction import (
+    SOURCE_WORDS,
+    UNCLOSED,
+    bare,
+    composed,
+    find_boxed,
+    label_text,
+    last_boxed,
+    missing,
+    text_of,
+    trimmed,
+)
 from slimectl.rewards.math.latex import normalized
 from slimectl.rewards.math.numbers import exact_number
+from slimectl.rewards.thoughts import answer_span
 from slimectl.types import Sample
 
 TAIL = 300
@@ -42,8 +54,10 @@ class Dapo(Verifier):
     2022, arXiv:2206.14858, app. D.1, in spirit: units, LaTeX's spaces and sizes, \text, $, thousands separators and
     \ldots are ignored, as are special tokens at the end, and of an equation only the right side counts (43 = 42 is 42).
     Numbers are compared as numbers, anything else as text, case-sensitively: that rule has no words for numbers, so
-    2 million is not 2000000, and 42... is not 42. Only the last 300 characters are read. `source="boxed"`, which is
-    what `boxed_dapo` means, reads the last \boxed{} there instead of the line. Without an answer `pred` is "".
+    2 million is not 2000000, and 42... is not 42. Quotation marks around an answer, full stops of other scripts and the
+    encoding of accents do not count. Only the last 300 characters are read, after the last closed thought: the
+    published rule has no thoughts. `source="boxed"`, which is what `boxed_dapo` means, reads the last \boxed{} there
+    instead of the line. Without an answer `pred` is "".
     """
 
     BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {"source": "boxed"}
@@ -55,11 +69,13 @@ class Dapo(Verifier):
         return -1.0, 1.0
 
     def explain(self, sample: Sample) -> Grade:
-        label, answer = label_text(sample, "dapo"), self._find(sample.response)
+        label, answer = label_text(sample, "dapo"), self._find(sample)
         location = "last Answer: line" if self.source == "answer_line" else SOURCE_WORDS["boxed"]
         source = f"{location} of the last {TAIL} characters"
         if answer is None:
-            reason = "no line with Answer: and something after it" if self.source == "answer_line" else missing("boxed")
+            reason = missing(sample, "boxed")
+            if self.source == "answer_line" and reason != UNCLOSED:
+                reason = "no line with Answer: and something after it"
             return no_answer(source, reason, _reward(False, ""))
         expected, actual = canonical(label[:MAX_LABEL]), canonical(answer.text)
         right = _equal(expected, actual)
@@ -67,12 +83,16 @@ class Dapo(Verifier):
         return Grade(_reward(right, actual), source, reason, answer.text, answer.span)
 
     def extract(self, sample: Sample) -> str | None:
-        return text_of(self._find(sample.response))
+        return text_of(self._find(sample))
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
         return _equal(canonical(first[:MAX_LABEL]), canonical(second[:MAX_LABEL]))
 
-    def _find(self, response: str) -> Span | None:
+    def _find(self, sample: Sample) -> Span | None:
+        answer = answer_span(sample)
+        if answer is None:
+            return None
+        response = answer.text
         special = _SPECIAL_TOKENS.search(response, max(0, len(response) - TAIL))
         response = response[: special.start()] if special else response
         before = max(0, len(response) - TAIL)
@@ -82,7 +102,7 @@ class Dapo(Verifier):
         else:
             headers = deque(_ANSWER.finditer(tail), maxlen=1)
             match = _line(tail, headers[0].end()) if headers else None
-        return Span(match.text, before + match.start) if match else None
+        return Span(match.text, answer.start + before + match.start) if match else None
 
 
 def canonical(text: str) -> str:
@@ -92,7 +112,7 @@ def canonical(text: str) -> str:
     ['\\frac{1}{2}', '1200', 'apple']
     """
     boxed = last_boxed(text)
-    text = (text if boxed is None else boxed).strip(_EMPHASIS)
+    text = bare(composed(text if boxed is None else boxed).strip(_EMPHASIS))
     if formula := _FORMULA.search(text):
         text = formula[1] or formula[2]
     text = normalized(_DOTS.sub("", text.rpartition("=")[2]))

@@ -25,7 +25,10 @@ _THOUSANDS = r"(?:,(?:\\!)?|\{,\}|\\[,!]|[\u00a0\u2007\u2009\u202f])"
 _DIGITS = rf"(?:\d{{1,3}}(?:{_THOUSANDS}\d{{3}})+(?![\d,])|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,4}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*({_DECIMAL})(?:\s*/\s*([-+]?)({_DECIMAL}))?")
-_IN_TEXT = re.compile(rf"(?:(?<![\w).])[-+])?(?<![\w.]){_DECIMAL}(?:/{_DECIMAL})?")
+_WORD = r"0-9A-Za-z_\u00c0-\u024f\u0370-\u052f"
+"""Characters that make one word with a digit: Han, kana and Hangul, which need no blank before a number, do not."""
+
+_IN_TEXT = re.compile(rf"(?:(?<![{_WORD}).])[-+])?(?<![{_WORD}.]){_DECIMAL}(?:/{_DECIMAL})?")
 _MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer, quote
-from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, label_text, last_boxed, missing
+from slimectl.rewards.extraction import (
+    SOURCE_WORDS,
+    UNCLOSED,
+    find,
+    label_text,
+    last_boxed,
+    missing,
+    text_of,
+    with_response,
+)
 from slimectl.rewards.math.compare import is_unread, same_answer
 from slimectl.rewards.math.latex import normalized, tidy
 from slimectl.rewards.math.symbolic import symbolically_equal
+from slimectl.rewards.thoughts import answer_span
 from slimectl.types import Sample
 
 MAX_ANSWER = 2000
@@ -36,9 +46,9 @@ class Math(Verifier):
         symbolically_equal(r"\sqrt{2}x", r"x\frac{2}{\sqrt{2}}")  # imports sympy and builds its parser: 2 s of CPU time
 
     def explain(self, sample: Sample) -> Grade:
-        label, answer = label_text(sample, "math"), find_boxed(sample.response)
+        label, answer = label_text(sample, "math"), find(sample, "boxed")
         if answer is None:
-            return no_answer(SOURCE_WORDS["boxed"], missing("boxed"))
+            return no_answer(SOURCE_WORDS["boxed"], missing(sample, "boxed"))
         boxed = last_boxed(label)
         label = label if boxed is None else boxed
         right = equal(label, answer.text)
@@ -46,7 +56,7 @@ class Math(Verifier):
         return binary_grade(right, SOURCE_WORDS["boxed"], answer, label, ("equals", "does not equal"), note)
 
     def extract(self, sample: Sample) -> str | None:
-        return last_boxed(sample.response)
+        return text_of(find(sample, "boxed"))
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
         return first == second or (max(len(first), len(second)) <= MAX_ANSWER and same_answer(first, second))
@@ -68,18 +78,19 @@ def equal(label: str, answer: str) -> bool:
     return same_answer(label, answer) or (is_unread(label, answer) and symbolically_equal(tidy(label), tidy(answer)))
 
 
-MARKERS = ("</think>", "###Response")
+RESPONSE = "###Response"
 
 
 @dataclass(frozen=True)
 class Deepscaler(Verifier):
-    r"""`math` on the text after the last </think>, or where there is none after the last ###Response; else 0.0.
+    r"""`math` on the text after the last closed thought, or where there is none after the last ###Response; else 0.0.
 
     >>> Deepscaler()(Sample(response=r"<think>\boxed{1}?</think> It is \boxed{2}.", label="2"))
     1.0
 
     Luo et al. 2025, "DeepScaleR: Surpassing O1-Preview with a 1.5B Model by Scaling RL", and its published reward: a
-    response with neither marker has not finished thinking and earns nothing, whatever it has boxed.
+    response with neither has not finished thinking and earns nothing, whatever it has boxed. That reward knows
+    </think> only and reads on where a new thought was opened; here thoughts end as for every verifier.
     """
 
     BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {}
@@ -93,24 +104,27 @@ class Deepscaler(Verifier):
 
     def explain(self, sample: Sample) -> Grade:
         label_text(sample, "deepscaler")
-        answer = after_thinking(sample.response)
-        if answer is None:
-            return no_answer("text after the thinking", f"neither {MARKERS[0]} nor {MARKERS[1]} in the response")
-        inner = Math().explain(replace(sample, response=answer.text))
-        return inner.moved(answer.start, "text after the thinking")
+        answer = _finished(sample)
+        if isinstance(answer, str):
+            return no_answer("text after the thinking", answer)
+        return Math().explain(with_response(sample, answer.text)).moved(answer.start, "text after the thinking")
 
     def extract(self, sample: Sample) -> str | None:
-        answer = after_thinking(sample.response)
-        return None if answer is None else Math().extract(replace(sample, response=answer.text))
+        answer = _finished(sample)
+        return None if isinstance(answer, str) else Math().extract(with_response(sample, answer.text))
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
         return Math().same_answer(sample, first, second)
 
 
-def after_thinking(text: str, markers: tuple[str, ...] = MARKERS) -> Span | None:
-    """The text after the last occurrence of the first marker that occurs in it; None if no marker occurs."""
-    for marker in markers:
-        at = text.rfind(marker)
-        if at >= 0:
-            return Span(text[at + len(marker) :], at + len(marker))
-    return None
+def _finished(sample: Sample) -> Span | str:
+    """The text after the thinking, or the reason why there is none."""
+    answer = answer_span(sample)
+    if answer is None:
+        return UNCLOSED
+    if answer.start:
+        return answer
+    _, marker, rest = answer.text.rpartition(RESPONSE)
+    if not marker:
+        return f"neither a closed thought nor {RESPONSE} in the response"
+    return Span(rest, len(answer.text) - len(rest))

@@ -1,0 +1,170 @@
+"""Finds the program in a response: the last fenced block that is Python."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from slimectl.rewards.base import Span
+from slimectl.rewards.extraction import trimmed
+
+MAX_CLOSINGS = 8
+"""Fences of a kind that are tried as the end of one block; each costs a parse of the text before it."""
+
+MAX_AHEAD = 64
+"""Fences after the one that opens a block that are looked at for its end."""
+
+MAX_PARSED = 500_000
+"""Characters of one response that are parsed in all, which bounds the time for hostile ones."""
+
+_PYTHON = re.compile(r"(?:python|py)[-\d.]*")
+_FENCE = re.compile(
+    r"^[ \t]*(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<info>[^`\n]*)$|"
+    r"(?<![`~])(?P<behind>`{3,}+|~{3,}+)[ \t]*+(?P<python>(?:python|py)[-\d.]*(?![\w`])[^`\n]*|\r?)$",
+    re.MULTILINE | re.IGNORECASE,
+)
+"""A fence on its own line, or behind text: there only one that names Python opens a block, and a bare one closes it."""
+
+_LANGUAGE = re.compile(r"\{?\s*\.?([\w+#.-]*)")
+
+
+class Block(NamedTuple):
+    """A closed fenced block: its language in lower case ("" if not named), its text, and that text as it is run."""
+
+    language: str
+    text: Span
+    program: str
+
+
+class _Fence(NamedTuple):
+    start: int
+    end: int
+    mark: str
+    info: str
+    behind: bool
+
+    @property
+    def opens(self) -> bool:
+        return bool(self.info) or not self.behind
+
+    def closes(self, opening: _Fence) -> bool:
+        return not self.info and self.mark.startswith(opening.mark)
+
+
+def is_python(language: str) -> bool:
+    """Whether a fence with this language holds Python."""
+    return _PYTHON.fullmatch(language) is not None
+
+
+def find_program(response: str, start: int = 0) -> Block | None:
+    """Return the last block named Python; else the last unnamed one that is a program; None if no block is closed.
+
+    Only the response from `start` on is searched. Where there is neither, the last block, preferably an unnamed one, is
+    returned: its language or its syntax error is the reason why nothing runs. A transcript of an interpreter (>>>) does
+    not count.
+    """
+    blocks = [
+        block._replace(text=Span(block.text.text, start + block.text.start)) for block in _Blocks(response[start:])
+    ][::-1]
+    for block in blocks:
+        if is_python(block.language) and not block.program.startswith(">>>"):
+            return block
+    unnamed = [block for block in blocks if not block.language]
+    programs = [block for block in unnamed if _is_program(block.program)]
+    return next(iter([*programs, *unnamed, *blocks]), None)
+
+
+class _Blocks:
+    """The closed blocks of a response, in order.
+
+    In a Python block a fence inside a string, such as an example in a docstring, closes nothing: the first fence that
+    leaves valid Python before it does, and if there is none, simply the first. A fence may stand right behind code.
+    """
+
+    def __init__(self, response: str) -> None:
+        self._response = response
+        self._fences = [_fence(match) for match in _FENCE.finditer(response)]
+        self._parsed = 0
+
+    def __iter__(self) -> Iterator[Block]:
+        at = 0
+        while at < len(self._fences):
+            opening = self._fences[at]
+            language_match = _LANGUAGE.match(opening.info)
+            language = language_match[1].lower() if language_match else ""
+            closing = self._closing(at, language) if opening.opens else None
+            if closing is not None:
+                yield self._block(language, opening.end, self._fences[closing].start)
+                at = closing
+            at += 1
+
+    def _block(self, language: str, start: int, end: int) -> Block:
+        text = trimmed(self._response, start, end)
+        lines = self._response[start:end].strip("\r\n")
+        # An indentation that all lines share belongs to the block, as in a list.
+        return Block(language, text, textwrap.dedent(lines).strip() if lines[:1] in (" ", "\t") else text.text)
+
+    def _closing(self, at: int, language: str) -> int | None:
+        """Return which fence closes the block that the fence `at` opens; None if another block begins before."""
+        opening = self._fences[at]
+        first = next(self._closings(at), None)
+        if first is None:
+            return None
+        text = self._response[opening.end : self._fences[first].start]
+        could_go_on = self._fences[first].behind or '"""' in text or "'''" in text
+        if could_go_on and (not language or is_python(language)):
+            for behind in (False, True):
+                for closing in self._closings(at, behind=behind):
+                    if self._is_python(opening.end, self._fences[closing].start, behind=behind):
+                        return closing
+        return None if any(fence.info and fence.opens for fence in self._fences[at + 1 : first]) else first
+
+    def _closings(self, at: int, *, behind: bool | None = None) -> Iterator[int]:
+        """Yield the fences that may close a block: the first ones, behind text, on their own lines, or both (None)."""
+        opening, count = self._fences[at], 0
+        for number in range(at + 1, min(at + 1 + MAX_AHEAD, len(self._fences))):
+            fence = self._fences[number]
+            if fence.closes(opening) and behind in (None, fence.behind):
+                yield number
+                count += 1
+                if count == MAX_CLOSINGS:
+                    return
+
+    def _is_python(self, start: int, end: int, *, behind: bool) -> bool:
+        """Whether the text is Python. A fence `behind` code must not be part of a comment, where any text is valid."""
+        text = textwrap.dedent(self._response[start:end])
+        self._parsed += len(text)
+        is_python = self._parsed <= MAX_PARSED and parsed(text) is not None
+        return is_python and not (behind and parsed(text + "(") is not None)
+
+
+def _fence(match: re.Match[str]) -> _Fence:
+    info = (match["info"] or match["python"] or "").strip()
+    return _Fence(*match.span(), match["fence"] or match["behind"], info, match["behind"] is not None)
+
+
+def _is_program(text: str) -> bool:
+    """Whether a text is Python that does something: more than the names and literals that a program may print."""
+    tree = parsed(text)
+    return tree is not None and not all(map(_does_nothing, tree.body))
+
+
+def _does_nothing(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.AnnAssign):  # as in "Output: 4"
+        return statement.value is None
+    kinds = (ast.Constant, ast.Name, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.unaryop, ast.expr_context)
+    return isinstance(statement, ast.Expr) and all(isinstance(node, kinds) for node in ast.walk(statement.value))
+
+
+def parsed(text: str) -> ast.Module | None:
+    """Return the syntax tree of a text; None if it is not valid Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None

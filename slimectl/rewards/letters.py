@@ -1,0 +1,201 @@
+"""Finds the letter of the choice that a text states, in several languages and spellings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from string import ascii_lowercase, ascii_uppercase
+
+from slimectl.rewards.base import Span
+from slimectl.rewards.extraction import find_boxed
+
+Found = Iterator[tuple[str, Span]]
+"""(letter, its place): "" for one of several letters, which answers nothing."""
+
+_TABLE: dict[int, int | str | None] = {
+    **{code + 0xFEE0: chr(code) for code in range(0x21, 0x7F)},  # full-width forms
+    **{0x24B6 + at: letter for at, letter in enumerate(ascii_uppercase + ascii_lowercase)},  # in circles
+    **str.maketrans("“”„«»「」『』‘’‚【】\u3000\xa0、，", '"""""""""\'\'\'[]  ,,'),
+}
+"""One character for one, so that places in the text stay."""
+
+_WORD = r"[0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0300-\u052f\u1e00-\u1fff]"
+"""Characters that make one word with a Latin letter: Latin, Greek and Cyrillic. Han, kana and Hangul do not."""
+
+_START = rf"(?<!{_WORD})(?<!{_WORD}')(?<!_)"
+_IN_FORMULA = (
+    r"-[A-Za-z]|\([A-Za-z0-9][,)]|"
+    r"\s{0,3}(?:[=^>≤≥≈≠+×·±/]|<(?!/)|\|\s?[A-Za-z]|_[0-9A-Za-z{\\]|\\(?!text|q?quad|math)[A-Za-z])"
+)
+_END = rf"(?!{_WORD}|'{_WORD}|{_IN_FORMULA})"
+_MARK = r"(?:[*_$\s\"'`]|\\(?:text|textbf|mathrm|mathbf)\s?\{|\\\(|<[a-z]{1,8}>){0,8}"
+_PRONOUN = r"(?!I\s+[a-z])"
+_BRACKETED = r"(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\])"
+_LETTER = rf"(?:{_BRACKETED}|{_PRONOUN}([A-Z]){_END})"
+_LOWER = rf"(?:([b-hj-z]){_END}|([ai]){_END}(?=\s*(?:$|[\n.,;:!?)\]*\"'])))"
+
+_ASCII_NOUNS = ("answer", "option", "choice", "respuesta", "antwort", "risposta", "resposta", "antwoord", "jawaban",
+                "svar", "cevap", "reponse", "opcion")  # fmt: skip
+_NOUN = (
+    rf"(?<!{_WORD})(?:{'|'.join(_ASCII_NOUNS)}|réponse|opción|ответ|đáp án|odpowiedź|उत्तर|الإجابة|الجواب)|"
+    "答案|答え|解答|正解|正答|정답|답"
+)
+_ADJECTIVE = r"\s{1,3}(?:corre(?:ct[ae]?|t[ao]|tt[ao])|final[e]?|الصحيحة)"
+_COPULA = (
+    r"(?:is|(?:would|must|should|will|can only|has to|(?:appears|seems) to) be|es|est|ist|lautet|adalah|er|là|هي|هو)\b|"
+    r"[:=|èé—–→-]|是|应为|應為|应该是|為|为|选|は|은|는|이"
+)
+_TO = r"\s(?:to|for|of|here|then)\b[^.\n:=]{0,40}?(?=\s)"
+_ADVERB = r"\s(?:therefore|thus|then|indeed|clearly|definitely|actually|simply|just|likely|most likely|probably)"
+_LEAD_IN = (
+    rf"(?i:(?:{_NOUN})(?:{_ADJECTIVE}|{_TO})?[*_]{{0,3}}\s{{0,8}}(?:{_COPULA})(?:{_ADVERB})?[*_]{{0,3}}\s{{0,8}}:?)"
+)
+_CHOSEN = r"[故应應]?(?:选(?!项)择?|選(?!項)擇?)"
+_STATED = re.compile(
+    rf"(?:{_LEAD_IN}|{_CHOSEN}){_MARK}(?:(?i:option|choice|选项|選項|opción){_MARK})?(?:{_LETTER}|{_LOWER})"
+)
+_STATED_TEXT = re.compile(rf"{_LEAD_IN}{_MARK}([^\n]{{1,300}})")
+_RIGHT = re.compile(
+    rf"(?=[A-Z(\[]){_START}{_LETTER}{_MARK}(?:(?i:is|must\s+be|seems|looks)\s{{1,8}}(?i:the\s)?(?i:right|correct|true|best|answer)\b"
+    r"|(?:选项|選項)?(?:是)?正[确確]|[がは]正し|[이가]\s?(?:맞|정답|옳))"
+)
+_BOLD = re.compile(rf"\*\*\s?(?:(?i:option|choice)\s)?{_LETTER}[^*\n]{{0,200}}\*\*")
+_LINE = re.compile(
+    rf"^(?:[-*+>]\s|\d{{1,2}}[.)]\s)?[*_ \t\"'`#]{{0,8}}(?:(?i:option|choice)\s)?"
+    rf"(?:{_BRACKETED}(?!\?)|([A-Za-z])(?:[.):]|(?=[*_ \t\"'`]*$)))[*_ \t\"'`.]*(?:$|(?P<rest>.+)$)",
+    re.MULTILINE,
+)
+_PARENTHESISED = re.compile(r"\(([A-Z])\)")
+_ARTICLE = r"(?=\s+(?!(?:is|was|because|since|as|and|or|must|seems|fits)\b)[a-z])"
+_STANDALONE = re.compile(
+    rf"(?=[A-Z]){_START}(?<![=+/^\\])(?<![=+/^\\<>]\s)(?<!\d\s)(?!A{_ARTICLE}){_PRONOUN}([A-Z]){_END}"
+)
+_IN_BOX = re.compile(
+    rf"(?:\\(?:text|textbf|mathrm|mathbf)\s?\{{|[\s{{$*]|(?i:option|choice|选项))*(?:{_BRACKETED}|([A-Za-z]){_END}"
+    r"(?=[\s}$*]*(?:$|[.):,&;(~-]|\\(?:text|q?quad|[ ,;:!)])|and\b|or\b)))"
+)
+
+_NEGATED = re.compile(
+    r"(?:\b(?:not|nor|than|neither|except|cannot\s+be)|n't(?:\s+be)?|不是|而非|并非)\s*(?:option\s+|choice\s+)?"
+    r"(?:[(*]{0,3}[A-Z][)*]{0,3}\s*(?:,|or|and|nor)+\s*){0,4}[(*]{0,3}\s?$",
+    re.IGNORECASE,
+)
+_WRONG = re.compile(
+    r"[)\]*_\"']{0,4}\s*(?:选项|選項)?(?:(?:is|are|was)\s+(?:wrong|incorrect|false|not)\b|(?:is|was)n't\b|错|錯|不|"
+    r"は(?:誤|間違|正しくな)|[은는]\s?틀)"
+)
+_CLOSERS = r"[)\]*_\"'$}]{0,4}\s*"
+_OPENERS = r"\s*(?:(?i:option|choice)\s)?(?:[(\[*_\"'${]|\\text\{){0,4}"
+_AND = r"(?:\\text\s?\{\s*)?(?:\b(?i:and|or|y|et|und|oder|ou|e|o)\b|[&/+和或与與とや및])(?:\s*\})?"
+_VERB = r"(?!\s+(?:is|are|was|were|has|have|can|cannot|could|would|does|must|may|seems|looks|fails|gives)\b)"
+_MORE = re.compile(
+    rf"{_CLOSERS}(?:(?:,\s*)?{_AND}{_OPENERS}[A-Z](?!{_WORD}|'{_WORD}){_VERB}|"
+    rf",{_OPENERS}[A-Z](?!{_WORD}|'{_WORD})(?=[)\]*_\"'$}}\s]*(?:$|[\n.,;:!?。]|{_AND})))"
+)
+_MORE_BEFORE = re.compile(rf"(?<!{_WORD})[A-Z]{_CLOSERS}(?:,|(?:,\s*)?{_AND}){_OPENERS}$")
+
+
+def plain(text: str) -> str:
+    """The text with full-width and circled letters, quotation marks and brackets in ASCII, each at its place."""
+    return text if text.isascii() else text.translate(_TABLE)
+
+
+def stated(text: str) -> list[tuple[str, Span]]:
+    """Letters that a statement or the last box names."""
+    return [*_letters(_STATED, text, _first_noun(text)), *_boxed(text)]
+
+
+def stated_texts(text: str) -> list[Span]:
+    """What follows "the answer is", up to the end of its line."""
+    return [Span(match[1], match.start(1)) for match in _STATED_TEXT.finditer(text, _first_noun(text))]
+
+
+def said_to_be_right(text: str) -> Found:
+    """Letters of which the text says that they are right."""
+    return _letters(_RIGHT, text)
+
+
+def bold(text: str) -> Found:
+    """Letters with which a bold passage begins."""
+    return _without_items(_letters(_BOLD, text), text)
+
+
+def parenthesised(text: str) -> Found:
+    """Capitals in parentheses."""
+    return _without_items(_letters(_PARENTHESISED, text), text)
+
+
+def standalone(text: str) -> Found:
+    """Capitals that are a word, without articles, pronouns, units after a number and parts of a formula."""
+    return _without_items(_letters(_STANDALONE, text), text)
+
+
+def begins_line(text: str) -> Found:
+    """A letter alone on its line, else one with which a line begins, as in "b. 4"; none where several letters do."""
+    lines = [match for match in _LINE.finditer(text) if match["rest"] is None] or _items(text)
+    if len(set(map(_begun_with, lines))) != 1:
+        return
+    match = lines[-1]
+    start, end = match.span(_group(match))
+    if not _PARENTHESISED.search(match["rest"] or "") and not _is_refused(text, start, end):
+        yield _letter(text, match), Span(text[start:end], start)
+
+
+def _items(text: str) -> list[re.Match[str]]:
+    """The lines that begin with a letter as an item of a list does."""
+    return [match for match in _LINE.finditer(text) if match["rest"] is not None]
+
+
+def _begun_with(line: re.Match[str]) -> str:
+    return line[_group(line)].upper()
+
+
+def _without_items(found: Found, text: str) -> Found:
+    """Leave out the letters that begin the items of a list, which are the choices and not an answer."""
+    items = _items(text)
+    starts = {match.start(_group(match)) for match in items}
+    several = len(set(map(_begun_with, items))) > 1
+    return (pair for pair in found if not several or pair[1].start not in starts)
+
+
+def _boxed(text: str) -> Found:
+    """The letter that the last box holds, alone or with the text of its choice."""
+    boxed = find_boxed(text)
+    match = _IN_BOX.match(boxed.text) if boxed else None
+    if boxed and match:
+        group = _group(match)
+        yield _letter(boxed.text, match), Span(match[group], boxed.start + match.start(group))
+
+
+def _first_noun(text: str) -> int:
+    """Return where the first word for an answer stands, or the text ends: to begin there saves most of the time."""
+    if not text.isascii():
+        return 0
+    lower = text.lower()
+    return min((at for noun in _ASCII_NOUNS if (at := lower.find(noun)) >= 0), default=len(text))
+
+
+def _letters(pattern: re.Pattern[str], text: str, start: int = 0) -> Found:
+    for match in pattern.finditer(text, start):
+        group = _group(match)
+        if not _is_refused(text, *match.span(group)):
+            yield _letter(text, match), Span(match[group], match.start(group))
+
+
+def _is_refused(text: str, start: int, end: int) -> bool:
+    """Whether the text says that the letter at this place is not the answer."""
+    return bool(_NEGATED.search(text, max(0, start - 40), start) or _WRONG.match(text, end))
+
+
+def _group(match: re.Match[str]) -> int:
+    """Return which group of a match holds the letter: the first that takes part."""
+    return next(number for number, text in enumerate(match.groups(), start=1) if text is not None)
+
+
+def _letter(text: str, match: re.Match[str]) -> str:
+    """The letter of a match in upper case; "" if it is one of several, as in "A and C"."""
+    group = _group(match)
+    start, end = match.span(group)
+    if _MORE.match(text, end) or _MORE_BEFORE.search(text, max(0, start - 24), start):
+        return ""
+    return match[group].upper()
