@@ -154,8 +154,8 @@ def _template_call(call: Any, at: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MessageError(at, "is not a call of a function with a name")
-    kept = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
-    return {**kept, **function_call(function["name"], function.get("arguments"), call.get("id"))}
+    call_fields = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
+    return {**call_fields, **function_call(function["name"], function.get("arguments"), call.get("id"))}
 
 
 def function_call(name: Any, arguments: Any, call_id: Any) -> dict[str, Any]:

@@ -94,12 +94,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a message in its rendering: `text` stands for it; `other`, if any, may show in its place."""
+    """A part of a message in its rendering: `text` stands for it; `alternative`, if any, may show in its place."""
 
     message: int
     kind: str
     text: str
-    other: str = ""
+    alternative: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,9 @@ class Template:
             return self.text(messages, header=True)
         last = messages[-1]
         if last.get("tool_calls") or not last["content"]:
-            what = "calls of tools" if last.get("tool_calls") else "an empty message"
+            end = "calls of tools" if last.get("tool_calls") else "an empty message"
             raise RecordError(
-                f"prompt: ends with {what} of the assistant, which cannot be continued. Add the message that follows."
+                f"prompt: ends with {end} of the assistant, which cannot be continued. Add the message that follows."
             )
         return self.text(messages, continued=True)
 
@@ -225,12 +225,12 @@ class Template:
 
     def _finding(self, messages: Chat) -> Finding:
         shape = (self._key, tuple(self._shape(message) for message in messages))
-        known = _findings.setdefault(self._tokenizer, {})
-        if shape not in known:
-            if len(known) >= MAX_FORMS:
-                known.clear()
-            known[shape] = self._find(messages)
-        return known[shape]
+        findings = _findings.setdefault(self._tokenizer, {})
+        if shape not in findings:
+            if len(findings) >= MAX_FORMS:
+                findings.clear()
+            findings[shape] = self._find(messages)
+        return findings[shape]
 
     def _shape(self, message: dict[str, Any]) -> Any:
         content, calls = message["content"], message.get("tool_calls") or ()
@@ -300,7 +300,9 @@ class Template:
             text = self.text(chat, header=chat[-1]["role"] != "assistant")
         except RecordError:
             return None
-        missing = [part for part in parts if part.text not in text and not (part.other and part.other in text)]
+        missing = [
+            part for part in parts if part.text not in text and not (part.alternative and part.alternative in text)
+        ]
         if not self.tools_show(text):
             names = ", ".join(_tool_names(self.tools))
             self._warn_once("tools", f"the model's chat template does not show the tools of a prompt: {names}")
@@ -323,8 +325,8 @@ class Template:
     def _stand_in(self, i: int, message: dict[str, Any], parts: list[Part]) -> dict[str, Any]:
         result, content = dict(message), message["content"]
 
-        def text(kind: str, name: str, other: str = "") -> str:
-            parts.append(Part(i, kind, f"q{i}{name}q", other))
+        def text(kind: str, name: str, alternative: str = "") -> str:
+            parts.append(Part(i, kind, f"q{i}{name}q", alternative))
             return parts[-1].text
 
         def filled(content: str, place: int = 0) -> str:

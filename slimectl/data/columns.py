@@ -251,10 +251,10 @@ def _message(message: Any, location: str) -> dict[str, Any]:
         role = ROLES.get(speaker)
         if role is None:
             raise RecordError(f"{location}: unknown speaker {message['from']!r}; known are {', '.join(ROLES)}")
-        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        more = {key: value for key, value in message.items() if key not in ("from", "value")}
         if speaker in CALLERS:
-            return {**others, "role": role, "content": "", "tool_calls": _calls(message["value"], location)}
-        return {**others, "role": role, "content": message["value"]}
+            return {**more, "role": role, "content": "", "tool_calls": _calls(message["value"], location)}
+        return {**more, "role": role, "content": message["value"]}
     try:
         a_chat([message])
     except ValueError as error:

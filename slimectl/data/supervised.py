@@ -22,8 +22,8 @@ def stop_tokens(tokenizer: Any, stop_token_ids: Collection[int] = ()) -> frozens
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
     if not (folder / "config.json").is_file():
         return frozenset()
-    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return frozenset([*end_token_ids(folder), *own, *stop_token_ids])
+    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return frozenset([*end_token_ids(folder), *eos, *stop_token_ids])
 
 
 def sft_sample(
@@ -204,13 +204,13 @@ class _Rendering:
         ends = [*itertools.takewhile(lambda item: item[0] in self.special, reversed(turn))]
         if stops := [stop for token, stop in ends if token in end_tokens]:
             return min(stops), None
-        rest = self.text[end:]
-        after = encode(self.tokenizer, rest.lstrip())[:1]
+        tail = self.text[end:]
+        after = encode(self.tokenizer, tail.lstrip())[:1]
         if after and after[0] in end_tokens:
-            return end + len(rest) - len(rest.lstrip()) + len(self.tokenizer.decode(after)), None
-        token = _token_after(self.template, self.tokenizer, self.chat[i], is_last=not rest.strip())
+            return end + len(tail) - len(tail.lstrip()) + len(self.tokenizer.decode(after)), None
+        token = _token_after(self.template, self.tokenizer, self.chat[i], is_last=not tail.strip())
         if token in end_tokens:
-            return (content_end, None) if rest.strip() else (end, token)
+            return (content_end, None) if tail.strip() else (end, token)
         ending = repr(self.tokenizer.decode([token for token, _ in reversed(ends)])) if ends else "no end token"
         names = ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(end_tokens))
         raise RecordError(
@@ -230,13 +230,13 @@ def _token_after(template: Template, tokenizer: Any, message: Mapping[str, Any],
     try:
         before = template.text(template.fit([question, answer]))
         if is_last:
-            whole = template.text(template.fit([question, answer, following]))
-            rest = whole[len(before.rstrip()) :] if whole.startswith(before.rstrip()) else ""
+            followed = template.text(template.fit([question, answer, following]))
+            tail = followed[len(before.rstrip()) :] if followed.startswith(before.rstrip()) else ""
         else:
-            rest = before[before.rindex(STAND_INS[1]) + 1 :] if not calls else ""
+            tail = before[before.rindex(STAND_INS[1]) + 1 :] if not calls else ""
     except (RecordError, ValueError):
         return None
-    tokens = encode(tokenizer, rest.lstrip())
+    tokens = encode(tokenizer, tail.lstrip())
     return tokens[0] if tokens else None
 
 
