@@ -277,3 +277,14 @@ def test_a_completion_goes_on_from_the_text_that_it_begins_with():
     assert engine.log[1][0] == [*engine.log[0][0], *engine.log[0][1], *tokenizer.encode(" seven")]
     [sample] = session.samples(Sample(status=Status.PENDING))
     assert (sample.response, sample.status) == ("the sum of seventhe sum of", Status.TRUNCATED)
+
+
+def test_a_session_gives_the_template_the_arguments_of_the_settings_and_a_request_adds_to_them():
+    template = "{{ mood }}{{ day }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = merging_tokenizer(template)
+    engine = ScriptedEngine([[tokenizer.eos_token_id]], tokenizer)
+    session = session_of(engine, tokenizer)
+    session.template_kwargs = {"mood": "calm "}
+    ask(session, [user("x")])
+    ask(session, [user("y")], chat_template_kwargs={"day": "Monday "})
+    assert [tokenizer.decode(tokens) for tokens, _, _ in engine.log] == ["calm x", "calm Monday y"]
