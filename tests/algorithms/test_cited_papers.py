@@ -23,6 +23,7 @@ OURS = {
     "TokenRows": "a record",
     "TrainingBatch": "a record",
     "LinearizedLoss": "the chain rule",
+    "WatchedLoss": "a loss of the user with the metrics of PolicyLoss, which cites",
     "build_tries": "our own sharing of prefixes; its intervals cite",
     "environment_metrics": "means and counts",
     "shared_fraction": "a count",

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.losses import PolicyLoss, SftLoss
+from slimectl.algorithms.losses import PolicyLoss, SftLoss, WatchedLoss
 from slimectl.algorithms.surrogates import PpoClip
 from slimectl.errors import SettingsError
 from slimectl.policies.token_batch import merge_metrics
@@ -256,3 +256,14 @@ def test_rejected_tokens_have_no_loss_and_weights_are_scaled():
     assert halved["pg_loss"].item() == pytest.approx(plain["pg_loss"].item() / 2)
     with pytest.raises(SettingsError, match=r"algorithm\.use_rs needs rollout_log_probs"):
         rejecting(pack())
+
+
+def test_a_loss_of_the_user_keeps_the_metrics_of_log_probabilities():
+    watched = pack()
+    loss, metrics = WatchedLoss(SftLoss(), PolicyLoss())(watched)
+    loss.backward()
+    assert watched.logprobs_T.grad.tolist() == pytest.approx([-0.25, -0.25, -0.5])  # of the user's loss alone
+    by_hand = {"pg_clipfrac": 0.75, "ratio_max": 1.5, "ois": 0.25 * 1.5 + 0.25 + 0.5 * 0.5}  # as of PolicyLoss above
+    assert {name: numbers(metrics)[name] for name in by_hand} == pytest.approx(by_hand)
+    assert metrics["sft_loss"].item() == pytest.approx(-0.25 * math.log(1.5) + 0.5 * math.log(2))
+    assert "pg_loss" not in metrics
