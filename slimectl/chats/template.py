@@ -28,6 +28,7 @@ from slimectl.chats.messages import (
     normalized_tools,
 )
 from slimectl.errors import RecordError, SettingsError
+from slimectl.rewards.thoughts import TAGS
 from slimectl.stdio import logger
 from slimectl.types import Chat, Prompt
 
@@ -36,9 +37,14 @@ OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_fina
 DATE = "strftime_now"
 """Function by which templates print the date. transformers gives them one that reads the clock, an argument of this
 name, YYYY-MM-DD, replaces it."""
+OPEN = "q0open0q"
+"""Stand-in at the end of a thought that is not finished."""
 REMEDY = "Leave it out, or put a chat_template.jinja that shows it in the model's folder."
 _MARK = re.compile(r"<[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]{2,20}\]|◁/?think▷")
 _THINK_END = re.compile(r"[<\[◁]/[^<>\[\]]{0,12}think[^<>\[\]]{0,8}[>\]▷]", re.IGNORECASE)
+_STAND_IN = re.compile(r"(?=(q\d+[a-z]\w*?q))")
+_PRINTED_PART = re.compile(r"""['"]text['"]: ?['"]\s*q(\d+)c""")
+"""A part of a content as Python or JSON writes it: the template prints lists of parts instead of reading them."""
 MAX_FORMS = 4096
 """Shapes of chats that are remembered for a tokenizer."""
 
@@ -198,7 +204,30 @@ class Template:
             raise RecordError(
                 f"prompt: ends with {end} of the assistant, which cannot be continued. Add the message that follows."
             )
-        return self.text(messages, continued=True)
+        return self._text_of_open_thought(messages) or self.text(messages, continued=True)
+
+    def _text_of_open_thought(self, chat: Chat) -> str:
+        """Render a chat up to the end of its last message if this is an unfinished thought between tags; else "".
+
+        Templates that divide a content at its closing tag take an unfinished thought for an answer, and may write an
+        empty thought before it. So it is closed behind a stand-in, and the text is cut there. Where a template writes
+        another thought all the same, the message follows the header.
+        """
+        last = chat[-1]
+        content = last["content"]
+        for opening, closing in TAGS if isinstance(content, str) else ():
+            if content.rfind(opening) <= content.rfind(closing):
+                continue
+            text = self.text([*chat[:-1], {**last, "content": f"{content}{OPEN}{closing}{OPEN}"}])
+            if text.count(OPEN) == 2:
+                before, tag, thought = text.partition(OPEN)[0].rpartition(opening)
+                if not before.rstrip().endswith((opening, closing)):
+                    return before + tag + thought
+            header = self.text(chat[:-1], header=True)
+            is_opened = header.rstrip().endswith(opening)
+            follows = content.lstrip().removeprefix(opening) if is_opened else content
+            return f"{header.rstrip() if is_opened else header}{follows}"
+        return ""
 
     def _without_padding(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message without null arguments that its tool does not have: a table adds them."""
@@ -236,7 +265,9 @@ class Template:
         content, calls = message["content"], message.get("tool_calls") or ()
         return (
             message["role"],
-            tuple(self._segments(content)) if isinstance(content, str) else tuple(part["type"] for part in content),
+            hash(tuple(self._segments(content)))  # a long text has many
+            if isinstance(content, str)
+            else tuple(part["type"] for part in content),
             REASONING in message,
             tuple(call["function"]["name"] in call["id"] for call in calls),
             tuple(
@@ -300,9 +331,11 @@ class Template:
             text = self.text(chat, header=chat[-1]["role"] != "assistant")
         except RecordError:
             return None
+        shown = {*_STAND_IN.findall(text)}
         missing = [
-            part for part in parts if part.text not in text and not (part.alternative and part.alternative in text)
+            part for part in parts if part.text not in shown and not (part.alternative and part.alternative in text)
         ]
+        missing += [Part(int(match[1]), "content", match[0]) for match in _PRINTED_PART.finditer(text)]
         if not self.tools_show(text):
             names = ", ".join(_tool_names(self.tools))
             self._warn_once("tools", f"the model's chat template does not show the tools of a prompt: {names}")
@@ -365,8 +398,14 @@ def _stand_in_call(k: int, call: dict[str, Any], text: Any) -> dict[str, Any]:
 
 
 def _source(tokenizer: Any, tools: Any) -> str:
-    template = tokenizer.chat_template
-    return template if isinstance(template, str) else str(tokenizer.get_chat_template(tools=tools))
+    try:
+        return str(tokenizer.get_chat_template(tools=tools))
+    except ValueError:  # several templates
+        names = ", ".join(map(str, tokenizer.chat_template))
+        raise SettingsError(
+            f"model.path: its tokenizer has the chat templates {names}, and none is called default. Put the one to use "
+            "into a chat_template.jinja in the model's folder."
+        ) from None
 
 
 def _tool_names(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:

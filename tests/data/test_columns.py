@@ -60,6 +60,21 @@ def read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
          "the prompt is taken from instruction and input, the label from output"),
         ({"instruction": "Add 1 and 1.", "input": "", "output": "2"}, "Add 1 and 1.", "2",
          "the prompt is taken from instruction and input, the label from output"),
+        ({"messages": json.dumps([USER, ANSWER])}, [USER], "2",
+         "the prompt is taken from messages, the label from its last turn"),
+        ({"messages": [USER, {**ANSWER, "content": [{"type": "text", "text": "2"}]}]}, [USER], "2",
+         "the prompt is taken from messages, the label from its last turn"),
+        ({"conversations": [{"role": "human", "content": "1+1?"}, {"role": "gpt", "value": "2"}]}, [USER], "2",
+         "the prompt is taken from conversations, the label from its last turn"),
+        ({"prompt": json.dumps([USER]), "completion": ANSWER}, [USER], "2", "the label is taken from completion"),
+        ({"prompt": "[1, 2]"}, "[1, 2]", None, ""),
+        ({"prompt": "2?", "system_prompt": "Be short.", "history": [["1+1?", "2"]]},
+         [SYSTEM, USER, ANSWER, {"role": "user", "content": "2?"}], None,
+         "the prompt begins with system_prompt and history"),
+        ({"prompt": [SYSTEM, USER], "system": "Be short.", "history": None}, [SYSTEM, USER], None, ""),
+        ({"prompt": "2?", "history": [*SHAREGPT[1:]]}, [USER, ANSWER, {"role": "user", "content": "2?"}], None,
+         "the prompt begins with history"),
+        ({"prompt": "2?", "history": [1.5, 2.5]}, "2?", None, ""),
         ({"text": "Once upon"}, "Once upon", None, "the prompt is taken from text, and there is no label"),
     ],
 )  # fmt: skip
@@ -113,3 +128,8 @@ def test_a_row_of_no_known_format_names_its_columns(read: Any):
         read({"words": 1, "info": {"a": 1}})
     with pytest.raises(RecordError, match=r"unknown speaker 'alien'; known are human, user, gpt"):
         read({"conversations": [{"from": "alien", "value": "x"}]})
+    for history in ([{"user": "1+1?", "bot": "2"}], [["1+1?", None]], [["1+1?"]]):
+        with pytest.raises(RecordError, match=r"history: expected pairs \[question, answer\] or messages"):
+            read({"prompt": "2?", "history": history})
+    with pytest.raises(RecordError, match=r"messages: message 1 of the chat: content is 3, expected a string"):
+        read({"messages": [USER, {"role": "tool", "content": 3}]})
