@@ -182,6 +182,18 @@ def test_a_raw_text_begins_with_one_bos_where_the_tokenizer_adds_it(text: str, w
         assert tokens[:-length] == encode_raw(gemma, text)
 
 
+@pytest.mark.parametrize(
+    ("added", "wanted"), [("[gMASK] <sop> $A", "[gMASK]<sop>hi"), ("<sop> $A [gMASK]", "<sop>hi"), ("$A <sop>", "hi")]
+)
+def test_a_raw_text_begins_with_all_that_its_tokenizer_puts_there(added: str, wanted: str):
+    from tokenizers import processors
+
+    glm = byte_tokenizer(["[gMASK]", "<sop>"])
+    specials = [(token, glm.convert_tokens_to_ids(token)) for token in ("[gMASK]", "<sop>")]
+    glm.backend_tokenizer.post_processor = processors.TemplateProcessing(single=added, special_tokens=specials)
+    assert glm.decode(encode_raw(glm, "hi")) == glm.decode(encode_raw(glm, wanted)) == wanted
+
+
 def test_a_template_prints_the_date_that_is_pinned():
     tokens = tokenizer("llama3.2")
     prompts = {
