@@ -291,16 +291,12 @@ class Template:
         yield text[begin:], False
 
     def _find(self, messages: Chat) -> Finding:
-        """Return the first form in which all parts show; else the one in which the fewest are missing."""
-        stand_ins, parts = self._stand_ins(messages)
-        best: Finding | None = None
-        for form in self._forms(messages):
-            finding = self._tried(form, stand_ins, parts)
-            if finding is not None and (best is None or len(finding.missing) < len(best.missing)):
-                best = finding
-            if best is not None and not best.missing:
-                break
-        if best is None:  # refused with stand-ins in every form; the chat itself may be, too
+        """Return the first form in which all parts show; else the one in which the fewest are missing.
+
+        A template that looks at texts may refuse stand-ins in every form. Then the texts themselves are looked for.
+        """
+        best = self._best(messages, originals=False) or self._best(messages, originals=True)
+        if best is None:
             return Finding(next(self._forms(messages)))
         query = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
         reads = bool(self._reading.reasoning_key)
@@ -309,6 +305,18 @@ class Template:
             return part.kind == "reasoning" and part.message < query and (reads or not part.text.endswith("rq"))
 
         return replace(best, missing=tuple(part for part in best.missing if not is_dropped_on_purpose(part)))
+
+    def _best(self, messages: Chat, *, originals: bool) -> Finding | None:
+        parts: list[Part] = []
+        stand_ins = [self._stand_in(i, message, parts, originals=originals) for i, message in enumerate(messages)]
+        best: Finding | None = None
+        for form in self._forms(messages):
+            finding = self._tried(form, stand_ins, parts)
+            if finding is not None and (best is None or len(finding.missing) < len(best.missing)):
+                best = finding
+            if best is not None and not best.missing:
+                break
+        return best
 
     def _forms(self, messages: Chat) -> Iterator[Form]:
         """Yield the forms in which these messages can be written, the usual one first."""
@@ -333,7 +341,9 @@ class Template:
             return None
         shown = {*_STAND_IN.findall(text)}
         missing = [
-            part for part in parts if part.text not in shown and not (part.alternative and part.alternative in text)
+            part
+            for part in parts
+            if part.text not in shown and part.text not in text and not (part.alternative and part.alternative in text)
         ]
         missing += [Part(int(match[1]), "content", match[0]) for match in _PRINTED_PART.finditer(text)]
         if not self.tools_show(text):
@@ -341,25 +351,23 @@ class Template:
             self._warn_once("tools", f"the model's chat template does not show the tools of a prompt: {names}")
         for i, message in enumerate(stand_ins):
             # An object that Python printed, or a JSON text that was quoted once more, is not what a model may learn.
-            key = f"q{i}k0q"
-            if message.get("tool_calls") and (f"'{key}'" in text or f'\\"{key}\\"' in text):
-                missing.append(Part(i, "arguments", key))
+            for call in message.get("tool_calls", ()):
+                arguments = call["function"]["arguments"]
+                keys = arguments if isinstance(arguments, dict) else ()
+                if any(f"'{key}'" in text or f'\\"{key}\\"' in text for key in keys):
+                    missing.append(Part(i, "arguments", call["function"]["name"]))
         return Finding(form, tuple(missing))
 
     def tools_show(self, text: str) -> bool:
         """Return whether a rendering shows the names of all tools."""
         return all(name in text for name in _tool_names(self.tools))
 
-    def _stand_ins(self, messages: Chat) -> tuple[Chat, list[Part]]:
-        """Return the messages with a stand-in for each of their texts, and these."""
-        parts: list[Part] = []
-        return [self._stand_in(i, message, parts) for i, message in enumerate(messages)], parts
-
-    def _stand_in(self, i: int, message: dict[str, Any], parts: list[Part]) -> dict[str, Any]:
+    def _stand_in(self, i: int, message: dict[str, Any], parts: list[Part], *, originals: bool) -> dict[str, Any]:
+        """Return a message with a stand-in for each text, or with the `originals`. They are added to `parts`."""
         result, content = dict(message), message["content"]
 
-        def text(kind: str, name: str, alternative: str = "") -> str:
-            parts.append(Part(i, kind, f"q{i}{name}q", alternative))
+        def text(kind: str, name: str, original: str, alternative: str = "") -> str:
+            parts.append(Part(i, kind, original if originals else f"q{i}{name}q", alternative))
             return parts[-1].text
 
         def filled(content: str, place: int = 0) -> str:
@@ -371,7 +379,7 @@ class Template:
                     pieces.append(piece)
                     continue
                 kind = "reasoning" if ends and begin < ends[-1] else "content"
-                pieces.append(piece.replace(piece.strip(), text(kind, f"c{place}x{number}"), 1))
+                pieces.append(piece.replace(piece.strip(), text(kind, f"c{place}x{number}", piece.strip()), 1))
             return "".join(pieces)
 
         if isinstance(content, str):
@@ -382,7 +390,7 @@ class Template:
                 for place, part in enumerate(content)
             ]
         if REASONING in message:
-            result[REASONING] = text("reasoning", "r")
+            result[REASONING] = text("reasoning", "r", message[REASONING].strip())
         if message.get("tool_calls"):
             result["tool_calls"] = [_stand_in_call(k, call, text) for k, call in enumerate(message["tool_calls"])]
         return result
@@ -391,9 +399,11 @@ class Template:
 def _stand_in_call(k: int, call: dict[str, Any], text: Any) -> dict[str, Any]:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if arguments and isinstance(arguments, dict):
-        arguments = {text("calls", f"k{k}"): text("calls", f"v{k}")}
+        key, value = next(iter(arguments.items()))
+        stand_in_key = text("calls", f"k{k}", key)
+        arguments = {stand_in_key: text("calls", f"v{k}", value if isinstance(value, str) and value.isalnum() else key)}
     # Kimi's template shows a call by its id alone, functions.NAME:NUMBER.
-    stand_in = text("calls", f"n{k}", call["id"] if name in call["id"] else "")
+    stand_in = text("calls", f"n{k}", name, call["id"] if name in call["id"] else "")
     return {**call, "function": {**call["function"], "name": stand_in, "arguments": arguments}}
 
 

@@ -18,6 +18,7 @@ from slimectl.errors import RecordError, SettingsError
 from slimectl.types import Chat, Prompt
 
 USER = {"role": "user", "content": "q"}
+PARIS = {"city": "Paris"}
 ENDED = "{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>"
 
 
@@ -152,6 +153,16 @@ def test_lists_of_parts_that_a_template_prints_are_not_a_form_of_a_text():
     ended = ENDED.replace("m.content", "m.content if m.content | length < 4")
     with pytest.raises(RecordError, match=r"does not show the content of message 0 \(user\)"):
         text_of("{% for m in messages %}" + ended + "{% endfor %}", [USER])
+
+
+def test_a_template_that_refuses_stand_ins_is_tried_with_the_texts_themselves():
+    asks = "{% if m.role == 'user' and '?' not in m.content %}{{ raise_exception('no question') }}{% endif %}"
+    printed = ENDED.replace("CALL", "{{ c.function.name }}{{ c.function.arguments }}")
+    text = text_of("{% for m in messages %}" + asks + printed + "{% endfor %}", call_chat(PARIS)[:3])
+    assert text == 'user: Weather?<|im_end|>assistant: lookup{"city": "Paris"}<|im_end|>tool: sunny<|im_end|>'
+    no_system = "{% for m in messages if m.role != 'system' %}" + asks + ENDED + "{% endfor %}"
+    with pytest.raises(RecordError, match=r"does not show the content of message 0 \(system\)"):
+        text_of(no_system, [{"role": "system", "content": "Heed."}, {"role": "user", "content": "q?"}])
 
 
 def test_of_several_templates_the_one_for_tools_or_the_default_is_used():
