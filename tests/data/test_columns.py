@@ -123,6 +123,17 @@ def test_dotted_keys_are_paths_into_objects_and_other_columns_stay_with_the_prom
     assert read(VERL)[2] == {"reward_model": VERL["reward_model"], "data_source": "gsm8k"}
 
 
+def test_functions_are_tools_by_their_older_name(tmp_path: Path):
+    function = {"name": "add", "parameters": {"type": "object"}}
+    rows = [{"functions": [function]}, {"functions": json.dumps([function])}, {"functions": ["add"]},
+            {"functions": [function], "tools": [{**function, "name": "mul"}]}]  # fmt: skip
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "q", **row}) + "\n" for row in rows))
+    assert [prompt.tools for prompt in open_prompts([str(file)])] == [
+        [function], [function], None, [{**function, "name": "mul"}],
+    ]  # fmt: skip
+
+
 def test_a_row_of_no_known_format_names_its_columns(read: Any):
     with pytest.raises(RecordError, match=r"no key 'prompt'; its keys are words, info.a: name one by --input-key or"):
         read({"words": 1, "info": {"a": 1}})
