@@ -108,12 +108,12 @@ def with_context(row: Mapping[str, Any], columns: Columns, location: str) -> Col
     system: Chat = [{"role": "system", "content": row[name]}] if name and name not in columns.names else []
     history = [] if "history" in columns.names else _history(row.get("history"), f"{location}: history")
     chat: Chat = [{"role": "user", "content": columns.text}] if isinstance(columns.text, str) else list(columns.text)
-    if chat[:1] == system or not (system or history):
-        return columns
-    begin = [*history[:1], *chat[:1]]
-    if system and any(isinstance(message, dict) and message.get("role") == "system" for message in begin):
-        raise RecordError(f"{location}: {name}: the chat begins with a system message, too; drop one of them")
     names = [source for source, messages in ((name, system), ("history", history)) if messages]
+    if not names or (chat[:1] == system and not history):
+        return columns
+    later = [*(history[:1] if system else ()), *chat[:1]]
+    if any(isinstance(message, dict) and message.get("role") == "system" for message in later):
+        raise RecordError(f"{location}: {names[0]}: the chat begins with a system message, too; drop one of them")
     _announce(location, f"the prompt begins with {' and '.join(names)}", "rollout.input_key")
     return Columns([*system, *history, *chat], columns.label, (*columns.names, *names))
 

@@ -142,5 +142,10 @@ def test_a_row_of_no_known_format_names_its_columns(read: Any):
     for history in ([{"user": "1+1?", "bot": "2"}], [["1+1?", None]], [["1+1?"]]):
         with pytest.raises(RecordError, match=r"history: expected pairs \[question, answer\] or messages"):
             read({"prompt": "2?", "history": history})
+    for row in ({"system": "Be long."}, {"system": "Be short.", "history": [["1+1?", "2"]]}):
+        with pytest.raises(RecordError, match=r"system: the chat begins with a system message, too"):
+            read({"prompt": [SYSTEM, USER], **row})
+    with pytest.raises(RecordError, match=r"history: the chat begins with a system message, too"):
+        read({"prompt": [SYSTEM, USER], "history": [["1+1?", "2"]]})
     with pytest.raises(RecordError, match=r"messages: message 1 of the chat: content is 3, expected a string"):
         read({"messages": [USER, {"role": "tool", "content": 3}]})
