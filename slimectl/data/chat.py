@@ -128,7 +128,7 @@ def as_chat(text: str | Chat) -> Chat:
 
 
 def encode_raw(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize a text that is not a rendered chat, with the tokens that its tokenizer adds before texts, never twice."""
+    """Tokenize a text that is not a rendered chat, once with the tokens that its tokenizer adds before texts."""
     tokens, letter, with_specials = encode(tokenizer, text), encode(tokenizer, "a"), tokenizer.encode("a")
     count = next((i for i in range(len(with_specials)) if with_specials[i : i + len(letter)] == letter), 0)
     prefix = with_specials[:count]
