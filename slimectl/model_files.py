@@ -117,8 +117,9 @@ def end_token_ids(folder: Path) -> list[int]:
     for name in ("config.json", "generation_config.json"):
         file = folder / name
         config = read_json(file, max_bytes=MAX_CONFIG_BYTES) if file.exists() else {}
-        text_config = config.get("text_config")
-        value = config.get("eos_token_id", text_config.get("eos_token_id") if isinstance(text_config, dict) else None)
+        value, text_config = config.get("eos_token_id"), config.get("text_config")
+        if value is None and isinstance(text_config, dict):
+            value = text_config.get("eos_token_id")
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in listed):
             raise CheckpointError(f"{file}: eos_token_id is not a token or a list of tokens; copy the file again")

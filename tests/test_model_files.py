@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from slimectl.builders import model_folder
 from slimectl.checkpoints.hf import shards
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
-from slimectl.model_files import MAX_CONFIG_BYTES, check_model_files, copy_file, open_file, read_json
+from slimectl.model_files import MAX_CONFIG_BYTES, check_model_files, copy_file, end_token_ids, open_file, read_json
 from slimectl.policies.checkpoint import copy_companions
 
 ModelDir = Callable[[str], Path]
@@ -165,3 +166,15 @@ def test_a_file_that_cannot_be_read_is_a_line(model: Path):
         open_file(model / "none.json")
     with pytest.raises(CheckpointError, match="cannot be listed"):
         check_model_files(model / "none")
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [({"eos_token_id": 2}, [2]), ({"eos_token_id": 0, "text_config": {"eos_token_id": 5}}, [0]),
+     ({"eos_token_id": None, "text_config": {"eos_token_id": [5, 6]}}, [5, 6]), ({"text_config": {}}, [])],
+)  # fmt: skip
+def test_end_tokens_of_a_text_config_where_the_model_names_none(
+    tmp_path: Path, config: dict[str, Any], wanted: list[int]
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert end_token_ids(tmp_path) == wanted

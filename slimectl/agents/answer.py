@@ -53,9 +53,8 @@ class AnswerReader:
     """Divides completions into reasoning, content and calls, in the notation of one model's chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
-        template = tokenizer.chat_template
         self.tokenizer = tokenizer
-        self._format = format_of(template if isinstance(template, str) else "")
+        self._format = format_of(tokenizer.chat_template)
         special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
         self._marks_are_special = bool(special & set(self._format.marks))
         self._unmarked = tuple(token for token in special if token and token not in self._format.marks)

@@ -67,9 +67,19 @@ class KnownChat(Generic[Value]):
         return None
 
     def add(self, answer: dict[str, Any], value: Value) -> None:
-        """Make the chat known up to an answer to it, with its value."""
-        node = self._nodes[-1]
-        for message in (*self._chat[len(self._nodes) - 1 :], answer):
+        """Make the chat known up to an answer to it, with its value.
+
+        An answer that continues a message of the assistant is known behind it, and as one message with it.
+        """
+        self._add([*self._chat, answer], value)
+        if (last := self._chat[-1]).get("role") == "assistant":
+            content = f"{last.get('content') or ''}{answer.get('content') or ''}"
+            self._add([*self._chat[:-1], {**last, **answer, "content": content}], value)
+
+    def _add(self, chat: list[dict[str, Any]], value: Value) -> None:
+        count = min(len(self._nodes), len(chat))
+        node = self._nodes[count - 1]
+        for message in chat[count - 1 :]:
             node = node.add(message)
         node.value = value
 

@@ -48,8 +48,9 @@ def normalized_chat(messages: Iterable[Mapping[str, Any]], at: str = "messages",
 def template_message(message: Mapping[str, Any], at: str, *, images: bool = False) -> dict[str, Any]:
     """Return a message with its content as one text, its reasoning under one key, and its calls in OpenAI's form.
 
-    Content that is null is an empty text, and keys that are null are left out. Arguments of calls are objects where
-    their JSON is one. With `images` the parts of a message with images stay parts. Raises MessageError.
+    Content that is null is an empty text, and keys that are null are left out. A tool's result that is an object
+    becomes its JSON. Arguments of calls are objects where their JSON is one. With `images` the parts of a message with
+    images stay parts. Raises MessageError.
     """
     role = message.get("role")
     if not isinstance(role, str):
@@ -57,14 +58,17 @@ def template_message(message: Mapping[str, Any], at: str, *, images: bool = Fals
     result = {name: value for name, value in message.items() if value is not None}
     result["role"] = _role(role, at)
     reasoning = _reasoning(result, at)
-    content, thoughts = _content(message.get("content"), f"{at}.content", images=images)
+    text = message.get("content") or message.get("refusal")  # OpenAI has the text of a refusal under its own key
+    if result["role"] == "tool" and _is_data(text):
+        text = json.dumps(text, ensure_ascii=False)
+    content, thoughts = _content(text, f"{at}.content", images=images)
     result["content"] = content
     if reasoning or thoughts:
         result[REASONING] = reasoning or thoughts
-    calls = result.pop("tool_calls", [])
-    if isinstance(legacy := result.pop("function_call", None), dict) and not calls:
+    calls, legacy = from_json(result.pop("tool_calls", "")), from_json(result.pop("function_call", ""))
+    if legacy and not calls:
         calls = [legacy]
-    if not isinstance(calls, list):
+    if not isinstance(calls, list | None):
         raise MessageError(f"{at}.tool_calls", "is not a list")
     if calls:
         result["tool_calls"] = [_template_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
@@ -107,6 +111,15 @@ def _content(content: Any, at: str, *, images: bool) -> tuple[str | list[dict[st
     if any(part["type"] != "text" for part in parts):
         return parts, thoughts
     return "".join(part["text"] for part in parts), thoughts
+
+
+def _is_data(content: Any) -> bool:
+    """Return whether the content of a tool's result is an object, or a list of others than parts."""
+    items = content if isinstance(content, list) else []
+    return isinstance(content, dict) or any(
+        not isinstance(item, str | dict) or (isinstance(item, dict) and not item.keys() & {"type", "text"})
+        for item in items
+    )
 
 
 def _part_text(part: Any, kind: Any, at: str, *, images: bool) -> str:
@@ -168,6 +181,16 @@ def function_call(name: Any, arguments: Any, call_id: Any) -> dict[str, Any]:
     elif not isinstance(arguments, dict):
         arguments = {} if arguments is None else json.dumps(arguments, ensure_ascii=False)
     return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
+
+
+def from_json(value: Any) -> Any:
+    """Return what a JSON text of an object or a list holds, None for a blank text, and any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value if not isinstance(value, str) or value.strip() else None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def parsed_object(text: str) -> str | dict[str, Any]:

@@ -28,6 +28,7 @@ from slimectl.chats.messages import (
     normalized_tools,
 )
 from slimectl.errors import RecordError, SettingsError
+from slimectl.rewards.thoughts import TAGS
 from slimectl.stdio import logger
 from slimectl.types import Chat, Prompt
 
@@ -36,9 +37,14 @@ OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_fina
 DATE = "strftime_now"
 """Function by which templates print the date. transformers gives them one that reads the clock, an argument of this
 name, YYYY-MM-DD, replaces it."""
+OPEN = "q0open0q"
+"""Stand-in at the end of a thought that is not finished."""
 REMEDY = "Leave it out, or put a chat_template.jinja that shows it in the model's folder."
 _MARK = re.compile(r"<[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]{2,20}\]|◁/?think▷")
 _THINK_END = re.compile(r"[<\[◁]/[^<>\[\]]{0,12}think[^<>\[\]]{0,8}[>\]▷]", re.IGNORECASE)
+_STAND_IN = re.compile(r"(?=(q\d+[a-z]\w*?q))")
+_PRINTED_PART = re.compile(r"""['"]text['"]: ?['"]\s*q(\d+)c""")
+"""A part of a content as Python or JSON writes it: the template prints lists of parts instead of reading them."""
 MAX_FORMS = 4096
 """Shapes of chats that are remembered for a tokenizer."""
 
@@ -198,7 +204,30 @@ class Template:
             raise RecordError(
                 f"prompt: ends with {end} of the assistant, which cannot be continued. Add the message that follows."
             )
-        return self.text(messages, continued=True)
+        return self._text_of_open_thought(messages) or self.text(messages, continued=True)
+
+    def _text_of_open_thought(self, chat: Chat) -> str:
+        """Render a chat up to the end of its last message if this is an unfinished thought between tags; else "".
+
+        Templates that divide a content at its closing tag take an unfinished thought for an answer, and may write an
+        empty thought before it. So it is closed behind a stand-in, and the text is cut there. Where a template writes
+        another thought all the same, the message follows the header.
+        """
+        last = chat[-1]
+        content = last["content"]
+        for opening, closing in TAGS if isinstance(content, str) else ():
+            if content.rfind(opening) <= content.rfind(closing):
+                continue
+            text = self.text([*chat[:-1], {**last, "content": f"{content}{OPEN}{closing}{OPEN}"}])
+            if text.count(OPEN) == 2:
+                before, tag, thought = text.partition(OPEN)[0].rpartition(opening)
+                if not before.rstrip().endswith((opening, closing)):
+                    return before + tag + thought
+            header = self.text(chat[:-1], header=True)
+            is_opened = header.rstrip().endswith(opening)
+            follows = content.lstrip().removeprefix(opening) if is_opened else content
+            return f"{header.rstrip() if is_opened else header}{follows}"
+        return ""
 
     def _without_padding(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message without null arguments that its tool does not have: a table adds them."""
@@ -236,7 +265,9 @@ class Template:
         content, calls = message["content"], message.get("tool_calls") or ()
         return (
             message["role"],
-            tuple(self._segments(content)) if isinstance(content, str) else tuple(part["type"] for part in content),
+            hash(tuple(self._segments(content)))  # a long text has many
+            if isinstance(content, str)
+            else tuple(part["type"] for part in content),
             REASONING in message,
             tuple(call["function"]["name"] in call["id"] for call in calls),
             tuple(
@@ -260,16 +291,12 @@ class Template:
         yield text[begin:], False
 
     def _find(self, messages: Chat) -> Finding:
-        """Return the first form in which all parts show; else the one in which the fewest are missing."""
-        stand_ins, parts = self._stand_ins(messages)
-        best: Finding | None = None
-        for form in self._forms(messages):
-            finding = self._tried(form, stand_ins, parts)
-            if finding is not None and (best is None or len(finding.missing) < len(best.missing)):
-                best = finding
-            if best is not None and not best.missing:
-                break
-        if best is None:  # refused with stand-ins in every form; the chat itself may be, too
+        """Return the first form in which all parts show; else the one in which the fewest are missing.
+
+        A template that looks at texts may refuse stand-ins in every form. Then the texts themselves are looked for.
+        """
+        best = self._best(messages, originals=False) or self._best(messages, originals=True)
+        if best is None:
             return Finding(next(self._forms(messages)))
         query = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
         reads = bool(self._reading.reasoning_key)
@@ -278,6 +305,18 @@ class Template:
             return part.kind == "reasoning" and part.message < query and (reads or not part.text.endswith("rq"))
 
         return replace(best, missing=tuple(part for part in best.missing if not is_dropped_on_purpose(part)))
+
+    def _best(self, messages: Chat, *, originals: bool) -> Finding | None:
+        parts: list[Part] = []
+        stand_ins = [self._stand_in(i, message, parts, originals=originals) for i, message in enumerate(messages)]
+        best: Finding | None = None
+        for form in self._forms(messages):
+            finding = self._tried(form, stand_ins, parts)
+            if finding is not None and (best is None or len(finding.missing) < len(best.missing)):
+                best = finding
+            if best is not None and not best.missing:
+                break
+        return best
 
     def _forms(self, messages: Chat) -> Iterator[Form]:
         """Yield the forms in which these messages can be written, the usual one first."""
@@ -300,33 +339,35 @@ class Template:
             text = self.text(chat, header=chat[-1]["role"] != "assistant")
         except RecordError:
             return None
+        shown = {*_STAND_IN.findall(text)}
         missing = [
-            part for part in parts if part.text not in text and not (part.alternative and part.alternative in text)
+            part
+            for part in parts
+            if part.text not in shown and part.text not in text and not (part.alternative and part.alternative in text)
         ]
+        missing += [Part(int(match[1]), "content", match[0]) for match in _PRINTED_PART.finditer(text)]
         if not self.tools_show(text):
             names = ", ".join(_tool_names(self.tools))
             self._warn_once("tools", f"the model's chat template does not show the tools of a prompt: {names}")
         for i, message in enumerate(stand_ins):
             # An object that Python printed, or a JSON text that was quoted once more, is not what a model may learn.
-            key = f"q{i}k0q"
-            if message.get("tool_calls") and (f"'{key}'" in text or f'\\"{key}\\"' in text):
-                missing.append(Part(i, "arguments", key))
+            for call in message.get("tool_calls", ()):
+                arguments = call["function"]["arguments"]
+                keys = arguments if isinstance(arguments, dict) else ()
+                if any(f"'{key}'" in text or f'\\"{key}\\"' in text for key in keys):
+                    missing.append(Part(i, "arguments", call["function"]["name"]))
         return Finding(form, tuple(missing))
 
     def tools_show(self, text: str) -> bool:
         """Return whether a rendering shows the names of all tools."""
         return all(name in text for name in _tool_names(self.tools))
 
-    def _stand_ins(self, messages: Chat) -> tuple[Chat, list[Part]]:
-        """Return the messages with a stand-in for each of their texts, and these."""
-        parts: list[Part] = []
-        return [self._stand_in(i, message, parts) for i, message in enumerate(messages)], parts
-
-    def _stand_in(self, i: int, message: dict[str, Any], parts: list[Part]) -> dict[str, Any]:
+    def _stand_in(self, i: int, message: dict[str, Any], parts: list[Part], *, originals: bool) -> dict[str, Any]:
+        """Return a message with a stand-in for each text, or with the `originals`. They are added to `parts`."""
         result, content = dict(message), message["content"]
 
-        def text(kind: str, name: str, alternative: str = "") -> str:
-            parts.append(Part(i, kind, f"q{i}{name}q", alternative))
+        def text(kind: str, name: str, original: str, alternative: str = "") -> str:
+            parts.append(Part(i, kind, original if originals else f"q{i}{name}q", alternative))
             return parts[-1].text
 
         def filled(content: str, place: int = 0) -> str:
@@ -338,7 +379,7 @@ class Template:
                     pieces.append(piece)
                     continue
                 kind = "reasoning" if ends and begin < ends[-1] else "content"
-                pieces.append(piece.replace(piece.strip(), text(kind, f"c{place}x{number}"), 1))
+                pieces.append(piece.replace(piece.strip(), text(kind, f"c{place}x{number}", piece.strip()), 1))
             return "".join(pieces)
 
         if isinstance(content, str):
@@ -349,7 +390,7 @@ class Template:
                 for place, part in enumerate(content)
             ]
         if REASONING in message:
-            result[REASONING] = text("reasoning", "r")
+            result[REASONING] = text("reasoning", "r", message[REASONING].strip())
         if message.get("tool_calls"):
             result["tool_calls"] = [_stand_in_call(k, call, text) for k, call in enumerate(message["tool_calls"])]
         return result
@@ -358,15 +399,23 @@ class Template:
 def _stand_in_call(k: int, call: dict[str, Any], text: Any) -> dict[str, Any]:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if arguments and isinstance(arguments, dict):
-        arguments = {text("calls", f"k{k}"): text("calls", f"v{k}")}
+        key, value = next(iter(arguments.items()))
+        stand_in_key = text("calls", f"k{k}", key)
+        arguments = {stand_in_key: text("calls", f"v{k}", value if isinstance(value, str) and value.isalnum() else key)}
     # Kimi's template shows a call by its id alone, functions.NAME:NUMBER.
-    stand_in = text("calls", f"n{k}", call["id"] if name in call["id"] else "")
+    stand_in = text("calls", f"n{k}", name, call["id"] if name in call["id"] else "")
     return {**call, "function": {**call["function"], "name": stand_in, "arguments": arguments}}
 
 
 def _source(tokenizer: Any, tools: Any) -> str:
-    template = tokenizer.chat_template
-    return template if isinstance(template, str) else str(tokenizer.get_chat_template(tools=tools))
+    try:
+        return str(tokenizer.get_chat_template(tools=tools))
+    except ValueError:  # several templates
+        names = ", ".join(map(str, tokenizer.chat_template))
+        raise SettingsError(
+            f"model.path: its tokenizer has the chat templates {names}, and none is called default. Put the one to use "
+            "into a chat_template.jinja in the model's folder."
+        ) from None
 
 
 def _tool_names(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:

@@ -66,13 +66,13 @@ class AnswerFormat:
         return body.strip("\n"), content.lstrip("\n")
 
 
-def format_of(chat_template: str | None) -> AnswerFormat:
-    """Return the format of the model with this chat template.
+def format_of(chat_template: str | dict[str, str] | None) -> AnswerFormat:
+    """Return the format of the model with this chat template, or these by their names.
 
     >>> format_of("… <think> … <tool_call> …").notation.name
     'hermes'
     """
-    template = chat_template or ""
+    template = "\n".join(chat_template.values()) if isinstance(chat_template, dict) else chat_template or ""
     return AnswerFormat(END_OF_THINK in template, notation_of(template))
 
 

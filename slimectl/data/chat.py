@@ -128,11 +128,11 @@ def as_chat(text: str | Chat) -> Chat:
 
 
 def encode_raw(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize a text that is no rendered chat: with the BOS token where the tokenizer adds one, and never with two."""
-    tokens, bos = encode(tokenizer, text), getattr(tokenizer, "bos_token_id", None)
-    if bos is None or tokens[:1] == [bos] or tokenizer.encode("", add_special_tokens=True)[:1] != [bos]:
-        return tokens
-    return [bos, *tokens]
+    """Tokenize a text that is not a rendered chat, once with the tokens that its tokenizer adds before texts."""
+    tokens, letter, with_specials = encode(tokenizer, text), encode(tokenizer, "a"), tokenizer.encode("a")
+    count = next((i for i in range(len(with_specials)) if with_specials[i : i + len(letter)] == letter), 0)
+    prefix = with_specials[:count]
+    return tokens if tokens[:count] == prefix else [*prefix, *tokens]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

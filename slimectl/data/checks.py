@@ -94,7 +94,8 @@ def a_chat(value: Any) -> str | list[dict[str, Any]]:
     for i, message in enumerate(value):
         if type(message) is not dict or type(message.get("role")) is not str:
             raise ValueError(f"message {i} of the chat: expected {{role, content}}, got {shown(message)}")
-        if type(message.get("content")) not in (str, list, type(None)):
+        is_result = message["role"] in ("tool", "function") and type(message.get("content")) is dict
+        if not is_result and type(message.get("content")) not in (str, list, type(None)):
             raise ValueError(f"message {i} of the chat: content is {shown(message['content'])}, expected a string")
     return value
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slimectl.chats.messages import content_text, from_json
 from slimectl.data.checks import a_chat, shown
 from slimectl.errors import RecordError
 from slimectl.stdio import logger
@@ -31,6 +31,8 @@ OTHER_MEDIA = re.compile(r"(videos?|audios?|input_audio)(_(paths?|files?|urls?))
 NUMBERED_IMAGE = re.compile(r"(image|img|picture)_?\d+")
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 """Columns of prompts that are strings, by priority."""
+SYSTEM = ("system", "system_prompt")
+"""Columns of system messages, by priority."""
 GSM8K = "####"
 """Mark between the steps of an answer and its number, as GSM8K has it."""
 ROLES = {
@@ -40,6 +42,10 @@ ROLES = {
     "tool_response": "tool",
 }  # fmt: skip
 """ShareGPT's speakers, and the roles of chat templates."""
+SPEAKERS = ("human", "gpt", "chatgpt")
+"""ShareGPT's speakers that are no role of any chat template."""
+CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*"(role|content|from|value)"\s*:""")
+"""Beginning of a chat that is JSON text."""
 CALLERS = ("function_call", "tool_call")
 """ShareGPT's speakers whose text is calls of tools, as JSON."""
 
@@ -95,23 +101,37 @@ def read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstra
 
 
 def with_context(row: Mapping[str, Any], columns: Columns, location: str) -> Columns:
-    """Return the columns with the row's `system` and `history` before the prompt. Raises RecordError."""
-    if columns.text in ("", None):
+    """Return the columns with the row's system message and `history` before the prompt. Raises RecordError."""
+    if not columns.text or not isinstance(columns.text, str | list):
         return columns
-    system, history = row.get("system"), row.get("history")
-    is_history = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
-    before: Chat = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-    if is_history and history:
-        for question, answer in history:
-            before += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    if not before or "system" in columns.names:
-        return columns
+    name = next((name for name in SYSTEM if isinstance(row.get(name), str) and row[name]), "")
+    system: Chat = [{"role": "system", "content": row[name]}] if name and name not in columns.names else []
+    history = [] if "history" in columns.names else _history(row.get("history"), f"{location}: history")
     chat: Chat = [{"role": "user", "content": columns.text}] if isinstance(columns.text, str) else list(columns.text)
-    if chat and before[0]["role"] == "system" == chat[0]["role"]:
-        raise RecordError(f"{location}: system: the chat begins with a system message, too; drop one of them")
-    names = [name for name, messages in (("system", system), ("history", history if is_history else None)) if messages]
+    names = [source for source, messages in ((name, system), ("history", history)) if messages]
+    if not names or (chat[:1] == system and not history):
+        return columns
+    later = [*(history[:1] if system else ()), *chat[:1]]
+    if any(isinstance(message, dict) and message.get("role") == "system" for message in later):
+        raise RecordError(f"{location}: {names[0]}: the chat begins with a system message, too; drop one of them")
     _announce(location, f"the prompt begins with {' and '.join(names)}", "rollout.input_key")
-    return Columns([*before, *chat], columns.label, (*columns.names, *names))
+    return Columns([*system, *history, *chat], columns.label, (*columns.names, *names))
+
+
+def _history(value: Any, location: str) -> Chat:
+    """Return the turns before a prompt: pairs of a question and its answer, or messages; none for other values.
+
+    Raises RecordError for pairs and objects that are neither.
+    """
+    value = from_json(value)
+    if not isinstance(value, list) or not any(isinstance(item, list | dict) for item in value):
+        return []
+    if all(isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in value):
+        roles = ("user", "assistant")
+        return [{"role": role, "content": text} for pair in value for role, text in zip(roles, pair, strict=True)]
+    if all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in value):
+        return _checked_chat(value, location)
+    raise RecordError(f"{location}: expected pairs [question, answer] or messages; rename the column if it is neither")
 
 
 def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstration: bool) -> Columns:
@@ -154,17 +174,43 @@ def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
 
 def chat_column(row: Mapping[str, Any]) -> str | None:
     """Return the name of the column that has a whole chat in the published formats; None if there is none."""
-    return next(
-        (name for name in ("messages", "conversations", "conversation") if isinstance(row.get(name), list)), None
-    )
+    names = ("messages", "conversations", "conversation")
+    return next((name for name in names if isinstance(_parsed_chat(row.get(name)), list)), None)
+
+
+def _parsed_chat(value: Any) -> Any:
+    """Return a chat that a table has as JSON text, and any other value as it is."""
+    if not isinstance(value, str) or not CHAT_TEXT.match(value):
+        return value
+    chat = from_json(value)
+    return chat if isinstance(chat, list) and all(isinstance(message, dict) for message in chat) else value
 
 
 def as_messages(value: Any, location: str) -> Any:
-    """Return a chat, or one message, of ShareGPT as {role, content}; any other value as it is. Raises RecordError."""
-    messages = [value] if isinstance(value, dict) else value
-    if not isinstance(messages, list) or not any(isinstance(m, dict) and "from" in m for m in messages):
+    """Return a chat, one message, a chat as JSON text, or ShareGPT's as a list of messages; any other value as it is.
+
+    Raises RecordError for an unknown speaker.
+    """
+    value = _parsed_chat(value)
+    messages = [value] if isinstance(value, dict) and value.keys() & {"role", "from"} else value
+    if not isinstance(messages, list):
         return value
-    return [_message(message, location) for message in messages]
+    return [_message(m, location) for m in messages] if any(map(_is_sharegpt, messages)) else messages
+
+
+def _is_sharegpt(message: Any) -> bool:
+    return isinstance(message, dict) and (
+        "from" in message or message.get("role") in SPEAKERS or ("value" in message and "content" not in message)
+    )
+
+
+def _checked_chat(value: Any, location: str) -> Chat:
+    messages = as_messages(value, location)
+    try:
+        a_chat(messages)
+    except ValueError as error:
+        raise RecordError(f"{location}: {error}") from None
+    return messages  # type: ignore[no-any-return]
 
 
 def missing_column(location: str, key: str, row: Mapping[str, Any], setting: str, flag: str) -> RecordError:
@@ -211,7 +257,7 @@ def _question(
 
 
 def _chat(row: Mapping[str, Any], name: str, label_key: str | None, location: str, demonstration: bool) -> Columns:
-    chat: Chat = [_message(message, f"{location}: {name}") for message in row[name]]
+    chat = _checked_chat(row[name], f"{location}: {name}")
     if demonstration and chat and chat[-1]["role"] == "assistant":
         _announce(location, f"the turns of the assistant in {name} are imitated", "rollout.input_key")
         return Columns(chat, None, (name,))
@@ -224,11 +270,11 @@ def _chat(row: Mapping[str, Any], name: str, label_key: str | None, location: st
 
 def _completed(row: Mapping[str, Any], text: Any, location: str, demonstration: bool) -> Columns:
     """Prompt and completion of one row, strings or chats."""
-    completion, names = row["completion"], (INPUT_KEY, "completion")
+    completion, names = as_messages(row["completion"], f"{location}: completion"), (INPUT_KEY, "completion")
     _announce(location, "the label is taken from completion", "rollout.label_key")
     if not isinstance(completion, list):
         return Columns(text, completion, names)
-    answer = [_message(message, f"{location}: completion") for message in completion]
+    answer = _checked_chat(completion, f"{location}: completion")
     if demonstration:
         prompt = [{"role": "user", "content": text}] if isinstance(text, str) else list(text or [])
         return Columns([*prompt, *answer], None, names)
@@ -240,34 +286,28 @@ def _without_answer(chat: Chat) -> tuple[Chat, str | None]:
     if not chat or chat[-1]["role"] != "assistant":
         return chat, None
     content = chat[-1].get("content")
-    is_text = isinstance(content, str) and not (content == "" and chat[-1].get("tool_calls"))
-    return chat[:-1], content if is_text else None
+    text = content_text(content)
+    return chat[:-1], None if content is None or (text == "" and chat[-1].get("tool_calls")) else text
 
 
-def _message(message: Any, location: str) -> dict[str, Any]:
-    """Return a message as {role, content}; ShareGPT's has {from, value}. Raises RecordError."""
-    if isinstance(message, dict) and message.get("from") is not None and "value" in message:
-        speaker = str(message["from"]).lower()
-        role = ROLES.get(speaker)
-        if role is None:
-            raise RecordError(f"{location}: unknown speaker {message['from']!r}; known are {', '.join(ROLES)}")
-        more = {key: value for key, value in message.items() if key not in ("from", "value")}
-        if speaker in CALLERS:
-            return {**more, "role": role, "content": "", "tool_calls": _calls(message["value"], location)}
-        return {**more, "role": role, "content": message["value"]}
-    try:
-        a_chat([message])
-    except ValueError as error:
-        raise RecordError(f"{location}: {error}") from None
-    return message  # type: ignore[no-any-return]
+def _message(message: Any, location: str) -> Any:
+    """Return one of ShareGPT's messages {from, value} as {role, content}. Raises RecordError."""
+    speaker = message.get("from", message.get("role")) if isinstance(message, dict) else None
+    if speaker is None:
+        return message
+    role = ROLES.get(str(speaker).lower())
+    if role is None:
+        raise RecordError(f"{location}: unknown speaker {speaker!r}; known are {', '.join(ROLES)}")
+    content = message.get("value", message.get("content"))
+    more = {key: value for key, value in message.items() if key not in ("from", "role", "value", "content")}
+    if str(speaker).lower() in CALLERS:
+        return {**more, "role": role, "content": "", "tool_calls": _calls(content, location)}
+    return {**more, "role": role, "content": content}
 
 
 def _calls(value: Any, location: str) -> list[dict[str, Any]]:
     """Return the calls that a ShareGPT message has as JSON: an object with name and arguments, or a list of them."""
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        calls = None
+    calls = from_json(value)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise RecordError(f"{location}: function_call: expected JSON with name and arguments, got {shown(value)}")

@@ -100,7 +100,7 @@ def _placed(
 ) -> dict[str, Any]:
     """Return a message with bare parts of images; their sources are appended to `sources`."""
     content = message.get("content")
-    if isinstance(content, str) and not (marks and IMAGE_MARK in content):
+    if not isinstance(content, list) and not (isinstance(content, str) and marks and IMAGE_MARK in content):
         return message
     parts: list[dict[str, Any]] = []
     for part in _parts(message):
@@ -117,7 +117,7 @@ def _placed(
                     parts.append({"type": "text", "text": piece})
         else:
             parts.append(part)
-    return {**message, "content": parts} if content is not None else message
+    return {**message, "content": parts}
 
 
 def _next(waiting: Iterator[Any]) -> Any:
@@ -155,9 +155,9 @@ def _texts(chat: Chat) -> Iterator[Any]:
 def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the content of a message as parts."""
     content = message.get("content")
-    if isinstance(content, list):
-        return [part for part in content if isinstance(part, dict)]
-    return [{"type": "text", "text": content}] if content else []
+    items = content if isinstance(content, list) else [content] if content else []
+    parts = [{"type": "text", "text": item} if isinstance(item, str) else item for item in items]
+    return [part for part in parts if isinstance(part, dict)]
 
 
 def _is_image(part: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slimectl.chats.messages import from_json
 from slimectl.data.checks import Check, a_chat, a_label, a_mapping, shown
 from slimectl.data.columns import IMAGE_KEY, INPUT_KEY, LABEL_KEY, Columns, Keys, column, image_column, read_columns
 from slimectl.data.json_values import jsonable
@@ -211,7 +212,7 @@ def with_parts(
         label=_checked(location, keys.label, columns.label, _label),
         index=index,
         metadata=_checked(location, keys.metadata, column(value, keys.metadata), _metadata),
-        tools=_checked(location, keys.tool, column(value, keys.tool), _tools),
+        tools=_checked(location, keys.tool, column(value, keys.tool) or _functions(value, keys.tool), _tools),
         source_location=location,
         extra=_extra_columns(value, {*columns.names, keys.metadata, keys.tool, keys.image, image_key}),
         images=images,
@@ -254,6 +255,15 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     if type(tools) is not list or not all(type(tool) is dict for tool in tools):
         raise ValueError(f"expected a list of tool schemas, got {shown(value)}")
     return tools
+
+
+def _functions(row: dict[str, Any], key: str) -> Any:
+    """Return the tools of the column `functions`, OpenAI's older name, unless the settings name another column."""
+    functions = from_json(row.get("functions")) if key == "tools" else None
+    named = isinstance(functions, list) and all(
+        isinstance(f, dict) and {"name", "parameters"} <= {*f} for f in functions
+    )
+    return functions if named else None
 
 
 def _parse_json(value: Any) -> Any:

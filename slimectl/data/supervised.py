@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -121,9 +123,8 @@ def assistant_mask(
         role_token = None
         if end_tokens:
             end, role_token = rendering.stopping_end(i, (start, content_end, end), end_tokens)
-        for t, (begin, stop) in enumerate(rendering.offsets):
-            if start <= begin < stop <= end:
-                mask[t] = 1
+        for t in rendering.tokens_between(start, end):
+            mask[t] = 1
         if role_token is not None:
             count = next((t for t, (begin, _) in enumerate(rendering.offsets) if begin >= end), len(mask))
             return [*rendering.tokens[:count], role_token], [*mask[:count], 1]
@@ -164,17 +165,29 @@ class _Rendering:
         special = frozenset([*added, *tokenizer.all_special_ids, *end_tokens])
         return cls(template, tokenizer, chat, text, [*encoded["input_ids"]], encoded["offset_mapping"], special)
 
+    @cached_property
+    def begins(self) -> list[int]:
+        return [begin for begin, _ in self.offsets]
+
+    @cached_property
+    def special_spans(self) -> list[tuple[int, int]]:
+        return [span for token, span in zip(self.tokens, self.offsets, strict=True) if token in self.special]
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Return the places of the tokens that have characters, all of them between `start` and `end`."""
+        places = range(bisect_left(self.begins, start), bisect_left(self.begins, end))
+        return [t for t in places if self.begins[t] < self.offsets[t][1] <= end]
+
     def turn(self, i: int) -> tuple[int, int, int]:
         """Return where turn i begins, where its content ends, and where the special tokens that end it do."""
         start, content_end, tail_end = _turn_span(self.template, self.chat, i, self.text)
-        specials = [span for token, span in zip(self.tokens, self.offsets, strict=True) if token in self.special]
-        following = next((span for span in specials if span[0] >= content_end), None)
-        has_end = any(stop == content_end for _, stop in specials)
+        following = next((span for span in self.special_spans if span[0] >= content_end), None)
+        has_end = any(stop == content_end for _, stop in self.special_spans)
         is_beyond = following is not None and following[1] > tail_end and not has_end
         if following is not None and is_beyond and self._is_other_end(i, content_end, following):
             tail_end = following[1]
         end, ended = content_end, False
-        for begin, stop in specials:
+        for begin, stop in self.special_spans:
             # The turn ends with its first special token, and any that follow immediately.
             gap = self.text[end:begin] if end <= begin < stop <= tail_end else "no end"
             if not (gap if ended else gap.strip()):
@@ -199,8 +212,7 @@ class _Rendering:
         on. Raises RecordError for any other.
         """
         start, content_end, end = span
-        tokens = [*zip(self.tokens, self.offsets, strict=True)]
-        turn = [(token, stop) for token, (begin, stop) in tokens if start <= begin < stop <= end]
+        turn = [(self.tokens[t], self.offsets[t][1]) for t in self.tokens_between(start, end)]
         ends = [*itertools.takewhile(lambda item: item[0] in self.special, reversed(turn))]
         if stops := [stop for token, stop in ends if token in end_tokens]:
             return min(stops), None
@@ -248,16 +260,17 @@ def _turn_span(template: Template, chat: Chat, i: int, text: str) -> tuple[int, 
     the same. Otherwise (a tool's answer that is only rendered after a call), the turn is what it appends to the chat
     that ends before it, if the template leaves that chat unchanged. Raises RecordError if neither shows the turn.
     """
+    # A turn is what the model writes after its prompt. Not every template begins it so once it is there.
+    prompt = _text_before(template, chat[:i], header=True)
+    begin = len(prompt) if prompt and text.startswith(prompt) else None
     try:
-        start, end, tail_end = _span_between(template, chat, i, text)
+        return _span_between(template, chat, i, text, begin)
     except RecordError:
         appended = _appended(template, chat, i, text)
         if appended is None:
             raise
         start, end, tail_end = appended
-    # A turn is what the model writes after its prompt. Not every template begins it so once it is there.
-    prompt = _text_before(template, chat[:i], header=True)
-    return (len(prompt) if prompt and text.startswith(prompt) and len(prompt) <= end else start), end, tail_end
+        return (start if begin is None or begin > end else begin), end, tail_end
 
 
 def _text_before(template: Template, chat: Chat, *, header: bool) -> str:
@@ -279,20 +292,21 @@ def _appended(template: Template, chat: Chat, i: int, text: str) -> tuple[int, i
     return None if opened is None else (len(before) + opened, len(until.rstrip()), len(until))
 
 
-def _span_between(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:
-    """Like `_turn_span`: the turn lies between the two texts that do not depend on its message."""
+def _span_between(template: Template, chat: Chat, i: int, text: str, begin: int | None) -> tuple[int, int, int]:
+    """Like `_turn_span`: the turn lies between the two texts that do not depend on its message.
+
+    It starts at `begin`, the end of its prompt, or after the header that the template shows.
+    """
     around, last = _render_around(template, chat, i), _render_around(template, chat[: i + 1], i)
-    before_end = _end_before(template, chat, i, text)
     if around is not None and last is not None:
         prefix, suffix = around
-        header = _generation_header(template, chat[:i])
-        opened = _header_end(text[before_end:], header, shared(prefix, text)[before_end:])
-        start, end = before_end + (opened or 0), len(text) - len(suffix)
+        end = len(text) - len(suffix)
+        start = _shown_header_end(template, chat, i, text, prefix) if begin is None or begin > end else begin
         beyond = end
         if i + 1 < len(chat) and chat[i].get("tool_calls"):  # answers may depend on the calls, and vanish with them
             answer = _render_around(template, chat, i + 1)
             beyond = end if answer is None else len(shared(answer[0], text))
-        if opened is not None and before_end <= start <= end <= beyond and text.endswith(suffix):
+        if start is not None and start <= end <= beyond and text.endswith(suffix):
             return start, end, end + len(shared(last[1], suffix))
     raise RecordError(
         f"prompt: the chat template does not show what message {i} of the chat became; give what comes before "
@@ -300,13 +314,12 @@ def _span_between(template: Template, chat: Chat, i: int, text: str) -> tuple[in
     )
 
 
-def _end_before(template: Template, chat: Chat, i: int, text: str) -> int:
-    """Return the end of the last message before message i that the template shows: it may drop a tool's."""
-    for j in range(i - 1, -1, -1):
-        around = _render_around(template, chat, j)
-        if around is not None:
-            return len(text) - len(around[1])
-    return 0
+def _shown_header_end(template: Template, chat: Chat, i: int, text: str, prefix: str) -> int | None:
+    """Return where the header of turn i ends that the template shows behind the message before it; None without one."""
+    around = _render_around(template, chat, i - 1) if i else None
+    before_end = len(text) - len(around[1]) if around is not None else 0
+    opened = _header_end(text[before_end:], _generation_header(template, chat[:i]), shared(prefix, text)[before_end:])
+    return None if opened is None else before_end + opened
 
 
 def _generation_header(template: Template, chat: Chat) -> str:

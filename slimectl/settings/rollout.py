@@ -197,12 +197,13 @@ class RolloutSettings(Section):
         pinned = {} if self.template_date is None else {"strftime_now": self.template_date}
         return {**self.apply_chat_template_kwargs, **pinned}
 
-    @field_validator("template_date")
+    @field_validator("template_date", mode="before")
     @classmethod
-    def _check_date(cls, text: str | None) -> str | None:
-        """Refuse a text that is not a date."""
+    def _check_date(cls, value: Any) -> Any:
+        """Read a date, as a text or as TOML's date without quotes."""
+        text = value.isoformat() if isinstance(value, datetime.date) else value
         try:
-            return None if text is None else datetime.date.fromisoformat(text).isoformat()
+            return datetime.date.fromisoformat(text).isoformat() if isinstance(text, str) else text
         except ValueError:
             raise PydanticCustomError("date", "{text}: write the date as YYYY-MM-DD", {"text": text}) from None
 

@@ -156,6 +156,20 @@ def test_an_answer_is_found_again_without_its_reasoning_its_blanks_and_its_ids()
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
 
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_an_answer_that_continued_a_message_is_found_again_in_one_message_or_two(is_merged: bool):
+    tokenizer = merging_tokenizer()
+    engine = ScriptedEngine([[*tokenizer.encode(" seven"), tokenizer.eos_token_id]], tokenizer)
+    session = session_of(engine, tokenizer)
+    begun = {"role": "assistant", "content": "The sum is"}
+    answer = ask(session, [user("x"), begun])
+    turns = [{**begun, "content": begun["content"] + answer["content"]}] if is_merged else [begun, answer]
+    ask(session, [user("x"), *turns, user("y")])
+    (prompt, sampled, _), (later, _, _) = engine.log
+    assert later[: len(prompt + sampled)] == prompt + sampled
+    assert tokenizer.decode(later).count("The sum is seven<|im_end|>") == 1
+
+
 def test_a_message_that_was_seen_is_not_hashed_and_kept_again(monkeypatch: pytest.MonkeyPatch):
     hashed: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -32,6 +33,15 @@ def assistant(**values: Any) -> dict[str, Any]:
         ({"role": "function", "name": "f", "content": "1"}, {"role": "tool", "name": "f", "content": "1"}),
         (assistant(content=None, function_call={"name": "lookup", "arguments": '{"city": "Paris"}'}),
          assistant(content="", tool_calls=[CALL | {"id": ""}])),
+        (assistant(content="", function_call='{"name": "lookup", "arguments": {"city": "Paris"}}'),
+         assistant(content="", tool_calls=[CALL | {"id": ""}])),
+        (assistant(content="", tool_calls=json.dumps([CALL])), assistant(content="", tool_calls=[CALL])),
+        (assistant(content="a", tool_calls="", function_call={}), assistant(content="a")),
+        (assistant(content=None, refusal="No."), assistant(content="No.", refusal="No.")),
+        ({"role": "tool", "content": {"temp": 3, "sky": "blå"}},
+         {"role": "tool", "content": '{"temp": 3, "sky": "blå"}'}),
+        ({"role": "tool", "content": [{"temp": 3}, 4]}, {"role": "tool", "content": '[{"temp": 3}, 4]'}),
+        ({"role": "tool", "content": [{"type": "text", "text": "3"}, " °C"]}, {"role": "tool", "content": "3 °C"}),
     ],
 )  # fmt: skip
 def test_a_message_has_one_form(message: dict[str, Any], wanted: dict[str, Any]):
@@ -64,6 +74,8 @@ def test_arguments_are_an_object_where_they_can_be(arguments: Any, wanted: Any):
         ({"role": "user", "content": [{"type": "image"}]}, "m.content: has a part of type 'image'"),
         ({"role": "user", "content": "\ud83d"}, "m.content: has half of a surrogate pair"),
         (assistant(content="", tool_calls={}), "m.tool_calls: is not a list"),
+        (assistant(content="", function_call="lookup"), "m.tool_calls[0]: is not a call of a function"),
+        ({"role": "user", "content": {"temp": 3}}, "m.content: is neither a string nor a list of parts"),
         (assistant(content="", tool_calls=[{"function": {}}]), "m.tool_calls[0]: is not a call of a function"),
         (assistant(content="", reasoning="a", thinking="b"), "m.reasoning_content: differs from the other reasoning"),
     ],

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimectl.agents.chat_request import RequestRefused
-from slimectl.agents.openai_chat import read_chat
+from slimectl.agents.openai_chat import read_chat, read_completion
 from slimectl.agents.trajectory_tree import TrajectoryTree
 from slimectl.chats.messages import MessageError
 from slimectl.data.chat import render
 from slimectl.data.columns import Keys
 from slimectl.data.prompts import prompt_of
+from slimectl.data.supervised import sft_sample
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.openai_api import _messages
 from slimectl.engines.server.schema import RequestBody
@@ -77,6 +78,17 @@ def test_rows_agents_and_servers_agree(chat: list[dict[str, Any]], has_tools: bo
     of_row = outcome(lambda: render(prompt_of(("rows.jsonl:1", row), 0, KEYS), given_tokenizer))
     assert outcome(lambda: TrajectoryTree(given_tokenizer).continuation(read_chat(body)).tokens) == of_row
     assert outcome(of_server) == of_row
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "llama2"])
+@pytest.mark.parametrize("text", ["hi", " hi\n", "<think>hi", "日本"])
+def test_a_raw_text_has_the_tokens_of_its_tokenizer_everywhere(family: str, text: str):
+    given_tokenizer = tokenizer(family)
+    wanted = given_tokenizer.encode(text)
+    assert render(Prompt(text), given_tokenizer) == wanted
+    assert TrajectoryTree(given_tokenizer).continuation(read_completion({"prompt": text})).tokens == wanted
+    tokens, length, _ = sft_sample(Prompt(text, label="there"), given_tokenizer)
+    assert tokens[:-length] == wanted
 
 
 @pytest.mark.parametrize("family", FAMILIES)

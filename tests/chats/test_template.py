@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families.families import TOOL, call_chat, tokenizer
+from chat_families.families import FAMILIES, TOOL, call_chat, tokenizer
 
 from slimectl.chats import template as templates
 from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.data.chat import encode_raw, render
 from slimectl.data.prompts import open_prompts
 from slimectl.data.supervised import sft_sample
-from slimectl.errors import RecordError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.types import Chat, Prompt
 
 USER = {"role": "user", "content": "q"}
+PARIS = {"city": "Paris"}
 ENDED = "{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>"
 
 
@@ -129,6 +130,58 @@ def test_a_chat_that_ends_with_the_assistant_is_continued():
     assert mask == [1] * length
 
 
+@pytest.mark.parametrize(
+    ("family", "header"),
+    [("qwen3", "<|im_start|>assistant\n<think>\n"), ("qwen3-thinking-2507", "<|im_start|>assistant\n<think>\n"),
+     ("qwen2.5", "<|im_start|>assistant\n<think>\n"), ("glm4.5", "<|assistant|>\n<think>"),
+     ("deepseek-r1", "<｜Assistant｜><think>\n"), ("kimi-k2-thinking", "assistant<|im_middle|><think>\n"),
+     ("nemotron-nano2", "<SPECIAL_11>Assistant\n<think>\n"), ("llama2", "[/INST] <think>\n")],
+)  # fmt: skip
+def test_an_unfinished_thought_is_continued_after_one_header(family: str, header: str):
+    tokens = tokenizer(family)
+    chat = [USER, {"role": "assistant", "content": "<think>\nHm"}]
+    text = tokens.decode(render(Prompt(chat), tokens))
+    assert text.endswith(header + "Hm")
+    assert text.count("think>") == 1
+    if family in ("qwen3", "glm4.5", "qwen2.5"):
+        stops = tokens.convert_tokens_to_ids([*FAMILIES[family].stops])
+        taught, length, _ = sft_sample(Prompt(chat, label=".\n</think>\n\n4"), tokens, end_tokens=stops)
+        assert tokens.decode(taught[:-length]) == text
+
+
+def test_lists_of_parts_that_a_template_prints_are_not_a_form_of_a_text():
+    ended = ENDED.replace("m.content", "m.content if m.content | length < 4")
+    with pytest.raises(RecordError, match=r"does not show the content of message 0 \(user\)"):
+        text_of("{% for m in messages %}" + ended + "{% endfor %}", [USER])
+
+
+def test_a_template_that_refuses_stand_ins_is_tried_with_the_texts_themselves():
+    asks = "{% if m.role == 'user' and '?' not in m.content %}{{ raise_exception('no question') }}{% endif %}"
+    printed = ENDED.replace("CALL", "{{ c.function.name }}{{ c.function.arguments }}")
+    text = text_of("{% for m in messages %}" + asks + printed + "{% endfor %}", call_chat(PARIS)[:3])
+    assert text == 'user: Weather?<|im_end|>assistant: lookup{"city": "Paris"}<|im_end|>tool: sunny<|im_end|>'
+    no_system = "{% for m in messages if m.role != 'system' %}" + asks + ENDED + "{% endfor %}"
+    with pytest.raises(RecordError, match=r"does not show the content of message 0 \(system\)"):
+        text_of(no_system, [{"role": "system", "content": "Heed."}, {"role": "user", "content": "q?"}])
+
+
+def test_of_several_templates_the_one_for_tools_or_the_default_is_used():
+    plain = "{% for m in messages %}" + ENDED + "{% endfor %}"
+    both: Any = {"default": plain, "tool_use": "{{ tools[0].function.name }}: " + plain}
+    assert text_of(both, [USER]) == "user: q<|im_end|>"
+    assert text_of(both, [USER], tools=[TOOL]) == "lookup: user: q<|im_end|>"
+    both["rag"] = both.pop("default")
+    with pytest.raises(SettingsError, match="has the chat templates tool_use, rag, and none is called default"):
+        text_of(both, [USER])
+
+
+def test_a_long_text_of_marks_is_read_in_one_pass():
+    tokens = tokenizer("qwen3")
+    chat = [{"role": "user", "content": "<tool_call> x " * 20_000}]
+    [message] = templates.Template(tokens, Prompt(""), None).fit(chat)
+    assert message == chat[0]
+
+
 @pytest.mark.parametrize(("text", "wanted"), [("hi", "<bos>hi"), ("<bos>hi", "<bos>hi"), ("", "<bos>")])
 def test_a_raw_text_begins_with_one_bos_where_the_tokenizer_adds_it(text: str, wanted: str):
     gemma, qwen = tokenizer("gemma3"), tokenizer("qwen2.5")
@@ -138,6 +191,18 @@ def test_a_raw_text_begins_with_one_bos_where_the_tokenizer_adds_it(text: str, w
     if text:
         tokens, length, _ = sft_sample(Prompt(text, label="there"), gemma)
         assert tokens[:-length] == encode_raw(gemma, text)
+
+
+@pytest.mark.parametrize(
+    ("added", "wanted"), [("[gMASK] <sop> $A", "[gMASK]<sop>hi"), ("<sop> $A [gMASK]", "<sop>hi"), ("$A <sop>", "hi")]
+)
+def test_a_raw_text_begins_with_all_that_its_tokenizer_puts_there(added: str, wanted: str):
+    from tokenizers import processors
+
+    glm = byte_tokenizer(["[gMASK]", "<sop>"])
+    specials = [(token, glm.convert_tokens_to_ids(token)) for token in ("[gMASK]", "<sop>")]
+    glm.backend_tokenizer.post_processor = processors.TemplateProcessing(single=added, special_tokens=specials)
+    assert glm.decode(encode_raw(glm, "hi")) == glm.decode(encode_raw(glm, wanted)) == wanted
 
 
 def test_a_template_prints_the_date_that_is_pinned():

@@ -279,3 +279,7 @@ def test_an_argument_that_is_written_as_text_has_the_type_that_its_tool_declares
     (parsed,) = format_of(GLM45).parse(call, [tool]).tool_calls
     assert json.loads(parsed.arguments) == {"x": value}
     assert type(json.loads(parsed.arguments)["x"]) is type(value)
+
+
+def test_of_several_templates_each_may_have_the_format():
+    assert format_of({"default": "</think>", "tool_use": "<tool_call>"}) == format_of("</think> <tool_call>")

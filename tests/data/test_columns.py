@@ -60,6 +60,21 @@ def read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
          "the prompt is taken from instruction and input, the label from output"),
         ({"instruction": "Add 1 and 1.", "input": "", "output": "2"}, "Add 1 and 1.", "2",
          "the prompt is taken from instruction and input, the label from output"),
+        ({"messages": json.dumps([USER, ANSWER])}, [USER], "2",
+         "the prompt is taken from messages, the label from its last turn"),
+        ({"messages": [USER, {**ANSWER, "content": [{"type": "text", "text": "2"}]}]}, [USER], "2",
+         "the prompt is taken from messages, the label from its last turn"),
+        ({"conversations": [{"role": "human", "content": "1+1?"}, {"role": "gpt", "value": "2"}]}, [USER], "2",
+         "the prompt is taken from conversations, the label from its last turn"),
+        ({"prompt": json.dumps([USER]), "completion": ANSWER}, [USER], "2", "the label is taken from completion"),
+        ({"prompt": "[1, 2]"}, "[1, 2]", None, ""),
+        ({"prompt": "2?", "system_prompt": "Be short.", "history": [["1+1?", "2"]]},
+         [SYSTEM, USER, ANSWER, {"role": "user", "content": "2?"}], None,
+         "the prompt begins with system_prompt and history"),
+        ({"prompt": [SYSTEM, USER], "system": "Be short.", "history": None}, [SYSTEM, USER], None, ""),
+        ({"prompt": "2?", "history": [*SHAREGPT[1:]]}, [USER, ANSWER, {"role": "user", "content": "2?"}], None,
+         "the prompt begins with history"),
+        ({"prompt": "2?", "history": [1.5, 2.5]}, "2?", None, ""),
         ({"text": "Once upon"}, "Once upon", None, "the prompt is taken from text, and there is no label"),
     ],
 )  # fmt: skip
@@ -108,8 +123,29 @@ def test_dotted_keys_are_paths_into_objects_and_other_columns_stay_with_the_prom
     assert read(VERL)[2] == {"reward_model": VERL["reward_model"], "data_source": "gsm8k"}
 
 
+def test_functions_are_tools_by_their_older_name(tmp_path: Path):
+    function = {"name": "add", "parameters": {"type": "object"}}
+    rows = [{"functions": [function]}, {"functions": json.dumps([function])}, {"functions": ["add"]},
+            {"functions": [function], "tools": [{**function, "name": "mul"}]}]  # fmt: skip
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "q", **row}) + "\n" for row in rows))
+    assert [prompt.tools for prompt in open_prompts([str(file)])] == [
+        [function], [function], None, [{**function, "name": "mul"}],
+    ]  # fmt: skip
+
+
 def test_a_row_of_no_known_format_names_its_columns(read: Any):
     with pytest.raises(RecordError, match=r"no key 'prompt'; its keys are words, info.a: name one by --input-key or"):
         read({"words": 1, "info": {"a": 1}})
     with pytest.raises(RecordError, match=r"unknown speaker 'alien'; known are human, user, gpt"):
         read({"conversations": [{"from": "alien", "value": "x"}]})
+    for history in ([{"user": "1+1?", "bot": "2"}], [["1+1?", None]], [["1+1?"]]):
+        with pytest.raises(RecordError, match=r"history: expected pairs \[question, answer\] or messages"):
+            read({"prompt": "2?", "history": history})
+    for row in ({"system": "Be long."}, {"system": "Be short.", "history": [["1+1?", "2"]]}):
+        with pytest.raises(RecordError, match=r"system: the chat begins with a system message, too"):
+            read({"prompt": [SYSTEM, USER], **row})
+    with pytest.raises(RecordError, match=r"history: the chat begins with a system message, too"):
+        read({"prompt": [SYSTEM, USER], "history": [["1+1?", "2"]]})
+    with pytest.raises(RecordError, match=r"messages: message 1 of the chat: content is 3, expected a string"):
+        read({"messages": [USER, {"role": "tool", "content": 3}]})

@@ -61,6 +61,8 @@ def prompt_of(tmp_path: Path, row: dict[str, Any], **keys: Any) -> Prompt:
         ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, text("Which?")]}]},
          [PART, text("Which?")]),
         ({"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]}, [PART]),
+        ({"prompt": [{"role": "user", "content": [PART, "Which?"]}], "images": ["a.png"]}, [PART, text("Which?")]),
+        ({"prompt": '[{"role": "user", "content": "<image>Which?"}]', "image": "a.png"}, [PART, text("Which?")]),
     ],
 )  # fmt: skip
 def test_rows_have_images_in_a_column_or_in_parts(tmp_path: Path, row: dict[str, Any], content: list[Any]):
@@ -68,6 +70,11 @@ def test_rows_have_images_in_a_column_or_in_parts(tmp_path: Path, row: dict[str,
     assert prompt.text == [{"role": "user", "content": content}]
     assert prompt.images == [str(tmp_path / name) for name in ("a.png", "b.png")[: content.count(PART)]]
     assert prompt.extra == {}
+
+
+def test_a_result_that_is_an_object_stays_one_next_to_images(tmp_path: Path):
+    chat = [{"role": "user", "content": "<image>?"}, {"role": "tool", "content": {"sky": "<image>"}}]
+    assert prompt_of(tmp_path, {"prompt": chat, "images": ["a.png"]}).text[1] == chat[1]
 
 
 def test_bytes_stay_base64_and_another_key_can_name_the_column(tmp_path: Path):

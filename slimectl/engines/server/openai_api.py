@@ -139,8 +139,7 @@ def _parser(
 ) -> ChatParser | None:
     """Return the parser of the answers to a chat; None where they are content alone."""
     tokenizer = service.served.tokenizer
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    answer_format = format_of(template)
+    answer_format = format_of(tokenizer.chat_template)
     prompt_end = service.desk.detokenizers[True].decode(tokens[-PROMPT_END:])
     if wish.params.grammar is not None and prompt_end.rstrip().endswith(THINK):
         switch = 'the template may have a switch, as "chat_template_kwargs": {"enable_thinking": false}'
