@@ -259,7 +259,8 @@ def _question(
 def _chat(row: Mapping[str, Any], name: str, label_key: str | None, location: str, demonstration: bool) -> Columns:
     chat = _checked_chat(row[name], f"{location}: {name}")
     if demonstration and chat and chat[-1]["role"] == "assistant":
-        _announce(location, f"the turns of the assistant in {name} are imitated", "rollout.input_key")
+        untaught = "" if label_key is None else f", and {label_key} is not"
+        _announce(location, f"the turns of the assistant in {name} are imitated{untaught}", "rollout.input_key")
         return Columns(chat, None, (name,))
     prompt, answer = _without_answer(chat)
     label, source = (answer, "its last turn") if label_key is None else (column(row, label_key), label_key)

@@ -85,6 +85,8 @@ def test_prompt_and_label_of_a_published_format(read: Any, row: dict[str, Any], 
 
 def test_a_demonstration_keeps_the_whole_chat(read: Any):
     assert read({"messages": [USER, ANSWER]}, demonstrations=True)[:2] == ([USER, ANSWER], None)
+    imitated = read({"messages": [USER, ANSWER], "answer": "two"}, demonstrations=True)
+    assert imitated[3] == "the turns of the assistant in messages are imitated, and answer is not"
     assert read({"conversations": SHAREGPT}, demonstrations=True)[0] == [SYSTEM, USER, ANSWER]
     assert read({"prompt": [USER], "completion": [ANSWER]}, demonstrations=True)[0] == [USER, ANSWER]
     assert read({"question": "q", "answer": "a\n#### 2"}, demonstrations=True)[1] == "a\n#### 2"
