@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -250,4 +251,4 @@ class TrainingRun:
 
     @property
     def _resume_command(self) -> str:
-        return f"slimectl {self.rounds.command} --resume {self.folder.path}"
+        return f"slimectl {self.rounds.command} --resume {shlex.quote(str(self.folder.path))}"
