@@ -181,7 +181,8 @@ def closing_words(job: TrainingRun, recipe: Recipe) -> None:
                 change = f"{values[0]:.3f} before, {values[-1]:.3f} after ({values[-1] - values[0]:+.3f})"
                 stdio.note(f"{name}: {result} {change}")
     path = job.folder.path
-    commands = [f"slimectl view {shlex.quote(str(path))}", *_sample_commands(path, is_verified=not job.settings.score.own_functions)]
+    samples = _sample_commands(path, is_verified=not job.settings.score.own_functions)
+    commands = [f"slimectl view {shlex.quote(str(path))}", *samples]
     commands += [line.format(run=path) for line in recipe.words.get("next", [])]
     stdio.note("try next:\n" + "\n".join(f"  {line}" for line in commands))
 
