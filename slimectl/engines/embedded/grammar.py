@@ -78,9 +78,7 @@ def has_text(grammar: Node) -> bool:
     while pending:
         node = pending.pop()
         if id(node) not in reached:
-            parts = getattr(node, "parts", None) or getattr(node, "options", ())
-            parts = (node.node,) if isinstance(node, Repeat | Rule) else parts
-            reached[id(node)] = node, parts
+            reached[id(node)] = node, (parts := _parts(node))
             pending += parts
     ending, count = set[int](), -1
     while count < len(ending):
@@ -90,6 +88,12 @@ def has_text(grammar: Node) -> bool:
             if ends(id(part) in ending for part in parts) or (isinstance(node, Repeat) and not node.low):
                 ending.add(number)
     return id(grammar) in ending
+
+
+def _parts(node: Node) -> Sequence[Node]:
+    if isinstance(node, Repeat | Rule):
+        return (node.node,)
+    return () if isinstance(node, Bytes) else node.options if isinstance(node, Choice) else node.parts
 
 
 def literal(text: str) -> Node:
