@@ -28,7 +28,7 @@ class LogProbCheck:
     """Whether older weights wrote tokens of this round: these differ by design."""
     round: int = 0
     has_older_rows: bool = False
-    """Whether rows wait for the next step since before the last one."""
+    """Whether rows wait for the next step that were sampled before the last one."""
 
     def check(self, report: StepReport) -> None:
         """Check a step. Raises SlimectlError if run.on_logprob_mismatch is "stop"."""

@@ -68,7 +68,7 @@ def json_grammar(schema: Any) -> Node:
     compiler = _Compiler(schema)
     node = compiler.node(schema, "$", 0)
     if compiler.rules and not has_text(node):
-        raise SettingsError("json_schema: no JSON fits, since it contains itself; make the inner one optional")
+        raise SettingsError("json_schema: requires itself without end; make the inner part optional")
     return node
 
 
