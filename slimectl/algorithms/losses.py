@@ -51,6 +51,7 @@ class PolicyLoss:
     kl_loss_type: str = "k1"
     use_unbiased_kl: bool = False
     entropy_coef: float = 0.0
+    use_rollout_logprobs: bool = False
     use_tis: bool = False
     tis_clip: float = 2.0
     tis_clip_low: float = 0.0
@@ -119,7 +120,8 @@ class PolicyLoss:
         if (bounds := self.surrogate.ratio_bounds) is not None:
             values_T |= ratio_bound_metrics(values_T["ois"], **bounds)
         if pack.rollout_logprobs_T is not None:
-            values_T |= engine_mismatch_metrics(old_T, pack.rollout_logprobs_T)
+            trainer_T = pack.logprobs_T if self.use_rollout_logprobs else old_T
+            values_T |= engine_mismatch_metrics(trainer_T, pack.rollout_logprobs_T)
             correction_T, values_T["tis_clipfrac"] = self._correction(pack, old_T, pack.rollout_logprobs_T)
             loss_T = loss_T * correction_T
             values_T["tis_masked"] = (correction_T == 0).to(loss_T.dtype)

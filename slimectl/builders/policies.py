@@ -119,7 +119,7 @@ def check_training(settings: Settings) -> None:
             config = with_defaults(cards.load(str(card))["config"])
             (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         steps = settings.train.lr_decay_iters or total_steps(settings)
-        lr = None if steps else settings.train.lr  # the end of a schedule may follow from a file of samples
+        lr = settings.train.lr if steps is None else None  # the end of a schedule may follow from a file of samples
         options = _options(settings, folder, steps, lr, True)
         policy_backend(settings).check_training(settings, folder, options)
 

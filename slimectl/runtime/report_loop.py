@@ -57,8 +57,7 @@ class ReportLoop:
         """Whether policy and state are those after a whole round."""
         self._newest_checkpoint = self.state.place if self.state.rollout_id else None
         """Round and step of the newest checkpoint."""
-        trained = 0 if self.state.step else None
-        self._log_prob_check = LogProbCheck(self.settings.run, not self.rounds.samples, trained)
+        self._log_prob_check = LogProbCheck(self.settings, not self.rounds.samples, bool(self.state.step))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 from slimectl.data.chat import render, warn_of_raw_prompt
@@ -368,14 +369,20 @@ class _GenerationSession:
         return spans
 
     def _mask_forced(self, sample: Sample) -> None:
-        """Set the loss mask to 0 for tokens that a grammar forced, in every answer that the sample contains."""
-        for tokens, completion in self._requests:
-            if completion.loss_mask is None or 0 not in completion.loss_mask:
-                continue
-            common = _common_length(sample.tokens, [*tokens, *completion.tokens]) - sample.prompt_length
-            mask, start = sample.loss_mask or [1] * sample.response_length, len(tokens) - sample.prompt_length
-            forced = {start + i for i, chosen in enumerate(completion.loss_mask) if not chosen and start + i < common}
-            sample.loss_mask = [0 if i in forced else value for i, value in enumerate(mask)]
+        """Set the loss mask to 0 for tokens that a grammar forced, in every answer that the sample contains.
+
+        Of answers to the same tokens, the one that agrees with the sample longest decides.
+        """
+        if all(completion.loss_mask is None for _, completion in self._requests):
+            return
+        forced: dict[int, bool] = {}
+        common = [_common_length(sample.tokens, [*tokens, *answer.tokens]) for tokens, answer in self._requests]
+        for end, (tokens, answer) in sorted(zip(common, self._requests, strict=True), key=itemgetter(0)):
+            mask = answer.loss_mask or [1] * len(answer.tokens)
+            forced |= {place: not chosen for place, chosen in enumerate(mask, len(tokens)) if place < end}
+        if any(forced.values()):
+            values = enumerate(sample.loss_mask or [1] * sample.response_length, sample.prompt_length)
+            sample.loss_mask = [0 if forced.get(place) else value for place, value in values]
 
     def _routing(self, sample: Sample) -> Routing | None:
         """Return the experts of the sample's tokens, from every request that began like it; None if no engine told.

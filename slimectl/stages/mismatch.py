@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slimectl.errors import SlimectlError
-from slimectl.settings.run import RunSettings
+from slimectl.settings import Settings
 from slimectl.stdio import logger
 from slimectl.types import StepReport
 
@@ -16,25 +16,32 @@ METRIC, STALENESS = "train/train_rollout_logprob_abs_diff", "rollout/staleness/m
 class LogProbCheck:
     """Warns, or stops, if engine and trainer compute different log-probabilities for the same tokens.
 
-    Of `recorded` samples it checks the first round that has a step: after it the model differs by its training.
+    Of `recorded` samples it checks the first step: after it the model differs by its training. So does the policy after
+    the first step of a round where the engine's log-probabilities are the old ones.
     """
 
-    run: RunSettings
+    settings: Settings
     recorded: bool = False
-    first_round: int | None = None
-    """The round of the first step; None before it."""
+    has_trained: bool = False
+    """Whether a step was made before."""
     is_stale: bool = False
     """Whether older weights wrote tokens of this round: these differ by design."""
+    round: int = 0
+    has_older_rows: bool = False
+    """Whether rows wait for the next step that were sampled before the last one."""
 
     def check(self, report: StepReport) -> None:
         """Check a step. Raises SlimectlError if run.on_logprob_mismatch is "stop"."""
         if report.samples or STALENESS in report.metrics:
             self.is_stale = bool(report.metrics.get(STALENESS))
-        if self.first_round is None and report.is_step:
-            self.first_round = report.rollout_id
-        trained = self.recorded and report.rollout_id != self.first_round
-        difference, bound = report.metrics.get(METRIC, 0.0), self.run.max_logprob_mismatch
-        if self.is_stale or trained or bound is None or difference <= bound:
+        run, takes_old = self.settings.run, getattr(self.settings.algorithm, "use_rollout_logprobs", False)
+        is_moved = takes_old and (self.has_older_rows or report.rollout_id == self.round)
+        is_moved = self.has_trained if self.recorded else is_moved
+        rows_wait = "train/rollouts_left_over" in report.metrics
+        self.has_older_rows = rows_wait and (report.is_step or self.has_older_rows)
+        self.round, self.has_trained = report.rollout_id, self.has_trained or report.is_step
+        difference, bound = report.metrics.get(METRIC, 0.0), run.max_logprob_mismatch
+        if self.is_stale or is_moved or bound is None or difference <= bound:
             return
         beyond = f"{difference:.3f} a token on average, more than run.max_logprob_mismatch = {bound:g}"
         message = f"engine and trainer differ by {beyond}; `slimectl doctor --engine` looks for the cause"
@@ -44,6 +51,6 @@ class LogProbCheck:
                 f"you train, with its tokenizer and rollout.temperature"
             )
         message = f"round {report.rollout_id}: {message}"
-        if self.run.on_logprob_mismatch == "stop":
+        if run.on_logprob_mismatch == "stop":
             raise SlimectlError(message)
         logger.warning(message)

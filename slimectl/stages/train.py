@@ -70,7 +70,7 @@ def train(
     rounds = sample_batches(samples, settings, settings.rollouts_per_round)
     timer = RoundTimer(progress=progress)
     batches = map(RolloutBatch, rounds)
-    check = LogProbCheck(settings.run, recorded=True)
+    check = LogProbCheck(settings, recorded=True)
     for report in train_batches(batches, policy, settings, critic=critic, state=state, hooks=hooks, timer=timer):
         yield report
         check.check(report)

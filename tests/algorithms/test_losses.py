@@ -178,6 +178,14 @@ def test_mismatch_is_reported_whenever_the_engine_gave_log_probabilities():
     assert got["train_rollout_k3"] == pytest.approx(0.25 * (3 - math.log(4)) + 0.5 * (-0.5 + math.log(2)))
 
 
+def test_mismatch_compares_the_policy_where_the_engine_s_log_probabilities_are_the_old_ones():
+    rollout_T = tensor(1.0, 1.0, 2.0).log()
+    same = {"old_logprobs_T": rollout_T, "rollout_logprobs_T": rollout_T}
+    loss, metrics = PolicyLoss(use_rollout_logprobs=True)(pack(**same))
+    assert metrics["train_rollout_logprob_abs_diff"].item() == pytest.approx(0.25 * math.log(1.5) + 0.5 * math.log(4))
+    assert loss.item() == PolicyLoss()(pack(**same))[0].item()
+
+
 def test_truncated_importance_multiplies_the_surrogate():
     loss, metrics = PolicyLoss(use_tis=True)(pack(rollout_logprobs_T=tensor(1 / 4, 1.0, 2.0).log()))
     # weights min(4, 2), 1, 1/2 on tokens -1.2, -1.0, 0.8: -0.3 * 2 - 0.25 + 0.4 / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from workshop import Workshop
 
-from slimectl.settings.run import RunSettings
+from slimectl.settings import Settings
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.types import StepReport
 
@@ -45,9 +45,34 @@ def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):
     assert len([line for line in workshop.metrics("b") if "train/loss" in line["metrics"]]) == 1
 
 
-@pytest.mark.parametrize(("staleness", "words"), [(0.0, 1), (1.0, 0)])
-def test_answers_of_older_weights_are_no_disagreement(caplog: pytest.LogCaptureFixture, staleness: float, words: int):
-    metrics = {"train/train_rollout_logprob_abs_diff": 0.2, "rollout/staleness/max": staleness}
-    report = StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics)
-    LogProbCheck(RunSettings(max_logprob_mismatch=0.1)).check(report)
-    assert caplog.text.count("engine and trainer differ by 0.200") == words
+STEP = {"train/train_rollout_logprob_abs_diff": 0.2}
+LEFT_OVER = {"train/rollouts_left_over": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "recorded", "reports", "warnings"),
+    [
+        ({}, False, [(1, STEP | {"rollout/staleness/max": 0.0})], 1),
+        ({}, False, [(1, STEP | {"rollout/staleness/max": 1.0})], 0),  # responses of older weights
+        ({}, False, [(1, STEP), (1, STEP), (2, STEP)], 3),
+        ({}, True, [(1, LEFT_OVER), (2, STEP), (2, STEP), (3, STEP)], 1),  # the model has been trained since
+        ({"use_rollout_logprobs": True}, False, [(1, STEP), (1, STEP), (2, STEP)], 2),  # as it has in a second step
+        ({"use_rollout_logprobs": True}, False, [(1, STEP | LEFT_OVER), (2, STEP), (3, STEP)], 2),
+        ({"use_rollout_logprobs": True}, False, [(1, LEFT_OVER), (2, STEP)], 1),
+    ],
+)
+def test_a_disagreement_is_told_of_log_probabilities_of_the_same_weights(
+    caplog: pytest.LogCaptureFixture,
+    algorithm: dict[str, bool],
+    recorded: bool,
+    reports: list[tuple[int, dict[str, float]]],
+    warnings: int,
+):
+    settings = Settings.model_validate(
+        {"algorithm": {"name": "grpo"} | algorithm, "run": {"max_logprob_mismatch": 0.1}}
+    )
+    check = LogProbCheck(settings, recorded)
+    for step, (rollout_id, metrics) in enumerate(reports):
+        is_step = STEP.keys() <= metrics.keys()
+        check.check(StepReport(step, rollout_id, weight_version="1", metrics=metrics, is_step=is_step))
+    assert caplog.text.count("differ by 0.200") == warnings

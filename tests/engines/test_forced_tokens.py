@@ -101,6 +101,27 @@ def test_rows_of_sessions_and_agents_have_loss_mask_0_for_forced_tokens(
     assert all(log_prob < 0 for log_prob in sample.rollout_log_probs or [])  # those of the policy, forced or not
 
 
+def test_a_free_answer_is_not_masked_for_a_forced_one_that_begins_alike(
+    make_engine: Make, model_dir: Callable[[str], Path]
+):
+    quote = ord('"')
+
+    async def agent(offered: dict[str, Any]) -> Sample:
+        """Ask for a word, drop it, and take two quotation marks that no grammar asked for."""
+        sample, params = offered["sample"], offered["sampling_params"]
+        dropped = await offered["generate"](sample.tokens, dataclasses.replace(params, grammar=JsonGrammar(SCHEMA)))
+        assert (dropped.tokens[0], (dropped.loss_mask or [])[0]) == (quote, 0)
+        free = dataclasses.replace(params, logit_bias=((quote, 1000.0),), max_tokens=2)
+        answer = await offered["generate"](sample.tokens, free)
+        sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
+        return sample
+
+    settings = RolloutSettings(n_samples_per_prompt=1, max_response_len=40)
+    attempts = GroupGenerator(make_engine(), AutoTokenizer.from_pretrained(model_dir("llama")), settings, agent)
+    [sample] = asyncio.run(attempts.group(Prompt("say a word: ")))
+    assert (sample.response, sample.loss_mask) == ('""', [1, 1])
+
+
 def test_a_mask_of_another_length_is_refused_and_a_servers_is_taken():
     sample = Sample(tokens=[1])
     with pytest.raises(ValueError, match="2 trainable tokens need as many values of loss_mask, got 1"):

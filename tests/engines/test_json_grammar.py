@@ -179,9 +179,19 @@ def test_what_a_grammar_cannot_keep_is_refused_with_its_place(schema: Any, reaso
         json_grammar(schema)
 
 
-def test_a_schema_that_refers_to_itself_and_nothing_else_allows_nothing():
-    assert not allows({"$ref": "#"}, "1")
-    assert allows({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "null")
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    ],
+)
+def test_a_schema_that_contains_itself_is_refused_unless_it_may_end(schema: dict[str, Any]):
+    with pytest.raises(SettingsError, match="requires itself without end; make the inner part optional"):
+        json_grammar(schema)
+    assert allows({"anyOf": [schema, {"$ref": "#"}, {"type": "null"}]}, "null")
+    assert allows({"type": "object", "properties": {"next": {"$ref": "#"}}}, '{"next": {}}')
 
 
 def is_within(value: float, bounds: dict[str, int]) -> bool:
@@ -243,6 +253,8 @@ STRINGS = [
     *({"type": "string", "pattern": pattern} for pattern in FREE_PATTERNS),
     {"type": "string", "minLength": 3},
     {"type": "string", "maxLength": 4},
+    {"type": "string", "maxLength": 1},  # shorter than tokens of plain characters
+    *({"type": "string", "pattern": pattern} for pattern in (r"^.{1,2}$", r"^(.{0,2}|abc+m)$", r"^b?.{2}c$")),
 ]
 
 

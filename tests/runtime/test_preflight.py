@@ -54,6 +54,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "experts recomputed": {"train.recompute_granularity": "selective", "train.recompute_modules": ["moe"]},
     "rollout routing replay": {"train.use_rollout_routing_replay": True},
     "warm-up beyond the end": {"train.lr_decay_style": "linear", "train.lr_warmup_iters": 5},
+    "no step of the policy": {
+        "algorithm.name": "ppo",
+        "algorithm.num_critic_only_steps": 1,
+        "train.lr_decay_style": "linear",
+    },
     "engine without a GPU": {"engine.device": "cuda"},
     "argument of the template": {
         "rollout.data": ["{folder}/chats.jsonl"],

@@ -6,6 +6,7 @@ which the text so far may go on, as a stack of nodes each; states and transition
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,31 @@ PLAIN_ASCII = frozenset(range(0x20, 0x80)) - frozenset(b'"\\')
 """Characters of ASCII that stand in a JSON string as they are."""
 
 
+def has_text(grammar: Node) -> bool:
+    """Whether a grammar has any text of finite length: rules that need one another have none."""
+    reached: dict[int, tuple[Node, Sequence[Node]]] = {}
+    pending = [grammar]
+    while pending:
+        node = pending.pop()
+        if id(node) not in reached:
+            reached[id(node)] = node, (parts := _parts(node))
+            pending += parts
+    ending, count = set[int](), -1
+    while count < len(ending):
+        count = len(ending)
+        for number, (node, parts) in reversed(reached.items()):
+            ends = any if isinstance(node, Choice) else all
+            if ends(id(part) in ending for part in parts) or (isinstance(node, Repeat) and not node.low):
+                ending.add(number)
+    return id(grammar) in ending
+
+
+def _parts(node: Node) -> Sequence[Node]:
+    if isinstance(node, Repeat | Rule):
+        return (node.node,)
+    return () if isinstance(node, Bytes) else node.options if isinstance(node, Choice) else node.parts
+
+
 def literal(text: str) -> Node:
     return Sequential(tuple(Bytes(frozenset((byte,))) for byte in text.encode()))
 
@@ -99,9 +125,9 @@ class Automaton:
             following = self._steps[state][byte] = self._number(_expanded(stacks)) if stacks else DEAD
         return following
 
-    def takes_plain(self, state: int) -> bool:
-        """Whether any number of plain characters may follow: an unbounded repetition of them begins here."""
-        return any(_repeats_plain(stack) for stack in self._states[state])
+    def plain_length(self, state: int) -> float:
+        """Return how many plain characters may follow, whichever they are; infinity in an unbounded repetition."""
+        return max(map(_plain_length, self._states[state]), default=0)
 
     def _number(self, state: State) -> int:
         if state not in self._numbers:
@@ -111,15 +137,16 @@ class Automaton:
         return self._numbers[state]
 
 
-def _repeats_plain(stack: Stack) -> bool:
-    """Whether a stack begins with a character of an unbounded repetition that takes every plain character."""
+def _plain_length(stack: Stack) -> float:
+    """Return how many plain characters a stack takes that begins inside a repetition of them; 0 for another one."""
     if stack is None or stack[1] is None:
-        return False
+        return 0
     first, repeat = stack[0], stack[1][0]
-    if not isinstance(repeat, Repeat) or repeat.high is not None or not isinstance(repeat.node, Choice):
-        return False
+    if not isinstance(repeat, Repeat) or not isinstance(repeat.node, Choice) or not repeat.node.takes_plain:
+        return 0
     # Inside an escape or a character of several bytes, `first` is a later part of an option.
-    return repeat.node.takes_plain and first in repeat.node.options
+    more = math.inf if repeat.high is None else repeat.high
+    return 1 + more if first in repeat.node.options else 0
 
 
 def _expanded(stacks: Iterable[Stack]) -> State:
@@ -188,15 +215,24 @@ class TokenList:
 
 
 class Vocabulary:
-    """The tokens of a model as bytes, without special ones; `plain` are those that any JSON string may hold."""
+    """The tokens of a model as bytes, without special ones."""
 
     def __init__(self, tokens: TokenBytes, *, size: int, device: torch.device) -> None:
         self.bytes, self.size, self.device = tokens, size, device
         self.texts = {token: tokens.of(token) for token in range(size) if not tokens.is_special(token)}
-        pairs = [(text, token) for token, text in self.texts.items() if text]
-        self.plain = [token for text, token in pairs if _is_plain(text)]
-        self.tokens = TokenList(pairs)
-        self.other_tokens = TokenList(pair for pair in pairs if not _is_plain(pair[0]))
+        self._pairs = [(text, token) for token, text in self.texts.items() if text]
+        self._plain_lengths = {token: len(text.decode()) for text, token in self._pairs if _is_plain(text)}
+        self._longest = max(self._plain_lengths.values(), default=0)
+        self._parts: dict[float, tuple[list[int], TokenList]] = {}
+
+    def split(self, length: float) -> tuple[list[int], TokenList]:
+        """Return the plain tokens of at most `length` characters, and all other tokens."""
+        length = min(length, self._longest)
+        if length not in self._parts:
+            plain = {token for token, count in self._plain_lengths.items() if count <= length}
+            others = TokenList(pair for pair in self._pairs if pair[1] not in plain)
+            self._parts[length] = sorted(plain), others
+        return self._parts[length]
 
 
 def _is_plain(text: bytes) -> bool:
@@ -248,9 +284,8 @@ class TokenGrammar:
 
     def _allowed(self, state: int) -> list[int]:
         # Where a free string goes on, most tokens need no walk.
-        if self.automaton.takes_plain(state):
-            return [*self.vocabulary.plain, *self.vocabulary.other_tokens.allowed(self.automaton, state)]
-        return self.vocabulary.tokens.allowed(self.automaton, state)
+        plain, others = self.vocabulary.split(self.automaton.plain_length(state))
+        return [*plain, *others.allowed(self.automaton, state)]
 
 
 class GrammarState:

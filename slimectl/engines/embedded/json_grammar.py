@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slimectl.engines.embedded.grammar import EMPTY, Choice, Node, Repeat, Rule, literal
+from slimectl.engines.embedded.grammar import EMPTY, Choice, Node, Repeat, Rule, has_text, literal
 from slimectl.engines.embedded.json_numbers import bounded_number
 from slimectl.engines.embedded.json_regex import pattern_grammar
 from slimectl.engines.embedded.json_terminals import CHARACTER, INTEGER, NUMBER, SPACE, STRING, series
@@ -63,7 +63,13 @@ VALUE.node = Choice(
 
 def json_grammar(schema: Any) -> Node:
     """Return the grammar of a JSON Schema; of JSON objects for None. Raises SettingsError for what it cannot keep."""
-    return OBJECT if schema is None else _Compiler(schema).node(schema, "$", 0)
+    if schema is None:
+        return OBJECT
+    compiler = _Compiler(schema)
+    node = compiler.node(schema, "$", 0)
+    if compiler.rules and not has_text(node):
+        raise SettingsError("json_schema: requires itself without end; make the inner part optional")
+    return node
 
 
 class _Compiler:
@@ -71,7 +77,7 @@ class _Compiler:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._rules: dict[str, Rule] = {}
+        self.rules: dict[str, Rule] = {}
         self._count = 0
 
     def node(self, schema: Any, at: str, depth: int) -> Node:
@@ -108,16 +114,16 @@ class _Compiler:
         name = schema["$ref"]
         if not isinstance(name, str) or not name.startswith("#"):
             raise SettingsError(f"json_schema: {at}: $ref {str(name)[:60]!a} leads out of the schema")
-        if name not in self._rules:
+        if name not in self.rules:
             target = self._root
             for key in name[1:].split("/")[1:]:
                 key = key.replace("~1", "/").replace("~0", "~")
                 target = target.get(key) if isinstance(target, Mapping) else None
             if target is None:
                 raise SettingsError(f"json_schema: {at}: $ref {name[:60]!a} leads to nothing")
-            rule = self._rules[name] = Rule()
+            rule = self.rules[name] = Rule()
             rule.node = self.node(target, name, depth + 1)
-        return self._rules[name]
+        return self.rules[name]
 
     def _enum(self, schema: Mapping[str, Any], at: str, depth: int) -> Node:
         values = [schema["const"]] if "const" in schema else schema["enum"]

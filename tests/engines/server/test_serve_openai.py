@@ -346,6 +346,7 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
             "stop_token_ids: token 151645 is outside the vocabulary of 259",
         ),
         ("/generate", {"text": "x", "sampling_params": {"stop_token_ids": [999]}}, "stop_token_ids: token 999"),
+        ("/generate", {"text": "x", "sampling_params": {"stop_token_ids": [-1]}}, "token -1 is outside the vocabulary"),
         ("/v1/completions", {"prompt": "x", "n": 10**6}, "n: 1000000 is not between 1 and 4096"),
         ("/v1/completions", {"prompt": "x" * 300}, "300 tokens leave no room in a context of 256"),
         ("/v1/completions", {"prompt": []}, "prompt: is missing"),
