@@ -121,7 +121,7 @@ def end_token_ids(folder: Path) -> list[int]:
         value = config.get("eos_token_id", text_config.get("eos_token_id") if isinstance(text_config, dict) else None)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in listed):
-            raise CheckpointError(f"{file}: eos_token_id is not a token or a list of tokens; copy the file again")
+            raise CheckpointError(f"{file}: eos_token_id is not a token or a list of tokens. Copy the file again.")
         tokens += listed
     return tokens
 

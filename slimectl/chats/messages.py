@@ -146,14 +146,14 @@ def checked_text(text: str, at: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise MessageError(at, "has half of a surrogate pair, which no tokenizer takes") from None
+        raise MessageError(at, "has half of a surrogate pair, which no tokenizer accepts") from None
     return text
 
 
 def _template_call(call: Any, at: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise MessageError(at, "is not a call of a function with a name")
+        raise MessageError(at, "is not a function call with a name")
     call_fields = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
     return {**call_fields, **function_call(function["name"], function.get("arguments"), call.get("id"))}
 
@@ -211,7 +211,9 @@ def is_trained(message: Mapping[str, Any], at: str) -> bool:
     marks = {key: message[key] for key in TRAINING_MARKS if message.get(key) is not None}
     for key, value in marks.items():
         if isinstance(value, str | list | dict) or value not in (0, 1):
-            raise MessageError(f"{at}.{key}", f"is {value!r}. A turn is trained on (1, true) or not (0, false).")
+            raise MessageError(
+                f"{at}.{key}", f"is {value!r}. Use 1 or true to train on the turn, 0 or false to leave it out."
+            )
     if len({bool(value) for value in marks.values()}) > 1:
-        raise MessageError(at, f"is marked both ways by {' and '.join(marks)}. Keep one of them.")
+        raise MessageError(at, f"has contradicting marks: {' and '.join(marks)}. Keep one of them.")
     return all(marks.values())

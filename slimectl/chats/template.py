@@ -36,7 +36,7 @@ OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_fina
 DATE = "strftime_now"
 """Function by which templates print the date. transformers gives them one that reads the clock, an argument of this
 name, YYYY-MM-DD, replaces it."""
-REMEDY = "Leave it out, or put a chat_template.jinja that shows it in the model's folder."
+REMEDY = "Leave it out, or put a chat_template.jinja that shows it into the model's folder."
 _MARK = re.compile(r"<[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]{2,20}\]|◁/?think▷")
 _THINK_END = re.compile(r"[<\[◁]/[^<>\[\]]{0,12}think[^<>\[\]]{0,8}[>\]▷]", re.IGNORECASE)
 MAX_FORMS = 4096
@@ -137,8 +137,8 @@ class Template:
     def __init__(self, tokenizer: Any, prompt: Prompt, kwargs: Mapping[str, Any] | None) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise SettingsError(
-                "rollout.apply_chat_template: the tokenizer of this model has no chat template; give string prompts "
-                "and leave it false, or put a chat_template.jinja beside the tokenizer"
+                "rollout.apply_chat_template: the tokenizer of this model has no chat template. Use string prompts and "
+                "leave the setting false, or put a chat_template.jinja into the model's folder."
             )
         self.tools = normalized_tools(prompt.tools)
         self._tokenizer = tokenizer
@@ -194,7 +194,7 @@ class Template:
             return self.text(messages, header=True)
         last = messages[-1]
         if last.get("tool_calls") or not last["content"]:
-            end = "calls of tools" if last.get("tool_calls") else "an empty message"
+            end = "tool calls" if last.get("tool_calls") else "an empty message"
             raise RecordError(
                 f"prompt: ends with {end} of the assistant, which cannot be continued. Add the message that follows."
             )
@@ -392,8 +392,8 @@ def _check_argument(name: str, identifiers: frozenset[str]) -> None:
     """Raise SettingsError for an argument that slimectl sets itself, or that the template never reads."""
     setting = f"rollout.apply_chat_template_kwargs: {name}"
     if name in OURS:
-        raise SettingsError(f"{setting} is given by slimectl itself; leave it out")
+        raise SettingsError(f"{setting} is set by slimectl. Leave it out.")
     if name not in identifiers and name != DATE:
         near = difflib.get_close_matches(name, identifiers, n=1)
-        hint = f"did you mean {near[0]}?" if near else "leave it out, or look into the model's chat_template.jinja"
-        raise SettingsError(f"{setting} is nothing that the model's chat template reads; {hint}")
+        hint = f"Did you mean {near[0]}?" if near else "Leave it out, or see the model's chat_template.jinja."
+        raise SettingsError(f"{setting} is not read by the model's chat template. {hint}")

@@ -54,7 +54,7 @@ def check_columns(location: str, columns: Sequence[str]) -> None:
     """Raise RecordError if two columns have one name."""
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
-        raise RecordError(f"{location}: two columns are called {twice[0]!r}; rename one of them")
+        raise RecordError(f"{location}: two columns are called {twice[0]!r}. Rename one of them.")
 
 
 def _rows(path: Path, name: str, batches: Iterable[Any]) -> Iterator[Row]:
@@ -73,7 +73,7 @@ def _rows(path: Path, name: str, batches: Iterable[Any]) -> Iterator[Row]:
                 if has_nulls and not is_named:
                     is_named = True
                     logger.info(
-                        f"{path}: null fields of structs are dropped; a table cannot tell them from missing ones"
+                        f"{path}: null fields of structs are dropped. A table cannot tell them from missing ones."
                     )
                 yield f"{path}[{number}]", cell_value(row)
                 number += 1

@@ -108,9 +108,9 @@ def with_context(row: Mapping[str, Any], columns: Columns, location: str) -> Col
         return columns
     chat: Chat = [{"role": "user", "content": columns.text}] if isinstance(columns.text, str) else list(columns.text)
     if chat and before[0]["role"] == "system" == chat[0]["role"]:
-        raise RecordError(f"{location}: system: the chat begins with a system message, too; drop one of them")
+        raise RecordError(f"{location}: system: the chat starts with a system message too. Remove one of them.")
     names = [name for name, messages in (("system", system), ("history", history if is_history else None)) if messages]
-    _announce(location, f"the prompt begins with {' and '.join(names)}", "rollout.input_key")
+    _announce(location, f"the prompt starts with {' and '.join(names)}", "rollout.input_key")
     return Columns([*before, *chat], columns.label, (*columns.names, *names))
 
 
@@ -141,7 +141,7 @@ def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
     """
     filled = [str(name) for name, value in row.items() if value not in (None, "", [], {}, ())]
     if others := sorted(set(filter(OTHER_MEDIA.fullmatch, filled)) - {key}):
-        raise RecordError(f"{location}: {others[0]}: only images are read; leave the row out, or remove the column")
+        raise RecordError(f"{location}: {others[0]}: only images are read. Remove the row or the column.")
     if key != IMAGE_KEY or key in filled:
         return key
     if numbered := sorted(filter(NUMBERED_IMAGE.fullmatch, filled)):
@@ -279,4 +279,4 @@ def _announce(location: str, words: str, settings: str) -> None:
     source = re.sub(r"(:\d+|\[\d+\])$", "", location)
     if (source, words) not in _announced:
         _announced.add((source, words))
-        logger.info(f"{source}: {words}; {settings} would name other columns")
+        logger.info(f"{source}: {words}. Set {settings} to use other columns.")

@@ -166,7 +166,7 @@ def plain_reward(value: Any) -> Any:
     number = plain_number(value)
     if number is None or not is_finite(number):
         remedy = NONE_REMEDY if value is None else ""
-        raise ValueError(f"is {kind_of(value)}, not a finite number; fix the reward function{remedy}")
+        raise ValueError(f"is {kind_of(value)}, not a finite number. Fix the reward function{remedy}")
     return number
 
 

@@ -35,9 +35,9 @@ def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
         obj = decode_object(line)
     except UnicodeDecodeError as error:
         suffix = next((suffix for magic, suffix in OTHER_FORMATS.items() if line.startswith(magic)), None)
-        remedy = f"this is a {suffix} file; its name must end so, and samples are JSON Lines" if suffix else ""
+        remedy = f"This is a {suffix} file. Rename it with that suffix. Samples must be JSON Lines." if suffix else ""
         raise RecordError(
-            f"{location}: not UTF-8 at byte {error.start + 1}; {remedy or 'save the file as UTF-8'}"
+            f"{location}: not UTF-8 at byte {error.start + 1}. {remedy or 'Save the file as UTF-8.'}"
         ) from None
     except json.JSONDecodeError as error:
         raise RecordError(f"{location}: not JSON: {error.msg} at column {error.colno}") from None

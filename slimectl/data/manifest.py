@@ -66,8 +66,8 @@ def other_model(samples: Path, model: Path) -> str:
     if digest == content_hash(model):
         return ""
     return (
-        f"{samples}: sampled from {folder}, and {model} has other files or weights; train on samples of the model "
-        f"that you train"
+        f"{samples}: sampled from {folder}, but {model} has other files or weights. Use samples from the model that "
+        f"you train."
     )
 
 

@@ -61,9 +61,7 @@ def sft_sample(
             counts = image_repeats(tokens, prompt, tokenizer)
             tokens, mask = repeated(tokens, counts), repeated(mask, counts)
         if 1 not in mask:
-            raise RecordError(
-                "prompt: no message of the assistant that is trained on, and no label; nothing to imitate"
-            )
+            raise RecordError("prompt: no assistant message to train on, and no label, so there is nothing to imitate")
     first, end = mask.index(1), len(mask) - mask[::-1].index(1)
     return tokens[:end], end - first, mask[first:end]
 
@@ -73,19 +71,19 @@ def _with_label(chat: Chat, label: Label) -> tuple[Chat, Chat | None]:
     if label is None:
         return chat, None
     if isinstance(label, list | dict):
-        raise RecordError("label: a list or an object; imitation needs the response as its label, a text")
+        raise RecordError("label: a list or an object. Imitation needs the response as a text.")
     if not chat or chat[-1]["role"] != "assistant":
         return [*chat, {"role": "assistant", "content": text_of_label(label)}], None
     last = chat[-1]
     if last.get("tool_calls") or not isinstance(last.get("content"), str):
-        raise RecordError("label: the chat ends with a message of the assistant that a label cannot continue")
+        raise RecordError("label: the chat ends with an assistant message that a label cannot continue")
     return [*chat[:-1], {**last, "content": last["content"] + text_of_label(label)}], chat
 
 
 def _string_sample(text: str, label: Label, tokenizer: Any) -> tuple[list[int], int, list[int]]:
     if label is None or isinstance(label, list | dict):
         fault = "missing" if label is None else "a list or an object"
-        raise RecordError(f"label: {fault}; imitation of a string prompt needs the answer as its label")
+        raise RecordError(f"label: {fault}. Imitation of a string prompt needs the response as its label.")
     if tokenizer.eos_token_id is None:
         raise SettingsError("model.path: its tokenizer has no end token; set eos_token in tokenizer_config.json")
     prompt, answer = encode_raw(tokenizer, text), [*encode(tokenizer, text_of_label(label)), tokenizer.eos_token_id]
@@ -108,7 +106,7 @@ def assistant_mask(
     `prefilled` is the chat before a label completed its last message: what it has of that message gets 0.
     """
     if not tokenizer.is_fast:
-        raise SettingsError("model.path: loss masks need a fast tokenizer (tokenizer.json); this one is a slow one")
+        raise SettingsError("model.path: loss masks need a fast tokenizer (tokenizer.json), but this one is slow")
     rendering = _Rendering.of(template, tokenizer, template.fit(chat, taught=True), end_tokens)
     mask = [0] * len(rendering.tokens)
     for i, message in enumerate(rendering.chat):
@@ -140,7 +138,10 @@ def _is_taught(message: Mapping[str, Any], i: int) -> bool:
 def _prefilled_end(template: Template, prefilled: Chat | None, text: str) -> int:
     before = template.prompt_text(prefilled or [])
     if not text.startswith(before):
-        raise RecordError("prompt: the chat template changes the beginning of a message with its end; give it whole")
+        raise RecordError(
+            "prompt: the chat template changes the start of the last message when the label continues it. Write the "
+            "whole message without a label."
+        )
     return len(before)
 
 
@@ -214,9 +215,9 @@ class _Rendering:
         ending = repr(self.tokenizer.decode([token for token, _ in reversed(ends)])) if ends else "no end token"
         names = ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(end_tokens))
         raise RecordError(
-            f"prompt: message {i} ends with {ending}, and the model stops only at {names}. Add the former to "
-            "eos_token_id in the model's generation_config.json, or use a chat template that ends turns with one of "
-            "the latter."
+            f"prompt: message {i} ends with {ending}, but the model stops only at {names}. Add the ending to "
+            "eos_token_id in the model's generation_config.json, or use a chat template that ends turns with a token "
+            "at which the model stops."
         )
 
 

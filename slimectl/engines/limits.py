@@ -30,9 +30,9 @@ def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: i
     if params.repetition_penalty <= 0:
         raise SettingsError(f"repetition_penalty: {params.repetition_penalty} is not above 0; 1 is none")
     if params.top_p <= 0:
-        raise SettingsError(f"top_p: {params.top_p} is not above 0; 1 leaves all tokens")
+        raise SettingsError(f"top_p: {params.top_p} is not above 0. Use 1 to keep all tokens.")
     if params.grammar is not None and params.min_tokens > 0:
-        raise SettingsError("min_tokens: excludes a grammar, which decides where an answer may end; set it to 0")
+        raise SettingsError("min_tokens: excludes a grammar, which decides where a response may end. Set it to 0.")
     check_ids("logit_bias", [token for token, _ in params.logit_bias], vocabulary=vocabulary)
     check_ids("stop_token_ids", params.stop_token_ids, vocabulary=vocabulary)
 
@@ -42,7 +42,7 @@ def check_ids(name: str, tokens: Iterable[int], *, vocabulary: int) -> None:
     for token in tokens:
         if not 0 <= token < vocabulary:
             raise SettingsError(
-                f"{name}: token {token} is outside the vocabulary of {vocabulary}; use ids of the model's own tokenizer"
+                f"{name}: token {token} is outside the vocabulary of {vocabulary}. Use ids of the model's tokenizer."
             )
 
 
@@ -62,7 +62,7 @@ def check_tokens(tokens: Sequence[int], *, vocabulary: int, max_tokens: int) -> 
     outlier = min(tokens) if min(tokens) < 0 else max(tokens)
     if not 0 <= outlier < vocabulary:
         raise SettingsError(
-            f"prompt: token {outlier} is outside the vocabulary of {vocabulary}; use the model's own tokenizer"
+            f"prompt: token {outlier} is outside the vocabulary of {vocabulary}. Use the model's tokenizer."
         )
     if len(tokens) > max_tokens:
         raise _too_long(tokens, max_tokens)

@@ -74,7 +74,7 @@ class UserReward:
         self._label_names = {settings.rollout.label_key, *ANSWERS}
         self._prompt_names = {settings.rollout.input_key, *QUESTIONS}
         if setting == SETTING and settings.score.group_rm and not self.takes_many:
-            raise HookError(f"{self.name}: with score.group_rm it is called with samples; take them or drop that")
+            raise HookError(f"{self.name}: score.group_rm needs a function that takes `samples`. Add the parameter.")
         function = function.function if isinstance(function, OfSample) else function
         call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
@@ -104,7 +104,8 @@ class UserReward:
         names = list(dict.fromkeys(name for row in rows for name in row))
         if missing := [name for name in self._hook.required if name not in {*names, "args", "settings"}]:
             raise HookError(
-                f"{self.name} wants {', '.join(missing)}, which the rows do not have; their keys are {', '.join(names)}"
+                f"{self.name} wants {', '.join(missing)}, which the rows do not have. "
+                f"Their keys are {', '.join(names)}."
             )
         return {name: [row.get(name) for row in rows] for name in names} if self.takes_many else rows[0]
 
@@ -140,15 +141,15 @@ class UserReward:
         try:
             values = returned.tolist() if hasattr(returned, "tolist") else returned
         except Exception as error:
-            raise HookError(f"{self.name}: its rewards: {in_one_line(error)}; return a list") from error
+            raise HookError(f"{self.name}: its rewards cannot be read: {in_one_line(error)}. Return a list.") from error
         if not isinstance(values, list | tuple):
             raise HookError(
-                f"{self.name} returned {type(returned).__name__} for {len(samples)} samples; "
-                f"return a list, a reward for each"
+                f"{self.name} returned {type(returned).__name__} for {len(samples)} samples. "
+                f"Return a list with one reward for each."
             )
         if len(values) != len(samples):
             raise HookError(
-                f"{self.name} returned {len(values)} rewards for {len(samples)} samples; return one for each"
+                f"{self.name} returned {len(values)} rewards for {len(samples)} samples. Return one for each."
             )
         return [self._plain(reward, sample) for reward, sample in zip(values, samples, strict=True)]
 

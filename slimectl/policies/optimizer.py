@@ -73,7 +73,7 @@ class OptimizerOptions:
         if self.schedule != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
             raise SettingsError(
                 f"train.lr_decay_style: {self.schedule} needs decay_steps above warmup_steps ({self.warmup_steps}), got"
-                f" {self.decay_steps}; set train.lr_decay_iters, or run.num_rollout for a longer run"
+                f" {self.decay_steps}. Set train.lr_decay_iters, or run.num_rollout for a longer run."
             )
 
 
@@ -104,12 +104,12 @@ def unmet_schedule(made: int, options: OptimizerOptions) -> str:
         return ""
     found = f"the {options.schedule} schedule of the learning rate counted {counted} steps, and the run made {made}: "
     if made > counted:
-        return f"{found}from step {counted + 1} on the rate was {options.min_lr:.3g}; set train.lr_decay_iters={made}"
+        return f"{found}from step {counted + 1} on the rate was {options.min_lr:.3g}. Set train.lr_decay_iters={made}."
     last = lr_at(made - 1, options)
     share = f", {last / options.lr:.2f} of its peak" if options.lr else ""
     return (
-        f"{found}it ended at {last:.3g}{share}. Dropped groups and failed or stale samples leave fewer steps; set"
-        f" train.lr_decay_iters={made} if you expect as many again"
+        f"{found}it ended at {last:.3g}{share}. Dropped groups and failed or stale samples lead to fewer steps. Set"
+        f" train.lr_decay_iters={made} if you expect as many again."
     )
 
 

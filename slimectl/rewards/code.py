@@ -83,7 +83,7 @@ class Code(Verifier):
             return no_answer(SOURCE, block)
         text, program = block.text, block.program
         if block.language and not is_python(block.language):
-            return Grade(0.0, SOURCE, f"is {block.language}; only Python is run", text.text, text.span)
+            return Grade(0.0, SOURCE, f"is {block.language}, and only Python runs", text.text, text.span)
         if len(program) > MAX_PROGRAM:
             reason = f"{len(program)} characters, over the limit of {MAX_PROGRAM}"
             return Grade(0.0, SOURCE, reason, text.text, text.span)
@@ -111,7 +111,7 @@ def _find(sample: Sample) -> Block | str:
     start = answer_start(sample)
     if start < 0:
         return UNCLOSED
-    return find_program(sample.response, start) or "no fenced block that is closed"
+    return find_program(sample.response, start) or "no closed fenced block"
 
 
 def _failure_reason(expected: Any, outcome: Outcome, *, as_numbers: bool) -> str:

@@ -48,7 +48,7 @@ class Gpqa(Verifier):
             return no_answer("response", UNCLOSED)
         match = _find(answer, choices)
         if match is None:
-            return no_answer("response", f"no choice among {''.join(choices)} is named, or several are")
+            return no_answer("response", f"names none of the choices {''.join(choices)}, or several")
         letter, place, source = match
         right = letter == expected
         reason = f"the choice {letter} {'is' if right else 'is not'} the label's, {expected}"

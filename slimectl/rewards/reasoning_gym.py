@@ -66,7 +66,7 @@ class ReasoningGym(Verifier):
                     warnings.simplefilter("ignore")
                     score = float(scorer.score(answer.text, entry))
                 reward = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
-                reason = f"the scorer of {task} gives {score:g}; the label is {quote(text_of_label(sample.label))}"
+                reason = f"the scorer of {task} gives {score:g} for the label {quote(text_of_label(sample.label))}"
             except Exception as error:  # an answer that makes a scorer raise counts as rejected
                 reason = f"the scorer of {task} does not accept it: {type(error).__name__}"
         return Grade(reward, source, reason, answer.text, answer.span)
@@ -163,7 +163,7 @@ def _entry(sample: Sample) -> dict[str, Any]:
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict):
         if sample.label is None:
-            raise RecordError(f"sample {sample.index}: label: missing, and so is metadata.entry; give one of them")
+            raise RecordError(f"sample {sample.index}: label: missing, and so is metadata.entry. Give one of them.")
         entry = {"question": sample.prompt, "answer": text_of_label(sample.label), "metadata": sample.metadata}
     copied: dict[str, Any] = json_copy(entry)
     if _task(sample) in _TUPLE_TASKS:

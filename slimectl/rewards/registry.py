@@ -227,8 +227,8 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
         rm_type, weight = options.pop("type", None), options.pop("weight", 1.0)
         if not isinstance(rm_type, str) and not ("path" in entry and "type" not in entry):
             raise SettingsError(
-                f"{location}.type: missing; name a verifier ({', '.join(known_types())}), or give the path of a "
-                f"function of your own: path = 'file.py:name'"
+                f"{location}.type: missing. Name a verifier ({', '.join(known_types())}), or give the path of your "
+                f"own function: path = 'file.py:name'"
             )
         if isinstance(weight, bool) or not is_number(weight):
             raise SettingsError(f"{location}.weight: {weight!r} is no finite number")
@@ -266,7 +266,7 @@ def _typed(location: str, rm_type: str, options: dict[str, Any]) -> Verifier:
     except SettingsError as error:
         message = re.sub(r"score\.rm_(?:options|type)", location, str(error), count=1)
         own = rm_type.removeprefix(BOXED) not in VERIFIERS and re.search("[:.]", rm_type)
-        hint = f"; for a function of your own write path = {rm_type!r} instead of type" if own else ""
+        hint = f". For your own function write path = {rm_type!r} instead of type." if own else ""
         raise SettingsError(message + hint) from None
 
 
@@ -275,11 +275,11 @@ def _own_function(location: str, options: dict[str, Any], load: LoadPart | None)
     path = options.pop("path")
     if options:
         raise SettingsError(
-            f"{location}.{min(options)}: a function of your own has no options; the keys of such a part are path, "
-            f"weight, name and key"
+            f"{location}.{min(options)}: your own function has no options. The keys of such a part are path, weight, "
+            f"name and key."
         )
     if not isinstance(path, str) or load is None:
-        raise SettingsError(f"{location}.path: {path!r} is not a path; write file.py:name or package.module:name")
+        raise SettingsError(f"{location}.path: {path!r} is not a path. Write file.py:name or package.module:name.")
     return load(path, f"{location}.path")
 
 

@@ -49,8 +49,8 @@ class Regex(Verifier):
         tag = next((tag for pair in TAGS for tag in pair if tag in (self.pattern or "")), None)
         if tag and self.source != "with_thought":
             raise SettingsError(
-                f"score.rm_options.pattern: looks for {tag}, but thoughts are not searched; "
-                f'set score.rm_options.source="with_thought"'
+                f"score.rm_options.pattern: looks for {tag}, but thoughts are not searched. "
+                f'Set score.rm_options.source="with_thought".'
             )
 
     def explain(self, sample: Sample) -> Grade:

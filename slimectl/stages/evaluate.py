@@ -181,7 +181,7 @@ def summarize(
     samples = [sample for sample in samples if not sample.has_no_reward]
     if not samples:
         raise RecordError(
-            f"eval.data.{name}: no sample has a reward, as every reward function returned None; return a number"
+            f"eval.data.{name}: no sample has a reward, because every reward function returned None. Return a number."
         )
     attempts = _attempts(samples)
     rewards = [statistics.fmean(reward_number(part, reward_key) for part in parts) for parts in attempts]

@@ -167,7 +167,7 @@ class Grader:
         """Return the sum that score.rm describes, if it does."""
         score = self.settings.score
         if score.rm and score.rm_type:
-            raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
+            raise SettingsError("score.rm and score.rm_type exclude each other. Make the type a part of the sum.")
         parts = [self._with_server_url(part, str(part.get("type"))) for part in score.rm]
         return weighted(parts, load=self._load, skip_none=score.none_reward == "skip") if parts else None
 
@@ -304,7 +304,7 @@ class Grader:
             return self._verifier(self.settings.score.rm_type)
         if self._sum is None:
             raise SettingsError(
-                f"sample {sample.index}: no reward is named; give score.rm_type ({', '.join(known_types())}), "
+                f"sample {sample.index}: no reward is named. Set score.rm_type ({', '.join(known_types())}), "
                 f"score.rm or score.custom_rm_path"
             )
         return self._sum
@@ -334,7 +334,7 @@ class Grader:
 
     def _load(self, source: str | Callable[..., Any], setting: str) -> UserFunction:
         if self._load_function is None:
-            raise SettingsError(f"{source}: this grader was built without functions of the user; see builders.reward")
+            raise SettingsError(f"{source}: this grader cannot load your functions. Build it with builders.reward.")
         score = self.settings.score
         function = self._load_function(source, self.settings, setting)
         return UserFunction(function, batch_size=score.batch_size, group_rm=score.group_rm)

@@ -37,11 +37,11 @@ class LogProbCheck:
         if self.is_stale or trained or bound is None or difference <= bound:
             return
         beyond = f"{difference:.3f} a token on average, more than run.max_logprob_mismatch = {bound:g}"
-        message = f"engine and trainer differ by {beyond}; `slimectl doctor --engine` looks for the cause"
+        message = f"engine and trainer differ by {beyond}. Run `slimectl doctor --engine` to find the cause."
         if self.recorded:
             message = (
-                f"the log-probabilities in the samples and the model's differ by {beyond}; sample with the model that "
-                f"you train, with its tokenizer and rollout.temperature"
+                f"the log-probabilities of the samples and the model differ by {beyond}. Sample with the model that "
+                f"you train, with its tokenizer and rollout.temperature."
             )
         message = f"round {report.rollout_id}: {message}"
         if self.run.on_logprob_mismatch == "stop":

@@ -222,5 +222,5 @@ def _number(reward: Any, reward_key: str | None, sample: Sample, *, skip_none: b
         key = f" (key {reward_key!r})" if isinstance(reward, dict) else ""
         hint = NONE_REMEDY if value is None else ""
         fault = f"reward of sample {sample.index} is {kind_of(value)}, not a finite number"
-        raise HookError(f"{fault}; fix the reward function{key}{hint}")
+        raise HookError(f"{fault}. Fix the reward function{key}{hint}")
     return float(value)

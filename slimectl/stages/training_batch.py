@@ -77,7 +77,7 @@ def require_temperature(samples: Sequence[Sample], settings: Settings) -> None:
             setting = f"rollout.temperature={expected:g}" if names_key else f"algorithm.name={algorithm.name}"
             raise RecordError(
                 f"sample {sample.index}: ref_log_probs are at temperature {sample.ref_temperature:g}, and {key} "
-                f"{expected:g}; run `slimectl score --reference` with -s {setting}"
+                f"{expected:g}. Run `slimectl score --reference` with -s {setting}"
             )
 
 

@@ -20,7 +20,7 @@ from slimectl.errors import SettingsError, SlimectlError
 AHEAD = 512
 """Prompt tokens, padding included, that one pass computes with prompts that are still in the queue."""
 
-OVERFLOW = "temperature, penalties or logit_bias: the probabilities overflow; give less extreme values"
+OVERFLOW = "temperature, penalties or logit_bias: the probabilities overflow. Use less extreme values."
 
 Admitted = dict[tuple[int, ...], list[RunningSequence]]
 """New sequences by prompt."""

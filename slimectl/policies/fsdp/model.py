@@ -184,7 +184,7 @@ class RopeLimit:
                 name = f"row {i}" if rows[i].index is None else f"sample {rows[i].index}"
                 raise RecordError(
                     f"{name}: {len(path)} tokens, but the {self.kind} frequencies of this model change beyond"
-                    f" {self.tokens}, which fsdp does not train; set rollout.max_context_len={self.tokens}"
+                    f" {self.tokens}, which fsdp does not train. Set rollout.max_context_len={self.tokens}."
                 )
 
 
