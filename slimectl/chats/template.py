@@ -1,9 +1,9 @@
-"""Chat templates: the form in which each takes its messages, and whether it shows all of them.
+"""Chat templates: finds the form of messages that each takes, and checks that it shows all of them.
 
 Templates differ in what they read: arguments of calls as objects or as text, the role `developer` or not, one key of
-reasoning or another. A template that does not read something leaves it out without an error. So each shape of chat is
-rendered once with stand-ins for all of its texts, in the forms that templates take, and the first form in which every
-stand-in shows is used for all chats of this shape.
+reasoning or another. A template leaves out what it does not read, without an error. So each shape of chat is rendered
+once in several forms, with a stand-in for each of its texts. The first form in which every stand-in shows is used for
+all chats of this shape.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from slimectl.stdio import logger
 from slimectl.types import Chat, Prompt
 
 OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict")
-"""Chat template arguments that slimectl sets itself; users may not set them."""
+"""Arguments of chat templates that slimectl sets. Users may not set them."""
 DATE = "strftime_now"
-"""Function by which templates print the date. transformers gives them one that reads the clock, an argument of this
-name, YYYY-MM-DD, replaces it."""
+"""Function with which templates print the date. The one of transformers reads the clock. An argument of this name,
+YYYY-MM-DD, replaces it."""
 REMEDY = "Leave it out, or put a chat_template.jinja that shows it into the model's folder."
 _MARK = re.compile(r"<[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]{2,20}\]|◁/?think▷")
 _THINK_END = re.compile(r"[<\[◁]/[^<>\[\]]{0,12}think[^<>\[\]]{0,8}[>\]▷]", re.IGNORECASE)
 MAX_FORMS = 4096
-"""Shapes of chats that are remembered for a tokenizer."""
+"""Number of shapes of chats that are cached for a tokenizer."""
 
 
 @dataclass(frozen=True)
 class PinnedDate:
-    """The function `strftime_now` of templates, for one day.
+    """The template function `strftime_now`, fixed to one day.
 
     >>> PinnedDate("2026-11-27")("%d %b %Y")
     '27 Nov 2026'
@@ -88,13 +88,13 @@ class Form:
         if isinstance(arguments, dict) and self.arguments_as_text:
             arguments = _json(arguments)
         elif isinstance(arguments, str) and not self.arguments_as_text:
-            arguments = {}  # cut off by its model: nothing that a template of objects could show
+            arguments = {}  # text that was cut off, which a template of objects cannot show
         return {**call, "function": {**function, "arguments": arguments}}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a message in its rendering: `text` stands for it; `alternative`, if any, may show in its place."""
+    """A part of a message: its stand-in `text`, and an `alternative` that may show instead."""
 
     message: int
     kind: str
@@ -104,7 +104,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Finding:
-    """The form for chats of one shape, and the parts that the template leaves out of them."""
+    """The form for chats of one shape, and the parts that the template leaves out."""
 
     form: Form
     missing: tuple[Part, ...] = ()
@@ -153,11 +153,11 @@ class Template:
         self._key = (self._source, repr(sorted(arguments.items())), _tool_names(self.tools))
 
     def fit(self, chat: Chat, *, taught: bool = False) -> Chat:
-        """Return a chat in the form that the template takes, one message for each.
+        """Return a chat in the form that the template takes, message by message.
 
-        Raises RecordError, with the number of the message, for a content or a call that the template leaves out, and
-        for reasoning in a chat that is `taught`. Reasoning before the last question may be left out: many templates do
-        so on purpose. Other reasoning that is left out is named once.
+        Raises RecordError with the number of the message if the template leaves out content or a call. In a chat that
+        is `taught`, the same holds for reasoning. Reasoning before the last question may be left out, because many
+        templates do so on purpose. Other reasoning that is left out gives one warning.
         """
         try:
             messages = [self._without_padding(message) for message in normalized_chat(chat, "message", images=True)]
@@ -174,10 +174,10 @@ class Template:
         return [finding.form.message(message, self._reading.reasoning_key or REASONING) for message in messages]
 
     def text(self, chat: Chat, *, header: bool = False, continued: bool = False) -> str:
-        """Render a chat that `fit` returned; raises RecordError.
+        """Render a chat that `fit` returned.
 
-        With `header` the text goes up to the header of the assistant's next turn, with `continued` to the end of the
-        last message's content, for the model to continue it.
+        With `header` the text ends with the header of the assistant's next turn. With `continued` it ends with the
+        content of the last message, which the model then continues. Raises RecordError if the template fails.
         """
         arguments = {**self._arguments, "continue_final_message": True} if continued else self._arguments
         try:
@@ -188,7 +188,7 @@ class Template:
         return text
 
     def prompt_text(self, chat: Chat) -> str:
-        """Render a chat for the model to answer it, or to continue its last message if that is the assistant's."""
+        """Render a chat as a prompt. If its last message is the assistant's, the model continues that message."""
         messages = self.fit(chat)
         if not messages or messages[-1]["role"] != "assistant":
             return self.text(messages, header=True)
@@ -201,7 +201,7 @@ class Template:
         return self.text(messages, continued=True)
 
     def _without_padding(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message without null arguments that its tool does not have: a table adds them."""
+        """Return a message without null arguments that its tool does not have. Tables add them."""
         if not message.get("tool_calls") or not self.tools:
             return message
         calls = []
@@ -260,7 +260,7 @@ class Template:
         yield text[begin:], False
 
     def _find(self, messages: Chat) -> Finding:
-        """Return the first form in which all parts show; else the one in which the fewest are missing."""
+        """Return the first form in which all parts show, or the form with the fewest missing parts."""
         stand_ins, parts = self._stand_ins(messages)
         best: Finding | None = None
         for form in self._forms(messages):
@@ -269,7 +269,7 @@ class Template:
                 best = finding
             if best is not None and not best.missing:
                 break
-        if best is None:  # refused with stand-ins in every form; the chat itself may be, too
+        if best is None:  # refused with stand-ins in every form, and the chat may be refused too
             return Finding(next(self._forms(messages)))
         query = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
         reads = bool(self._reading.reasoning_key)
@@ -307,7 +307,7 @@ class Template:
             names = ", ".join(_tool_names(self.tools))
             self._warn_once("tools", f"the model's chat template does not show the tools of a prompt: {names}")
         for i, message in enumerate(stand_ins):
-            # An object that Python printed, or a JSON text that was quoted once more, is not what a model may learn.
+            # A model must not learn objects printed by Python, or JSON text that is quoted twice.
             key = f"q{i}k0q"
             if message.get("tool_calls") and (f"'{key}'" in text or f'\\"{key}\\"' in text):
                 missing.append(Part(i, "arguments", key))
@@ -318,7 +318,7 @@ class Template:
         return all(name in text for name in _tool_names(self.tools))
 
     def _stand_ins(self, messages: Chat) -> tuple[Chat, list[Part]]:
-        """Return the messages with a stand-in for each of their texts, and these."""
+        """Return the messages with a stand-in for each of their texts, and the stand-ins."""
         parts: list[Part] = []
         return [self._stand_in(i, message, parts) for i, message in enumerate(messages)], parts
 
@@ -359,7 +359,7 @@ def _stand_in_call(k: int, call: dict[str, Any], text: Any) -> dict[str, Any]:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if arguments and isinstance(arguments, dict):
         arguments = {text("calls", f"k{k}"): text("calls", f"v{k}")}
-    # Kimi's template shows a call by its id alone, functions.NAME:NUMBER.
+    # Kimi's template shows only the id of a call, functions.NAME:NUMBER.
     stand_in = text("calls", f"n{k}", call["id"] if name in call["id"] else "")
     return {**call, "function": {**call["function"], "name": stand_in, "arguments": arguments}}
 
@@ -375,7 +375,7 @@ def _tool_names(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:
 
 
 def _parameter_names(tools: list[dict[str, Any]], name: str) -> set[str] | None:
-    """Return the names of a tool's parameters; None where they are not known."""
+    """Return the names of a tool's parameters, or None if they are unknown."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict) and function.get("name") == name:

@@ -41,7 +41,7 @@ ROLES = {
 }  # fmt: skip
 """ShareGPT's speakers, and the roles of chat templates."""
 CALLERS = ("function_call", "tool_call")
-"""ShareGPT's speakers whose text is calls of tools, as JSON."""
+"""ShareGPT's speakers whose text is tool calls as JSON."""
 
 _announced: set[tuple[str, str]] = set()
 
@@ -137,7 +137,7 @@ def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstr
 def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
     """Return the name of the column with the images: the settings' `key`, or the first of `IMAGES` that has some.
 
-    Raises RecordError for columns of a model's inputs that are not read: videos, audio, images in several columns.
+    Raises RecordError for columns that are not read: videos, audio, and images in several columns.
     """
     filled = [str(name) for name, value in row.items() if value not in (None, "", [], {}, ())]
     if others := sorted(set(filter(OTHER_MEDIA.fullmatch, filled)) - {key}):
@@ -153,14 +153,14 @@ def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
 
 
 def chat_column(row: Mapping[str, Any]) -> str | None:
-    """Return the name of the column that has a whole chat in the published formats; None if there is none."""
+    """Return the name of the column with a whole chat in the published formats, or None."""
     return next(
         (name for name in ("messages", "conversations", "conversation") if isinstance(row.get(name), list)), None
     )
 
 
 def as_messages(value: Any, location: str) -> Any:
-    """Return a chat, or one message, of ShareGPT as {role, content}; any other value as it is. Raises RecordError."""
+    """Return a chat or message of ShareGPT as {role, content}, and any other value unchanged. Raises RecordError."""
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not any(isinstance(m, dict) and "from" in m for m in messages):
         return value
@@ -236,7 +236,7 @@ def _completed(row: Mapping[str, Any], text: Any, location: str, demonstration: 
 
 
 def _without_answer(chat: Chat) -> tuple[Chat, str | None]:
-    """Return the chat before its last turn and the text of that turn, if it is the assistant's; else the whole chat."""
+    """Split off the text of the last turn if it is the assistant's. Otherwise return the whole chat."""
     if not chat or chat[-1]["role"] != "assistant":
         return chat, None
     content = chat[-1].get("content")
@@ -263,7 +263,7 @@ def _message(message: Any, location: str) -> dict[str, Any]:
 
 
 def _calls(value: Any, location: str) -> list[dict[str, Any]]:
-    """Return the calls that a ShareGPT message has as JSON: an object with name and arguments, or a list of them."""
+    """Return the tool calls of a ShareGPT message: JSON with name and arguments, or a list of such objects."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -275,7 +275,7 @@ def _calls(value: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _announce(location: str, words: str, settings: str) -> None:
-    """Say once for each source what its columns are taken for."""
+    """Log once for each source how its columns are used."""
     source = re.sub(r"(:\d+|\[\d+\])$", "", location)
     if (source, words) not in _announced:
         _announced.add((source, words))

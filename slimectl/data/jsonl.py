@@ -19,7 +19,7 @@ from slimectl.types import Sample
 
 Report = Callable[[RecordError], None]
 OTHER_FORMATS = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
-"""Suffixes of files that are not text, by their first bytes."""
+"""Suffixes of binary files, by their first bytes."""
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -14,7 +14,7 @@ from slimectl.data.images import image_source
 from slimectl.types import Chat, ImageSource, Sample
 
 OTHER_MARKS = ("<video>", "<audio>", "<|image_pad|>", "<|video_pad|>")
-"""Places in a text of media that are not read, and placeholder tokens that a text must not write itself."""
+"""Marks of media that are not read, and placeholder tokens that a text must not contain."""
 PART: dict[str, Any] = {"type": "image"}
 """An image in a chat of a Prompt: the source is in its `images`."""
 
@@ -42,9 +42,9 @@ def place_images(
 ) -> tuple[str | Chat, list[ImageSource]]:
     """Return a prompt whose images are parts without a source, and the sources in their order.
 
-    Sources are in the parts themselves, or in `column`, whose images take the places of parts without a source and of
-    marks in the texts; without any, they come first in the first message of the user. Marks are text where `column` has
-    no images, unless the model `reads_images`. Raises ValueError if images and places differ in number.
+    Sources are in the parts themselves, or in `column`. Images of `column` take the places of parts without a source
+    and of marks in the texts. Without any places, they come first in the first user message. Marks are text if
+    `column` has no images, unless the model `reads_images`. Raises ValueError if images and places differ in number.
 
     >>> place_images("<image>Left or right?", ["/a.png"], Path("/"))
     ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Left or right?'}]}], ['/a.png'])

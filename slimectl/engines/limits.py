@@ -9,7 +9,7 @@ from slimectl.errors import SettingsError
 from slimectl.types import SamplingParams
 
 MOST = 2**63
-"""Bound of every number: engines hold counts in 64 bits."""
+"""Limit of every number, because engines hold counts in 64 bits."""
 
 
 def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: int, max_context: int) -> None:
@@ -47,7 +47,7 @@ def check_ids(name: str, tokens: Iterable[int], *, vocabulary: int) -> None:
 
 
 def _numbers(params: SamplingParams) -> Iterator[tuple[str, float]]:
-    """Yield every number but the seed, which may be any, with the name of its field."""
+    """Yield every number except the seed, with the name of its field."""
     for name in (field.name for field in fields(params)):
         value = getattr(params, name)
         if isinstance(value, int | float) and name != "seed":

@@ -27,7 +27,7 @@ PLURALS = {"prompt": "prompts", "completion": "completions"}
 
 
 class OfSample:
-    """Calls a function of one sample whose parameter has another name, or none that can be read."""
+    """Calls a function of one sample whose parameter has another name, or no readable name."""
 
     def __init__(self, function: Callable[[Sample], Any]) -> None:
         self.function = function
@@ -38,7 +38,7 @@ class OfSample:
 
 
 def of_sample(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes a sample under the name `sample`, if it takes one under a name of its own.
+    """Return a function with the parameter `sample`, if it takes one sample under another name.
 
     >>> of_sample(lambda each: each.index)(sample=Sample(index=7))
     7
@@ -81,7 +81,7 @@ class UserReward:
 
     @property
     def name(self) -> str:
-        """The setting and the path, as errors name it."""
+        """Setting and path of the function, for errors."""
         return self._hook.name
 
     def called(self, samples: Sequence[Sample]) -> Any:

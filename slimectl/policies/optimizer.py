@@ -95,9 +95,9 @@ def lr_at(step: int, options: OptimizerOptions) -> float:
 
 
 def unmet_schedule(made: int, options: OptimizerOptions) -> str:
-    """Return what a finished run says of a schedule that counted another number of updates; empty if it counted right.
+    """Return a message if a schedule counted another number of updates than a run made, else "".
 
-    `made` is the number of updates, whose schedule ends at `options.decay_steps`.
+    `made` is the number of updates. The schedule ends at `options.decay_steps`.
     """
     counted = options.decay_steps
     if options.schedule == "constant" or counted is None or made == counted or not made:
@@ -117,11 +117,11 @@ SCHEDULE_FIELDS = {
     "lr": "peak", "schedule": "decay", "warmup_steps": "warm-up steps", "decay_steps": "end of the decay",
     "min_lr": "lowest rate",
 }  # fmt: skip
-"""Fields of OptimizerOptions that decide the learning rate, and what messages call them."""
+"""Fields of OptimizerOptions that determine the learning rate, with their names in messages."""
 
 
 def changed_schedule(step: int, before: OptimizerOptions, now: OptimizerOptions) -> str:
-    """Return what a resume says if the learning rate of update `step` (from 0) changes; empty if it stays."""
+    """Return a message if a resume changes the learning rate of update `step` (from 0), else ""."""
     old, new = lr_at(step, before), lr_at(step, now)
     if math.isclose(old, new, rel_tol=1e-6):
         return ""

@@ -40,9 +40,9 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Po
 class ReasoningGym(Verifier):
     """The task's own score, 0 to 1, of the last <answer> tag, or of the whole response without one.
 
-    `metadata.source_dataset` names the task and `metadata.entry` is its entry; without the latter the entry is built
-    from prompt, label and metadata. Some scorers `eval` the answer: those get only literals and arithmetic, anything
-    else scores 0.0. Raises RecordError for metadata that names no task, and without both entry and label.
+    `metadata.source_dataset` names the task and `metadata.entry` is its entry. Without an entry, it is built from
+    prompt, label and metadata. Some scorers `eval` the answer. They get only literals and arithmetic, and anything else
+    scores 0.0. Raises RecordError for metadata without a task, and for samples with neither entry nor label.
     """
 
     def explain(self, sample: Sample) -> Grade:
@@ -76,7 +76,7 @@ class ReasoningGym(Verifier):
 
 
 def _find(sample: Sample) -> tuple[Span | None, str]:
-    """The answer, None if the thought never closes, and the name of where it was searched."""
+    """The answer (None if the thought never closes) and the name of its source."""
     tagged = find(sample, "answer_tag")
     if tagged is None:
         return find(sample, "response"), SOURCE_WORDS["response"]

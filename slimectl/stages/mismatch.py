@@ -1,4 +1,4 @@
-"""Compares the log-probabilities in samples with the trained model's."""
+"""Compares the log-probabilities of samples with the trained model, and warns or stops."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ METRIC, STALENESS = "train/train_rollout_logprob_abs_diff", "rollout/staleness/m
 class LogProbCheck:
     """Warns, or stops, if engine and trainer compute different log-probabilities for the same tokens.
 
-    Of `recorded` samples it checks the first round that has a step: after it the model differs by its training.
+    For `recorded` samples it checks only the first round with a step, because later rounds differ by the training.
     """
 
     run: RunSettings
     recorded: bool = False
     first_round: int | None = None
-    """The round of the first step; None before it."""
+    """Round of the first step, or None before it."""
     is_stale: bool = False
-    """Whether older weights wrote tokens of this round: these differ by design."""
+    """Whether older weights wrote tokens of this round. They differ by design."""
 
     def check(self, report: StepReport) -> None:
         """Check a step. Raises SlimectlError if run.on_logprob_mismatch is "stop"."""

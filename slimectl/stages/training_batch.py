@@ -32,8 +32,8 @@ def build_training_batch(
 ) -> tuple[TrainingBatch, Metrics]:
     """Return the rows of a round without advantages, and counts of dropped samples and groups.
 
-    Samples that failed, that no reward function had an opinion on, or that are staler than run.max_staleness at weight
-    version `version`, are dropped. Hooks change the rounds of policy gradients only. Raises RecordError if a sample
+    Failed samples, samples without a reward, and samples staler than run.max_staleness at weight version `version` are
+    dropped. Hooks change the rounds of policy gradients only. Raises RecordError if a sample
     lacks what the algorithm needs.
     """
     algorithm, rewards = settings.algorithm, None

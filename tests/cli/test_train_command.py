@@ -89,7 +89,7 @@ def test_samples_of_another_model_are_named_and_their_log_probs_compared(worksho
     save_file({name: 1.5 * tensor for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
     (other / "generation_config.json").write_text('{"temperature": 0.5}')
     workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--name", "warned")
-    assert f"scored.jsonl: sampled from {workshop.model}, and other has other files or weights" in workshop.stderr
+    assert f"scored.jsonl: sampled from {workshop.model}, but other has other files or weights" in workshop.stderr
     assert workshop.stderr.count("the log-probabilities of the samples and the model differ by") == 1
     stop = ("-s", "run.on_logprob_mismatch=stop")
     workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--save", "out", *stop, code=1)

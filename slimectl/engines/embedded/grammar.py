@@ -31,7 +31,7 @@ class Sequential:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One of several nodes. `takes_plain`: every plain character (see `_is_plain`) is an option."""
+    """One of several nodes. With `takes_plain` every plain character (see `_is_plain`) is an option."""
 
     options: tuple[Node, ...]
     takes_plain: bool = False
@@ -67,7 +67,7 @@ DEAD = -1
 
 
 PLAIN_ASCII = frozenset(range(0x20, 0x80)) - frozenset(b'"\\')
-"""Characters of ASCII that stand in a JSON string as they are."""
+"""ASCII characters that need no escape in a JSON string."""
 
 
 def literal(text: str) -> Node:
@@ -100,7 +100,7 @@ class Automaton:
         return following
 
     def takes_plain(self, state: int) -> bool:
-        """Whether any number of plain characters may follow: an unbounded repetition of them begins here."""
+        """Whether any number of plain characters may follow, because an unbounded repetition of them starts here."""
         return any(_repeats_plain(stack) for stack in self._states[state])
 
     def _number(self, state: State) -> int:
@@ -112,7 +112,7 @@ class Automaton:
 
 
 def _repeats_plain(stack: Stack) -> bool:
-    """Whether a stack begins with a character of an unbounded repetition that takes every plain character."""
+    """Whether a stack starts with a character of an unbounded repetition of every plain character."""
     if stack is None or stack[1] is None:
         return False
     first, repeat = stack[0], stack[1][0]
@@ -247,7 +247,7 @@ class TokenGrammar:
         return self._masks[state]
 
     def _allowed(self, state: int) -> list[int]:
-        # Where a free string goes on, most tokens need no walk.
+        # Within a free string most tokens need no walk.
         if self.automaton.takes_plain(state):
             return [*self.vocabulary.plain, *self.vocabulary.other_tokens.allowed(self.automaton, state)]
         return self.vocabulary.tokens.allowed(self.automaton, state)
@@ -273,7 +273,7 @@ class GrammarState:
 
     @property
     def is_forced(self) -> bool:
-        """Whether one token alone may follow, so that a policy that writes it has chosen nothing."""
+        """Whether only one token may follow, so the policy chooses nothing."""
         _, count = self._mask_V()
         return count == 1 if count and not self._may_end else int(self.mask_V().sum()) == 1
 

@@ -116,7 +116,7 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
         ) from error
     for module in hf.modules():
         if isinstance(module, nn.Embedding):
-            # A pack has no padding; the token of this index is often the one that ends a turn, and has a gradient.
+            # A pack has no padding. This token often ends a turn, so it needs a gradient.
             module.padding_idx = None
     reason = _unsupported(hf)
     if reason:
@@ -171,7 +171,7 @@ def _unsupported(hf: Any) -> str:
 class RopeLimit:
     """The length up to which every row has the same rotary frequencies.
 
-    Beyond it transformers takes others for the whole pack, by its longest row.
+    Beyond it transformers changes them for the whole pack, by its longest row.
     """
 
     kind: str
@@ -189,7 +189,7 @@ class RopeLimit:
 
 
 def rope_limit(hf: Any) -> RopeLimit | None:
-    """Return the limit of a model whose rotary frequencies depend on the length; None for any other."""
+    """Return the limit of a model whose rotary frequencies depend on the length, or None for other models."""
     config = hf.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
