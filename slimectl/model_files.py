@@ -109,7 +109,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """Return the end tokens that a model's config.json and generation_config.json name: chat models often have several.
+    """Return the end tokens in a model's config.json and generation_config.json. Chat models often have several.
 
     Raises CheckpointError for anything but tokens.
     """

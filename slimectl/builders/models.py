@@ -160,10 +160,10 @@ def with_template_date(settings: Settings) -> Settings:
     path = settings.model.path
     if path is None or settings.rollout.template_date is not None:
         return settings
-    if not is_gguf(path):  # its template is known once it is converted
+    if not is_gguf(path):  # its template is unknown before the conversion
         try:
             folder = model_folder(path)
-        except SlimectlError:  # checked, and explained, when the model is loaded
+        except SlimectlError:  # loading the model raises it again
             return settings
         files = [file for pattern in TEMPLATES for file in folder.glob(pattern)]
         if not any(b"strftime_now" in file.read_bytes() for file in files if file.is_file()):

@@ -21,7 +21,7 @@ def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: i
     if len(tokens) == max_context and params.max_tokens:
         raise _too_long(tokens, max_context)
     for name, value in _numbers(params):
-        if not abs(value) < MOST:  # nor is a NaN
+        if not abs(value) < MOST:  # also refuses NaN
             raise SettingsError(f"{name}: {str(value)[:40]} is not a number below 2^63")
     if params.max_tokens < 0:
         raise SettingsError(f"max_tokens: {params.max_tokens} is not a length; ask for at least 0")

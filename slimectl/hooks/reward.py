@@ -31,7 +31,7 @@ class OfSample:
 
     def __init__(self, function: Callable[[Sample], Any]) -> None:
         self.function = function
-        self.__module__ = getattr(function, "__module__", __name__)  # whose lines errors name
+        self.__module__ = getattr(function, "__module__", __name__)  # errors name its lines
 
     def __call__(self, sample: Sample) -> Any:
         return self.function(sample)
@@ -45,7 +45,7 @@ def of_sample(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some functions that are written in C
+    except (TypeError, ValueError):  # some functions written in C
         return OfSample(function)
     required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if len(required) != 1 or required[0].kind is inspect.Parameter.KEYWORD_ONLY:

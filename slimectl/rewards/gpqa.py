@@ -78,11 +78,11 @@ def _find(answer: Span, choices: dict[str, str]) -> tuple[str, Span, str] | None
     patterns: list[tuple[str, Callable[[str], Iterable[tuple[str, Span]]]]] = [
         ("answer as stated", lambda text: [*letters.stated(text), *_stated_choices(original, choices)]),
         ("text of a choice", lambda _: _choices_of([find_last_line(original)], choices)),
-        ("letter said to be right", letters.said_to_be_right),
+        ("letter that is called right", letters.said_to_be_right),
         ("last bold letter", letters.bold),
-        ("letter that begins a line", letters.begins_line),
+        ("letter at the start of a line", letters.begins_line),
         ("last letter in parentheses", letters.parenthesised),
-        ("last capital that stands alone", letters.standalone),
+        ("last standalone capital", letters.standalone),
     ]
     for source, candidates in patterns:
         valid = [

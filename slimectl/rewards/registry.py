@@ -244,9 +244,9 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
 
 
 def _part_names(parts: list[dict[str, Any]]) -> list[str]:
-    """Return the name of each part: the given one, its type, or its function's name.
+    """Return the name of each part: its `name`, its type, or its function's name.
 
-    Functions whose name is taken by another part are named by their path.
+    A function has its path as its name if another part has its name.
     """
     names = []
     for part in parts:

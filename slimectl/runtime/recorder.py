@@ -230,7 +230,7 @@ class RunRecorder:
     def load(self, policy: Policy, *, total_steps: int | None = None) -> None:
         """Load the checkpoint that `rewind` went back to, if there is one, into the policy and the critic.
 
-        `total_steps` is the length of the run, with which a schedule ends.
+        `total_steps` is the length of the run, at which a schedule ends.
         """
         if self._checkpoint is None:
             return

@@ -119,8 +119,8 @@ def hangs(sample):
          "reward function"),
         ("raises", 3, "sample 3: score.custom_rm_path: unfit.py:raises raised IndexError: list index out of range "
          "(unfit.py:7); mend it there"),
-        ("short", 0, "samples 0 to 3: score.custom_rm_path: unfit.py:short returned 3 rewards for 4 samples; return "
-         "one for each"),
+        ("short", 0, "samples 0 to 3: score.custom_rm_path: unfit.py:short returned 3 rewards for 4 samples. Return "
+         "one for each."),
     ],
 )  # fmt: skip
 def test_a_reward_that_is_none_is_named_and_what_came_before_it_is_kept(workshop: Workshop, name, kept, message):

@@ -93,5 +93,5 @@ def test_samples_of_another_model_are_named_and_their_log_probs_compared(worksho
     assert workshop.stderr.count("the log-probabilities of the samples and the model differ by") == 1
     stop = ("-s", "run.on_logprob_mismatch=stop")
     workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--save", "out", *stop, code=1)
-    assert "a token on average, more than run.max_logprob_mismatch = 0.001; sample with the model" in workshop.stderr
+    assert "a token on average, more than run.max_logprob_mismatch = 0.001. Sample with the model" in workshop.stderr
     assert not (workshop.folder / "out").exists()
