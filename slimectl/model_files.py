@@ -109,7 +109,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """Return the end tokens that a model's config.json and generation_config.json name: chat models often have several.
+    """Return the end tokens in a model's config.json and generation_config.json. Chat models often have several.
 
     Raises CheckpointError for anything but tokens.
     """
@@ -122,7 +122,7 @@ def end_token_ids(folder: Path) -> list[int]:
             value = text_config.get("eos_token_id")
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in listed):
-            raise CheckpointError(f"{file}: eos_token_id is not a token or a list of tokens; copy the file again")
+            raise CheckpointError(f"{file}: eos_token_id is not a token or a list of tokens. Copy the file again.")
         tokens += listed
     return tokens
 

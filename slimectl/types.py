@@ -49,9 +49,10 @@ FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Statu
 
 
 def text_of_label(label: Label) -> str:
-    """Return a label as the text that is taught, graded and shown: numbers without an exponent, objects as JSON.
+    """Return a label as the text that is trained on, graded and shown.
 
-    Tables store whole numbers as floats where a value of the column is missing.
+    Numbers have no exponent, and objects are JSON. Tables store whole numbers as floats if a value of the column is
+    missing.
 
     >>> text_of_label(42.0), text_of_label(-0.5), text_of_label(1e-05), text_of_label(["é", 1]), text_of_label(None)
     ('42', '-0.5', '0.00001', '["é", 1]', '')
@@ -101,15 +102,17 @@ class JsonGrammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of one answer.
+    """Sampling parameters of one response.
 
-    `seed` makes the answer reproducible in any batch. `temperature` 0 is greedy (evaluation only: the settings refuse
-    it for training). `stop` strings end the answer and are cut from its text, not from its tokens. The text has no
-    special tokens, unless `skip_special_tokens` is false: then it has all but the one that ended the answer. Penalties
-    and `logit_bias`, pairs of a token and what is added to its logit, change the distribution that is sampled and its
-    log-probabilities: a policy that learns from such answers does not have these. `grammar` restricts the tokens that
-    can be drawn and leaves log-probabilities as they are, as top-k does; an engine without grammars refuses it. Its
-    answers have a loss mask: where one token alone was allowed, there is nothing to learn.
+    `seed` makes the response reproducible in any batch. `temperature` 0 is greedy. It is for evaluation only, and the
+    settings refuse it for training. `stop` strings end the response and are cut from its text, not from its tokens. The
+    text has no special tokens, unless `skip_special_tokens` is false. Then it has all except the one that ended the
+    response.
+
+    Penalties and `logit_bias` (pairs of a token and a number that is added to its logit) change the sampled
+    distribution and its log-probabilities. A policy that trains on such responses computes other log-probabilities.
+    `grammar` restricts the tokens that can be drawn and does not change log-probabilities, as top-k does. An engine
+    without grammars refuses it. Its responses have a loss mask of 0 where only one token was allowed.
     """
 
     temperature: float = 1.0
@@ -159,7 +162,7 @@ class Completion:
     """Place of the first token of each version; empty if the engine does not say."""
 
     loss_mask: list[int] | None = None
-    """1 where the policy chose the token, 0 where the grammar allowed no other; None without a grammar."""
+    """1 where the policy chose the token, 0 where the grammar allowed no other. None without a grammar."""
 
     @property
     def finish(self) -> str:
@@ -263,7 +266,7 @@ class Sample:
 
     @property
     def has_no_reward(self) -> bool:
-        """Whether it was graded and no reward function had an opinion (score.none_reward)."""
+        """Whether it was graded, but no reward function had an opinion (score.none_reward)."""
         return self.reward is None and "no_reward" in self.metadata
 
     @property
@@ -310,8 +313,8 @@ class Sample:
     ) -> None:
         """Append tokens of the policy (trainable) or of a tool (not trainable) to the response.
 
-        `loss_mask` has 0 for trainable tokens that a grammar forced. `meta_info` comes with a server's answer: its
-        weight version is noted, its finish reason becomes the status, and its loss mask is taken. `args` may come
+        `loss_mask` has 0 for trainable tokens that a grammar forced. `meta_info` comes with a server's response. Its
+        weight version is recorded, its finish reason becomes the status, and its loss mask is used. `args` may come
         first, as in slime's functions. Raises ValueError if trainable tokens lack log-probabilities of the same number,
         or have a loss mask of another length.
         """

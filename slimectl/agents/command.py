@@ -45,7 +45,7 @@ class CommandOptions:
     gives_reward: bool = True
     """Whether its reward counts, since no verifier is named."""
     template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of the chat template, to which a request may add."""
+    """Arguments of the chat template. A request may add more."""
 
 
 class CommandAgent:
@@ -57,7 +57,7 @@ class CommandAgent:
     limits_time = True
     """The attempt's time is limited here, and not as the time of tools."""
     renders_chats = True
-    """All that it asks goes through the chat template, a string prompt too."""
+    """Every request goes through the chat template, including string prompts."""
 
     def __init__(self, options: CommandOptions) -> None:
         self.options = options

@@ -86,7 +86,10 @@ def _shared(body: Body) -> dict[str, Any]:
 
 
 def refuse_empty(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages that the policy can answer, or continue if the last one is its own. Raises RequestRefused."""
+    """Return messages that the policy can answer, or continue if the last one is the assistant's.
+
+    Raises RequestRefused.
+    """
     if not messages:
         raise RequestRefused("messages: is missing or empty")
     return messages

@@ -58,7 +58,7 @@ class Session:
     limits: SessionLimits
     model: str = "*"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, to which a request may add."""
+    """Arguments of the chat template. A request may add more."""
     obeys_requests: bool = False
     stream_interval: int = 1
     """Least number of tokens between two chunks of a stream."""

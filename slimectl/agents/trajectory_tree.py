@@ -72,7 +72,7 @@ class Continuation:
 class TrajectoryTree:
     """All turns of a session, found again by the messages that a client sends.
 
-    With `keep_special` the texts of samples have special tokens; `stop` are strings that end every answer.
+    With `keep_special` the texts of samples have special tokens. The `stop` strings end every response.
     """
 
     tokenizer: Any
@@ -159,10 +159,10 @@ class TrajectoryTree:
         return turn
 
     def samples(self, template: Sample) -> list[Sample]:
-        """Return a sample for each branch, the one of the last answer first; each sampled token is taught once.
+        """Return a sample for each branch, starting with the branch of the last response.
 
-        The tokens of a turn with another temperature than the last of its branch have loss mask 0, since a sample has
-        one temperature; so have tokens that a grammar forced.
+        Each sampled token is trained on once. A sample has one temperature, so turns with another temperature than the
+        last turn of the branch have loss mask 0. So do tokens that a grammar forced.
         """
         leaves = [turn for turn in self.turns if not turn.children]
         taught: set[int] = set()
@@ -205,7 +205,7 @@ class TrajectoryTree:
         return response_text(self.tokenizer.decode, tokens, keep_special=self.keep_special)
 
     def _answer_text(self, turn: Turn, *, is_last: bool) -> str:
-        """Return the text of an answer in a sample; of the special tokens that end turns, the last one is left out."""
+        """Return the text of a response in a sample, without the special token that ends its last turn."""
         answer, stop = turn.completion, (*self.stop, *turn.stop)
         if not self.keep_special:
             return answer.text

@@ -171,10 +171,10 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class WatchedLoss:
-    """A loss of the user's, with the metrics that PolicyLoss computes of log-probabilities.
+    """A user's loss, with the metrics that PolicyLoss computes from log-probabilities.
 
-    All but pg_loss, which the user's loss replaces; what that reports under the same name stands. The entropy is
-    measured for the metrics where it costs no gradient, and the user's loss gets it only if it needs it.
+    The user's loss replaces pg_loss, and its own metrics replace those with the same name. The entropy is measured for
+    the metrics if that needs no gradient. The user's loss gets it only if it needs it.
     """
 
     loss: Loss
@@ -193,7 +193,7 @@ class WatchedLoss:
         loss, metrics = self.loss(dataclasses.replace(pack, entropy_T=entropy_T))
         if pack.advantages_T is None:
             return loss, metrics
-        # Terms that this loss lacks ask for no columns.
+        # The user's loss lacks these terms, so their columns may be missing.
         watch = dataclasses.replace(
             self.watch, use_tis=False, use_rs=False, kl_loss_coef=0.0, entropy_coef=0.0, report_entropy=False
         )

@@ -50,7 +50,7 @@ def policy_loss(algorithm: PolicyGradient, rows: Sequence[TrainingSample]) -> Po
 
 
 def _report_scale(rows: Sequence[TrainingSample]) -> float:
-    """Return what makes means of a step's weighted sums: 1 over the sum of its loss weights."""
+    """Return the factor that turns a step's weighted sums into means: 1 over the sum of its loss weights."""
     total = math.fsum(weight for row in rows for weight in row.loss_weights)
     return 1 / total if total else 1.0
 

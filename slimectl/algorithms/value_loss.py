@@ -65,9 +65,9 @@ def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], mask
 class ValueLoss:
     """Weighted sum of `clipped_value_loss` (Schulman et al. 2017, arXiv:1707.06347, eq. 9, the second term).
 
-    Metrics: value_loss, weighted like the loss, and means: value_clipfrac, the values before the round (value) and the
-    current ones (vpred), and the squared error of the latter without clipping (error). `report_scale` is 1 over the
-    sum of the step's `weights_T`, as in PolicyLoss.
+    The metric value_loss is weighted like the loss. The other metrics are means: value_clipfrac, value (before the
+    round), vpred (the current values), and error (the squared error of vpred without clipping). `report_scale` is 1
+    over the sum of the step's `weights_T`, as in PolicyLoss.
 
     Raises SettingsError if the pack has no values and returns.
     """

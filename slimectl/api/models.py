@@ -213,7 +213,7 @@ class ChatModel(Sampler):
         return params if temperature is None else dataclasses.replace(params, temperature=temperature)
 
     def tokens(self, prompt: str | Chat) -> list[int]:
-        """Render a chat by the model's template, or tokenize a text for the model to continue it."""
+        """Render a chat with the model's template, or tokenize a text that the model continues."""
         if isinstance(prompt, str):
             return encode_raw(self.tokenizer, prompt)
         kwargs = self.settings.rollout.template_kwargs

@@ -74,13 +74,13 @@ def score(
     reference: LogProbModel | None = None,
     skip: Callable[[Sample, RecordError], None] | None = None,
 ) -> Iterator[Sample]:
-    """Attach a reward to every sample: what [score] names, or `reward`, a function or a verifier.
+    """Attach a reward to every sample, from [score] or from `reward`, which is a function or a verifier.
 
-    The function may be async, and takes what a function of score.custom_rm_path takes: a sample under any name,
-    `samples`, or the parts of one sample or of many by name. A function of many gets at most score.batch_size samples,
-    or all siblings with score.group_rm. A `reference` also attaches its log-probabilities. A sample that cannot be
-    graded (no label) goes to `skip`. Without `skip`, RecordError is raised, as for a sample of another temperature than
-    the reference has.
+    The function may be async. It takes the parameters of score.custom_rm_path: a sample under any name, `samples`, or
+    parts of one sample or of many by name. A function of many samples gets at most score.batch_size of them, or all
+    siblings with score.group_rm. A `reference` also attaches its log-probabilities. A sample that cannot be graded (no
+    label) goes to `skip`. Without `skip`, RecordError is raised. It is also raised for a sample whose temperature
+    differs from the reference's.
     """
     samples = of_type(samples, Sample, MAKE_SAMPLES)
     if reference is not None:

@@ -49,7 +49,7 @@ DTYPES = frozenset({
     "float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz",
     "float8_e5m2", "float8_e5m2fnuz",
 })  # fmt: skip
-"""Names that torch has for the types of weights; transformers takes no others."""
+"""Types of weights by their torch names. transformers accepts no others."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_LIST = 2**16
 MAX_EXPERTS_IN_ALL = 2**18

@@ -180,10 +180,10 @@ def _has_tokens(path: str) -> bool:
 
 
 def reward(settings: Settings, function: Callable[..., Any] | None = None) -> Grader:
-    """Build the grader of samples; a reward model's folder is checked too. Raises SettingsError or CheckpointError.
+    """Build the grader of samples, and check the folder of a reward model.
 
-    A `function` of the user, of any shape that score.custom_rm_path takes, goes before what the settings name. Raises
-    HookError if it does not fit.
+    A user's `function` may have any form that score.custom_rm_path takes. It replaces the rewards of the settings.
+    Raises SettingsError or CheckpointError, and HookError if the function does not fit.
     """
     path = settings.score.rm_options.get("path") if settings.score.rm_type == "reward_model" else None
     if isinstance(path, str) and (Path(path) / "config.json").exists():

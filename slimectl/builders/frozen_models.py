@@ -110,7 +110,7 @@ class TrainableModels:
     reference: Policy | None = None
     teacher: LogProbModel | None = None
     total_steps: int | None = None
-    """Steps that the training is expected to make, with which a schedule ends."""
+    """Expected number of training steps, at which a schedule ends."""
 
     @property
     def separate_critic(self) -> Any:

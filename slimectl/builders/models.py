@@ -29,7 +29,7 @@ PANIC = "PanicException"
 TEMPLATE = "chat_template.json"
 """Chat template of a vision model's processor, in checkpoints whose tokenizer has none of its own."""
 TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*")
-"""Files of a model's folder that have chat templates."""
+"""Files with chat templates in a model's folder."""
 TOKENIZER_REMEDY = "copy tokenizer.json and tokenizer_config.json of its Hugging Face model into it"
 
 
@@ -108,7 +108,7 @@ def _without_config(folder: Path) -> str:
 
 
 def reads_images(settings: Settings) -> bool:
-    """Return whether the model of the settings reads images; False for one that is not there yet, or on a server."""
+    """Return whether the model of the settings reads images. False if it is missing or on a server."""
     path, card = settings.model.path, settings.model.card
     try:
         if path is None:
@@ -116,7 +116,7 @@ def reads_images(settings: Settings) -> bool:
         else:
             folder = Path(path) if Path(path).exists() else hub_model(path) or Path(path)
             config = read_json(policy_folder(folder) / "config.json")
-    except (CheckpointError, OSError):  # loading the model reports what is wrong with it
+    except (CheckpointError, OSError):  # loading the model reports the error
         return False
     return config.get("model_type") in MODEL_TYPES
 
@@ -156,14 +156,14 @@ def tokenizer(folder: Path) -> Any:
 
 
 def with_template_date(settings: Settings) -> Settings:
-    """Return the settings with today's date for the model's chat template, if it prints one and none is set."""
+    """Set the date of the model's chat template to today, if the template prints a date and none is set."""
     path = settings.model.path
     if path is None or settings.rollout.template_date is not None:
         return settings
-    if not is_gguf(path):  # its template is known once it is converted
+    if not is_gguf(path):  # its template is unknown before the conversion
         try:
             folder = model_folder(path)
-        except SlimectlError:  # checked, and explained, when the model is loaded
+        except SlimectlError:  # loading the model raises it again
             return settings
         files = [file for pattern in TEMPLATES for file in folder.glob(pattern)]
         if not any(b"strftime_now" in file.read_bytes() for file in files if file.is_file()):

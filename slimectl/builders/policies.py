@@ -277,7 +277,7 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = N
 
 
 def changed_schedule(settings: Settings, checkpoint: Path, total_steps: int | None) -> str:
-    """Return how the learning rate of the step after a checkpoint changes under these settings; empty if it stays."""
+    """Describe how these settings change the learning rate of the step after a checkpoint, or return ""."""
     from slimectl.policies.checkpoint import saved_options
     from slimectl.policies.optimizer import changed_schedule
 
@@ -286,16 +286,16 @@ def changed_schedule(settings: Settings, checkpoint: Path, total_steps: int | No
 
 
 def unmet_schedule(settings: Settings, updates: int, total_steps: int | None) -> str:
-    """Return how far the schedule of a run came that made other than `total_steps` updates; empty if it was met."""
+    """Describe how far the schedule came if a run made other than `total_steps` updates, or return ""."""
     from slimectl.policies.optimizer import unmet_schedule
 
     return "" if settings.train.lr_decay_iters else unmet_schedule(updates, _optimizer(settings, total_steps))
 
 
 def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | None:
-    """Return the optimizer steps of the trained model in a whole run; None if the length of the run is unknown.
+    """Return the optimizer steps of the trained model in a whole run, or None if its length is unknown.
 
-    `rollouts` is the number that a file of samples has; a pair counts as one. Steps that train only the critic are not
+    `rollouts` is the number in a file of samples. A pair counts as one. Steps that train only the critic are not
     counted.
     """
     rounds = settings.run.num_rollout

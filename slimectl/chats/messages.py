@@ -1,4 +1,4 @@
-"""Reads chat messages and tools of every dialect into one form: rows, agents' requests, servers and judges use it."""
+"""Reads chat messages and tools of every dialect into one form, for rows, agents, servers and judges."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 from slimectl.types import Chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of OpenAI's API; `function`, its older name of a tool, is read as one."""
+"""Roles of OpenAI's API. `function`, the older name of `tool`, is read too."""
 REASONING = "reasoning_content"
 REASONING_KEYS = (REASONING, "reasoning", "thinking")
-"""Names of a message's reasoning, by priority; the first one is used from here on."""
+"""Names of a message's reasoning, by priority. Normalized messages use the first one."""
 TRAINING_MARKS = (
     "step_loss_mask", "loss_mask", "loss", "loss_weight", "weight", "train", "trainable", "training", "train_on_turn",
 )  # fmt: skip
-"""Names by which datasets mark turns of the assistant that are trained on (true, 1) or not (false, 0)."""
+"""Keys with which datasets mark assistant turns that are trained on (true, 1) or not (false, 0)."""
 KNOWN_KEYS = frozenset(
     ["role", "content", "name", "id", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations",
      *REASONING_KEYS, *TRAINING_MARKS]
 )  # fmt: skip
-"""Keys of a message that are read here, or that say nothing to a chat template."""
+"""Keys of a message that are read here, or that no chat template needs."""
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text")
 REASONING_PARTS = ("thinking", "reasoning")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 IMAGE_MARK = "<image>"
-"""Place of an image in a text, where the images are in a column."""
+"""Place of an image in a text, if the images are in a column."""
 NULL_KEYWORDS = ("default", "const")
 """Keywords of a JSON Schema whose value may be null."""
 
 
 class MessageError(ValueError):
-    """Raised for a message that no chat template can show; `field` is its place in the request."""
+    """Raised for a message that no chat template can show. `field` is its place in the request."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -41,7 +41,7 @@ class MessageError(ValueError):
 
 
 def normalized_chat(messages: Iterable[Mapping[str, Any]], at: str = "messages", *, images: bool = False) -> Chat:
-    """Return messages in one form; see `template_message`. Raises MessageError."""
+    """Return messages in the form of `template_message`. Raises MessageError."""
     return [template_message(message, f"{at}[{i}]", images=images) for i, message in enumerate(messages)]
 
 
@@ -85,7 +85,7 @@ def _role(role: str, at: str) -> str:
 
 
 def _reasoning(message: dict[str, Any], at: str) -> str:
-    """Take the reasoning out of a message. Raises MessageError for two that differ."""
+    """Remove the reasoning from a message and return it. Raises MessageError if two keys differ."""
     texts = {message.pop(key) for key in REASONING_KEYS if isinstance(message.get(key), str)} - {""}
     if len(texts) > 1:
         raise MessageError(f"{at}.{REASONING}", "differs from the other reasoning of this message. Keep one of them.")
@@ -93,7 +93,7 @@ def _reasoning(message: dict[str, Any], at: str) -> str:
 
 
 def _content(content: Any, at: str, *, images: bool) -> tuple[str | list[dict[str, Any]], str]:
-    """Return content and reasoning of a message's `content`. Raises MessageError for parts that no model here reads."""
+    """Return content and reasoning of a message's `content`. Raises MessageError for parts that cannot be read."""
     if content is None or isinstance(content, str):
         return checked_text(content or "", at), ""
     if not isinstance(content, list):
@@ -123,7 +123,7 @@ def _is_data(content: Any) -> bool:
 
 
 def _part_text(part: Any, kind: Any, at: str, *, images: bool) -> str:
-    # OpenAI keeps the text of a refusal under that name.
+    # OpenAI's parts of type `refusal` have their text under `refusal`.
     text = part if isinstance(part, str) else part.get("text", part.get(str(kind))) if isinstance(part, dict) else None
     if kind not in TEXT_PARTS or not isinstance(text, str):
         readable = "text and images" if images else "text"
@@ -139,7 +139,7 @@ def _thought(part: Mapping[str, Any], at: str) -> str:
 def plain_text(content: Any, at: str) -> str:
     """Return the text of a message's content: a string, or parts that are all text.
 
-    Raises MessageError for other parts, and for half of a surrogate pair, which no tokenizer takes.
+    Raises MessageError for other parts, and for half of a surrogate pair, which no tokenizer accepts.
     """
     text, _ = _content(content, at, images=False)
     assert isinstance(text, str)
@@ -147,7 +147,7 @@ def plain_text(content: Any, at: str) -> str:
 
 
 def content_text(content: Any) -> str:
-    """Return the content of a message as one text for a reader, in which every image is a mark."""
+    """Return the content of a message as one text for a reader, with a mark for every image."""
     if not isinstance(content, list):
         return "" if content is None else str(content)
     parts = (part if isinstance(part, dict) else {"text": part} for part in content)
@@ -159,14 +159,14 @@ def checked_text(text: str, at: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise MessageError(at, "has half of a surrogate pair, which no tokenizer takes") from None
+        raise MessageError(at, "has half of a surrogate pair, which no tokenizer accepts") from None
     return text
 
 
 def _template_call(call: Any, at: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise MessageError(at, "is not a call of a function with a name")
+        raise MessageError(at, "is not a function call with a name")
     call_fields = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
     return {**call_fields, **function_call(function["name"], function.get("arguments"), call.get("id"))}
 
@@ -174,7 +174,7 @@ def _template_call(call: Any, at: str) -> dict[str, Any]:
 def function_call(name: Any, arguments: Any, call_id: Any) -> dict[str, Any]:
     """Return a tool call for a message.
 
-    Its arguments are an object where their text is one, {} where there are none, and a text otherwise.
+    Its arguments are an object if their JSON is one, {} if there are none, and a text otherwise.
     """
     if isinstance(arguments, str):
         arguments = parsed_object(arguments)
@@ -194,7 +194,7 @@ def from_json(value: Any) -> Any:
 
 
 def parsed_object(text: str) -> str | dict[str, Any]:
-    """Return the JSON object that a text is, {} for a blank one, and any other text as it is."""
+    """Parse a JSON object. Return {} for a blank text, and any other text unchanged."""
     if not text.strip():
         return {}
     try:
@@ -205,7 +205,7 @@ def parsed_object(text: str) -> str | dict[str, Any]:
 
 
 def normalized_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return tools in OpenAI's form, without the nulls that tables add to their schemas; None for none.
+    """Return tools in OpenAI's form, without the nulls that tables add to schemas. None if there are none.
 
     >>> normalized_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string"}, "b": None}}}])
     [{'type': 'function', 'function': {'name': 'f', 'parameters': {'properties': {'a': {'type': 'string'}}}}}]
@@ -227,14 +227,16 @@ def without_nulls(value: Any, *, keep: Sequence[str] = ()) -> Any:
 
 
 def is_trained(message: Mapping[str, Any], at: str) -> bool:
-    """Return whether a turn of the assistant is trained on: unless one of TRAINING_MARKS is false or 0.
+    """Return whether an assistant turn is trained on. It is, unless one of TRAINING_MARKS is false or 0.
 
-    Raises MessageError for another value than true, false, 1 and 0, and for two marks that contradict each other.
+    Raises MessageError for values other than true, false, 1 and 0, and for marks that contradict each other.
     """
     marks = {key: message[key] for key in TRAINING_MARKS if message.get(key) is not None}
     for key, value in marks.items():
         if isinstance(value, str | list | dict) or value not in (0, 1):
-            raise MessageError(f"{at}.{key}", f"is {value!r}. A turn is trained on (1, true) or not (0, false).")
+            raise MessageError(
+                f"{at}.{key}", f"is {value!r}. Use 1 or true to train on the turn, 0 or false to leave it out."
+            )
     if len({bool(value) for value in marks.values()}) > 1:
-        raise MessageError(at, f"is marked both ways by {' and '.join(marks)}. Keep one of them.")
+        raise MessageError(at, f"has contradicting marks: {' and '.join(marks)}. Keep one of them.")
     return all(marks.values())

@@ -1,9 +1,9 @@
-"""Chat templates: the form in which each takes its messages, and whether it shows all of them.
+"""Chat templates: finds the form of messages that each takes, and checks that it shows all of them.
 
 Templates differ in what they read: arguments of calls as objects or as text, the role `developer` or not, one key of
-reasoning or another. A template that does not read something leaves it out without an error. So each shape of chat is
-rendered once with stand-ins for all of its texts, in the forms that templates take, and the first form in which every
-stand-in shows is used for all chats of this shape.
+reasoning or another. A template leaves out what it does not read, without an error. So each shape of chat is rendered
+once in several forms, with a stand-in for each of its texts. The first form in which every stand-in shows is used for
+all chats of this shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slimectl.stdio import logger
 from slimectl.types import Chat, Prompt
 
 OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict")
-"""Chat template arguments that slimectl sets itself; users may not set them."""
+"""Arguments of chat templates that slimectl sets. Users may not set them."""
 DATE = "strftime_now"
 """Function by which templates print the date. transformers gives them one that reads the clock, an argument of this
 name, YYYY-MM-DD, replaces it."""
@@ -46,12 +46,12 @@ _STAND_IN = re.compile(r"(?=(q\d+[a-z]\w*?q))")
 _PRINTED_PART = re.compile(r"""['"]text['"]: ?['"]\s*q(\d+)c""")
 """A part of a content as Python or JSON writes it: the template prints lists of parts instead of reading them."""
 MAX_FORMS = 4096
-"""Shapes of chats that are remembered for a tokenizer."""
+"""Number of shapes of chats that are cached for a tokenizer."""
 
 
 @dataclass(frozen=True)
 class PinnedDate:
-    """The function `strftime_now` of templates, for one day.
+    """The template function `strftime_now`, fixed to one day.
 
     >>> PinnedDate("2026-11-27")("%d %b %Y")
     '27 Nov 2026'
@@ -94,13 +94,13 @@ class Form:
         if isinstance(arguments, dict) and self.arguments_as_text:
             arguments = _json(arguments)
         elif isinstance(arguments, str) and not self.arguments_as_text:
-            arguments = {}  # cut off by its model: nothing that a template of objects could show
+            arguments = {}  # text that was cut off, which a template of objects cannot show
         return {**call, "function": {**function, "arguments": arguments}}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a message in its rendering: `text` stands for it; `alternative`, if any, may show in its place."""
+    """A part of a message: its stand-in `text`, and an `alternative` that may show instead."""
 
     message: int
     kind: str
@@ -110,7 +110,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Finding:
-    """The form for chats of one shape, and the parts that the template leaves out of them."""
+    """The form for chats of one shape, and the parts that the template leaves out."""
 
     form: Form
     missing: tuple[Part, ...] = ()
@@ -143,8 +143,8 @@ class Template:
     def __init__(self, tokenizer: Any, prompt: Prompt, kwargs: Mapping[str, Any] | None) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise SettingsError(
-                "rollout.apply_chat_template: the tokenizer of this model has no chat template; give string prompts "
-                "and leave it false, or put a chat_template.jinja beside the tokenizer"
+                "rollout.apply_chat_template: the tokenizer of this model has no chat template. Use string prompts and "
+                "leave the setting false, or put a chat_template.jinja into the model's folder."
             )
         self.tools = normalized_tools(prompt.tools)
         self._tokenizer = tokenizer
@@ -159,11 +159,11 @@ class Template:
         self._key = (self._source, repr(sorted(arguments.items())), _tool_names(self.tools))
 
     def fit(self, chat: Chat, *, taught: bool = False) -> Chat:
-        """Return a chat in the form that the template takes, one message for each.
+        """Return a chat in the form that the template takes, message by message.
 
-        Raises RecordError, with the number of the message, for a content or a call that the template leaves out, and
-        for reasoning in a chat that is `taught`. Reasoning before the last question may be left out: many templates do
-        so on purpose. Other reasoning that is left out is named once.
+        Raises RecordError with the number of the message if the template leaves out content or a call. In a chat that
+        is `taught`, the same holds for reasoning. Reasoning before the last question may be left out, because many
+        templates do so on purpose. Other reasoning that is left out gives one warning.
         """
         try:
             messages = [self._without_padding(message) for message in normalized_chat(chat, "message", images=True)]
@@ -180,10 +180,10 @@ class Template:
         return [finding.form.message(message, self._reading.reasoning_key or REASONING) for message in messages]
 
     def text(self, chat: Chat, *, header: bool = False, continued: bool = False) -> str:
-        """Render a chat that `fit` returned; raises RecordError.
+        """Render a chat that `fit` returned.
 
-        With `header` the text goes up to the header of the assistant's next turn, with `continued` to the end of the
-        last message's content, for the model to continue it.
+        With `header` the text ends with the header of the assistant's next turn. With `continued` it ends with the
+        content of the last message, which the model then continues. Raises RecordError if the template fails.
         """
         arguments = {**self._arguments, "continue_final_message": True} if continued else self._arguments
         try:
@@ -194,13 +194,13 @@ class Template:
         return text
 
     def prompt_text(self, chat: Chat) -> str:
-        """Render a chat for the model to answer it, or to continue its last message if that is the assistant's."""
+        """Render a chat as a prompt. If its last message is the assistant's, the model continues that message."""
         messages = self.fit(chat)
         if not messages or messages[-1]["role"] != "assistant":
             return self.text(messages, header=True)
         last = messages[-1]
         if last.get("tool_calls") or not last["content"]:
-            end = "calls of tools" if last.get("tool_calls") else "an empty message"
+            end = "tool calls" if last.get("tool_calls") else "an empty message"
             raise RecordError(
                 f"prompt: ends with {end} of the assistant, which cannot be continued. Add the message that follows."
             )
@@ -230,7 +230,7 @@ class Template:
         return ""
 
     def _without_padding(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message without null arguments that its tool does not have: a table adds them."""
+        """Return a message without null arguments that its tool does not have. Tables add them."""
         if not message.get("tool_calls") or not self.tools:
             return message
         calls = []
@@ -424,7 +424,7 @@ def _tool_names(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:
 
 
 def _parameter_names(tools: list[dict[str, Any]], name: str) -> set[str] | None:
-    """Return the names of a tool's parameters; None where they are not known."""
+    """Return the names of a tool's parameters, or None if they are unknown."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict) and function.get("name") == name:
@@ -441,8 +441,8 @@ def _check_argument(name: str, identifiers: frozenset[str]) -> None:
     """Raise SettingsError for an argument that slimectl sets itself, or that the template never reads."""
     setting = f"rollout.apply_chat_template_kwargs: {name}"
     if name in OURS:
-        raise SettingsError(f"{setting} is given by slimectl itself; leave it out")
+        raise SettingsError(f"{setting} is set by slimectl. Leave it out.")
     if name not in identifiers and name != DATE:
         near = difflib.get_close_matches(name, identifiers, n=1)
-        hint = f"did you mean {near[0]}?" if near else "leave it out, or look into the model's chat_template.jinja"
-        raise SettingsError(f"{setting} is nothing that the model's chat template reads; {hint}")
+        hint = f"Did you mean {near[0]}?" if near else "Leave it out, or see the model's chat_template.jinja."
+        raise SettingsError(f"{setting} is not read by the model's chat template. {hint}")

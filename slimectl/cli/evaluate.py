@@ -163,7 +163,7 @@ def summary_line(name: str, metrics: Metrics) -> str:
 
 
 def _notes(name: str, metrics: Metrics) -> str:
-    """Failures by kind, samples without a reward and skipped prompts; empty without any."""
+    """Failures by kind, samples without a reward and skipped prompts. Empty if there are none."""
     prefix = f"eval/{name}/error/"
     failed = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     notes = [f"{count:.0f} failed of {kind}" for kind, count in failed.items()]

@@ -8,9 +8,9 @@ from slimectl.data.tool_calls import CallNotation, ToolCall, Tools, notation_of
 from slimectl.rewards.thoughts import TAGS
 
 THINK, END_OF_THINK = TAGS[0]
-"""Tags of reasoning of the families whose responses are divided here."""
+"""Reasoning tags of the families whose responses are divided here."""
 MOST_CLOSINGS = 16
-"""Closing tags that are tried as the end of a block, so that an answer of nothing else is read in little time."""
+"""Limit of closing tags that are tried as the end of a block, so a response of only tags is read quickly."""
 PYTHON_TAG = "<|python_tag|>"
 """Token with which Llama may begin a call."""
 
@@ -98,7 +98,7 @@ def _blocks(content: str, notation: CallNotation, tools: Tools, *, complete: boo
         if end < 0:
             break
         calls += block_calls
-        block = "" if block_calls else opening + inside[:end]  # what is no call is text
+        block = "" if block_calls else opening + inside[:end]  # anything else is text
         outside = (outside + before + block).rstrip() if block_calls else outside + before + block
         remaining = inside[end:]
         if not outside:
@@ -112,8 +112,8 @@ def _blocks(content: str, notation: CallNotation, tools: Tools, *, complete: boo
 def _block(inside: str, notation: CallNotation, tools: Tools, *, complete: bool) -> tuple[int, list[ToolCall]]:
     """Return the length of a block after its opening tag, the closing one included, and its calls.
 
-    An argument may contain the closing tag: the block ends at the first one up to which it is well formed. A malformed
-    block ends at the first closing tag. The length is -1 without a closing tag, or where more text may decide.
+    An argument may contain the closing tag, so the block ends at the first one that leaves it well formed. A malformed
+    block ends at the first closing tag. The length is -1 without a closing tag, or if more text may decide.
     """
     first = end = inside.find(notation.closing)
     for _ in range(MOST_CLOSINGS):

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, in the values that JSON has."""
+"""Reads the rows of Parquet and Arrow files as JSON values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def arrow_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of an Arrow file: a stream, or a file with a footer (Feather, too). Raises RecordError."""
+    """Yield the rows of an Arrow stream or file, including Feather. Raises RecordError."""
 
     def batches() -> Iterator[Any]:
         import pyarrow
@@ -51,10 +51,10 @@ def arrow_rows(path: Path) -> Iterator[Row]:
 
 
 def check_columns(location: str, columns: Sequence[str]) -> None:
-    """Raise RecordError if two columns have one name."""
+    """Raise RecordError if two columns have the same name."""
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
-        raise RecordError(f"{location}: two columns are called {twice[0]!r}; rename one of them")
+        raise RecordError(f"{location}: two columns are called {twice[0]!r}. Rename one of them.")
 
 
 def _rows(path: Path, name: str, batches: Iterable[Any]) -> Iterator[Row]:
@@ -73,7 +73,7 @@ def _rows(path: Path, name: str, batches: Iterable[Any]) -> Iterator[Row]:
                 if has_nulls and not is_named:
                     is_named = True
                     logger.info(
-                        f"{path}: null fields of structs are dropped; a table cannot tell them from missing ones"
+                        f"{path}: null fields of structs are dropped. A table cannot tell them from missing ones."
                     )
                 yield f"{path}[{number}]", cell_value(row)
                 number += 1
@@ -89,10 +89,10 @@ def _of_fields(fields: Iterable[Any], on_null: Callable[[], None]) -> dict[str, 
 
 
 def _conversion(kind: Any, on_null: Callable[[], None]) -> Conversion | None:
-    """Return the conversion of values that do not show their type; None for a type without any.
+    """Return the conversion for values whose Python type hides their Arrow type, or None if there is none.
 
-    pyarrow returns a float32 as the double of the same value (0.10000000149011612), a map as a list of pairs, and a
-    struct with all fields that any row has: those that are null are dropped, and `on_null` is called.
+    pyarrow returns a float32 as the double of the same value (0.10000000149011612) and a map as a list of pairs. It
+    returns a struct with all fields that any row has. Null fields are dropped, and `on_null` is called.
     """
     from pyarrow import BaseExtensionType, types
 

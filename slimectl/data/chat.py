@@ -31,9 +31,9 @@ def render(
     """Render a prompt to the tokens that the model continues.
 
     A string is tokenized with the BOS token that its tokenizer adds, or with `apply_chat_template` as one user message.
-    A chat list always goes through the tokenizer's template, with its tools and the header of the assistant's turn. A
-    chat that ends with a message of the assistant is continued. Raises SettingsError if there is no template,
-    RecordError if it refuses the chat or leaves out a part of it.
+    A chat list always goes through the tokenizer's template, with its tools and the header of the assistant's turn. If
+    the chat ends with an assistant message, the model continues that message. Raises SettingsError if the tokenizer has
+    no template, and RecordError if the template refuses the chat or leaves out a part of it.
     """
     with located(prompt):
         if isinstance(prompt.text, str) and not apply_chat_template:
@@ -136,7 +136,7 @@ def encode_raw(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize a rendered chat, or a text in the middle of one: no special token is added. Raises RecordError."""
+    """Tokenize a rendered chat, or a text in the middle of one, without adding special tokens. Raises RecordError."""
     if not text.isascii():
         try:
             text.encode()

@@ -47,7 +47,7 @@ SPEAKERS = ("human", "gpt", "chatgpt")
 CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*"(role|content|from|value)"\s*:""")
 """Beginning of a chat that is JSON text."""
 CALLERS = ("function_call", "tool_call")
-"""ShareGPT's speakers whose text is calls of tools, as JSON."""
+"""ShareGPT's speakers whose text is tool calls as JSON."""
 
 _announced: set[tuple[str, str]] = set()
 
@@ -157,11 +157,11 @@ def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstr
 def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
     """Return the name of the column with the images: the settings' `key`, or the first of `IMAGES` that has some.
 
-    Raises RecordError for columns of a model's inputs that are not read: videos, audio, images in several columns.
+    Raises RecordError for columns that are not read: videos, audio, and images in several columns.
     """
     filled = [str(name) for name, value in row.items() if value not in (None, "", [], {}, ())]
     if others := sorted(set(filter(OTHER_MEDIA.fullmatch, filled)) - {key}):
-        raise RecordError(f"{location}: {others[0]}: only images are read; leave the row out, or remove the column")
+        raise RecordError(f"{location}: {others[0]}: only images are read. Remove the row or the column.")
     if key != IMAGE_KEY or key in filled:
         return key
     if numbered := sorted(filter(NUMBERED_IMAGE.fullmatch, filled)):
@@ -283,7 +283,7 @@ def _completed(row: Mapping[str, Any], text: Any, location: str, demonstration: 
 
 
 def _without_answer(chat: Chat) -> tuple[Chat, str | None]:
-    """Return the chat before its last turn and the text of that turn, if it is the assistant's; else the whole chat."""
+    """Split off the text of the last turn if it is the assistant's. Otherwise return the whole chat."""
     if not chat or chat[-1]["role"] != "assistant":
         return chat, None
     content = chat[-1].get("content")
@@ -316,8 +316,8 @@ def _calls(value: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _announce(location: str, words: str, settings: str) -> None:
-    """Say once for each source what its columns are taken for."""
+    """Log once for each source how its columns are used."""
     source = re.sub(r"(:\d+|\[\d+\])$", "", location)
     if (source, words) not in _announced:
         _announced.add((source, words))
-        logger.info(f"{source}: {words}; {settings} would name other columns")
+        logger.info(f"{source}: {words}. Set {settings} to use other columns.")

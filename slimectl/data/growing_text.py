@@ -56,9 +56,9 @@ class GrowingText:
 def response_text(
     decode: Callable[..., str], tokens: Sequence[int], *, keep_special: bool = False, ended: bool = False
 ) -> str:
-    """Return the text of a response; with `keep_special`, with its special tokens but the one that `ended` it.
+    """Return the text of a response.
 
-    `decode` is a tokenizer's.
+    With `keep_special` it has special tokens, except the one that `ended` it. `decode` is a tokenizer's.
     """
     if not keep_special:
         return str(decode(tokens, skip_special_tokens=True))
@@ -68,7 +68,7 @@ def response_text(
 
 
 def marked_text(decode: Callable[..., str], tokens: Sequence[int], text: str, stop: Sequence[str]) -> str:
-    """Return the text of an answer with its special tokens, cut at a stop string where its `text` without them is."""
+    """Return a response with special tokens, cut at a stop string if its `text` without them is cut."""
     marked = str(decode(tokens, skip_special_tokens=False))
     if stop and text != decode(tokens, skip_special_tokens=True):
         marked = min((marked.partition(each)[0] for each in stop), key=len)

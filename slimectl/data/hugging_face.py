@@ -1,4 +1,4 @@
-"""Data sets and models as Hugging Face's libraries keep them: cached snapshots, saved folders, names of data files."""
+"""Finds data sets and models of Hugging Face's libraries: cached snapshots, saved folders, names of data files."""
 
 from __future__ import annotations
 

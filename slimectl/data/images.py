@@ -44,8 +44,8 @@ def images_of(sample: Sample) -> list[ImageSource]:
 def image_source(value: Any, folder: Path) -> ImageSource:
     """Return an image of a row as records have it: an absolute path, or its bytes in base64.
 
-    A row has a path (relative to `folder`), a data: address, an object with `path` or `bytes` (base64, or raw from a
-    table), or raw bytes. Raises ValueError for anything else, addresses included: nothing is fetched.
+    A row has a path (relative to `folder`), a data: URL, an object with `path` or `bytes` (base64, or raw from a
+    table), or raw bytes. Raises ValueError for anything else, including other URLs: nothing is fetched.
     """
     if isinstance(value, bytes):
         value = {"bytes": value}
@@ -232,7 +232,7 @@ def _open(data: bytes, source: ImageSource) -> Any:
 
 
 def _decoded(data: bytes, source: ImageSource) -> Any:
-    """Return an image in RGB on white, turned as its camera was held."""
+    """Return an image in RGB on white, rotated by its EXIF orientation."""
     opened = _open(data, source)
     try:
         if opened.format == "PNG":
@@ -243,7 +243,7 @@ def _decoded(data: bytes, source: ImageSource) -> Any:
 
 
 def _scale_transparent_level(image: Any, *, depth: int) -> None:
-    """Scale the level of a PNG that is transparent to 8 bits, as Pillow (12) scales the pixels but not this level."""
+    """Scale the transparent level of a PNG to 8 bits. Pillow (12) scales the pixels but not this level."""
     level = image.info.get("transparency")
     if level is not None and image.mode in ("L", "RGB"):
         levels = [
@@ -253,9 +253,9 @@ def _scale_transparent_level(image: Any, *, depth: int) -> None:
 
 
 def _on_white(image: Any) -> Any:
-    """Return an image in RGB: transparent pixels on white, as the processors of Qwen's models have it, 16 bits as 8."""
+    """Return an image in 8-bit RGB, with transparent pixels on white like the processors of Qwen's models."""
     library = _pillow()
-    if image.mode.startswith("I"):  # grey of 16 bits, of which convert() would take all above 255 for white
+    if image.mode.startswith("I"):  # 16-bit grey: convert() would make all levels above 255 white
         import numpy as np
 
         levels_HW = np.asarray(image).clip(0, 65535)

@@ -87,7 +87,7 @@ def plain_sample(sample: Sample) -> Sample:
 
 
 def cell_value(value: Any) -> Any:
-    """Return a value of a table's cell in JSON types, at any depth; bytes and objects of other classes stay.
+    """Convert a table's cell to JSON types at any depth. Bytes and objects of other classes stay.
 
     >>> from datetime import date
     >>> from numpy import float32
@@ -150,7 +150,7 @@ def jsonable(value: Any) -> Any:
 
 
 NONE_REMEDY = ', or set score.none_reward = "skip" if None means no opinion'
-"""End of the message about a reward that is None."""
+"""End of the error about a reward of None."""
 
 
 def plain_reward(value: Any) -> Any:
@@ -166,7 +166,7 @@ def plain_reward(value: Any) -> Any:
     number = plain_number(value)
     if number is None or not is_finite(number):
         remedy = NONE_REMEDY if value is None else ""
-        raise ValueError(f"is {kind_of(value)}, not a finite number; fix the reward function{remedy}")
+        raise ValueError(f"is {kind_of(value)}, not a finite number. Fix the reward function{remedy}")
     return number
 
 

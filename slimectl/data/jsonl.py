@@ -19,7 +19,7 @@ from slimectl.types import Sample
 
 Report = Callable[[RecordError], None]
 OTHER_FORMATS = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
-"""Suffixes of files that are not text, by their first bytes."""
+"""Suffixes of binary files, by their first bytes."""
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -35,9 +35,9 @@ def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
         obj = decode_object(line)
     except UnicodeDecodeError as error:
         suffix = next((suffix for magic, suffix in OTHER_FORMATS.items() if line.startswith(magic)), None)
-        remedy = f"this is a {suffix} file; its name must end so, and samples are JSON Lines" if suffix else ""
+        remedy = f"This is a {suffix} file. Rename it with that suffix. Samples must be JSON Lines." if suffix else ""
         raise RecordError(
-            f"{location}: not UTF-8 at byte {error.start + 1}; {remedy or 'save the file as UTF-8'}"
+            f"{location}: not UTF-8 at byte {error.start + 1}. {remedy or 'Save the file as UTF-8.'}"
         ) from None
     except json.JSONDecodeError as error:
         raise RecordError(f"{location}: not JSON: {error.msg} at column {error.colno}") from None

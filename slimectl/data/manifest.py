@@ -37,7 +37,7 @@ def is_manifest(path: Path) -> bool:
 
 
 def sampling_model(samples: Path) -> tuple[str, str] | None:
-    """Return the folder and the hash of the model that sampled a file; None if no manifest tells.
+    """Return the folder and the hash of the model that sampled a file, or None if no manifest has them.
 
     A scored or selected file's manifest names the manifest of the file before it.
     """
@@ -53,21 +53,21 @@ def sampling_model(samples: Path) -> tuple[str, str] | None:
             models = [item for item in facts["inputs"].items() if item[0] not in data and not item[0].endswith(".py")]
             return models[0] if len(models) == 1 else None
         parents = map(Path, facts.get("parents", ()))
-        # A parent is named as the command was called; the files may have moved since, together.
+        # A parent has the name from the command line. The files may have moved since, together.
         waiting += [parent if parent.exists() else path.parent / parent.name for parent in parents]
     return None
 
 
 def other_model(samples: Path, model: Path) -> str:
-    """Return a warning if the manifest of samples names another model than `model`; empty if it does not."""
+    """Return a warning if the manifest of samples names another model than `model`, else an empty text."""
     if (found := sampling_model(samples)) is None:
         return ""
     folder, digest = found
     if digest == content_hash(model):
         return ""
     return (
-        f"{samples}: sampled from {folder}, and {model} has other files or weights; train on samples of the model "
-        f"that you train"
+        f"{samples}: sampled from {folder}, but {model} has other files or weights. Use samples from the model that "
+        f"you train."
     )
 
 

@@ -201,7 +201,7 @@ def _eval() -> list[Metric]:
         "{name}/reward_margin": ("", "Mean reward of the better answers less that of the worse"),
         "{name}/{chosen,rejected}_reward": ("", "Mean reward of the better and of the worse answers of held-out pairs"),
         "{name}/error/{category}": ("samples", "Failed attempts, by exception; they count as wrong"),
-        "{name}/no_reward": ("samples", "Left out, as every reward function returned None (score.none_reward)"),
+        "{name}/no_reward": ("samples", "Left out because every reward function returned None (score.none_reward)"),
         "{name}/prompts_too_long": ("prompts", "Left out, for leaving no room for an answer in the context"),
         "{name}/category/{category}/share": ("", "Share of answers of this category (track.log_reward_category)"),
         "{name}/category/{category}/reward": ("", "Mean reward of answers of this category"),

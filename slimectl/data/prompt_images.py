@@ -14,7 +14,7 @@ from slimectl.data.images import image_source
 from slimectl.types import Chat, ImageSource, Sample
 
 OTHER_MARKS = ("<video>", "<audio>", "<|image_pad|>", "<|video_pad|>")
-"""Places in a text of media that are not read, and placeholder tokens that a text must not write itself."""
+"""Marks of media that are not read, and placeholder tokens that a text must not contain."""
 PART: dict[str, Any] = {"type": "image"}
 """An image in a chat of a Prompt: the source is in its `images`."""
 
@@ -42,9 +42,9 @@ def place_images(
 ) -> tuple[str | Chat, list[ImageSource]]:
     """Return a prompt whose images are parts without a source, and the sources in their order.
 
-    Sources are in the parts themselves, or in `column`, whose images take the places of parts without a source and of
-    marks in the texts; without any, they come first in the first message of the user. Marks are text where `column` has
-    no images, unless the model `reads_images`. Raises ValueError if images and places differ in number.
+    Sources are in the parts themselves, or in `column`. Images of `column` take the places of parts without a source
+    and of marks in the texts. Without any places, they come first in the first user message. Marks are text if
+    `column` has no images, unless the model `reads_images`. Raises ValueError if images and places differ in number.
 
     >>> place_images("<image>Left or right?", ["/a.png"], Path("/"))
     ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Left or right?'}]}], ['/a.png'])
@@ -54,7 +54,7 @@ def place_images(
         return text, []
     chat: Chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
     if others := [mark for mark in OTHER_MARKS if any(mark in str(content) for content in _texts(chat))]:
-        raise ValueError(f"the prompt has {others[0]}; only images are read, and the place of each is {IMAGE_MARK}")
+        raise ValueError(f"the prompt has {others[0]}. Only images are read. Mark the place of each with {IMAGE_MARK}.")
     if given and not any(IMAGE_MARK in str(content) for content in _texts(chat)) and not has_images(chat):
         chat = _before_question(chat, len(given))
     waiting = iter(given)
@@ -64,7 +64,7 @@ def place_images(
     left = sum(1 for _ in waiting)
     if left:
         raise ValueError(
-            f"{len(given)} images, and the prompt has places for {len(given) - left}; write {IMAGE_MARK} for each"
+            f"{len(given)} images, but the prompt has places for {len(given) - left}. Write {IMAGE_MARK} for each."
         )
     return placed, sources
 
@@ -124,7 +124,7 @@ def _next(waiting: Iterator[Any]) -> Any:
     value = next(waiting, None)
     if value is None:
         raise ValueError(
-            f"the prompt has more places for images than its row has images; give one for each {IMAGE_MARK}"
+            f"the prompt has more places for images than the row has images. Give one for each {IMAGE_MARK}."
         )
     return value
 
@@ -144,7 +144,7 @@ def _before_question(chat: Chat, count: int) -> Chat:
     for number, message in enumerate(chat):
         if message["role"] == "user":
             return [*chat[:number], {**message, "content": [*[PART] * count, *_parts(message)]}, *chat[number + 1 :]]
-    raise ValueError(f"{count} images, and no message of the user; write {IMAGE_MARK} where each belongs")
+    raise ValueError(f"{count} images, but no user message. Write {IMAGE_MARK} where each belongs.")
 
 
 def _texts(chat: Chat) -> Iterator[Any]:

@@ -86,19 +86,19 @@ def open_prompts(
     demonstrations: bool = False,
     named: NamedTables | None = None,
 ) -> Iterator[Prompt]:
-    """The prompts of all sources, `epochs` times (None: without end), numbered consecutively from `start`.
+    """Yield the prompts of all sources, `epochs` times (None: endlessly), numbered consecutively from `start`.
 
     A source is a file (JSONL, JSON array, CSV, Parquet; .gz, .zst), a glob, `path@[a:b]`, `-`,
-    `reasoning_gym:TASK?key=value`, or `module:function?key=value` that yields rows or Prompts. Files stream; with a
+    `reasoning_gym:TASK?key=value`, or `module:function?key=value` that yields rows or Prompts. Files stream. With a
     `shuffle_seed` each epoch is shuffled differently, and only positions are held in memory. The prompt at occurrence
     `i` does not depend on `start`.
 
-    With `weights`, one per source, each prompt comes from a source drawn by weight and `mix_seed`, and every source
-    repeats its rows without end; an epoch is then as many prompts as all sources have together.
+    With `weights`, one per source, each prompt comes from a source drawn by weight and `mix_seed`. Every source repeats
+    its rows endlessly. An epoch has as many prompts as all sources together.
 
-    `named` opens sources that a name in the settings stands for. With the default keys, rows of other published formats
-    are recognized (columns.py). In `demonstrations` chats are whole, with the assistant's answers. For a model that
-    `reads_images` every mark in a text is the place of an image, which the row must have.
+    `named` opens sources by their names in the settings. With the default keys, rows of other published formats are
+    recognized (columns.py). In `demonstrations` chats stay whole, with the assistant's responses. For a model that
+    `reads_images`, every mark in a text is the place of an image, which the row must have.
 
     Raises SettingsError for a missing source, RecordError for a row that is not a prompt.
     """

@@ -398,7 +398,7 @@ class TrainedSampleIndex(SampleIndex):
         return columns | joined
 
     def training_record(self, row: int) -> dict[str, Any]:
-        """Return what training recorded of a sample: its group, index and tokens are the same; else its own record."""
+        """Return the training record with the sample's group, index and tokens, or the sample's own record."""
         record = self.record(row)
         key = _sample_keys(self.columns())[row]
         rows = np.flatnonzero(_sample_keys(self.training.columns()) == key).tolist()
@@ -407,7 +407,7 @@ class TrainedSampleIndex(SampleIndex):
 
 
 def _sample_keys(columns: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the group and index of each sample, by which it is known: the index may begin at 0 in every group."""
+    """Return the group and index of each sample, which identify it. The index may start at 0 in every group."""
     keys = np.empty(len(columns["index"]), dtype=[("group", "i8"), ("index", "i8")])
     keys["group"], keys["index"] = columns["group"], columns["index"]
     return keys

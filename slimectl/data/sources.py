@@ -151,4 +151,6 @@ def _text_lines(path: Path) -> Iterator[str]:
         try:
             yield line.decode()
         except UnicodeDecodeError as error:
-            raise RecordError(f"{path}:{number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
+            raise RecordError(
+                f"{path}:{number}: not UTF-8 at byte {error.start + 1}. Save the file as UTF-8."
+            ) from None

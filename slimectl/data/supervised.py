@@ -20,7 +20,7 @@ from slimectl.types import Chat, Label, Prompt, text_of_label
 
 
 def stop_tokens(tokenizer: Any, stop_token_ids: Collection[int] = ()) -> frozenset[int]:
-    """Return the tokens at which an engine ends a response of this model; none for a tokenizer without a model."""
+    """Return the tokens at which an engine ends a response, or none for a tokenizer without a model."""
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
     if not (folder / "config.json").is_file():
         return frozenset()
@@ -37,18 +37,17 @@ def sft_sample(
     from_message: int = 0,
     end_tokens: Collection[int] = (),
 ) -> tuple[list[int], int, list[int]]:
-    """(tokens, response_length, loss_mask) of a supervised sample.
+    """Return (tokens, response_length, loss_mask) of a supervised sample.
 
-    A string prompt is followed by its label and the end token. In a chat every turn of the assistant is trained on,
-    with its end-of-turn token, unless the turn is marked otherwise. A label is one more such turn, or continues the
-    last message if that is the assistant's. The mask is derived from the template itself: headers, other roles and all
-    that the template adds between turns get 0, and so do all messages before `from_message` of a chat. The response
-    spans the first to the last trained token.
+    A string prompt is followed by its label and the end token. In a chat every assistant turn is trained on with its
+    end-of-turn token, unless the turn is marked otherwise. A label is one more such turn, or continues the last message
+    if that is the assistant's. The mask comes from the template: headers, other roles, text between turns and messages
+    before `from_message` get 0. The response spans the first to the last token that is trained on.
 
-    With `end_tokens` each turn must end with one of them, or be followed by one, which is then trained on, too. The end
-    of an earlier turn is left out of training where the template ends only the last one with such a token.
+    With `end_tokens` each turn must end with one of them, or be followed by one, which is then trained on too. If the
+    template ends only the last turn with such a token, the ends of earlier turns are not trained on.
 
-    Raises RecordError without any turn of the assistant, if the template leaves out a part of the chat, or if a turn
+    Raises RecordError if the chat has no assistant turn, if the template leaves out a part of the chat, or if a turn
     ends with another token.
     """
     with located(prompt):
@@ -63,35 +62,33 @@ def sft_sample(
             counts = image_repeats(tokens, prompt, tokenizer)
             tokens, mask = repeated(tokens, counts), repeated(mask, counts)
         if 1 not in mask:
-            raise RecordError(
-                "prompt: no message of the assistant that is trained on, and no label; nothing to imitate"
-            )
+            raise RecordError("prompt: no assistant message to train on, and no label, so there is nothing to imitate")
     first, end = mask.index(1), len(mask) - mask[::-1].index(1)
     return tokens[:end], end - first, mask[first:end]
 
 
 def _with_label(chat: Chat, label: Label) -> tuple[Chat, Chat | None]:
-    """Return the chat with its label, and the chat that the label continues in the middle of a message, if it does."""
+    """Return the chat with its label, and the original chat if the label continues its last message."""
     if label is None:
         return chat, None
     if isinstance(label, list | dict):
-        raise RecordError("label: a list or an object; imitation needs the response as its label, a text")
+        raise RecordError("label: a list or an object. Imitation needs the response as a text.")
     if not chat or chat[-1]["role"] != "assistant":
         return [*chat, {"role": "assistant", "content": text_of_label(label)}], None
     last = chat[-1]
     if last.get("tool_calls") or not isinstance(last.get("content"), str):
-        raise RecordError("label: the chat ends with a message of the assistant that a label cannot continue")
+        raise RecordError("label: the chat ends with an assistant message that a label cannot continue")
     return [*chat[:-1], {**last, "content": last["content"] + text_of_label(label)}], chat
 
 
 def _string_sample(text: str, label: Label, tokenizer: Any) -> tuple[list[int], int, list[int]]:
     if label is None or isinstance(label, list | dict):
         fault = "missing" if label is None else "a list or an object"
-        raise RecordError(f"label: {fault}; imitation of a string prompt needs the answer as its label")
+        raise RecordError(f"label: {fault}. Imitation of a string prompt needs the response as its label.")
     if tokenizer.eos_token_id is None:
         raise SettingsError("model.path: its tokenizer has no end token; set eos_token in tokenizer_config.json")
     prompt, answer = encode_raw(tokenizer, text), [*encode(tokenizer, text_of_label(label)), tokenizer.eos_token_id]
-    # Without a token before it, the first one cannot be predicted.
+    # The first token cannot be predicted without a token before it.
     length = len(answer) if prompt else len(answer) - 1
     return prompt + answer, length, [1] * length
 
@@ -105,12 +102,12 @@ def assistant_mask(
     end_tokens: Collection[int] = (),
     prefilled: Chat | None = None,
 ) -> tuple[list[int], list[int]]:
-    """All tokens of the rendered chat, and their loss mask: 1 for assistant tokens of `from_message` or later.
+    """Return the tokens of the rendered chat and their loss mask: 1 for assistant tokens of `from_message` or later.
 
-    `prefilled` is the chat before a label completed its last message: what it has of that message gets 0.
+    `prefilled` is the chat before a label completed its last message. Its part of that message gets 0.
     """
     if not tokenizer.is_fast:
-        raise SettingsError("model.path: loss masks need a fast tokenizer (tokenizer.json); this one is a slow one")
+        raise SettingsError("model.path: loss masks need a fast tokenizer (tokenizer.json), but this one is slow")
     rendering = _Rendering.of(template, tokenizer, template.fit(chat, taught=True), end_tokens)
     mask = [0] * len(rendering.tokens)
     for i, message in enumerate(rendering.chat):
@@ -141,13 +138,16 @@ def _is_taught(message: Mapping[str, Any], i: int) -> bool:
 def _prefilled_end(template: Template, prefilled: Chat | None, text: str) -> int:
     before = template.prompt_text(prefilled or [])
     if not text.startswith(before):
-        raise RecordError("prompt: the chat template changes the beginning of a message with its end; give it whole")
+        raise RecordError(
+            "prompt: the chat template changes the start of the last message when the label continues it. Write the "
+            "whole message without a label."
+        )
     return len(before)
 
 
 @dataclass(frozen=True)
 class _Rendering:
-    """A chat as text and as tokens; `offsets` has the characters of each token, `special` the special tokens."""
+    """A chat as text and tokens, with the character `offsets` of each token and the `special` tokens."""
 
     template: Template
     tokenizer: Any
@@ -179,7 +179,7 @@ class _Rendering:
         return [t for t in places if self.begins[t] < self.offsets[t][1] <= end]
 
     def turn(self, i: int) -> tuple[int, int, int]:
-        """Return where turn i begins, where its content ends, and where the special tokens that end it do."""
+        """Return the start of turn i, the end of its content, and the end of its closing special tokens."""
         start, content_end, tail_end = _turn_span(self.template, self.chat, i, self.text)
         following = next((span for span in self.special_spans if span[0] >= content_end), None)
         has_end = any(stop == content_end for _, stop in self.special_spans)
@@ -197,7 +197,7 @@ class _Rendering:
     def _is_other_end(self, i: int, content_end: int, token: tuple[int, int]) -> bool:
         """Return whether a special token ends turn i, although the last turn of a chat ends with another (gpt-oss).
 
-        `token` is the span of the first one after the turn's text; one that opens a turn ends none.
+        `token` is the span of the first special token after the turn's text. A token that opens a turn does not count.
         """
         last = _render_around(self.template, self.chat[: i + 1], i)
         if last is None or not last[1].strip() or self.text[content_end : token[0]].strip():
@@ -207,9 +207,9 @@ class _Rendering:
     def stopping_end(self, i: int, span: tuple[int, int, int], end_tokens: Collection[int]) -> tuple[int, int | None]:
         """Return the end of turn i at which the engine stops, and a token to append to the last turn for that.
 
-        `span` is what `turn` returned. Some templates close a turn with the token of the next role (GLM), others only
-        the last turn with the token at which the model stops (gpt-oss): then the end of an earlier one is not trained
-        on. Raises RecordError for any other.
+        `span` is the result of `turn`. Some templates close a turn with the token of the next role (GLM). Others close
+        only the last turn with a token at which the model stops (gpt-oss). Then the ends of earlier turns are not
+        trained on. Raises RecordError for other ends.
         """
         start, content_end, end = span
         turn = [(self.tokens[t], self.offsets[t][1]) for t in self.tokens_between(start, end)]
@@ -226,14 +226,14 @@ class _Rendering:
         ending = repr(self.tokenizer.decode([token for token, _ in reversed(ends)])) if ends else "no end token"
         names = ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(end_tokens))
         raise RecordError(
-            f"prompt: message {i} ends with {ending}, and the model stops only at {names}. Add the former to "
-            "eos_token_id in the model's generation_config.json, or use a chat template that ends turns with one of "
-            "the latter."
+            f"prompt: message {i} ends with {ending}, but the model stops only at {names}. Add the ending to "
+            "eos_token_id in the model's generation_config.json, or use a chat template that ends turns with a token "
+            "at which the model stops."
         )
 
 
 def _token_after(template: Template, tokenizer: Any, message: Mapping[str, Any], *, is_last: bool) -> int | None:
-    """Return the token that follows a turn like this one: the next role's where it is last, else the end of a last."""
+    """Return the token of the next role if the turn is last, else the token with which a last turn ends."""
     question, answer = {"role": "user", "content": STAND_INS[0]}, {"role": "assistant", "content": STAND_INS[1]}
     following: dict[str, Any] = question
     if calls := message.get("tool_calls"):
@@ -274,7 +274,7 @@ def _turn_span(template: Template, chat: Chat, i: int, text: str) -> tuple[int, 
 
 
 def _text_before(template: Template, chat: Chat, *, header: bool) -> str:
-    """Render the messages before a turn; "" for none, or where the template refuses a chat that ends there."""
+    """Render the messages before a turn. Return "" if there are none or the template refuses them."""
     try:
         return template.text(chat, header=header) if chat else ""
     except RecordError:
@@ -282,7 +282,7 @@ def _text_before(template: Template, chat: Chat, *, header: bool) -> str:
 
 
 def _appended(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int] | None:
-    """Like `_turn_span`: the turn is what it appends to the chat before it. None if that chat or the turn changes."""
+    """Like `_turn_span`, for a turn that the template appends to the chat. None if that chat or the turn changes."""
     before, until = _text_before(template, chat[:i], header=False), template.text(chat[: i + 1])
     first, second = (template.text([*chat[:i], _replace_content(chat[i], stand_in)]) for stand_in in STAND_INS)
     if first == second or not (text.startswith(before) and text.startswith(until.rstrip())):

@@ -32,10 +32,10 @@ class ToolCall:
 class CallNotation:
     """How a family writes calls: in blocks from `opening` to `closing`, each with one call or several.
 
-    `markers` stand in the chat template of the family and of no notation before it in NOTATIONS. `read` returns the
-    calls of the inside of a block, none if it is not well formed. `may_begin` says whether a text may be the beginning
-    of a well-formed inside, although a closing tag follows it: that may be a part of an argument. Without `opening` the
-    whole answer is a block. Where a call is a JSON object of name and arguments, `arguments_key` is the key of these.
+    `markers` occur in the chat template of the family, and in none of an earlier notation in NOTATIONS. `read` returns
+    the calls of the inside of a block, or none if it is not well formed. `may_begin` returns whether a text before a
+    closing tag may be the start of a well-formed inside, because the tag may be a part of an argument. Without
+    `opening` the whole response is a block. If a call is a JSON object, `arguments_key` is the key of its arguments.
     """
 
     name: str
@@ -178,9 +178,9 @@ def _calls_of_elements(
     *,
     on_lines: bool = False,
 ) -> list[ToolCall]:
-    """Return a call for each element, whose parameters are elements within it; none if one is not closed.
+    """Return a call for each element, with inner elements as parameters, or no calls if an element is not closed.
 
-    With `on_lines` the tags of a parameter stand on lines of their own.
+    With `on_lines` each tag of a parameter has its own line.
     """
     calls = []
     for name, body in _elements(text, opening, closing) or ():
@@ -198,18 +198,18 @@ KIMI_CALL = re.compile(r"<\|tool_call_begin\|>([^<]*)<\|tool_call_argument_begin
 GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 FUNCTION, PARAMETER = re.compile("<function=([^<>]*)>"), re.compile("<parameter=([^<>]*)>")
 INVOKE, NAMED_PARAMETER = re.compile('<invoke name="([^"]*)">'), re.compile('<parameter name="([^"]*)">')
-"""What opens an element; the group is its name."""
+"""The start of an element. The group is its name."""
 
 
 MOST_NESTED = 64
-"""Tags within an element that are paired off, so that a text of nothing else is read in little time."""
+"""Limit of tags within an element that are paired, so a text of only tags is read quickly."""
 
 
 def _elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[str, str]] | None:
-    """Return name and content of every element; None if one is not closed.
+    """Return name and content of every element, or None if one is not closed.
 
-    A content may have tags in it, as a program that writes calls has: it ends at the last closing tag before the next
-    element. An element within it, opened and closed, belongs to it.
+    Content may have tags in it, like a program that writes calls. It ends at the last closing tag before the next
+    element. A closed element within it belongs to it.
     """
     elements: list[tuple[str, str]] = []
     match = opening.search(text)
@@ -225,7 +225,7 @@ def _elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[s
 
 
 def _first_end(text: str, start: int, opening: re.Pattern[str], closing: str) -> int:
-    """Return the place of the first closing tag that no tag after `start` opens, else of the first one; -1 if none."""
+    """Return the place of the first closing tag that no tag after `start` opens, else of the first one, else -1."""
     depth = 0
     tags = re.compile(f"{opening.pattern}|(?P<closing>{re.escape(closing)})")
     for tag in islice(tags.finditer(text, start), MOST_NESTED):
@@ -239,7 +239,7 @@ def _first_end(text: str, start: int, opening: re.Pattern[str], closing: str) ->
 
 
 def _breaks_off_in_string(text: str, tools: Tools) -> bool:
-    """Whether a text is JSON that breaks off within a string, where a closing tag is content."""
+    """Whether a text is JSON that ends within a string, where a closing tag is content."""
     try:
         STRICT_DECODER.decode(text)
     except json.JSONDecodeError as error:

@@ -9,7 +9,7 @@ from slimectl.errors import SettingsError
 from slimectl.types import SamplingParams
 
 MOST = 2**63
-"""Bound of every number: engines hold counts in 64 bits."""
+"""Limit of every number, because engines hold counts in 64 bits."""
 
 
 def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: int, max_context: int) -> None:
@@ -21,7 +21,7 @@ def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: i
     if len(tokens) == max_context and params.max_tokens:
         raise _too_long(tokens, max_context)
     for name, value in _numbers(params):
-        if not abs(value) < MOST:  # nor is a NaN
+        if not abs(value) < MOST:  # also refuses NaN
             raise SettingsError(f"{name}: {str(value)[:40]} is not a number below 2^63")
     if params.max_tokens < 0:
         raise SettingsError(f"max_tokens: {params.max_tokens} is not a length; ask for at least 0")
@@ -30,9 +30,9 @@ def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: i
     if params.repetition_penalty <= 0:
         raise SettingsError(f"repetition_penalty: {params.repetition_penalty} is not above 0; 1 is none")
     if params.top_p <= 0:
-        raise SettingsError(f"top_p: {params.top_p} is not above 0; 1 leaves all tokens")
+        raise SettingsError(f"top_p: {params.top_p} is not above 0. Use 1 to keep all tokens.")
     if params.grammar is not None and params.min_tokens > 0:
-        raise SettingsError("min_tokens: excludes a grammar, which decides where an answer may end; set it to 0")
+        raise SettingsError("min_tokens: excludes a grammar, which decides where a response may end. Set it to 0.")
     check_ids("logit_bias", [token for token, _ in params.logit_bias], vocabulary=vocabulary)
     check_ids("stop_token_ids", params.stop_token_ids, vocabulary=vocabulary)
 
@@ -42,12 +42,12 @@ def check_ids(name: str, tokens: Iterable[int], *, vocabulary: int) -> None:
     for token in tokens:
         if not 0 <= token < vocabulary:
             raise SettingsError(
-                f"{name}: token {token} is outside the vocabulary of {vocabulary}; use ids of the model's own tokenizer"
+                f"{name}: token {token} is outside the vocabulary of {vocabulary}. Use ids of the model's tokenizer."
             )
 
 
 def _numbers(params: SamplingParams) -> Iterator[tuple[str, float]]:
-    """Yield every number but the seed, which may be any, with the name of its field."""
+    """Yield every number except the seed, with the name of its field."""
     for name in (field.name for field in fields(params)):
         value = getattr(params, name)
         if isinstance(value, int | float) and name != "seed":
@@ -62,7 +62,7 @@ def check_tokens(tokens: Sequence[int], *, vocabulary: int, max_tokens: int) -> 
     outlier = min(tokens) if min(tokens) < 0 else max(tokens)
     if not 0 <= outlier < vocabulary:
         raise SettingsError(
-            f"prompt: token {outlier} is outside the vocabulary of {vocabulary}; use the model's own tokenizer"
+            f"prompt: token {outlier} is outside the vocabulary of {vocabulary}. Use the model's tokenizer."
         )
     if len(tokens) > max_tokens:
         raise _too_long(tokens, max_tokens)

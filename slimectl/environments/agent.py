@@ -95,7 +95,7 @@ class EnvironmentAgent:
     limits_time = True
     """The attempt's time is limited here, and not as the time of tools."""
     renders_chats = True
-    """All that it asks goes through the chat template, a string prompt too."""
+    """Every request goes through the chat template, including string prompts."""
 
     def __init__(self, options: EnvironmentOptions, single_turn: SingleTurn | None = None) -> None:
         """`single_turn` answers prompts of evaluations that are no tasks of the environment."""

@@ -47,7 +47,7 @@ class HookSpec:
     def load(self, path: str, *, setting: str | None = None, function: Callable[..., Any] | None = None) -> Hook:
         """Load the callable at `path`, unless it is given. Raises HookError if its parameters do not fit.
 
-        `setting` is what errors name, where another setting than the hook's own has the path.
+        `setting` is the name in errors if the path comes from another setting than the hook's own.
         """
         from slimectl.hooks.slime.modules import offer_modules
 

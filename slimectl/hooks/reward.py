@@ -27,25 +27,25 @@ PLURALS = {"prompt": "prompts", "completion": "completions"}
 
 
 class OfSample:
-    """Calls a function of one sample whose parameter has another name, or none that can be read."""
+    """Calls a function of one sample whose parameter has another name, or no readable name."""
 
     def __init__(self, function: Callable[[Sample], Any]) -> None:
         self.function = function
-        self.__module__ = getattr(function, "__module__", __name__)  # whose lines errors name
+        self.__module__ = getattr(function, "__module__", __name__)  # errors name its lines
 
     def __call__(self, sample: Sample) -> Any:
         return self.function(sample)
 
 
 def of_sample(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes a sample under the name `sample`, if it takes one under a name of its own.
+    """Return a function with the parameter `sample`, if it takes one sample under another name.
 
     >>> of_sample(lambda each: each.index)(sample=Sample(index=7))
     7
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some functions that are written in C
+    except (TypeError, ValueError):  # some functions written in C
         return OfSample(function)
     required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if len(required) != 1 or required[0].kind is inspect.Parameter.KEYWORD_ONLY:
@@ -74,14 +74,14 @@ class UserReward:
         self._label_names = {settings.rollout.label_key, *ANSWERS}
         self._prompt_names = {settings.rollout.input_key, *QUESTIONS}
         if setting == SETTING and settings.score.group_rm and not self.takes_many:
-            raise HookError(f"{self.name}: with score.group_rm it is called with samples; take them or drop that")
+            raise HookError(f"{self.name}: score.group_rm needs a function that takes `samples`. Add the parameter.")
         function = function.function if isinstance(function, OfSample) else function
         call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 
     @property
     def name(self) -> str:
-        """The setting and the path, as errors name it."""
+        """Setting and path of the function, for errors."""
         return self._hook.name
 
     def called(self, samples: Sequence[Sample]) -> Any:
@@ -104,7 +104,8 @@ class UserReward:
         names = list(dict.fromkeys(name for row in rows for name in row))
         if missing := [name for name in self._hook.required if name not in {*names, "args", "settings"}]:
             raise HookError(
-                f"{self.name} wants {', '.join(missing)}, which the rows do not have; their keys are {', '.join(names)}"
+                f"{self.name} wants {', '.join(missing)}, which the rows do not have. "
+                f"Their keys are {', '.join(names)}."
             )
         return {name: [row.get(name) for row in rows] for name in names} if self.takes_many else rows[0]
 
@@ -140,15 +141,15 @@ class UserReward:
         try:
             values = returned.tolist() if hasattr(returned, "tolist") else returned
         except Exception as error:
-            raise HookError(f"{self.name}: its rewards: {in_one_line(error)}; return a list") from error
+            raise HookError(f"{self.name}: its rewards cannot be read: {in_one_line(error)}. Return a list.") from error
         if not isinstance(values, list | tuple):
             raise HookError(
-                f"{self.name} returned {type(returned).__name__} for {len(samples)} samples; "
-                f"return a list, a reward for each"
+                f"{self.name} returned {type(returned).__name__} for {len(samples)} samples. "
+                f"Return a list with one reward for each."
             )
         if len(values) != len(samples):
             raise HookError(
-                f"{self.name} returned {len(values)} rewards for {len(samples)} samples; return one for each"
+                f"{self.name} returned {len(values)} rewards for {len(samples)} samples. Return one for each."
             )
         return [self._plain(reward, sample) for reward, sample in zip(values, samples, strict=True)]
 

@@ -162,8 +162,8 @@ def divisibility_warnings(rollouts_per_round: int, rollouts_per_step: int, data:
             rollouts_per_step, range(1, rollouts_per_round + 1), lambda size: rollouts_per_round % size == 0
         )
         yield (
-            f"train.global_batch_size: {rollouts_per_step} does not divide the {rollouts_per_round} rollouts of a"
-            f" round; {rollouts_per_round % rollouts_per_step} wait for the next; {' or '.join(map(str, sizes))} would"
+            f"train.global_batch_size: {rollouts_per_step} does not divide the {rollouts_per_round} rollouts of a "
+            f"round, so {rollouts_per_round % rollouts_per_step} wait for the next. Use {' or '.join(map(str, sizes))}."
         )
     if rollouts_per_step % data:
         sizes = nearest_valid(

@@ -103,7 +103,7 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 
 def saved_options(path: Path) -> tuple[int, OptimizerOptions] | None:
-    """Return the number of updates of a checkpoint and its optimizer options; None if another trainer wrote them."""
+    """Return the updates and optimizer options of a checkpoint, or None if another trainer wrote it."""
     with suppress(CheckpointError, KeyError, TypeError, SettingsError):
         state = read_trainer(path)
         return int(state["step"]), OptimizerOptions(**state["optimizer"])

@@ -119,7 +119,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LossGradient:
-    """The gradient of the loss by log-probabilities and entropies, which becomes that by logits."""
+    """Gradient of the loss by log-probabilities and entropies, from which the gradient by logits is computed."""
 
     sum_U: Tensor
     """Gradients of the pairs, summed by state."""
@@ -141,7 +141,7 @@ class _LossGradient:
             grad_CV = log_p_CV.exp_().mul_(scale_CV)
         else:
             grad_CV = log_p_CV.exp_().mul_(-self.sum_U[C, None])
-        # Pairs are distinct, so every element is added to once; any number of zeros changes nothing.
+        # Pairs are distinct, so every element is added to once. Zeros change nothing.
         grad_CV.view(-1).scatter_add_(0, row_Q * grad_CV.shape[1] + column_Q, grad_Q)
         return grad_CV if self.temperature == 1.0 else grad_CV.div_(self.temperature)
 
@@ -155,11 +155,11 @@ def _backward_by_slabs(
     loss: _LossGradient,
     grad_rows_VH: Tensor,
 ) -> Tensor:
-    """Write the gradient by the weight, and return that by the hidden states, a slab of the vocabulary at a time.
+    """Write the weight's gradient and return the hidden states' gradient, one slab of the vocabulary at a time.
 
-    In 16 bits, a weight's gradient that is summed over chunks of states is rounded once for each; a slab of it is
-    one product. The hidden states' is summed in float32, which is smaller. `saved` are log-probabilities of the first
-    states, `normalizer_U` is what is taken off the other states' logits, `pairs` are the states and tokens of pairs.
+    In 16 bits, a weight's gradient that is summed over chunks of states is rounded once per chunk. A slab is one
+    product. The hidden states' gradient is smaller and summed in float32. `saved` has the log-probabilities of the
+    first states. `normalizer_U` is subtracted from the logits of the other states. `pairs` has their states and tokens.
     """
     states, (state_Q, index_Q) = len(hidden_UH), pairs
     known = sum(map(len, saved))
@@ -228,7 +228,7 @@ def _rows(weight_VH: Tensor, shard: VocabularyShard | None) -> Tensor:
 def _log_p(
     hidden_CH: Tensor, weight_VH: Tensor, temperature: float, shard: VocabularyShard | None
 ) -> tuple[Tensor, Tensor]:
-    """Return log_softmax of a chunk [C, V], and what it takes off the logits [C].
+    """Return log_softmax of a chunk [C, V], and the normalizer that it subtracts from the logits [C].
 
     In float32 at least: bfloat16 log-probabilities have two significant digits.
     """

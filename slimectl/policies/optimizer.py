@@ -73,7 +73,7 @@ class OptimizerOptions:
         if self.schedule != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
             raise SettingsError(
                 f"train.lr_decay_style: {self.schedule} needs decay_steps above warmup_steps ({self.warmup_steps}), got"
-                f" {self.decay_steps}; set train.lr_decay_iters, or run.num_rollout for a longer run"
+                f" {self.decay_steps}. Set train.lr_decay_iters, or run.num_rollout for a longer run."
             )
 
 
@@ -95,21 +95,21 @@ def lr_at(step: int, options: OptimizerOptions) -> float:
 
 
 def unmet_schedule(made: int, options: OptimizerOptions) -> str:
-    """Return what a finished run says of a schedule that counted another number of updates; empty if it counted right.
+    """Return a message if a schedule counted another number of updates than a run made, else "".
 
-    `made` is the number of updates, whose schedule ends at `options.decay_steps`.
+    `made` is the number of updates. The schedule ends at `options.decay_steps`.
     """
     counted = options.decay_steps
     if options.schedule == "constant" or counted is None or made == counted or not made:
         return ""
     found = f"the {options.schedule} schedule of the learning rate counted {counted} steps, and the run made {made}: "
     if made > counted:
-        return f"{found}from step {counted + 1} on the rate was {options.min_lr:.3g}; set train.lr_decay_iters={made}"
+        return f"{found}from step {counted + 1} on the rate was {options.min_lr:.3g}. Set train.lr_decay_iters={made}."
     last = lr_at(made - 1, options)
     share = f", {last / options.lr:.2f} of its peak" if options.lr else ""
     return (
-        f"{found}it ended at {last:.3g}{share}. Dropped groups and failed or stale samples leave fewer steps; set"
-        f" train.lr_decay_iters={made} if you expect as many again"
+        f"{found}it ended at {last:.3g}{share}. Dropped groups and failed or stale samples lead to fewer steps. Set"
+        f" train.lr_decay_iters={made} if you expect as many again."
     )
 
 
@@ -117,11 +117,11 @@ SCHEDULE_FIELDS = {
     "lr": "peak", "schedule": "decay", "warmup_steps": "warm-up steps", "decay_steps": "end of the decay",
     "min_lr": "lowest rate",
 }  # fmt: skip
-"""Fields of OptimizerOptions that decide the learning rate, and what messages call them."""
+"""Fields of OptimizerOptions that determine the learning rate, with their names in messages."""
 
 
 def changed_schedule(step: int, before: OptimizerOptions, now: OptimizerOptions) -> str:
-    """Return what a resume says if the learning rate of update `step` (from 0) changes; empty if it stays."""
+    """Return a message if a resume changes the learning rate of update `step` (from 0), else ""."""
     old, new = lr_at(step, before), lr_at(step, now)
     if math.isclose(old, new, rel_tol=1e-6):
         return ""

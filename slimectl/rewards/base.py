@@ -36,8 +36,8 @@ class Grade:
     >>> Grade(1.0, r"last \boxed{}", "equals the label '0.5'", r"\frac12", (12, 19)).to_json()["from"]
     'last \\boxed{}'
 
-    A reward of None means no opinion. `source` names the part of the response that was searched, `extracted` is the
-    answer found there (None: none) and `span` its start and end in the response, in characters, if it occurs there
+    A reward of None means no opinion. `source` names the part of the response that was searched. `extracted` is the
+    answer found there, or None. `span` has its start and end in the response, in characters, if it occurs there
     verbatim.
     """
 
@@ -121,7 +121,7 @@ class Verifier(ABC):
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether it calls a function of the user."""
+        """Whether it calls a user's function."""
         return False
 
     def grade_all(self, samples: Sequence[Sample]) -> list[Grade]:

@@ -19,7 +19,7 @@ from slimectl.types import Sample
 
 MAX_PROGRAM = 100_000
 MAX_SET = 1000
-"""Members of a set up to which each is compared with each."""
+"""Largest set whose members are compared pair by pair."""
 
 SOURCE = "last fenced program"
 
@@ -29,32 +29,31 @@ Test = tuple[dict[str, Any], Any]
 
 @dataclass(frozen=True)
 class Code(Verifier):
-    r"""The share of metadata.tests that the last fenced Python program passes; each runs it afresh, see `sandbox`.
+    r"""The share of metadata.tests that the last fenced Python program passes. Each test runs it again (`sandbox`).
 
     >>> tests = [{"input": "2\n", "output": "4\n"}, {"input": "3\n", "output": "9"}]
     >>> Code()(Sample(response="```python\nprint(2 * int(input()))\n```", metadata={"tests": tests}))
     0.5
 
-    The last block named Python counts, else the last unnamed one that is a program; see `fences`. Tests are one of
-    these, or its JSON as a string:
+    The last block named Python counts, or else the last unnamed block that is a program (`fences`). Tests have one of
+    these forms, or are its JSON as a string:
     - [{input, output}, …]: text for stdin, and the lines expected on stdout
-    - {inputs: […], outputs: […]}: the same by columns; with fn_name, each of inputs is a list of arguments for that
-      function (or the method of a class Solution) and each of outputs its value; a set equals a list of its members
-    - [statements, …], such as "assert f(2) == 4": run once the program has run; a test that raises is failed
+    - {inputs: […], outputs: […]}: the same by columns. With fn_name, each of inputs is a list of arguments for that
+      function (or the method of a class Solution), and each of outputs is its value. A set equals a list of its members
+    - [statements, …], such as "assert f(2) == 4": run after the program. A test that raises fails
 
-    Lines are compared without blanks around them and around the whole output. `compare` "numbers" also holds two lines
-    equal that consist of the same numbers (3.0 is 3), and "text" does not: LiveCodeBench compares numbers (Jain et al.
-    2024, arXiv:2403.07974). `imports` gives the program the names of the standard library that LeetCode gives its
-    programs (List, gcd, heappush, …); names that it defines itself go before.
+    Lines are compared without blanks around them and around the whole output. With `compare` "numbers" two lines are
+    also equal if they have the same numbers (3.0 is 3), as in LiveCodeBench (Jain et al. 2024, arXiv:2403.07974). With
+    "text" they are not. `imports` gives the program the names of the standard library that LeetCode gives its programs
+    (List, gcd, heappush, …). Names that the program defines take precedence.
 
-    A program that ends before its test has run fails it. Expected outputs and values never enter the sandbox, and
-    statements run in a process that the program cannot reach: the values of the program that they use cross as plain
+    A program that ends before its test has run fails it. Expected outputs and values never enter the sandbox.
+    Statements run in a process that the program cannot reach. Values of the program cross to that process as plain
     data, or as a proxy that the program answers for, and are compared there. A value that cannot cross fails the test.
 
-    `timeout_s` and `test_timeout_s` are seconds of CPU time, of all tests together and of one; by the wall clock ten
-    times as long may pass. Ten times `timeout_s` should stay below score.wall_timeout_s: past that the whole sample
-    gets 0.
-    Raises RecordError for malformed tests, BackendError where there is no sandbox.
+    `timeout_s` and `test_timeout_s` are CPU seconds of all tests together and of one test. By the wall clock ten times
+    as long may pass. Keep ten times `timeout_s` below score.wall_timeout_s, or else the whole sample gets 0.
+    Raises RecordError for malformed tests, and BackendError if no sandbox is available.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {"allow_weaker": "allow_unsandboxed_namespaces"}
@@ -83,7 +82,7 @@ class Code(Verifier):
             return no_answer(SOURCE, block)
         text, program = block.text, block.program
         if block.language and not is_python(block.language):
-            return Grade(0.0, SOURCE, f"is {block.language}; only Python is run", text.text, text.span)
+            return Grade(0.0, SOURCE, f"is {block.language}, and only Python runs", text.text, text.span)
         if len(program) > MAX_PROGRAM:
             reason = f"{len(program)} characters, over the limit of {MAX_PROGRAM}"
             return Grade(0.0, SOURCE, reason, text.text, text.span)
@@ -107,11 +106,11 @@ class Code(Verifier):
 
 
 def _find(sample: Sample) -> Block | str:
-    """The block that is graded, or the reason why there is none."""
+    """The graded block, or the reason why there is none."""
     start = answer_start(sample)
     if start < 0:
         return UNCLOSED
-    return find_program(sample.response, start) or "no fenced block that is closed"
+    return find_program(sample.response, start) or "no closed fenced block"
 
 
 def _failure_reason(expected: Any, outcome: Outcome, *, as_numbers: bool) -> str:
@@ -141,7 +140,7 @@ def same_output(actual: str, expected: str, *, as_numbers: bool) -> bool:
 
 
 def _same_numbers(first: str, second: str) -> bool:
-    """Whether two lines consist of the same numbers."""
+    """Whether two lines have the same numbers and nothing else."""
     try:
         return list(map(Decimal, first.split())) == list(map(Decimal, second.split()))
     except InvalidOperation:
@@ -166,7 +165,7 @@ class _Value:
 
 
 def _equal(actual: Any, expected: Any) -> bool:
-    """Equality of JSON values; fractions may differ by rounding, true is not 1, and a set is in no order."""
+    """Equality of JSON values. Fractions may differ by rounding, true is not 1, and sets are unordered."""
     if isinstance(actual, dict) and actual.keys() == {SET}:
         return isinstance(expected, list) and _same_members(actual[SET], expected)
     if isinstance(actual, list) and isinstance(expected, list):
@@ -184,7 +183,7 @@ def _same_members(members: list[Any], expected: list[Any]) -> bool:
     """Whether a set and a list have the same members."""
     if len(members) != len(expected):
         return False
-    if len(members) > MAX_SET:  # rounded fractions and sets in sets take time in proportion to the square
+    if len(members) > MAX_SET:  # rounded fractions and nested sets take quadratic time
         return set(map(_as_json, members)) == set(map(_as_json, expected))
     return all(any(_equal(member, value) for value in expected) for member in members) and all(
         any(_equal(member, value) for member in members) for value in expected
@@ -206,7 +205,7 @@ def _parse_tests(sample: Sample) -> list[Test]:
             raw = json.loads(raw)
         except json.JSONDecodeError:
             raw = [raw]
-        except ValueError as error:  # an integer of more digits than Python reads
+        except ValueError as error:  # an integer with more digits than Python reads
             raise RecordError(f"sample {sample.index}: metadata.tests: {error}") from None
     tests: list[Test] | None = None
     if isinstance(raw, dict):

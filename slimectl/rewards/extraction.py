@@ -1,4 +1,4 @@
-"""Answer extraction from responses, labels as text, and the spellings that text comparisons hold equal."""
+"""Extracts answers from responses and labels as text, and makes equal spellings the same."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SOURCE_WORDS: dict[Source, str] = {
 """Names of the sources in explanations."""
 
 UNCLOSED = "the thought never closes, so nothing was answered"
-"""The reason why a response whose last thought is not closed earns nothing."""
+"""The reason for a reward of 0 if the last thought never closes."""
 
 FULL_STOPS = ".。．｡।॥۔։።"
-"""Full stops of the scripts that have one of their own."""
+"""Full stops of other scripts."""
 
 QUOTES = "\"'`“”„‟‘’‚‛«»‹›「」『』｢｣〝〞〟＂＇"
 _FINAL_STOP = re.compile(rf"(?<![{FULL_STOPS}])[{FULL_STOPS}]\s*$")
@@ -82,7 +82,7 @@ def find_tagged(text: str, tag: str = "answer") -> Span | None:
 
 
 def find(sample: Sample, source: Source) -> Span | None:
-    """The part of the response that `source` names; None if it is absent.
+    """The part of the response that `source` names, or None if it is absent.
 
     Only `with_thought` includes the reasoning. The others search the answer, which begins at `answer_start`.
     """
@@ -100,7 +100,7 @@ _FINDERS = {"last_line": find_last_line, "boxed": find_boxed, "answer_tag": find
 
 
 def with_response(sample: Sample, response: str) -> Sample:
-    """A copy of the sample whose response is a part of its answer, for another verifier."""
+    """Copy the sample with a part of its answer as the response, for another verifier."""
     return replace(sample, response=response, metadata=sample.metadata | {OPENED: ""})
 
 
@@ -142,12 +142,12 @@ def label_text(sample: Sample, wanted_by: str) -> str:
 
 
 def composed(text: str) -> str:
-    """Text with each accent and its letter as one character, and each Hangul syllable too (Unicode's form NFC)."""
+    """Compose accents with their letters, and Hangul syllables (Unicode's form NFC)."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def bare(text: str) -> str:
-    """Text without the quotation marks around it and one final full stop, before or after them.
+    """Remove the quotation marks around a text and one final full stop, before or after them.
 
     >>> [bare(text) for text in ("“Paris.”", "「5」。", "5...")]
     ['Paris', '5', '5...']

@@ -13,13 +13,13 @@ from slimectl.rewards.base import Span
 from slimectl.rewards.extraction import trimmed
 
 MAX_CLOSINGS = 8
-"""Fences of a kind that are tried as the end of one block; each costs a parse of the text before it."""
+"""Fences of a kind that are tried as the end of one block. Each takes a parse of the text before it."""
 
 MAX_AHEAD = 64
-"""Fences after the one that opens a block that are looked at for its end."""
+"""Fences that are considered as the end of a block."""
 
 MAX_PARSED = 500_000
-"""Characters of one response that are parsed in all, which bounds the time for hostile ones."""
+"""Characters of one response that are parsed in all, which limits the time for hostile responses."""
 
 _PYTHON = re.compile(r"(?:python|py)[-\d.]*")
 _FENCE = re.compile(
@@ -27,13 +27,13 @@ _FENCE = re.compile(
     r"(?<![`~])(?P<behind>`{3,}+|~{3,}+)[ \t]*+(?P<python>(?:python|py)[-\d.]*(?![\w`])[^`\n]*|\r?)$",
     re.MULTILINE | re.IGNORECASE,
 )
-"""A fence on its own line, or behind text: there only one that names Python opens a block, and a bare one closes it."""
+"""A fence on its own line or after text. After text, one that names Python opens a block, and a bare one closes it."""
 
 _LANGUAGE = re.compile(r"\{?\s*\.?([\w+#.-]*)")
 
 
 class Block(NamedTuple):
-    """A closed fenced block: its language in lower case ("" if not named), its text, and that text as it is run."""
+    """A closed fenced block: its language in lower case ("" if not named), its text, and the program that runs."""
 
     language: str
     text: Span
@@ -61,10 +61,10 @@ def is_python(language: str) -> bool:
 
 
 def find_program(response: str, start: int = 0) -> Block | None:
-    """Return the last block named Python; else the last unnamed one that is a program; None if no block is closed.
+    """Return the last block named Python, else the last unnamed program, or None if no block is closed.
 
-    Only the response from `start` on is searched. Where there is neither, the last block, preferably an unnamed one, is
-    returned: its language or its syntax error is the reason why nothing runs. A transcript of an interpreter (>>>) does
+    Only the response from `start` on is searched. If neither exists, the last block is returned, preferably an unnamed
+    one. Its language or its syntax error is then the reason why nothing runs. A transcript of an interpreter (>>>) does
     not count.
     """
     blocks = [
@@ -79,10 +79,10 @@ def find_program(response: str, start: int = 0) -> Block | None:
 
 
 class _Blocks:
-    """The closed blocks of a response, in order.
+    """Return the closed blocks of a response, in order.
 
-    In a Python block a fence inside a string, such as an example in a docstring, closes nothing: the first fence that
-    leaves valid Python before it does, and if there is none, simply the first. A fence may stand right behind code.
+    A Python block ends at the first fence that leaves valid Python before it, or else at the first fence. So a fence
+    inside a string, such as an example in a docstring, closes nothing. A fence may directly follow code.
     """
 
     def __init__(self, response: str) -> None:
@@ -105,11 +105,11 @@ class _Blocks:
     def _block(self, language: str, start: int, end: int) -> Block:
         text = trimmed(self._response, start, end)
         lines = self._response[start:end].strip("\r\n")
-        # An indentation that all lines share belongs to the block, as in a list.
+        # Shared indentation belongs to the block, as in a list.
         return Block(language, text, textwrap.dedent(lines).strip() if lines[:1] in (" ", "\t") else text.text)
 
     def _closing(self, at: int, language: str) -> int | None:
-        """Return which fence closes the block that the fence `at` opens; None if another block begins before."""
+        """Return the fence that closes the block of the fence `at`, or None if another block starts first."""
         opening = self._fences[at]
         first = next(self._closings(at), None)
         if first is None:
@@ -148,7 +148,7 @@ def _fence(match: re.Match[str]) -> _Fence:
 
 
 def _is_program(text: str) -> bool:
-    """Whether a text is Python that does something: more than the names and literals that a program may print."""
+    """Whether a text is Python that does more than name values, as printed output may."""
     tree = parsed(text)
     return tree is not None and not all(map(_does_nothing, tree.body))
 
@@ -161,7 +161,7 @@ def _does_nothing(statement: ast.stmt) -> bool:
 
 
 def parsed(text: str) -> ast.Module | None:
-    """Return the syntax tree of a text; None if it is not valid Python."""
+    """Return the syntax tree of a text, or None if it is not valid Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

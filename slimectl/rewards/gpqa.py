@@ -22,22 +22,27 @@ MAX_SEARCHED = 20_000
 
 @dataclass(frozen=True)
 class Gpqa(Verifier):
-    r"""1.0 if the choice that the response states is the label's.
+    r"""1.0 if the response states the label's choice.
 
     >>> Gpqa()(Sample(response="<think>A or B?</think> The answer is (B).", label="B"))
     1.0
 
-    Written for GPQA (Rein et al. 2023, arXiv:2311.12022), usable for any multiple choice, in several languages. What
-    follows the last closed thought is read. The first of these patterns that names a valid letter decides, by its last
-    match: "answer (option, choice) is X", "Final answer: X" or \boxed{X}, or the same with the text of a choice; a last
-    line with the text of a choice; "X is right"; **X**; a line that begins with "X." or is "(X)"; (X) anywhere; a
-    standalone capital, where "A" and "I" before a lower-case word do not count. The letters of a list of choices, "not
-    X", "X is wrong" and letters of a formula (E = mc^2) do not count. Where the deciding match names several letters
-    ("A and C"), nothing was answered.
+    Written for GPQA (Rein et al. 2023, arXiv:2311.12022), usable for any multiple choice, in several languages. Only
+    the text after the last closed thought is read. The last match of the first pattern with a valid letter decides:
+    1. "answer (option, choice) is X", "Final answer: X" or \boxed{X}, or the same with the text of a choice
+    2. a last line with the text of a choice
+    3. "X is right"
+    4. **X**
+    5. a line that starts with "X." or is "(X)"
+    6. (X) anywhere
+    7. a standalone capital, except "A" and "I" before a lower-case word
 
-    Valid letters are metadata.valid_letters, else as many as metadata.choices (a list of texts, or letter: text), else
-    A to J. The label is metadata.correct_letter or the sample's: a letter, the text of a choice, an index from 0.
-    Raises RecordError for any other.
+    The letters of a list of choices, "not X", "X is wrong" and letters of a formula (E = mc^2) do not count. Several
+    letters in the deciding match ("A and C") are no answer.
+
+    Valid letters are metadata.valid_letters, else one for each of metadata.choices (a list of texts, or letter: text),
+    else A to J. The label is metadata.correct_letter or the sample's: a letter, the text of a choice, or an index from
+    0. Raises RecordError for other labels.
     """
 
     def explain(self, sample: Sample) -> Grade:
@@ -48,7 +53,7 @@ class Gpqa(Verifier):
             return no_answer("response", UNCLOSED)
         match = _find(answer, choices)
         if match is None:
-            return no_answer("response", f"no choice among {''.join(choices)} is named, or several are")
+            return no_answer("response", f"names none of the choices {''.join(choices)}, or several")
         letter, place, source = match
         right = letter == expected
         reason = f"the choice {letter} {'is' if right else 'is not'} the label's, {expected}"
@@ -73,11 +78,11 @@ def _find(answer: Span, choices: dict[str, str]) -> tuple[str, Span, str] | None
     patterns: list[tuple[str, Callable[[str], Iterable[tuple[str, Span]]]]] = [
         ("answer as stated", lambda text: [*letters.stated(text), *_stated_choices(original, choices)]),
         ("text of a choice", lambda _: _choices_of([find_last_line(original)], choices)),
-        ("letter said to be right", letters.said_to_be_right),
+        ("letter that is called right", letters.said_to_be_right),
         ("last bold letter", letters.bold),
-        ("letter that begins a line", letters.begins_line),
+        ("letter at the start of a line", letters.begins_line),
         ("last letter in parentheses", letters.parenthesised),
-        ("last capital that stands alone", letters.standalone),
+        ("last standalone capital", letters.standalone),
     ]
     for source, candidates in patterns:
         valid = [
@@ -93,21 +98,21 @@ def _find(answer: Span, choices: dict[str, str]) -> tuple[str, Span, str] | None
 
 
 def _stated_choices(text: str, choices: dict[str, str]) -> list[tuple[str, Span]]:
-    """Statements that end in the text of a choice, and a box that contains one."""
+    """Statements and boxes with the text of a choice."""
     if not any(choices.values()):
         return []
     return _choices_of([*letters.stated_texts(text), find_boxed(text)], choices)
 
 
 def _choices_of(places: list[Span | None], choices: dict[str, str]) -> list[tuple[str, Span]]:
-    """The places that are the text of a choice, with its letter; a text of one character is taken for a letter."""
+    """The places with the text of a choice, and its letter. A text of one character counts as a letter."""
     by_text = {_folded(choice): letter for letter, choice in choices.items()}
     found = [(by_text.get(_folded(place.text)), place) for place in places if place]
     return [(letter, place) for letter, place in found if letter and len(place.text.strip()) > 1]
 
 
 def _folded(text: str) -> str:
-    """Normalise for comparison: composed, without case, spaces, emphasis, quotation marks around it and full stop."""
+    """Compose accents, and remove case, spaces, emphasis, outer quotation marks and the full stop."""
     text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", composed(text))
     return bare(re.sub(r"[\s*_$]+", "", text)).casefold()
 

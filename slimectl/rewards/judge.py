@@ -47,7 +47,7 @@ PATTERN = (
     rf"(?:(?<![A-Za-z])(?i:score|rating|rated|grade)(?![A-Za-z])(?:{_SCALE})?(?:[^\w\n]{{0,5}}(?:is|of)\b)?"
     rf"\W{{0,6}}?(?:\\boxed\{{)?|(?m:^)[^\w\n]{{0,6}}(?={_NUMBER}\s*/\s*\d))({_NUMBER})(?![\d%]|{_RANGE})"
 )
-"""A number behind the word score, rating or grade and the scale that may follow it, or one such as 7/10 on a line."""
+"""A number after the word score, rating or grade and an optional scale, or one such as 7/10 on a line."""
 
 _OUT_OF = re.compile(r"[*_`\s]{0,4}(?:/|out\s+of\b)\s*(\d+(?:\.\d+)?)")
 WHOLE = "{whole_response}"
@@ -61,15 +61,18 @@ class Judge(Remote):
     >>> Judge(url="http://127.0.0.1:30000/v1").read("Fine, but long.\nScore: 7")
     0.7
 
-    {prompt}, {response} and {label} in `template` are replaced. {response} is what follows the last closed thought, and
-    {whole_response} has the thoughts too; where a thought never closes and the template does not name the latter, the
-    judge is not asked and the reward is the lowest one. The capture of the last match of `pattern` in the judge's reply
-    (after its own thoughts) is a number from `low` to `high`, scaled to 0 to 1, or a key of `values` ({CORRECT = 1.0,
-    INCORRECT = 0.0}), which are used as rewards unscaled; a number out of another scale than `high` is not read. A
-    reply with neither is requested again, up to `max_attempts` replies, then the reward is `default_score`. `body` is
-    merged into the request. `api_key_env` names the environment variable that holds the API key; at most
+    {prompt}, {response} and {label} in `template` are replaced. {response} is the text after the last closed thought,
+    and {whole_response} includes the thoughts. If a thought never closes and the template has no {whole_response}, the
+    judge is not asked, and the reward is the lowest one.
+
+    The last match of `pattern` in the judge's reply, after its own thoughts, captures the score. It is a number from
+    `low` to `high`, scaled to 0 to 1, or a key of `values` ({CORRECT = 1.0, INCORRECT = 0.0}), which are rewards
+    without scaling. A number on another scale than `high` is not read. A reply without a score is requested again, up
+    to `max_attempts` replies. Then the reward is `default_score`.
+
+    `body` is merged into the request. `api_key_env` names the environment variable with the API key. At most
     `max_requests_per_s` requests start per second (0: no limit). A failed request is repeated up to `max_retries` times
-    within `timeout_s`; then BackendError.
+    within `timeout_s`. Then BackendError is raised.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {

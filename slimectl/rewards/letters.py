@@ -1,4 +1,4 @@
-"""Finds the letter of the choice that a text states, in several languages and spellings."""
+"""Finds the letters of choices that a text states, in several languages and spellings."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from slimectl.rewards.base import Span
 from slimectl.rewards.extraction import find_boxed
 
 Found = Iterator[tuple[str, Span]]
-"""(letter, its place): "" for one of several letters, which answers nothing."""
+"""(letter, its place). The letter is "" if there are several, so the text has no answer."""
 
 _TABLE: dict[int, int | str | None] = {
     **{code + 0xFEE0: chr(code) for code in range(0x21, 0x7F)},  # full-width forms
     **{0x24B6 + at: letter for at, letter in enumerate(ascii_uppercase + ascii_lowercase)},  # in circles
     **str.maketrans("“”„«»「」『』‘’‚【】\u3000\xa0、，", '"""""""""\'\'\'[]  ,,'),
 }
-"""One character for one, so that places in the text stay."""
+"""Replaces one character by one, so places in the text stay."""
 
 _WORD = r"[0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0300-\u052f\u1e00-\u1fff]"
-"""Characters that make one word with a Latin letter: Latin, Greek and Cyrillic. Han, kana and Hangul do not."""
+"""Characters that form a word with a Latin letter: Latin, Greek and Cyrillic, but not Han, kana and Hangul."""
 
 _START = rf"(?<!{_WORD})(?<!{_WORD}')(?<!_)"
 _IN_FORMULA = (
@@ -96,27 +96,27 @@ _MORE_BEFORE = re.compile(rf"(?<!{_WORD})[A-Z]{_CLOSERS}(?:,|(?:,\s*)?{_AND}){_O
 
 
 def plain(text: str) -> str:
-    """The text with full-width and circled letters, quotation marks and brackets in ASCII, each at its place."""
+    """Write full-width and circled letters, quotation marks and brackets in ASCII, each at its place."""
     return text if text.isascii() else text.translate(_TABLE)
 
 
 def stated(text: str) -> list[tuple[str, Span]]:
-    """Letters that a statement or the last box names."""
+    """Letters in a statement or in the last box."""
     return [*_letters(_STATED, text, _first_noun(text)), *_boxed(text)]
 
 
 def stated_texts(text: str) -> list[Span]:
-    """What follows "the answer is", up to the end of its line."""
+    """Texts after "the answer is", up to the end of the line."""
     return [Span(match[1], match.start(1)) for match in _STATED_TEXT.finditer(text, _first_noun(text))]
 
 
 def said_to_be_right(text: str) -> Found:
-    """Letters of which the text says that they are right."""
+    """Letters that the text calls right."""
     return _letters(_RIGHT, text)
 
 
 def bold(text: str) -> Found:
-    """Letters with which a bold passage begins."""
+    """Letters at the start of a bold passage."""
     return _without_items(_letters(_BOLD, text), text)
 
 
@@ -126,12 +126,12 @@ def parenthesised(text: str) -> Found:
 
 
 def standalone(text: str) -> Found:
-    """Capitals that are a word, without articles, pronouns, units after a number and parts of a formula."""
+    """Capitals that are words, except articles, pronouns, units after a number and parts of a formula."""
     return _without_items(_letters(_STANDALONE, text), text)
 
 
 def begins_line(text: str) -> Found:
-    """A letter alone on its line, else one with which a line begins, as in "b. 4"; none where several letters do."""
+    """A letter on its own line, else the letter of a line such as "b. 4". None if several letters start lines."""
     lines = [match for match in _LINE.finditer(text) if match["rest"] is None] or _items(text)
     if len(set(map(_begun_with, lines))) != 1:
         return
@@ -142,7 +142,7 @@ def begins_line(text: str) -> Found:
 
 
 def _items(text: str) -> list[re.Match[str]]:
-    """The lines that begin with a letter as an item of a list does."""
+    """The lines that start with a letter like an item of a list."""
     return [match for match in _LINE.finditer(text) if match["rest"] is not None]
 
 
@@ -151,7 +151,7 @@ def _begun_with(line: re.Match[str]) -> str:
 
 
 def _without_items(found: Found, text: str) -> Found:
-    """Leave out the letters that begin the items of a list, which are the choices and not an answer."""
+    """Leave out letters that start the items of a list. They are the choices, not an answer."""
     items = _items(text)
     starts = {match.start(_group(match)) for match in items}
     several = len(set(map(_begun_with, items))) > 1
@@ -159,7 +159,7 @@ def _without_items(found: Found, text: str) -> Found:
 
 
 def _boxed(text: str) -> Found:
-    """The letter that the last box holds, alone or with the text of its choice."""
+    """The letter in the last box, on its own or with the text of its choice."""
     boxed = find_boxed(text)
     match = _IN_BOX.match(boxed.text) if boxed else None
     if boxed and match:
@@ -168,7 +168,7 @@ def _boxed(text: str) -> Found:
 
 
 def _first_noun(text: str) -> int:
-    """Return where the first word for an answer stands, or the text ends: to begin there saves most of the time."""
+    """Return the place of the first noun for an answer, or the end of the text. Starting there saves time."""
     if not text.isascii():
         return 0
     lower = text.lower()
@@ -183,17 +183,17 @@ def _letters(pattern: re.Pattern[str], text: str, start: int = 0) -> Found:
 
 
 def _is_refused(text: str, start: int, end: int) -> bool:
-    """Whether the text says that the letter at this place is not the answer."""
+    """Whether the text rejects the letter at this place."""
     return bool(_NEGATED.search(text, max(0, start - 40), start) or _WRONG.match(text, end))
 
 
 def _group(match: re.Match[str]) -> int:
-    """Return which group of a match holds the letter: the first that takes part."""
+    """Return the group of a match with the letter: the first group that is not empty."""
     return next(number for number, text in enumerate(match.groups(), start=1) if text is not None)
 
 
 def _letter(text: str, match: re.Match[str]) -> str:
-    """The letter of a match in upper case; "" if it is one of several, as in "A and C"."""
+    """The letter of a match in upper case, or "" if it is one of several, as in "A and C"."""
     group = _group(match)
     start, end = match.span(group)
     if _MORE.match(text, end) or _MORE_BEFORE.search(text, max(0, start - 24), start):

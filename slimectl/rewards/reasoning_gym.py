@@ -40,9 +40,9 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Po
 class ReasoningGym(Verifier):
     """The task's own score, 0 to 1, of the last <answer> tag, or of the whole response without one.
 
-    `metadata.source_dataset` names the task and `metadata.entry` is its entry; without the latter the entry is built
-    from prompt, label and metadata. Some scorers `eval` the answer: those get only literals and arithmetic, anything
-    else scores 0.0. Raises RecordError for metadata that names no task, and without both entry and label.
+    `metadata.source_dataset` names the task and `metadata.entry` is its entry. Without an entry, it is built from
+    prompt, label and metadata. Some scorers `eval` the answer. They get only literals and arithmetic, and anything else
+    scores 0.0. Raises RecordError for metadata without a task, and for samples with neither entry nor label.
     """
 
     def explain(self, sample: Sample) -> Grade:
@@ -66,7 +66,7 @@ class ReasoningGym(Verifier):
                     warnings.simplefilter("ignore")
                     score = float(scorer.score(answer.text, entry))
                 reward = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
-                reason = f"the scorer of {task} gives {score:g}; the label is {quote(text_of_label(sample.label))}"
+                reason = f"the scorer of {task} gives {score:g} for the label {quote(text_of_label(sample.label))}"
             except Exception as error:  # an answer that makes a scorer raise counts as rejected
                 reason = f"the scorer of {task} does not accept it: {type(error).__name__}"
         return Grade(reward, source, reason, answer.text, answer.span)
@@ -76,7 +76,7 @@ class ReasoningGym(Verifier):
 
 
 def _find(sample: Sample) -> tuple[Span | None, str]:
-    """The answer, None if the thought never closes, and the name of where it was searched."""
+    """The answer (None if the thought never closes) and the name of its source."""
     tagged = find(sample, "answer_tag")
     if tagged is None:
         return find(sample, "response"), SOURCE_WORDS["response"]
@@ -163,7 +163,7 @@ def _entry(sample: Sample) -> dict[str, Any]:
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict):
         if sample.label is None:
-            raise RecordError(f"sample {sample.index}: label: missing, and so is metadata.entry; give one of them")
+            raise RecordError(f"sample {sample.index}: label: missing, and so is metadata.entry. Give one of them.")
         entry = {"question": sample.prompt, "answer": text_of_label(sample.label), "metadata": sample.metadata}
     copied: dict[str, Any] = json_copy(entry)
     if _task(sample) in _TUPLE_TASKS:

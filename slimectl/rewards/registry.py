@@ -1,4 +1,4 @@
-"""Makes verifiers by type: with options, in a box, or several in a weighted sum with functions of the user."""
+"""Makes verifiers by type: with options, on a box, or in a weighted sum with users' functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LoadPart = Callable[[str, str], Verifier]
 
 @dataclass(frozen=True)
 class Part:
-    """One verifier or function of a sum; `key` selects the number from a dict reward."""
+    """One verifier or function of a sum. `key` selects the number of a dict reward."""
 
     name: str
     weight: float
@@ -35,7 +35,7 @@ class Part:
     key: str = "score"
 
     def number(self, reward: float | dict[str, Any] | None, *, skip_none: bool = False) -> float | None:
-        """The part's reward as a number; with `skip_none`, None for None.
+        """The part's reward as a number, or None for None with `skip_none`.
 
         Raises HookError for a dict without `key`, as a server may send.
         """
@@ -49,10 +49,10 @@ class Part:
 
 @dataclass(frozen=True)
 class WeightedSum(Verifier):
-    """{score: sum of weight times part, NAME: each part, unweighted}; extracts the first verifier's answer.
+    """{score: sum of weight times part, NAME: each part, unweighted}. Extracts the first verifier's answer.
 
-    With `skip_none` a part whose reward is None has no opinion and adds nothing; where no part has one, the reward is
-    None.
+    With `skip_none` a part whose reward is None has no opinion and adds nothing. If no part has an opinion, the reward
+    is None.
     """
 
     parts: tuple[Part, ...]
@@ -132,7 +132,7 @@ class WeightedSum(Verifier):
 
     @property
     def _answering(self) -> int:
-        """Position of the first part that can name an answer, which a function of the user cannot."""
+        """Position of the first part that can extract an answer, which users' functions cannot."""
         return next((i for i, part in enumerate(self.parts) if not part.verifier.runs_user_code), 0)
 
 
@@ -151,7 +151,7 @@ BOXED = "boxed_"
 
 @dataclass(frozen=True)
 class Boxed(Verifier):
-    r"""Grades only the content of the last \boxed{} after the thoughts; 0.0 if there is none."""
+    r"""Grades only the content of the last \boxed{} after the thoughts. 0.0 if there is none."""
 
     inner: Verifier
 
@@ -216,7 +216,7 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
     ...     Sample(response="4", label="4", response_length=2))
     {'score': 0.975, 'exact': 1.0, 'length_penalty': 0.25}
 
-    A part with a `path` and no `type` is a function of the user, which `load` loads. With `skip_none` a part whose
+    A part with a `path` and no `type` is a user's function, which `load` loads. With `skip_none` a part whose
     reward is None is left out of the sum. Raises SettingsError for an invalid part, or two parts of the same name, and
     HookError for a function that does not fit.
     """
@@ -227,8 +227,8 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
         rm_type, weight = options.pop("type", None), options.pop("weight", 1.0)
         if not isinstance(rm_type, str) and not ("path" in entry and "type" not in entry):
             raise SettingsError(
-                f"{location}.type: missing; name a verifier ({', '.join(known_types())}), or give the path of a "
-                f"function of your own: path = 'file.py:name'"
+                f"{location}.type: missing. Name a verifier ({', '.join(known_types())}), or give the path of your "
+                f"own function: path = 'file.py:name'"
             )
         if isinstance(weight, bool) or not is_number(weight):
             raise SettingsError(f"{location}.weight: {weight!r} is no finite number")
@@ -244,9 +244,9 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
 
 
 def _part_names(parts: list[dict[str, Any]]) -> list[str]:
-    """Return the name of each part: the given one, its type, or its function's name.
+    """Return the name of each part: its `name`, its type, or its function's name.
 
-    Functions whose name is taken by another part are named by their path.
+    A function has its path as its name if another part has its name.
     """
     names = []
     for part in parts:
@@ -266,7 +266,7 @@ def _typed(location: str, rm_type: str, options: dict[str, Any]) -> Verifier:
     except SettingsError as error:
         message = re.sub(r"score\.rm_(?:options|type)", location, str(error), count=1)
         own = rm_type.removeprefix(BOXED) not in VERIFIERS and re.search("[:.]", rm_type)
-        hint = f"; for a function of your own write path = {rm_type!r} instead of type" if own else ""
+        hint = f". For your own function write path = {rm_type!r} instead of type." if own else ""
         raise SettingsError(message + hint) from None
 
 
@@ -275,11 +275,11 @@ def _own_function(location: str, options: dict[str, Any], load: LoadPart | None)
     path = options.pop("path")
     if options:
         raise SettingsError(
-            f"{location}.{min(options)}: a function of your own has no options; the keys of such a part are path, "
-            f"weight, name and key"
+            f"{location}.{min(options)}: your own function has no options. The keys of such a part are path, weight, "
+            f"name and key."
         )
     if not isinstance(path, str) or load is None:
-        raise SettingsError(f"{location}.path: {path!r} is not a path; write file.py:name or package.module:name")
+        raise SettingsError(f"{location}.path: {path!r} is not a path. Write file.py:name or package.module:name.")
     return load(path, f"{location}.path")
 
 

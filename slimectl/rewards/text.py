@@ -1,4 +1,4 @@
-"""Comparisons of the answer with the label as text, as words and as a number."""
+"""Compares the answer with the label: as text, by shared words, and as a number."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from slimectl.types import Sample
 
 
 def folded(text: str, ignore_case: bool) -> str:
-    """The text as it is compared: composed, and with `ignore_case` without case."""
+    """The text for comparison: composed, and without case with `ignore_case`."""
     return composed(text).casefold() if ignore_case else composed(text)
 
 
 @dataclass(frozen=True)
 class Regex(Verifier):
-    r"""With a `pattern`, 1.0 if its last match captures the label; without, if the label matches as a pattern.
+    r"""1.0 if the last match of `pattern` captures the label. Without a pattern, the label is the pattern.
 
     >>> Regex(pattern=r"Answer:\s*(\w+)").extract(Sample(response="Answer: A. No, wait. Answer: B"))
     'B'
 
-    The captured answer is the group `answer`, else the first group, else the whole match; compared stripped. Raises
-    SettingsError for an invalid pattern, and for one that names a tag of reasoning which its `source` leaves out;
-    RecordError for a label that is an invalid pattern. Some patterns, such as
-    (a+)+$, take exponential time on some texts: the time limit holds for them only in worker processes (score.workers).
+    The captured answer is the group `answer`, else the first group, else the whole match. It is compared without outer
+    blanks. Raises SettingsError for an invalid pattern, and for one that names a tag of reasoning which its `source`
+    leaves out. Raises RecordError for a label that is an invalid pattern. Some patterns, such as (a+)+$, take
+    exponential time on some texts. The time limit holds for them only in worker processes (score.workers).
     """
 
     pattern: str | None = None
@@ -49,8 +49,8 @@ class Regex(Verifier):
         tag = next((tag for pair in TAGS for tag in pair if tag in (self.pattern or "")), None)
         if tag and self.source != "with_thought":
             raise SettingsError(
-                f"score.rm_options.pattern: looks for {tag}, but thoughts are not searched; "
-                f'set score.rm_options.source="with_thought"'
+                f"score.rm_options.pattern: looks for {tag}, but thoughts are not searched. "
+                f'Set score.rm_options.source="with_thought".'
             )
 
     def explain(self, sample: Sample) -> Grade:
@@ -90,7 +90,7 @@ CLOSED = ("yes", "no", "noanswer")
 
 
 class _NoPunctuation(dict[int, int | None]):
-    """A table for str.translate that removes punctuation of all scripts; it looks a character up at its first use."""
+    """A table for str.translate that removes punctuation of all scripts. It fills as characters are used."""
 
     def __missing__(self, code: int) -> int | None:
         self[code] = None if unicodedata.category(chr(code)).startswith("P") else code
@@ -107,8 +107,8 @@ class F1(Verifier):
     >>> F1()(Sample(response="The Eiffel Tower, Paris", label="the eiffel tower"))
     0.8
 
-    Rajpurkar et al. 2016, arXiv:1606.05250, sec. 6.1: in lower case, without punctuation and articles; punctuation
-    includes all scripts, as in MLQA (Lewis et al. 2020, arXiv:1910.07475), and accents are composed. If either side is
+    Rajpurkar et al. 2016, arXiv:1606.05250, sec. 6.1: in lower case, without punctuation and articles. Punctuation
+    includes all scripts, as in MLQA (Lewis et al. 2020, arXiv:1910.07475). Accents are composed. If either side is
     yes, no or noanswer, the other must be the same (Yang et al. 2018, arXiv:1809.09600). Two empty sides are equal.
     """
 

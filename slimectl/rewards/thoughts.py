@@ -1,4 +1,4 @@
-"""Separates the reasoning of a response from its answer: the one rule of all verifiers."""
+"""Separates the reasoning of a response from its answer, in the same way for all verifiers."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ TAGS = (
 OPENINGS = tuple(opening for opening, _ in TAGS)
 _LONGEST = max(map(len, OPENINGS))
 OPENED = "opened_thought"
-"""Metadata key of a sample: the tag with which its rendered prompt opened a thought, "" if it opened none."""
+"""Metadata key of a sample for the tag with which its rendered prompt opened a thought, or ""."""
 
 
 def opened_by(prompt: str | Chat) -> str:
-    """Return the tag with which a prompt opens a thought at its end; "" if it opens none.
+    """Return the tag with which a prompt opens a thought at its end, or "".
 
     >>> opened_by("What is 6 times 7?<|im_end|><|im_start|>assistant<think> ")
     '<think>'
 
-    A chat opens one if its last message is the beginning of the assistant's response. If the chat template opens it, a
-    rollout writes the tag to `metadata.opened_thought`.
+    A chat opens a thought if its last message is the start of the assistant's response. If the chat template opens it,
+    a rollout writes the tag to `metadata.opened_thought`.
     """
     if not isinstance(prompt, str):
         last = prompt[-1] if prompt else {}
         content = last.get("content")
         prompt = content if last.get("role") == "assistant" and isinstance(content, str) else ""
     end = prompt[-4 * _LONGEST :].rstrip()
-    if not end or end[-1] not in ">]▷":  # the characters with which tags end
+    if not end or end[-1] not in ">]▷":  # tags end with these characters
         return ""
     return next((tag for tag in OPENINGS if end.endswith(tag)), "")
 
 
 def answer_start(sample: Sample) -> int:
-    """Return where the answer begins, in characters of the response: after its last closed thought.
+    """Return where the answer starts, in characters of the response: after its last closed thought.
 
-    -1 if the last thought never closes: then nothing was answered. A tag in the response or at the end of the prompt
-    opens a thought. A closing tag closes one even if nothing shows where it was opened. A tag between quotation marks
-    or backticks is only mentioned and counts as text.
+    Returns -1 if the last thought never closes, because then the response has no answer. A tag in the response or at
+    the end of the prompt opens a thought. A closing tag counts even without an opening tag. A tag between quotation
+    marks or backticks counts as text.
     """
     opened = sample.metadata.get(OPENED)
     return after_thought(sample.response, opened_by(sample.prompt) if opened is None else str(opened))
 
 
 def answer_span(sample: Sample) -> Span | None:
-    """Return the response from `answer_start` on; None if the last thought never closes."""
+    """Return the response from `answer_start` on, or None if the last thought never closes."""
     start = answer_start(sample)
     return Span(sample.response[start:], start) if start >= 0 else None
 
 
 def after_thought(text: str, opened: str = "") -> int:
-    """Return where the last closed thought of a text ends; -1 if the last one, or the one `opened`, never ends.
+    """Return the end of the last closed thought of a text, or -1 if the last or `opened` thought never ends.
 
     >>> after_thought("<think>a</think>b"), after_thought("a"), after_thought("a", opened="<think>")
     (16, 0, -1)
@@ -81,14 +81,14 @@ def after_thought(text: str, opened: str = "") -> int:
 
 
 def _may_have_tags(text: str) -> bool:
-    """Whether the end of a tag is in the text; most texts have none, and this is faster than looking for each tag."""
+    """Whether the end of a tag is in the text. Most texts have none, so this avoids a search for each tag."""
     if ">" in text and any(text.rfind(end) >= 0 for end in ("think>", "ing>", "thought>", "|>")):
         return True
     return ("]" in text and "THINK]" in text) or "▷" in text
 
 
 def _last(text: str, tag: str) -> int:
-    """Return where the last tag that is not only mentioned begins; -1 if there is none."""
+    """Return the place of the last tag that is not quoted, or -1."""
     at = text.rfind(tag)
     while at > 0 and _is_mentioned(text, at, at + len(tag)):
         at = text.rfind(tag, 0, at)
@@ -96,7 +96,7 @@ def _last(text: str, tag: str) -> int:
 
 
 def _is_mentioned(text: str, start: int, end: int) -> bool:
-    """Whether quotation marks or backticks stand around text[start:end] only, as in split("</think>")."""
+    """Whether only text[start:end] is in quotation marks or backticks, as in split("</think>")."""
     mark = text[start - 1]
     if mark not in "`'\"" or text[end : end + 1] != mark:
         return False

@@ -1,4 +1,4 @@
-"""A user's reward function as a verifier, so that it grades alone or as a part of a sum."""
+"""Makes a user's reward function a verifier, which grades on its own or as a part of a sum."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class RewardFunction(Protocol):
-    """A reward function of the user, called with one sample or with many."""
+    """A user's reward function, called with one sample or with many."""
 
     @property
     def name(self) -> str:
-        """The setting and the path, as errors name it."""
+        """Setting and path of the function, for errors."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class RewardFunction(Protocol):
         ...
 
     def called(self, samples: Sequence[Sample]) -> Any:
-        """Return the function's result, or an awaitable of it."""
+        """Return the function's result, or an awaitable of the result."""
         ...
 
     def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
@@ -48,7 +48,7 @@ class RewardFunction(Protocol):
 
 
 class UserFunction(Verifier):
-    """Grades with a user's function, which gets up to `batch_size` samples, or with `group_rm` all siblings."""
+    """Grades with a user's function. It gets up to `batch_size` samples, or all siblings with `group_rm`."""
 
     def __init__(self, function: RewardFunction, *, batch_size: int, group_rm: bool) -> None:
         self.function = function
@@ -88,7 +88,7 @@ class UserFunction(Verifier):
         return self._grades(result, samples)
 
     async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
-        """Await an async function; call another one in a thread, one call at a time, where it may block."""
+        """Await an async function. Call any other in a thread, where it may block, one call at a time."""
         called = self.function.called(samples) if self.is_async else await asyncio.to_thread(self._called, samples)
         return self._grades(await called if inspect.isawaitable(called) else called, samples)
 

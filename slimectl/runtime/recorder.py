@@ -230,7 +230,7 @@ class RunRecorder:
     def load(self, policy: Policy, *, total_steps: int | None = None) -> None:
         """Load the checkpoint that `rewind` went back to, if there is one, into the policy and the critic.
 
-        `total_steps` is the length of the run, with which a schedule ends.
+        `total_steps` is the length of the run, at which a schedule ends.
         """
         if self._checkpoint is None:
             return
@@ -241,7 +241,7 @@ class RunRecorder:
 
 
 def warn_of_changed_schedule(checkpoint: Path, settings: Settings, total_steps: int | None) -> None:
-    """Warn if the next step gets another learning rate than the run that saved the checkpoint had for it."""
+    """Warn if the learning rate of the next step differs from the run that saved the checkpoint."""
     if message := builders.changed_schedule(settings, checkpoint, total_steps):
         logger.warning(message)
 

@@ -94,7 +94,7 @@ class ReportLoop:
 
     @property
     def _unmet_schedule(self) -> str:
-        """What to say of a learning rate whose schedule counted another number of steps; empty if it counted right."""
+        """Return a warning if the learning-rate schedule counted another number of steps, else ""."""
         updates = self.state.step - self.settings.algorithm.critic_only_steps
         return builders.unmet_schedule(self.settings, updates, self.parts.models.total_steps)
 

@@ -201,9 +201,9 @@ class RecordedRounds:
         return -(-rollouts * self._epochs // self.settings.rollouts_per_round)
 
     def _count_rollouts(self, model: Path | None, *, only_trained: bool = False) -> int:
-        """Return the number of rollouts, or of groups of preferences, in the file; without a model, of samples.
+        """Return the number of rollouts, or of groups of preferences, in the file. Without a model, count samples.
 
-        With `only_trained` failed rollouts do not count, and a group counts as the pairs that it gives.
+        With `only_trained` failed rollouts do not count, and a group counts as its pairs.
         """
         silent = RecordedRounds(self.settings, self.path, self.on_error)  # training reports bad lines
         samples = (sample for _, sample in silent._read(model, deque(), epochs=1))
@@ -211,7 +211,7 @@ class RecordedRounds:
         return sum(count(batch) for batch in sample_batches(samples, self.settings, 1))
 
     def _trained(self, batch: Sequence[Sample]) -> int:
-        """Return how many rollouts, or pairs, of one rollout, or group, are trained on."""
+        """Return how many rollouts of one rollout, or pairs of one group, are trained on."""
         from slimectl.algorithms.preferences import preference_pairs
 
         algorithm, key = self.settings.algorithm, self.settings.score.reward_key
@@ -276,7 +276,7 @@ class RecordedRounds:
 
 
 def warn_of_other_model(settings: Settings, samples: str, model: Path) -> None:
-    """Warn if the manifest of samples names another model than `model`, which a policy gradient trains on them."""
+    """Warn if the manifest of samples names another model than the one that trains on them."""
     if settings.algorithm.trains_on == "rollouts" and (message := other_model(Path(samples), model)):
         logger.warning(message)
 

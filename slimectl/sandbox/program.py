@@ -23,11 +23,11 @@ REPORT = 3
 
 
 SET = "(set)"
-"""Key of the object that represents a set in a report; its value has the members."""
+"""Key of the object that represents a set in a report. Its value has the members."""
 
 IMPORTS = ("operator", "string", "re", "datetime", "copy", "io", "json", "sys", "random", "statistics", "math",
            "itertools", "functools", "bisect", "heapq", "collections", "typing")  # fmt: skip
-"""Modules whose names a program may use without importing them if the job allows it; later ones take precedence."""
+"""Modules whose names a program may use without imports if the job allows it. Later ones take precedence."""
 
 
 def start(action: Callable[[], None], *fds: int) -> None:
@@ -73,7 +73,7 @@ def enter_workdir(folder: str) -> None:
 
 
 def execute(job: dict[str, Any], case: dict[str, Any]) -> int:
-    """Run the job's program as __main__; report the value of a call, or answer its judge. Returns the exit code."""
+    """Run the job's program as __main__, report the value of a call or answer its judge, and return the exit code."""
     main = ModuleType("__main__")
     for name in [name for name in sys.modules if name.partition(".")[0] == "slimectl"]:
         del sys.modules[name]
@@ -81,7 +81,7 @@ def execute(job: dict[str, Any], case: dict[str, Any]) -> int:
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
-    sys.set_int_max_str_digits(0)  # a long integer that is printed costs CPU time, which is limited
+    sys.set_int_max_str_digits(0)  # printing a long integer takes CPU time, which is limited
     if job["imports"]:
         main.__dict__["__builtins__"] = imported_names() | vars(builtins)
     exec(compile(job["program"], "solution.py", "exec"), main.__dict__)
@@ -95,7 +95,7 @@ def execute(job: dict[str, Any], case: dict[str, Any]) -> int:
 
 
 def imported_names() -> dict[str, Any]:
-    """Return the names of the modules in IMPORTS, and the modules. As builtins they give way to the program's names."""
+    """Return the names of the modules in IMPORTS, and the modules. As builtins, the program's own names hide them."""
     modules = {name: importlib.import_module(name) for name in IMPORTS}
     names: dict[str, Any] = {}
     for module in modules.values():

@@ -82,32 +82,36 @@ def run_program(
     allow_unsandboxed_namespaces: bool = False,
     purpose: str = "score.rm_type=code",
 ) -> list[Outcome]:
-    """Run a Python program once for every case, each time afresh; one outcome a case. Errors begin with `purpose`.
+    """Run a Python program in a new process for every case, and return one outcome per case.
 
     A case is {input: text for stdin}, {code: statements to run after it} or {call: function, arguments: list}.
-    Statements run in a process of their own (see judge.py); what they expect never enters the program's. With `imports`
-    the program may use names of the standard library without importing them (program.IMPORTS).
+    Statements run in a separate process (see judge.py), so the program never gets their expected values. With `imports`
+    the program may use names of the standard library without importing them (program.IMPORTS). Errors start with
+    `purpose`.
 
-    The program runs in user, mount, process, network, IPC and host-name namespaces of its own, made with the rights of
-    an ordinary user (Linux 5.12 or newer); root that may make no user namespace makes the others. It has no network,
-    not even loopback; sees the interpreter, /usr and /lib, read-only, and an empty /tmp and /dev/shm in memory; cannot
-    see or signal another process; has no capabilities and cannot get any. Root runs it as another user. System calls
-    that lead elsewhere are refused (see seccomp). Nothing of ours is in its environment or among its open files. At the
-    end, or when we die, the kernel kills all that it started. A hole in the kernel is not covered.
+    Isolation: the program has its own user, mount, process, network, IPC and host-name namespaces, made with the rights
+    of an ordinary user (Linux 5.12 or newer). If root may not make a user namespace, it makes the others. The program
+    has no network, not even loopback. It sees the interpreter, /usr and /lib, read-only, and an empty /tmp and /dev/shm
+    in memory. It cannot see or signal another process, has no capabilities and cannot get any. Root runs it as another
+    user. System calls that lead elsewhere are refused (see seccomp). Its environment and its open files have nothing of
+    this process. At the end, or if this process dies, the kernel kills everything that the program started. Kernel bugs
+    are not covered.
 
-    Memory: the processes of a case hold `memory_mib` together, a page that several share counted once, and its files
-    `disk_mib`. The kernel bounds the files, and each process at `memory_mib` of addresses. The sum is looked at every
-    5 ms, and the case is killed beyond it; until then it can take what its processes can touch meanwhile. With 512 MiB
-    granted to 7 processes on two cores with 8 times their work, cases were killed at 540 to 1070 MiB; the bound is
-    `processes` times `memory_mib`. Memory of other kinds is refused, but that of pipes and socket pairs: at most 13 MiB
-    a process. A judge has `memory_mib` of its own.
+    Memory: the processes of a case hold `memory_mib` together, and its files `disk_mib`. A page that several processes
+    share counts once. The kernel limits the files, and the addresses of each process to `memory_mib`. The sum is read
+    every 5 ms, and a case over the limit is killed. Until then its processes can take more, up to `processes` times
+    `memory_mib`. With 512 MiB for 7 processes on two cores with 8 times their work, cases were killed at 540 to 1070
+    MiB. Other memory is refused, except pipes and socket pairs (at most 13 MiB a process). A judge has its own
+    `memory_mib`.
 
-    Where the kernel grants no namespaces, as in most containers, BackendError is raised. `allow_unsandboxed_namespaces`
-    then runs the program without them, with everything else: another user and no capabilities, all limits, the filter,
-    which leaves it no socket but a pair, and Landlock (Linux 5.13), which leaves it no other file. Signals to others
-    are held back by Landlock from Linux 6.12 on, and by the filter before. Where one of these cannot be had,
-    BackendError is raised. What is left open: processes can be counted; files lie on the disk behind the temporary
-    folder, looked at every 50 ms, and one that was removed while it is mapped is not counted.
+    Without namespaces: most containers do not grant them, and BackendError is raised. `allow_unsandboxed_namespaces`
+    then runs the program with everything else: another user, no capabilities, all limits, the filter and Landlock
+    (Linux 5.13). The filter refuses all sockets except pairs, and Landlock refuses all other files. Signals to others
+    are refused by Landlock from Linux 6.12 on, and by the filter before. If one of these is unavailable, BackendError
+    is raised.
+
+    Gaps without namespaces: the program can count processes. Its files are on the disk of the temporary folder, where
+    their size is read every 50 ms. A file that was removed while it is mapped is not counted.
     """
     if sys.platform != "linux":
         raise BackendError(f"{purpose}: programs are shut in by Linux namespaces; do this on Linux")

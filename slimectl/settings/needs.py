@@ -116,7 +116,7 @@ class AlgorithmSection(Section):
 
     @property
     def critic_only_steps(self) -> int:
-        """First steps of a run, in which only a separate critic is updated."""
+        """Number of steps at the start of a run in which only a separate critic is updated."""
         options = self.critic_options
         return 0 if options is None or options.shared else options.only_steps
 

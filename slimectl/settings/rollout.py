@@ -36,9 +36,9 @@ class RolloutSettings(Section):
     """Key of the tool schemas in a row."""
 
     image_key: str = "images"
-    """Key of the images in a row: paths from the file's folder, or objects with `path` or `bytes`. Each takes the place
-    of one <image> in the prompt, or of a part of type "image". With the default, `image`, `image_path` and other usual
-    names are recognized too (docs/vision.md)."""
+    """Key of the images in a row: paths relative to the file's folder, or objects with `path` or `bytes`. Each replaces
+    one <image> in the prompt, or a part of type "image". With the default, `image`, `image_path` and other usual names
+    are recognized too (docs/vision.md)."""
 
     apply_chat_template: bool = False
     """Wrap string prompts as one user message in the model's chat template; chat lists always are. Where it is not set
@@ -48,8 +48,8 @@ class RolloutSettings(Section):
     """Extra arguments for the chat template, e.g. {enable_thinking = false}."""
 
     template_date: str | None = None
-    """Date that a chat template prints as today's, YYYY-MM-DD. Without it a template prints the current date. A run
-    keeps the date of its first start, so that a resumed run has the same prompts."""
+    """Date that a chat template prints as today's, YYYY-MM-DD. If not set, a template prints the current date. A run
+    keeps the date of its first start, so a resumed run has the same prompts."""
 
     shuffle: bool = False
     """Shuffle the prompts anew in every epoch, by `rollout.seed`."""
@@ -88,8 +88,8 @@ class RolloutSettings(Section):
     """Token ids that end an answer, besides the model's end token."""
 
     skip_special_tokens: bool = True
-    """Leave special tokens out of a response's text. With false they stay, and stop strings and rewards see them: a
-    `</think>` or a channel that is a special token. The one that ends the response is left out all the same."""
+    """Leave special tokens out of a response's text. With false they stay, so stop strings and rewards see a `</think>`
+    or a channel that is a special token. The token that ends the response is always left out."""
 
     ignore_eos: bool = False
     """Go on past the model's end token."""
@@ -193,7 +193,7 @@ class RolloutSettings(Section):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Arguments for the chat template, with the date that it prints."""
+        """Arguments of the chat template, including the date that it prints."""
         pinned = {} if self.template_date is None else {"strftime_now": self.template_date}
         return {**self.apply_chat_template_kwargs, **pinned}
 
@@ -205,7 +205,7 @@ class RolloutSettings(Section):
         try:
             return datetime.date.fromisoformat(text).isoformat() if isinstance(text, str) else text
         except ValueError:
-            raise PydanticCustomError("date", "{text}: write the date as YYYY-MM-DD", {"text": text}) from None
+            raise PydanticCustomError("date", "{text} is not a date. Write it as YYYY-MM-DD.", {"text": text}) from None
 
     @field_validator("env")
     @classmethod

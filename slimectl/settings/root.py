@@ -143,12 +143,12 @@ class Settings(Section):
 
     @property
     def one_step_per_round(self) -> bool:
-        """Whether all rollouts of a round make one step, however many are left of them."""
+        """Whether all remaining rollouts of a round make one step."""
         return self.train.global_batch_size is None and self.train.num_steps_per_rollout is None
 
     def steps_of(self, rollouts: int) -> int:
-        """Return the number of optimizer steps that a run makes of its rollouts; the rest makes a last, smaller step.
+        """Return the number of optimizer steps for all rollouts of a run. The last step may be smaller.
 
-        Steps may span rounds, so this takes the rollouts of all rounds together.
+        Steps may span rounds, so `rollouts` counts all rounds together.
         """
         return -(-rollouts // self.rollouts_per_step)

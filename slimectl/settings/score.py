@@ -20,9 +20,9 @@ class ScoreSettings(Section):
 
     rm: list[dict[str, Any]] = []
     """A weighted sum in place of rm_type: [{type = "math", weight = 1.0}, {type = "length_penalty", weight = -0.1,
-    limit = 4096}, {path = "my_rewards.py:format", weight = 0.2}]. A part has the `type` of a verifier, with its options
-    as further keys, or the `path` of your own function, with the parameters that custom_rm_path takes. `name` names it
-    in the reward dict, `key` selects the number of a part that is a dict itself."""
+    limit = 4096}, {path = "my_rewards.py:format", weight = 0.2}]. A part has the `type` of a verifier and its
+    options, or the `path` of your own function, which takes the parameters of custom_rm_path. `name` names the part in
+    the reward dict. `key` selects the number of a part that is a dict itself."""
 
     custom_rm_path: str | None = None
     """Your own reward function, by path, instead of rm_type and rm: of these three, a later layer of settings replaces
@@ -38,9 +38,9 @@ class ScoreSettings(Section):
     without being compared with siblings."""
 
     none_reward: Literal["error", "skip"] = "error"
-    """What None of your own function means: error = stop and name the sample, skip = no opinion. A sum leaves such a
-    part out. A sample on which no function has an opinion gets no reward: it is left out of training, of its group's
-    baseline and of evaluations."""
+    """Meaning of None from your own reward function: error = stop and name the sample, skip = no opinion. A sum leaves
+    such a part out. If no function has an opinion, the sample gets no reward. It is left out of training, of its
+    group's baseline and of evaluations."""
 
     group_rm: bool = False
     """Hand all siblings of a prompt to the reward function in one call (or to remote_rm in one request)."""
@@ -76,7 +76,7 @@ class ScoreSettings(Section):
 
     @property
     def own_functions(self) -> list[str]:
-        """Paths of your own functions that grade."""
+        """Paths of your own reward functions."""
         parts = [str(part["path"]) for part in self.rm if "path" in part and "type" not in part]
         return [self.custom_rm_path] if self.custom_rm_path else parts
 

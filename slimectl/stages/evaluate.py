@@ -171,9 +171,9 @@ def summarize(
     """Return the metrics of one dataset: rewards, accuracy, unbiased pass@k, avg@n, maj@n, lengths, truncation.
 
     An attempt that an agent divided into several samples counts once, as in training: with the mean of their rewards,
-    the sum of their lengths, and the answer of the last one. maj@n needs a sample with an `answer`; [track] may enable
-    more. Samples without a reward (score.none_reward) are counted and left out of everything else. Raises RecordError
-    without samples.
+    the sum of their lengths, and the answer of the last one. maj@n needs a sample with an `answer`. [track] may enable
+    more metrics. Samples without a reward (score.none_reward) are counted and left out of all other metrics. Raises
+    RecordError for an empty dataset.
     """
     if not samples:
         raise RecordError(f"eval.data.{name}: no prompts; give a source that has some")
@@ -181,7 +181,7 @@ def summarize(
     samples = [sample for sample in samples if not sample.has_no_reward]
     if not samples:
         raise RecordError(
-            f"eval.data.{name}: no sample has a reward, as every reward function returned None; return a number"
+            f"eval.data.{name}: no sample has a reward, because every reward function returned None. Return a number."
         )
     attempts = _attempts(samples)
     rewards = [statistics.fmean(reward_number(part, reward_key) for part in parts) for parts in attempts]

@@ -37,7 +37,7 @@ from slimectl.types import (
 )
 
 PROMPT_END = 32
-"""Tokens at the end of a rendered prompt that are searched for a tag that opens a thought."""
+"""Tokens at the end of a rendered prompt that are searched for an opening tag of a thought."""
 
 UNFINISHED = (Status.PENDING, Status.ABORTED)
 DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
@@ -222,9 +222,9 @@ class GroupGenerator:
         return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
 
     def _note_opened_thought(self, sample: Sample) -> None:
-        """Write to the metadata which thought the rendered prompt opens; verifiers do not see that prompt.
+        """Write to the metadata which thought the rendered prompt opens. Verifiers do not see that prompt.
 
-        Where the tags are special tokens, which are left out of responses, no verifier could see the thought close.
+        If the tags are special tokens, responses lack them, so no verifier could see the thought close.
         """
         prompt_end = sample.tokens[max(0, sample.prompt_length - PROMPT_END) : sample.prompt_length]
         skip = self.settings.skip_special_tokens

@@ -67,10 +67,10 @@ class BatchedReward(Protocol):
 
 
 LoadRewardFunction = Callable[[str | Callable[..., Any], Settings, str], RewardFunction]
-"""Loads a function, or the one at a path, for the setting that names it. Raises HookError if it does not fit."""
+"""Loads a function or a path for the setting that names it. Raises HookError if the function does not fit."""
 CUSTOM = "score.custom_rm_path"
 ARGUMENT = "reward"
-"""What errors call a function that was passed in from Python."""
+"""Name in errors of a function that was passed in from Python."""
 
 
 class PerSampleReward:
@@ -132,9 +132,9 @@ def as_batched(reward: Callable[[Sample], Any]) -> BatchedReward:
 class Grader:
     """Dispatches a sample to its reward: the sample's custom_rm_path, the run's, metadata.rm_type, rm_type.
 
-    A `function` that is passed in goes before all of these. Pickled as its settings, so that worker processes create
-    verifiers of their own. Raises SettingsError or HookError at once if a verifier or function named in the settings
-    does not exist. `load_function` loads functions; it is picklable.
+    A `function` that is passed in replaces all of these. The grader is pickled as its settings, so worker processes
+    create their own verifiers. Raises SettingsError or HookError at once if a verifier or function of the settings does
+    not exist. `load_function` loads functions and is picklable.
     """
 
     def __init__(
@@ -164,10 +164,10 @@ class Grader:
         self.slow = not score.custom_rm_path and any(verifier.slow for verifier in named)
 
     def _settings_sum(self) -> WeightedSum | None:
-        """Return the sum that score.rm describes, if it does."""
+        """Return the sum that score.rm describes, or None."""
         score = self.settings.score
         if score.rm and score.rm_type:
-            raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
+            raise SettingsError("score.rm and score.rm_type exclude each other. Make the type a part of the sum.")
         parts = [self._with_server_url(part, str(part.get("type"))) for part in score.rm]
         return weighted(parts, load=self._load, skip_none=score.none_reward == "skip") if parts else None
 
@@ -268,7 +268,7 @@ class Grader:
         return sum(grade.patience_s for grade in self._verifiers.values())
 
     def runs_user_code(self, sample: Sample) -> bool:
-        """Return whether a function of the user grades the sample, by itself or in a sum."""
+        """Return whether a user's function grades the sample, on its own or in a sum."""
         return self.verifier_of(sample).runs_user_code
 
     def name_of(self, sample: Sample) -> str:
@@ -282,14 +282,14 @@ class Grader:
         return f"score.rm_type: {self.settings.score.rm_type}" if self.settings.score.rm_type else "score.rm"
 
     def bounds(self, sample: Sample) -> tuple[float, float] | None:
-        """Return the verifier's (lowest, highest) reward; None for another key of a dict."""
+        """Return the verifier's (lowest, highest) reward, or None for another key of a dict."""
         return self.verifier_of(sample).bounds if self.settings.score.reward_key in (None, "score") else None
 
     def verifier_of(self, sample: Sample) -> Verifier:
-        """Return what grades a sample.
+        """Return the verifier of a sample.
 
-        Raises SettingsError if nothing is named, RecordError if the sample names an invalid verifier, or a function
-        that it may not.
+        Raises SettingsError if no reward is named. Raises RecordError if the sample names an invalid verifier, or a
+        function without permission.
         """
         if self._passed is not None:
             return self._passed
@@ -304,7 +304,7 @@ class Grader:
             return self._verifier(self.settings.score.rm_type)
         if self._sum is None:
             raise SettingsError(
-                f"sample {sample.index}: no reward is named; give score.rm_type ({', '.join(known_types())}), "
+                f"sample {sample.index}: no reward is named. Set score.rm_type ({', '.join(known_types())}), "
                 f"score.rm or score.custom_rm_path"
             )
         return self._sum
@@ -334,7 +334,7 @@ class Grader:
 
     def _load(self, source: str | Callable[..., Any], setting: str) -> UserFunction:
         if self._load_function is None:
-            raise SettingsError(f"{source}: this grader was built without functions of the user; see builders.reward")
+            raise SettingsError(f"{source}: this grader cannot load your functions. Build it with builders.reward.")
         score = self.settings.score
         function = self._load_function(source, self.settings, setting)
         return UserFunction(function, batch_size=score.batch_size, group_rm=score.group_rm)

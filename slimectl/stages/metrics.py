@@ -61,7 +61,7 @@ def round_metrics(
 ) -> Metrics:
     """Return lengths, truncation, repetition and normalized rewards of a round, and the metrics enabled by [track].
 
-    `rewards` has one number per sample that was not left without one; if it has fewer, metrics of rewards are left out.
+    `rewards` has one number per sample with a reward. If it has fewer, metrics of rewards are left out.
     """
     track = settings.track
     metrics: Metrics = {
@@ -85,7 +85,7 @@ def round_metrics(
 def optional_metrics(
     prefix: str, samples: Sequence[Sample], rewards: Sequence[float] | None, right: Sequence[bool], track: TrackSettings
 ) -> Metrics:
-    """Return the metrics that [track] enables; `right` is true for each sample with a reward that succeeded."""
+    """Return the metrics that [track] enables. `right` is true for each sample with a reward that succeeded."""
     metrics: Metrics = {}
     rewarded = [sample for sample in samples if not sample.has_no_reward]
     if track.log_multi_turn:

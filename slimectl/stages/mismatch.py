@@ -1,4 +1,4 @@
-"""Compares the log-probabilities in samples with the trained model's."""
+"""Compares the log-probabilities of samples with the trained model, and warns or stops."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class LogProbCheck:
         if self.is_stale or is_moved or bound is None or difference <= bound:
             return
         beyond = f"{difference:.3f} a token on average, more than run.max_logprob_mismatch = {bound:g}"
-        message = f"engine and trainer differ by {beyond}; `slimectl doctor --engine` looks for the cause"
+        message = f"engine and trainer differ by {beyond}. Run `slimectl doctor --engine` to find the cause."
         if self.recorded:
             message = (
-                f"the log-probabilities in the samples and the model's differ by {beyond}; sample with the model that "
-                f"you train, with its tokenizer and rollout.temperature"
+                f"the log-probabilities of the samples and the model differ by {beyond}. Sample with the model that "
+                f"you train, with its tokenizer and rollout.temperature."
             )
         message = f"round {report.rollout_id}: {message}"
         if run.on_logprob_mismatch == "stop":

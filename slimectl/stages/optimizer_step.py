@@ -91,7 +91,7 @@ def optimizer_step(
 
 
 def rollouts_of(rows: Sequence[tuple[int, TrainingSample]]) -> list[tuple[int, int]]:
-    """Return (group, execution) of each (execution, row): files may number the samples of each group from 0."""
+    """Return (group, execution) of each (execution, row). Files may number the samples of each group from 0."""
     return [(row.group, execution) for execution, row in rows]
 
 

@@ -53,7 +53,7 @@ def attach_log_probs(
 __all__ = ["Grader", "report_grading", "reward_number", "score"]
 
 NO_REWARD = "no_reward"
-"""Key of the metadata of a sample on which no reward function had an opinion, with the reason."""
+"""Metadata key with the reason why a sample has no reward: no reward function had an opinion."""
 
 
 Skip = Callable[[Sample, RecordError], None]
@@ -70,17 +70,17 @@ def score(
     temperature: float = 1.0,
     skip: Skip | None = None,
 ) -> Iterator[Sample]:
-    """Grade every sample, in order; a `reference` also attaches its log-probabilities, which are at `temperature`.
+    """Grade every sample in order. A `reference` also attaches its log-probabilities at `temperature`.
 
     `reward` returns a number, a dict from which settings.reward_key picks one, or a Verdict, whose explanation is
     stored in metadata.explanation. A Grader also grades many samples in one call and waits for many servers
-    concurrently: then up to settings.concurrency calls are read ahead from `samples`.
+    concurrently. It reads up to settings.concurrency calls ahead from `samples`.
 
-    With settings.none_reward = "skip" a sample whose reward is None stays without one, with the reason in
-    metadata.no_reward. A sample that exceeded its time limit twice gets reward 0 and the reason in
-    metadata.reward_error; a sample whose attempt failed gets reward 0 too. A sample whose record prevents grading (no
-    label, an unknown verifier) is passed to `skip` with the error and left out; without `skip` that RecordError is
-    raised. Raises HookError if the reward is not a finite number, or not a dict with one under `settings.reward_key`.
+    With settings.none_reward = "skip" a sample whose reward is None keeps no reward, and metadata.no_reward has the
+    reason. A sample that exceeded its time limit twice gets reward 0, and metadata.reward_error has the reason. A
+    sample whose attempt failed gets reward 0 too. A sample that cannot be graded because of its record (no label, an
+    unknown verifier) is passed to `skip` with the error and left out. Without `skip`, RecordError is raised. Raises
+    HookError if the reward is not a finite number, or not a dict with one under `settings.reward_key`.
     """
     graded = _grade_samples(samples, reward, settings, executor, skip)
     if reference is not None:
@@ -167,7 +167,9 @@ def _prefix(grader: Callable[[Sample], Any], sample: Sample) -> str:
 def report_grading(
     samples: Sequence[Sample], settings: ScoreSettings, name: str, *, max_share: float | None = None
 ) -> None:
-    """Warn of samples without a reward, and of those whose grading exceeded its time limit; `name` is the samples'.
+    """Warn of samples without a reward, and of samples whose grading exceeded its time limit.
+
+    `name` is the name of the samples in the warning.
 
     Raises SlimectlError if the latter are more than `max_share` of all.
     """
@@ -204,7 +206,7 @@ def reward_number(sample: Sample, reward_key: str | None) -> float:
 
 
 def _number(reward: Any, reward_key: str | None, sample: Sample, *, skip_none: bool = False) -> float | None:
-    """Return the number of a reward of the sample; with `skip_none`, None for None. Raises HookError."""
+    """Return the number of a reward, or None for None with `skip_none`. Raises HookError."""
     value = reward
     if isinstance(value, dict):
         if reward_key is None:
@@ -222,5 +224,5 @@ def _number(reward: Any, reward_key: str | None, sample: Sample, *, skip_none: b
         key = f" (key {reward_key!r})" if isinstance(reward, dict) else ""
         hint = NONE_REMEDY if value is None else ""
         fault = f"reward of sample {sample.index} is {kind_of(value)}, not a finite number"
-        raise HookError(f"{fault}; fix the reward function{key}{hint}")
+        raise HookError(f"{fault}. Fix the reward function{key}{hint}")
     return float(value)

@@ -58,14 +58,16 @@ def train(
     hooks: Hooks = NO_HOOKS,
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[StepReport]:
-    """Train on samples, round by round; yield one report per optimizer step.
+    """Train on samples round by round, and yield one report per optimizer step.
 
-    A round is `settings.rollouts_per_round` rollouts: advantages need whole groups. Nothing beyond a round is read
-    before its steps are done and reported, so a lazy source is sampled on-policy (only if a rollout consists of
-    several samples, one sample past the last is read). Remaining samples at the end make a last, smaller step. Raises
-    RecordError for samples that this algorithm cannot train on, SlimectlError for samples of another model
-    with run.on_logprob_mismatch = "stop". ppo needs a `critic`; a reward model is a critic that
-    is also passed as the policy. For pairwise algorithms a round is run.rollout_batch_size groups.
+    A round is `settings.rollouts_per_round` rollouts, because advantages need whole groups. Nothing beyond a round is
+    read before its steps are done and reported, so a lazy source is sampled on-policy. (If a rollout consists of
+    several samples, one sample past the last is read.) Remaining samples at the end make a last, smaller step. For
+    pairwise algorithms a round is run.rollout_batch_size groups. ppo needs a `critic`. A reward model is a critic that
+    is also passed as the policy.
+
+    Raises RecordError for samples that this algorithm cannot train on, and SlimectlError for samples of another model
+    with run.on_logprob_mismatch = "stop".
     """
     rounds = sample_batches(samples, settings, settings.rollouts_per_round)
     timer = RoundTimer(progress=progress)

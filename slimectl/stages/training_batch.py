@@ -32,8 +32,8 @@ def build_training_batch(
 ) -> tuple[TrainingBatch, Metrics]:
     """Return the rows of a round without advantages, and counts of dropped samples and groups.
 
-    Samples that failed, that no reward function had an opinion on, or that are staler than run.max_staleness at weight
-    version `version`, are dropped. Hooks change the rounds of policy gradients only. Raises RecordError if a sample
+    Failed samples, samples without a reward, and samples staler than run.max_staleness at weight version `version` are
+    dropped. Hooks change the rounds of policy gradients only. Raises RecordError if a sample
     lacks what the algorithm needs.
     """
     algorithm, rewards = settings.algorithm, None
@@ -77,7 +77,7 @@ def require_temperature(samples: Sequence[Sample], settings: Settings) -> None:
             setting = f"rollout.temperature={expected:g}" if names_key else f"algorithm.name={algorithm.name}"
             raise RecordError(
                 f"sample {sample.index}: ref_log_probs are at temperature {sample.ref_temperature:g}, and {key} "
-                f"{expected:g}; run `slimectl score --reference` with -s {setting}"
+                f"{expected:g}. Run `slimectl score --reference` with -s {setting}"
             )
 
 

@@ -93,10 +93,10 @@ class Hook:
         takes_data: bool = False,
         function: Callable[..., Any] | None = None,
     ) -> None:
-        """`other_names` are further names of what is on offer, each with the one in `offers`.
+        """`other_names` maps further argument names to the names in `offers`.
 
-        With `takes_data` a call also offers what its data have, under names that are not known yet. A `function` that
-        is given is not loaded from the path.
+        With `takes_data` a call also offers the columns of its data, whose names are not known yet. A `function` is
+        used instead of loading the path.
         """
         self.path = path
         self.setting = setting

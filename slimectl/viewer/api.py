@@ -207,7 +207,7 @@ def _score_settings(library: Library, file: SamplesFile) -> Settings:
         settings = resolve_dataset_settings(settings, file.dataset)
     if own := settings.score.own_functions:
         raise SettingsError(
-            f"the reward is {', '.join(own)}, which a view does not run; use "
+            f"the reward is {', '.join(own)}, which a view does not run. Use "
             f"slimectl score {file.path} -c {path} --explain"
         )
     worker = settings.score.model_copy(update={"workers": 1, "explain": True})

@@ -74,9 +74,9 @@ def test_arguments_are_an_object_where_they_can_be(arguments: Any, wanted: Any):
         ({"role": "user", "content": [{"type": "image"}]}, "m.content: has a part of type 'image'"),
         ({"role": "user", "content": "\ud83d"}, "m.content: has half of a surrogate pair"),
         (assistant(content="", tool_calls={}), "m.tool_calls: is not a list"),
-        (assistant(content="", function_call="lookup"), "m.tool_calls[0]: is not a call of a function"),
+        (assistant(content="", function_call="lookup"), "m.tool_calls[0]: is not a function call"),
         ({"role": "user", "content": {"temp": 3}}, "m.content: is neither a string nor a list of parts"),
-        (assistant(content="", tool_calls=[{"function": {}}]), "m.tool_calls[0]: is not a call of a function"),
+        (assistant(content="", tool_calls=[{"function": {}}]), "m.tool_calls[0]: is not a function call"),
         (assistant(content="", reasoning="a", thinking="b"), "m.reasoning_content: differs from the other reasoning"),
     ],
 )  # fmt: skip
@@ -102,10 +102,10 @@ def test_a_turn_is_trained_on_unless_its_mark_says_no(mark: str):
     for value, wanted in ((0, False), (False, False), (0.0, False), (1, True), (True, True), (None, True)):
         assert is_trained(assistant(content="", **{mark: value}), "m") is wanted
     for value in (0.5, 2, "no", [0]):
-        with pytest.raises(MessageError, match=rf"m\.{mark}: is .* trained on \(1, true\) or not \(0, false\)"):
+        with pytest.raises(MessageError, match=rf"m\.{mark}: is .* Use 1 or true to train on the turn"):
             is_trained(assistant(content="", **{mark: value}), "m")
 
 
 def test_marks_that_contradict_each_other_are_refused():
-    with pytest.raises(MessageError, match="m: is marked both ways by loss and weight"):
+    with pytest.raises(MessageError, match="m: has contradicting marks: loss and weight"):
         is_trained(assistant(content="", weight=0, loss=True), "m")

@@ -78,14 +78,14 @@ def test_null_arguments_that_a_tool_does_not_have_are_padding():
           {"role": "tool", "content": "1"}], r"does not show the calls of message 1 \(assistant\)"),
         ([{"role": "user", "content": [{"type": "video"}]}], r"message\[0\]\.content: has a part of type 'video'"),
         ([USER, {"role": "assistant", "content": ""}], "ends with an empty message of the assistant"),
-        ([USER, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}], "ends with calls of tools"),
+        ([USER, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}], "ends with tool calls"),
     ],
 )  # fmt: skip
 def test_a_part_that_leaves_no_trace_is_refused(chat: Chat, words: str):
     source = "{% for m in messages %}{% if m.role in ('user', 'assistant', 'tool') %}" + (
         ENDED.replace("{% for c in m.tool_calls or [] %}CALL{% endfor %}", "") + "{% endif %}{% endfor %}"
     )
-    if "ends with calls" in words:
+    if "ends with tool calls" in words:
         source = source.replace("<|im_end|>", "{{ m.tool_calls[0].function.name if m.tool_calls }}<|im_end|>")
     with pytest.raises(RecordError, match=f"p:1: prompt: .*{words}"):
         render(Prompt(chat, source_location="p:1"), given(source))
@@ -220,7 +220,7 @@ def test_turns_that_are_marked_are_not_taught():
     taught, length, mask = sft_sample(Prompt([USER, turns[0], USER, turns[1]]), tokens)
     assert tokens.decode(taught[-length:]) == "good<|im_end|>"
     assert mask == [1] * length
-    with pytest.raises(RecordError, match="no message of the assistant that is trained on"):
+    with pytest.raises(RecordError, match="no assistant message to train on"):
         sft_sample(Prompt([USER, turns[0]]), tokens)
 
 
@@ -255,7 +255,7 @@ def test_a_turn_that_would_not_stop_is_refused():
     tokens = tokenizer("qwen2.5-base")
     chat = [USER, {"role": "assistant", "content": "a"}]
     ends = [tokens.eos_token_id]
-    with pytest.raises(RecordError, match=r"message 1 ends with '<\|im_end\|>', and the model stops only at '<\|endof"):
+    with pytest.raises(RecordError, match=r"message 1 ends with '<\|im_end\|>', but the model stops only at '<\|endof"):
         sft_sample(Prompt(chat), tokens, end_tokens=ends)
     both = [*ends, tokens.convert_tokens_to_ids("<|im_end|>")]
     assert sft_sample(Prompt(chat), tokens, end_tokens=both)[0][-1] == both[1]

@@ -132,7 +132,7 @@ def test_an_empty_pipe_is_an_error_not_an_empty_success(workshop: Workshop, comm
 def test_a_stop_token_that_the_model_does_not_have(workshop: Workshop, command: list[str], setting: str):
     line = refused(workshop, *command, "-c", "slimectl.toml", "-s", setting, "-s", "rollout.min_new_tokens=2", code=2)
     name = "eval.data.small.stop_token_ids" if setting.startswith("eval") else "rollout.stop_token_ids"
-    assert line == f"{name}: token 999 is outside the vocabulary of 259; use ids of the model's own tokenizer"
+    assert line == f"{name}: token 999 is outside the vocabulary of 259. Use ids of the model's tokenizer."
     assert not (workshop.folder / "runs").exists()
 
 

@@ -41,7 +41,7 @@ def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):
     workshop.slimectl("run", *strict)
     assert workshop.stderr.count("engine and trainer differ by") == 2
     workshop.slimectl("run", *strict, "--name", "b", "-s", "run.on_logprob_mismatch=stop", code=1)
-    assert "run.max_logprob_mismatch = 1e-12; `slimectl doctor --engine` looks for the cause" in workshop.stderr
+    assert "run.max_logprob_mismatch = 1e-12. Run `slimectl doctor --engine` to find the cause" in workshop.stderr
     assert len([line for line in workshop.metrics("b") if "train/loss" in line["metrics"]]) == 1
 
 

@@ -113,14 +113,14 @@ def hangs(sample):
     [
         ("no_key", 0, "score.custom_rm_path: unfit.py:no_key: score.reward_key: not set, and no 'score' is in the "
          "reward of sample 0 (acc, len); name one"),
-        ("mixed", 3, "score.custom_rm_path: unfit.py:mixed: reward of sample 3 is '0.5', not a finite number; fix the "
+        ("mixed", 3, "score.custom_rm_path: unfit.py:mixed: reward of sample 3 is '0.5', not a finite number. Fix the "
          "reward function"),
-        ("nan", 3, "score.custom_rm_path: unfit.py:nan: reward of sample 3 is nan, not a finite number; fix the "
+        ("nan", 3, "score.custom_rm_path: unfit.py:nan: reward of sample 3 is nan, not a finite number. Fix the "
          "reward function"),
         ("raises", 3, "sample 3: score.custom_rm_path: unfit.py:raises raised IndexError: list index out of range "
          "(unfit.py:7); mend it there"),
-        ("short", 0, "samples 0 to 3: score.custom_rm_path: unfit.py:short returned 3 rewards for 4 samples; return "
-         "one for each"),
+        ("short", 0, "samples 0 to 3: score.custom_rm_path: unfit.py:short returned 3 rewards for 4 samples. Return "
+         "one for each."),
     ],
 )  # fmt: skip
 def test_a_reward_that_is_none_is_named_and_what_came_before_it_is_kept(workshop: Workshop, name, kept, message):

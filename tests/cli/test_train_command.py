@@ -83,15 +83,15 @@ def test_samples_of_another_model_are_named_and_their_log_probs_compared(worksho
     workshop.slimectl("score", "samples.jsonl", *config, "-o", "scored.jsonl")
     workshop.slimectl("train", "scored.jsonl", *config)
     assert "sampled from" not in workshop.stderr
-    assert "the model's differ by" not in workshop.stderr
+    assert "of the samples and the model differ by" not in workshop.stderr
     other = shutil.copytree(workshop.model, workshop.folder / "other")
     weights = load_file(other / "model.safetensors")
     save_file({name: 1.5 * tensor for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
     (other / "generation_config.json").write_text('{"temperature": 0.5}')
     workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--name", "warned")
-    assert f"scored.jsonl: sampled from {workshop.model}, and other has other files or weights" in workshop.stderr
-    assert workshop.stderr.count("the log-probabilities in the samples and the model's differ by") == 1
+    assert f"scored.jsonl: sampled from {workshop.model}, but other has other files or weights" in workshop.stderr
+    assert workshop.stderr.count("the log-probabilities of the samples and the model differ by") == 1
     stop = ("-s", "run.on_logprob_mismatch=stop")
     workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--save", "out", *stop, code=1)
-    assert "a token on average, more than run.max_logprob_mismatch = 0.001; sample with the model" in workshop.stderr
+    assert "a token on average, more than run.max_logprob_mismatch = 0.001. Sample with the model" in workshop.stderr
     assert not (workshop.folder / "out").exists()

@@ -49,7 +49,7 @@ def test_template_gets_its_arguments_and_the_tools():
 
 
 def test_missing_or_refusing_template_is_explained():
-    with pytest.raises(SettingsError, match="no chat template; give string prompts"):
+    with pytest.raises(SettingsError, match=r"no chat template\. Use string prompts"):
         render(Prompt(TURNS), tokenizer(None))
     with pytest.raises(RecordError, match="refuses this chat: no system please"):
         render(Prompt(TURNS), tokenizer("{{ raise_exception('no system please') }}"))
@@ -59,9 +59,9 @@ def test_an_argument_that_the_template_does_not_read_is_refused():
     def asked(**kwargs: Any) -> None:
         render(Prompt(TURNS), tokenizer(THINKING), template_kwargs=kwargs)
 
-    with pytest.raises(SettingsError, match=r"kwargs: enable_thinkng .*did you mean enable_thinking\?"):
+    with pytest.raises(SettingsError, match=r"kwargs: enable_thinkng .*Did you mean enable_thinking\?"):
         asked(enable_thinkng=False)
-    with pytest.raises(SettingsError, match="kwargs: add_generation_prompt is given by slimectl itself"):
+    with pytest.raises(SettingsError, match="kwargs: add_generation_prompt is set by slimectl"):
         asked(add_generation_prompt=False)
 
 

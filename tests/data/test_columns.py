@@ -33,7 +33,7 @@ def read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
         lines = [record.getMessage().removeprefix(f"{file}: ") for record in caplog.records]
         caplog.clear()
         assert len(lines) <= 1
-        return prompt.text, prompt.label, prompt.extra, lines[0].partition(";")[0] if lines else ""
+        return prompt.text, prompt.label, prompt.extra, lines[0].partition(". Set ")[0] if lines else ""
 
     return one
 

@@ -137,12 +137,12 @@ def test_rows_without_images_stay_as_they_are(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "<image> <image>", "images": ["a.png"]}, "more places for images than its row has images"),
-        ({"prompt": "<image>", "images": ["a.png", "b.png"]}, "2 images, and the prompt has places for 1"),
+        ({"prompt": "<image> <image>", "images": ["a.png"]}, "more places for images than the row has images"),
+        ({"prompt": "<image>", "images": ["a.png", "b.png"]}, "2 images, but the prompt has places for 1"),
         ({"prompt": "<image>", "images": ["https://example.org/a.png"]}, "is an address, and images are not fetched"),
         ({"prompt": "<image>", "images": [7]}, 'an image is a path, or an object with "path" or "bytes"'),
         ({"prompt": [{"role": "user", "content": [PART]}]}, "more places for images"),
-        ({"prompt": "<image><video>", "images": ["a.png"]}, "the prompt has <video>; only images are read"),
+        ({"prompt": "<image><video>", "images": ["a.png"]}, "the prompt has <video>. Only images are read"),
     ],
 )
 def test_a_row_that_does_not_fit_its_images_is_named(tmp_path: Path, row: dict[str, Any], reason: str):

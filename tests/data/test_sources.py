@@ -144,9 +144,9 @@ def test_sources_that_are_not_there_are_refused_before_anything_is_read(tmp_path
     ("name", "body", "message"),
     [
         ("p.csv", b"prompt,label\nfine,1\nonly\n", r"p\.csv:3: not as many columns as the 2 of the header"),
-        ("p.csv", b"prompt,label\nfine,1\n\xff,2\n", r"p\.csv:3: not UTF-8 at byte 1; save the file as UTF-8"),
+        ("p.csv", b"prompt,label\nfine,1\n\xff,2\n", r"p\.csv:3: not UTF-8 at byte 1\. Save the file as UTF-8"),
         ("p.csv", b'prompt,label\nfine,1\n"open,2\n', r"p\.csv:3: not CSV: unexpected end of data"),
-        ("p.CSV", b"prompt,label,prompt\na,1,b\n", r"p\.CSV:1: two columns are called 'prompt'; rename one"),
+        ("p.CSV", b"prompt,label,prompt\na,1,b\n", r"p\.CSV:1: two columns are called 'prompt'\. Rename one"),
         ("p.json", b'[{"prompt": "x"}', r"p\.json: not JSON that can be read: Expecting ',' delimiter"),
         ("p.json", b'[{"prompt": "x", "metadata": {"a": NaN}}]', r"p\.json: not JSON .*NaN is not a JSON number"),
         ("p.json", b"[" * 100_000, r"p\.json: not JSON that can be read: maximum recursion"),
@@ -253,7 +253,7 @@ def test_a_label_is_taught_preferred_judged_and_graded_as_one_text(tmp_path: Pat
 
 def test_a_binary_file_among_json_lines_is_named(tmp_path: Path):
     as_parquet(tmp_path / "p.data")
-    with pytest.raises(RecordError, match=r"p\.data:1: not UTF-8 at byte \d+; this is a \.parquet file"):
+    with pytest.raises(RecordError, match=r"p\.data:1: not UTF-8 at byte \d+\. This is a \.parquet file"):
         texts(tmp_path / "p.data")
 
 

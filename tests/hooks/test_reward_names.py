@@ -78,7 +78,7 @@ def test_parts_of_one_sample_come_by_name_and_so_do_keys_of_its_row(tmp_path: Pa
 
 def test_a_name_that_no_row_has_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
     with pytest.raises(
-        HookError, match=r"of_no_row wants hardness, which the rows do not have; their keys are label, .*level, prompt"
+        HookError, match=r"of_no_row wants hardness, which the rows do not have\. Their keys are label, .*level, prompt"
     ):
         rewards(tmp_path, "of_no_row", SAMPLES)
     with pytest.raises(HookError, match="misspelt wants sampel; on offer are args, settings, sample"):

@@ -86,7 +86,7 @@ def test_what_cannot_be_placed_names_the_nearest_sizes_that_can(changed: dict[st
 def test_batches_that_do_not_divide_name_the_nearest_that_do():
     assert list(divisibility_warnings(64, 16, 4)) == []
     assert list(divisibility_warnings(64, 24, 8)) == [
-        "train.global_batch_size: 24 does not divide the 64 rollouts of a round; 16 wait for the next; 16 or 32 would"
+        "train.global_batch_size: 24 does not divide the 64 rollouts of a round, so 16 wait for the next. Use 16 or 32."
     ]
     assert list(divisibility_warnings(30, 30, 4)) == [
         "train.global_batch_size: 30 rollouts a step are no multiple of 4 data-parallel ranks, of which some wait for "

@@ -136,13 +136,13 @@ def test_the_token_that_pads_elsewhere_has_its_gradient(new_model: NewModel, tie
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gpt2", "has its layers elsewhere than in model.layers"),
-        ("opt", "has its layers elsewhere than in model.layers"),
-        ("gptj", "does not take another attention"),
-        ("gpt_neo", "does not take another attention"),
-        ("bloom", "does not take another attention"),
-        ("mpt", "does not take another attention"),
-        ("codegen", "does not take another attention"),
+        ("gpt2", "has no layers at model.layers"),
+        ("opt", "has no layers at model.layers"),
+        ("gptj", "does not accept another attention"),
+        ("gpt_neo", "does not accept another attention"),
+        ("bloom", "does not accept another attention"),
+        ("mpt", "does not accept another attention"),
+        ("codegen", "does not accept another attention"),
         ("phi", "has no plain linear head"),
     ],
 )
@@ -164,10 +164,10 @@ def test_an_architecture_of_another_layout_is_refused_in_a_line(tmp_path: Path, 
     config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError) as refusal:
         new_policy(tmp_path)
-    assert str(refusal.value) == f"{tmp_path}: {model_type} {reason}; train a model of another architecture"
+    assert str(refusal.value) == f"{tmp_path}: {model_type} {reason}. Train a model of another architecture."
 
 
 def test_an_attention_that_makes_its_own_mask_is_refused(new_model: NewModel):
     folder = new_model("doge", **SHAPE)
-    with pytest.raises(CheckpointError, match="DogeAttention asks for a mask of its own, which packed training"):
+    with pytest.raises(CheckpointError, match="DogeAttention asks for its own mask, which packed training"):
         new_policy(folder).log_probs(random_rows(groups=1))

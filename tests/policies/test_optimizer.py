@@ -71,7 +71,7 @@ def test_a_run_says_how_far_a_schedule_came_that_counted_other_steps():
     assert unmet_schedule(3, OptimizerOptions()) == ""
     # update 2 of 0 to 2: 1 + 7 (1 - 2 / 4)
     assert "counted 4 steps, and the run made 3: it ended at 4.5, 0.56 of its peak." in unmet_schedule(3, options)
-    assert "made 6: from step 5 on the rate was 1; set train.lr_decay_iters=6" in unmet_schedule(6, options)
+    assert "made 6: from step 5 on the rate was 1. Set train.lr_decay_iters=6" in unmet_schedule(6, options)
 
 
 def test_a_resume_says_from_and_to_of_a_rate_that_changes():

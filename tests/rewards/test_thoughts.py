@@ -161,5 +161,5 @@ def test_with_thought_searches_the_thought_too():
     assert form(Sample(response="<think>a</think>b", label="<think>")) == 1.0
     assert form(Sample(response="b", label="<think>")) == 0.0
     assert verifier("contains", source="with_thought")(Sample(response="<think>Lyon", label="Lyon")) == 1.0
-    with pytest.raises(SettingsError, match=r'looks for <think>, but thoughts are not searched; .*"with_thought"'):
+    with pytest.raises(SettingsError, match=r'looks for <think>, but thoughts are not searched\. .*"with_thought"'):
         verifier("regex", pattern=r"^<think>.*</think>")

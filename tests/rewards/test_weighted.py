@@ -47,7 +47,7 @@ def test_the_bounds_follow_from_weights_and_parts():
     ("parts", "message"),
     [
         ([], r"score\.rm: no parts"),
-        ([{"weight": 1}], r"score\.rm\[0\]\.type: missing; name a verifier"),
+        ([{"weight": 1}], r"score\.rm\[0\]\.type: missing\. Name a verifier"),
         ([{"type": "math"}, {"type": "maths"}], r"score\.rm\[1\]: no verifier 'maths'; did you mean math\?"),
         ([{"type": "math", "weight": "1"}], r"score\.rm\[0\]\.weight: '1' is no finite number"),
         ([{"type": "math", "weight": float("nan")}], "no finite number"),

@@ -114,7 +114,7 @@ def test_samples_without_a_reward_are_counted_and_left_out():
     assert found == left | {"eval/m/no_reward": 1.0}
     assert summary_line("m", found) == "m: accuracy 0.500, 1 left out without a reward"
     assert [row["reward"] for row in table_of([sample(0, 1.0), silent], 2)] == [1.0]
-    with pytest.raises(RecordError, match=r"eval\.data\.m: no sample has a reward, as every reward function returned"):
+    with pytest.raises(RecordError, match=r"eval\.data\.m: no sample has a reward, because every reward function"):
         summarize("m", [silent])
 
 

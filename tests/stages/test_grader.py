@@ -183,14 +183,14 @@ def test_samples_may_name_graders_of_their_own(file, executor):
         (
             "short",
             {"batch_size": 4},
-            r"samples 0 to 3: .*:short returned 3 rewards for 4 samples; return one for each",
+            r"samples 0 to 3: .*:short returned 3 rewards for 4 samples\. Return one for each",
         ),
         (
             "single",
             {"batch_size": 4},
-            r"samples 0 to 3: .*returned float for 4 samples; return a list, a reward for e",
+            r"samples 0 to 3: .*returned float for 4 samples\. Return a list with one reward for e",
         ),
-        ("missing", {}, "reward of sample 0 is None, not a finite number; fix the reward function"),
+        ("missing", {}, "reward of sample 0 is None, not a finite number. Fix the reward function"),
         ("nan", {"group_rm": True}, "reward of sample 5 is nan, not a finite number"),
         ("best", {}, r"reward_key: not set, and no 'score' is in the reward of sample 0 \(acc\); name one"),
         ("best", {"reward_key": "score"}, r"score\.reward_key: 'score' is not in the reward of sample 0 \(acc\)"),
@@ -210,7 +210,7 @@ def test_what_is_no_list_of_rewards_is_refused_with_the_numbers_of_the_samples(
 
 
 def test_a_function_of_one_sample_grades_no_groups(file):
-    with pytest.raises(HookError, match=r"own\.py:one: with score\.group_rm it is called with samples; take them or"):
+    with pytest.raises(HookError, match=r"own\.py:one: score\.group_rm needs a function that takes `samples`"):
         builders.reward(settings_of(f"{file}:one", group_rm=True))
 
 

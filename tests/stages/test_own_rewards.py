@@ -172,10 +172,10 @@ def test_functions_of_one_name_are_named_by_their_path(own: str):
         ([{"path": "{own}:plian"}], r"score\.rm\[0\]\.path: .*own\.py has no such name: plian"),
         ([{"type": "exact"}, {"path": "gone.py:f"}], r"score\.rm\[1\]\.path: gone\.py: no such file"),
         ([{"path": "{own}:plain"}, {"path": "{own}:plain"}], r"score\.rm\[1\]\.name: '.*own\.py:plain' is taken"),
-        ([{"path": "{own}:plain", "limit": 3}], r"score\.rm\[0\]\.limit: a function of your own has no options"),
-        ([{"path": 3}], r"score\.rm\[0\]\.path: 3 is not a path; write file\.py:name"),
-        ([{"type": "{own}:plain"}], r"for a function of your own write path = '.*own\.py:plain' instead of type"),
-        ([{"weight": 2}], r"score\.rm\[0\]\.type: missing; name a verifier .*path = 'file\.py:name'"),
+        ([{"path": "{own}:plain", "limit": 3}], r"score\.rm\[0\]\.limit: your own function has no options"),
+        ([{"path": 3}], r"score\.rm\[0\]\.path: 3 is not a path\. Write file\.py:name"),
+        ([{"type": "{own}:plain"}], r"For your own function write path = '.*own\.py:plain' instead of type"),
+        ([{"weight": 2}], r"score\.rm\[0\]\.type: missing\. Name a verifier .*path = 'file\.py:name'"),
     ],
 )
 def test_a_part_that_does_not_fit_is_refused_before_anything_is_graded(
@@ -206,7 +206,7 @@ def test_none_is_left_out_of_a_sum_as_trl_does(own: str):
         {"score": 2.2, "accuracy": 1.0, "only_numbers": 1.0, "none": None},
         {"score": 0.0, "accuracy": 0.0, "only_numbers": None, "none": None},
     ]
-    with pytest.raises(HookError, match=r"reward of sample 1 is None, not a finite number; .*score\.none_reward"):
+    with pytest.raises(HookError, match=r"reward of sample 1 is None, not a finite number\. .*score\.none_reward"):
         graded(answers("4", "four"), rm=rm)
 
 
@@ -314,7 +314,7 @@ def test_a_failed_reward_leaves_nothing_in_the_sample():
         warnings.simplefilter("error")  # a coroutine that was never awaited
         for function in (says, lambda sample: says):
             with pytest.raises(
-                HookError, match=r"reward: .* sample 0 is .*, not a finite number; fix the reward function"
+                HookError, match=r"reward: .* sample 0 is .*, not a finite number\. Fix the reward function"
             ):
                 list(slimectl.score(samples, Settings(), reward=function))
     assert [sample.reward for sample in samples] == [0.25, None]

@@ -111,7 +111,7 @@ def test_a_dict_reward_is_kept_whole_and_one_of_its_numbers_is_trained_on(execut
         reward_number(Sample(reward=10**400), None)
     with pytest.raises(HookError, match=r"'style' is not in the reward of sample 0 \(accuracy, format, why\)"):
         next(score([answered("x")], graded, ScoreSettings(reward_key="style"), executor=executor))
-    with pytest.raises(HookError, match=r"'right', not a finite number; .* \(key 'why'\)"):
+    with pytest.raises(HookError, match=r"'right', not a finite number\. .* \(key 'why'\)"):
         next(score([answered("x")], graded, ScoreSettings(reward_key="why"), executor=executor))
 
 
@@ -142,7 +142,7 @@ def test_the_nearest_word_decides_who_grades(tmp_path: Path):
     assert rewards(by_type, answered(**sample, **contains)) == [1.0]
     assert rewards(by_type, answered(**sample)) == [0.0]
     assert rewards(by_type, answered(response="4", label="4")) == [1.0]
-    with pytest.raises(SettingsError, match=r"sample 0: no reward is named; give score\.rm_type"):
+    with pytest.raises(SettingsError, match=r"sample 0: no reward is named\. Set score\.rm_type"):
         rewards(Settings(), answered(**sample))
 
 

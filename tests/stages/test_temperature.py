@@ -58,12 +58,12 @@ def test_a_reference_for_pairs_has_temperature_one_whatever_the_answers_had(work
         (
             {"algorithm": {"name": "dpo"}, "rollout": {"temperature": 0.5}},
             {"ref_temperature": 0.5},
-            r"0\.5, and dpo takes them at 1; run `slimectl score --reference` with -s algorithm\.name=dpo$",
+            r"0\.5, and dpo takes them at 1\. Run `slimectl score --reference` with -s algorithm\.name=dpo$",
         ),
         (
             {"algorithm": {"name": "grpo", "kl_loss_coef": 0.1}},
             {"rollout_temperature": 1.0, "ref_temperature": 0.5},
-            r"ref_log_probs are at temperature 0\.5, and rollout\.temperature is 1;",
+            r"ref_log_probs are at temperature 0\.5, and rollout\.temperature is 1\.",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def make_sequence(
         prompt, rope_shift = pictures.marked(tokens, images)
     end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
     if params.min_tokens and len(end_tokens) >= vocabulary:
-        raise SettingsError("min_tokens: every token is a stop token, so no answer is longer than one; set it to 0")
+        raise SettingsError("min_tokens: every token is a stop token, so a response has one token. Set it to 0.")
     return RunningSequence(
         prompt=prompt,
         params=params,

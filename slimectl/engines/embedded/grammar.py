@@ -32,7 +32,7 @@ class Sequential:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One of several nodes. `takes_plain`: every plain character (see `_is_plain`) is an option."""
+    """One of several nodes. With `takes_plain` every plain character (see `_is_plain`) is an option."""
 
     options: tuple[Node, ...]
     takes_plain: bool = False
@@ -68,7 +68,7 @@ DEAD = -1
 
 
 PLAIN_ASCII = frozenset(range(0x20, 0x80)) - frozenset(b'"\\')
-"""Characters of ASCII that stand in a JSON string as they are."""
+"""ASCII characters that need no escape in a JSON string."""
 
 
 def has_text(grammar: Node) -> bool:
@@ -308,7 +308,7 @@ class GrammarState:
 
     @property
     def is_forced(self) -> bool:
-        """Whether one token alone may follow, so that a policy that writes it has chosen nothing."""
+        """Whether only one token may follow, so the policy chooses nothing."""
         _, count = self._mask_V()
         return count == 1 if count and not self._may_end else int(self.mask_V().sum()) == 1
 

@@ -20,7 +20,7 @@ from slimectl.errors import SettingsError, SlimectlError
 AHEAD = 512
 """Prompt tokens, padding included, that one pass computes with prompts that are still in the queue."""
 
-OVERFLOW = "temperature, penalties or logit_bias: the probabilities overflow; give less extreme values"
+OVERFLOW = "temperature, penalties or logit_bias: the probabilities overflow. Use less extreme values."
 
 Admitted = dict[tuple[int, ...], list[RunningSequence]]
 """New sequences by prompt."""
@@ -69,7 +69,7 @@ class Runner:
             if not sequence.finish:  # else it was aborted, and its answer is delivered already
                 try:
                     sequence.append(token, log_prob, weight_version, top)
-                except Exception as error:  # of a function that follows the answer
+                except Exception as error:  # from a function that follows the response
                     sequence.end_with(error)
         batch.advance(tokens_B)
         self.stats.steps += 1
@@ -78,7 +78,7 @@ class Runner:
     def _sample(self, logits_BV: Tensor, batch: Batch) -> tuple[Tensor, list[float], list[TopTokens]]:
         """Return a token for each row [B], its log-probability, and the likeliest tokens in its place.
 
-        If that fails, each row is sampled alone, so that an error ends only the sequence of its row.
+        If that fails, each row is sampled separately, so an error ends only the sequence of its row.
         """
         try:
             parts = [sample_tokens(logits_BV, batch)]
@@ -97,7 +97,7 @@ class Runner:
             return Sampled(torch.zeros(1, dtype=torch.long, device=self._device), torch.zeros(1))
 
     def _fail_rows(self, logits_BV: Tensor, log_probs: list[float], batch: Batch, weight_version: str) -> None:
-        """End the sequences without a probability: by their parameters, or by weights that compute no numbers."""
+        """End the sequences without probabilities, because of their parameters or of weights with NaN."""
         finite_B = logits_BV.isfinite().all(-1).tolist()
         for sequence, log_prob, finite in zip(batch.sequences, log_probs, finite_B, strict=True):
             if not math.isfinite(log_prob) and not sequence.finish:

@@ -29,17 +29,18 @@ TopTokens = list[tuple[int, float]]
 class RunningSequence:
     """Prompt and the tokens sampled after it.
 
-    `limit` is the number of tokens it may grow to (max_tokens, or what the context leaves); `end_tokens` end it from
-    `min_tokens` on. `scanner` searches for stop strings, if there are any. `finish` is "" while it runs, and "error" if
-    it ends with `error` in place of an answer. `prefix` has the tokens to compute before the next one: the prompt, for
-    a retracted sequence also its answer so far. `spans` has each weight version with the index of its first token.
-    `grown` is called after every token, in the engine's thread. `grammar` restricts the tokens, if it is given;
-    `loss_mask` then has 0 for tokens that it forced. `top` has the `top_count` likeliest tokens in place of each token.
-    `shared` is the end of what it reads from the prefix tree, its slot has the tokens behind it; `reusable` says that
-    all its keys and values are the current weights'. `images` are those of the prompt, which has their ids in place of
-    their tokens; `rope_shift` is what they add to later rotary positions. `experts` has those of the tokens that were
-    read, [T, L, k] in parts; a token that is computed again keeps the first ones. The answer has them if
-    `reports_experts`.
+    `limit` is the number of tokens it may grow to: max_tokens, or the rest of the context. `end_tokens` end it from
+    `min_tokens` on. `scanner` searches for stop strings. `finish` is "" while it runs, and "error" if it ends with
+    `error` instead of a response. `prefix` has the tokens to compute before the next one: the prompt, and for a
+    retracted sequence its response so far. `spans` has each weight version with the index of its first token. `grown`
+    is called after every token, in the engine's thread. `grammar` restricts the tokens. `loss_mask` then has 0 for
+    tokens that it forced. `top` has the `top_count` likeliest tokens in place of each token.
+
+    The sequence reads the prefix tree up to `shared`, and its slot has the later tokens. `reusable` is true if all its
+    keys and values come from the current weights. `images` are the prompt's images. The prompt has their ids in place
+    of their tokens, and `rope_shift` is added to later rotary positions. `experts` has the experts of the tokens that
+    were read, [T, L, k] in parts. A token that is computed again keeps its first experts. The response has them if
+    `reports_experts` is true.
     """
 
     prompt: tuple[int, ...]
@@ -102,7 +103,7 @@ class RunningSequence:
             self.grown()
 
     def end_with(self, error: Exception) -> None:
-        """End it with an error; what it has computed is not used again."""
+        """End it with an error. Its keys and values are not used again."""
         self.error, self.finish, self.reusable = error, "error", False
 
     def follow(self, on_tokens: OnTokens) -> None:

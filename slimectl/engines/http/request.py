@@ -38,7 +38,7 @@ class PendingRequest:
     key: int
     stop_tokens: frozenset[int] = frozenset()
     decode: Callable[..., str] | None = None
-    """Returns the text of tokens (data.growing_text.response_text); the server's text is used without it."""
+    """Decodes tokens (data.growing_text.response_text). If it is None, the server's text is used."""
 
     on_tokens: OnTokens | None = None
     request_id: str = ""
@@ -114,7 +114,7 @@ class PendingRequest:
 
 
 def text_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return what a request says about the text of its answer, under the names of SGLang and vLLM alike."""
+    """Return the fields of a request about the text of its response, which SGLang and vLLM share."""
     if params.skip_special_tokens:
         return {}
     return {"skip_special_tokens": False, "spaces_between_special_tokens": False}

@@ -166,7 +166,7 @@ def _messages(fields: RequestBody) -> list[dict[str, Any]]:
         raise RequestError("messages: is missing or empty", field="messages")
     is_continued = messages[-1]["role"] == "assistant"
     if fields.flag("continue_final_message", is_continued) != is_continued:
-        reason = "must be true where the last message is the assistant's, which is continued, and false elsewhere"
+        reason = "must be true if the last message is the assistant's, and false otherwise"
         raise fields.refuse("continue_final_message", reason)
     return messages
 

@@ -68,7 +68,7 @@ def packed_attention(
     """transformers' attention function: query [1, H, T, D], key and value [1, K, T, D], output [1, T, H, D]."""
     unsupported = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
-        unsupported = ["a mask of its own"]
+        unsupported = ["its own mask"]
     if unsupported or (sliding_window and sliding_window <= int(layout.positions_T.max())):
         raise CheckpointError(
             f"{type(module).__name__} asks for"

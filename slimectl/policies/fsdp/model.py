@@ -108,7 +108,7 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
             hf: nn.Module = auto.from_config(config, dtype=torch.float32)
     except Exception as error:
         if isinstance(error, KeyError) and config._attn_implementation in error.args:
-            raise _refusal(model_dir, config.model_type, "does not take another attention") from error
+            raise _refusal(model_dir, config.model_type, "does not accept another attention") from error
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{model_dir}: transformers cannot build this model ({line:.300}); upgrade transformers,"
@@ -116,7 +116,7 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
         ) from error
     for module in hf.modules():
         if isinstance(module, nn.Embedding):
-            # A pack has no padding; the token of this index is often the one that ends a turn, and has a gradient.
+            # A pack has no padding. This token often ends a turn, so it needs a gradient.
             module.padding_idx = None
     reason = _unsupported(hf)
     if reason:
@@ -126,14 +126,14 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
 
 
 def _refusal(model_dir: Path, model_type: str, reason: str) -> CheckpointError:
-    other = "train a model of another architecture"
+    other = "Train a model of another architecture."
     if any(model_type in family.model_types for family in FAMILIES.values()):
-        other = "train it with the megatron backend"
-    return CheckpointError(f"{model_dir}: {model_type} {reason}; {other}")
+        other = "Train it with the megatron backend."
+    return CheckpointError(f"{model_dir}: {model_type} {reason}. {other}")
 
 
 def _set_recompute(hf: Any, recompute: Recompute) -> None:
-    """Recompute what `recompute` says, in a model that stays in evaluation mode.
+    """Recompute activations as `recompute` asks, in a model that stays in evaluation mode.
 
     transformers recomputes in training mode only, where dropout and the jitter of routers change log-probabilities.
     """
@@ -149,16 +149,16 @@ def _set_recompute(hf: Any, recompute: Recompute) -> None:
 
 
 def _unsupported(hf: Any) -> str:
-    """Reason why packed training cannot reproduce this model; empty if it can."""
+    """Return the reason why packed training cannot reproduce this model, or "" if it can."""
     config = hf.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     head = hf.get_output_embeddings()
     if not kinds <= {"full_attention", "sliding_attention"}:
         return f"has layers of kind {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
     if not getattr(hf, "_supports_attention_backend", False):
-        return "does not take another attention"
+        return "does not accept another attention"
     if not isinstance(getattr(decoder_of(hf), "layers", None), nn.ModuleList):
-        return "has its layers elsewhere than in model.layers"
+        return "has no layers at model.layers"
     if head is None or getattr(head, "bias", None) is not None:
         return "has no plain linear head"
     altered = [
@@ -171,7 +171,7 @@ def _unsupported(hf: Any) -> str:
 class RopeLimit:
     """The length up to which every row has the same rotary frequencies.
 
-    Beyond it transformers takes others for the whole pack, by its longest row.
+    Beyond it transformers changes them for the whole pack, by its longest row.
     """
 
     kind: str
@@ -184,12 +184,12 @@ class RopeLimit:
                 name = f"row {i}" if rows[i].index is None else f"sample {rows[i].index}"
                 raise RecordError(
                     f"{name}: {len(path)} tokens, but the {self.kind} frequencies of this model change beyond"
-                    f" {self.tokens}, which fsdp does not train; set rollout.max_context_len={self.tokens}"
+                    f" {self.tokens}, which fsdp does not train. Set rollout.max_context_len={self.tokens}."
                 )
 
 
 def rope_limit(hf: Any) -> RopeLimit | None:
-    """Return the limit of a model whose rotary frequencies depend on the length; None for any other."""
+    """Return the limit of a model whose rotary frequencies depend on the length, or None for other models."""
     config = hf.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]

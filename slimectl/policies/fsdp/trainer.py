@@ -400,7 +400,7 @@ class FsdpTrainer:
         if layout.attention_calls != len(decoder_layers(self.model.hf)):
             raise CheckpointError(
                 f"{self.model_dir}: {layout.attention_calls} of {len(decoder_layers(self.model.hf))} layers use the"
-                " packed attention; this architecture mixes tokens in another way"
+                " packed attention. This architecture mixes tokens in another way."
             )
         return layout, values_R, entropy_R
 

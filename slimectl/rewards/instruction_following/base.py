@@ -24,9 +24,9 @@ Checks = Mapping[str, Check]
 class Instructions(Verifier):
     """The share of metadata.instruction_id_list that is followed, each with its entry of metadata.kwargs.
 
-    With `count` "prompt" the score is all or nothing. `mode` "loose" also tries the response without its first line,
-    its last line, both, and without asterisks, as published: greetings and emphasis are tolerated. Only the text
-    after the last closed thought is checked. Raises RecordError for an unknown instruction or a missing argument.
+    With `count` "prompt" the score is all or nothing. `mode` "loose" tolerates greetings and emphasis, as published. It
+    also tries the response without its first line, its last line, both, and without asterisks. Only the text after the
+    last closed thought is checked. Raises RecordError for an unknown instruction or a missing argument.
     """
 
     mode: Literal["strict", "loose"] = "strict"

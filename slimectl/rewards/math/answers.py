@@ -225,7 +225,7 @@ def _points(answer: Answer) -> Region | None:
 
 
 def _matrix_chain(text: str, depth: int) -> Answer:
-    """Return the matrix that the last side of A = 2B = M is, with the name A; text unless all sides are equal."""
+    """Return the last side of A = 2B = M as a matrix with the name A, or text if the sides are not equal."""
     collected = text[-1:] in ")]}" and _collection(text, depth)
     if collected and collected.kind in ("tuple", "list") and collected.brackets != "±":
         return collected
@@ -247,7 +247,7 @@ def _same_entries(first: Answer, second: Answer) -> bool:
 
 
 def _matrix(text: str, depth: int) -> Answer:
-    """Return a matrix, whose cells may be any answers, or the value of an expression of matrices."""
+    """Return a matrix with any answers as cells, or the value of an expression of matrices."""
     if (match := BLOCK.fullmatch(text)) and not match["det"] and match["name"] != "vmatrix":
         if bool(match["open"]) != bool(match["close"]):
             return Answer("text", text)
@@ -263,7 +263,7 @@ def _matrix(text: str, depth: int) -> Answer:
 
 
 def _expressed(text: str) -> Answer | None:
-    """Return the value of an expression of matrices or tuples; None if it cannot be read."""
+    """Return the value of an expression of matrices or tuples, or None if it cannot be read."""
     value = matrix_value(text)
     if value is None:
         return None

@@ -160,7 +160,7 @@ def _same_ratios(first: Answer, second: Answer) -> bool:
 
 
 def _same_times(first: str, second: str) -> bool:
-    """Whether two times of `time_of_day` are the same; of two, one may leave the half of the day open."""
+    """Whether two times of `time_of_day` are the same. One of them may leave the half of the day open."""
     if first.lstrip("~") == second.lstrip("~") != "":
         return True
     if first[:1] == second[:1] or "~" not in (first[:1], second[:1]):

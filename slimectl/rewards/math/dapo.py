@@ -50,14 +50,15 @@ class Dapo(Verifier):
     >>> Dapo()(Sample(response="so\n**Answer:** $x = 5.0$", label="5"))
     {'score': 1.0, 'acc': 1.0, 'pred': '5.0'}
 
-    Yu et al. 2025, arXiv:2503.14476, sec. 3.1 (rule-based reward, 1 or -1), with the normalisation of Lewkowycz et al.
-    2022, arXiv:2206.14858, app. D.1, in spirit: units, LaTeX's spaces and sizes, \text, $, thousands separators and
-    \ldots are ignored, as are special tokens at the end, and of an equation only the right side counts (43 = 42 is 42).
-    Numbers are compared as numbers, anything else as text, case-sensitively: that rule has no words for numbers, so
-    2 million is not 2000000, and 42... is not 42. Quotation marks around an answer, full stops of other scripts and the
-    encoding of accents do not count. Only the last 300 characters are read, after the last closed thought: the
-    published rule has no thoughts. `source="boxed"`, which is what `boxed_dapo` means, reads the last \boxed{} there
-    instead of the line. Without an answer `pred` is "".
+    The rule-based reward of Yu et al. 2025, arXiv:2503.14476, sec. 3.1. The normalisation follows Lewkowycz et al.
+    2022, arXiv:2206.14858, app. D.1, in spirit. Units, LaTeX's spaces and sizes, \text, $, thousands separators,
+    \ldots and special tokens at the end are ignored. Of an equation only the right side counts (43 = 42 is 42).
+    Quotation marks around an answer, full stops of other scripts and the encoding of accents do not count.
+
+    Numbers are compared as numbers, anything else as text, case-sensitively. That rule reads no names of numbers, so
+    2 million is not 2000000, and 42... is not 42. Only the last 300 characters are read, after the last closed thought,
+    although the published rule has no thoughts. `source="boxed"` (`boxed_dapo`) reads the last \boxed{} there instead
+    of the line. Without an answer `pred` is "".
     """
 
     BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {"source": "boxed"}

@@ -12,7 +12,7 @@ from slimectl.rewards.math.tokens import BIG, SCALES, Token, UnreadableError, to
 
 Tree = tuple[Any, ...]
 """("num", value) · ("sym", name) · ("const", name) · (operator, operand, ...), operands being trees ·
-("big", operator, bound names, key, low, high, body): a sum, product, integral or limit; `key` for other bounds."""
+("big", operator, bound names, key, low, high, body): a sum, product, integral or limit, with `key` for other bounds."""
 
 MAX_NODES = 300
 MAX_DEPTH = 24
@@ -21,10 +21,10 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil"}
 _TRIGONOMETRIC = word_set("sin cos tan cot sec csc sinh cosh tanh")
 _ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
 _FACTOR_NAMES = frozenset("abckmnrxyz")
-"""Letters that within a sum, too, make a product with a parenthesis behind them; mu(k) is a value of mu."""
+"""Letters that form a product with a parenthesis after them, also within a sum. mu(k) is a value of mu."""
 
 _LINEAR = re.compile(r"(?:\d*[A-Za-z]|\d+)(?:[-+](?:\d*[A-Za-z]|\d+))*")
-"""A subscript that is an index; x_{ij} has two."""
+"""A subscript that is an index. x_{ij} has two."""
 
 _FACTORS = frozenset(("frac", "sqrt", "binom", "lfloor", "lceil")) | BIG
 _APPLIED = frozenset("fgFG")
@@ -54,7 +54,7 @@ class _Parser:
 
     def __init__(self, tokens: list[Token], bound: Sequence[str] = ()) -> None:
         self._tokens, self._at, self._nodes, self._depth, self._bars = tokens, 0, 0, 0, 0
-        self._bound = list(bound)  # names that the sums and integrals around count by
+        self._bound = list(bound)  # indices of the enclosing sums and integrals
         self._integrals = 0
 
     @property
@@ -127,7 +127,7 @@ class _Parser:
             tree = ("mul", tree, self._power())
 
     def _is_power_factor(self, before: Tree) -> bool:
-        """Whether a number that follows a factor is one itself, as in a_k 2^k."""
+        """Whether a number after a factor is a factor too, as in a_k 2^k."""
         is_apart = self._next.is_spaced or self._peek(-1).text in ("}", ")", "]")
         return is_apart and self._peek().text == "^" and before[0] != "num"
 
@@ -322,7 +322,7 @@ class _Parser:
         return self._integrals > 0 and first.kind == "symbol" and first.text == "d" and is_name
 
     def _differentials(self) -> list[str]:
-        """The names behind every d that follows: the variables of the integral, and of those around it."""
+        """The names after every later d: the variables of the integral and of the enclosing ones."""
         pairs = zip(self._tokens[self._at :], self._tokens[self._at + 1 :], strict=False)
         return [second.text for first, second in pairs if first.text == "d" and second.kind == "symbol"]
 
@@ -387,7 +387,7 @@ class _Parser:
 
 
 def indexed(body: Tree, names: tuple[str, ...]) -> Tree:
-    """The body with a_k as a function of k, for every bound name k: a_{k+1} is a_{1+k}, and a_k is not constant."""
+    """Write a_k as a function of k for every bound name k. So a_{k+1} is a_{1+k}, and a_k is not constant."""
     if body[0] == "sym":
         base, _, script = body[1].partition("_")
         bound = [name for name in names if name in script]

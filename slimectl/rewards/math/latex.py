@@ -16,7 +16,7 @@ _SIZES = (
     "|nolimits|hfill|rm|bf|it|sf|tt|bfseries|itshape|boldmath|relax|null"
 )
 _UNPRINTED = "(?:text)?color|colorbox|[hv]?phantom|[hv]space\\*?|tag\\*?|label"
-"""Commands whose first argument is not part of what is read."""
+"""Commands whose first argument is ignored."""
 
 _FONT = re.compile(
     r"(?:\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|normal)|[mhf]box|emph|boldsymbol|boxed))?\s*(?=\{)"
@@ -78,7 +78,7 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
 @lru_cache(maxsize=4096)
 def tidy(text: str) -> str:
-    r"""Remove sizes, spaces, dollars, \%, thousands separators; write signs, relations and `and` in one way.
+    r"""Remove sizes, spaces, dollars, \% and thousands separators. Write signs, relations and `and` in one way.
 
     >>> tidy(r"\left( 1{,}234 ,\; x \leq 2 \right)"), tidy(r"1, 2, \text{ and } 3"), tidy("**1,234 cm²**")
     ('( 1234 , x \\le 2 )', '1, 2, 3', '1234 cm^2')
@@ -97,7 +97,7 @@ def tidy(text: str) -> str:
 
 
 def _without_emphasis(text: str) -> str:
-    """The text without the fonts, the marks of Markdown or the quotes around all of it, and without its full stop."""
+    """Remove fonts, Markdown marks or quotes around the whole text, and its full stop."""
     for _ in range(6):
         inner = _inside(text)
         if inner is None:

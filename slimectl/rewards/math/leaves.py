@@ -33,12 +33,12 @@ _NUMBER_WORDS = {word: str(at) for at, word in enumerate(_COUNTS.split())} | {
 
 @dataclass(frozen=True)
 class Answer:
-    r"""One answer. `text` is its spelling without what does not count, and all that there is of a "text".
+    r"""One answer. `text` is its normalized spelling, and a "text" has nothing else.
 
-    scalar: `tree` · list (a set too): unordered `items` · tuple, an interval too: `items` and `brackets` ("[)") ·
-    region: `region`, of the variable `name` if it has one · matrix: `items` of `items` · numeral: `text`, digits and
-    base · ratio: `items`, and in `brackets` the time that it may be · time: `text` of `time_of_day` · equation: `sides`
-    · relation: `sides`, `operators`. `name` is the left side of x = 5; `alternatives` are further values that an
+    scalar: `tree` · list or set: unordered `items` · tuple or interval: `items` and `brackets` ("[)") · region:
+    `region`, of the variable `name` if it has one · matrix: `items` of `items` · numeral: `text`, digits and base ·
+    ratio: `items`, and in `brackets` the time that it may be · time: `text` of `time_of_day` · equation: `sides` ·
+    relation: `sides`, `operators`. `name` is the left side of x = 5. `alternatives` are further values that an
     approximation states.
     """
 

@@ -1,4 +1,4 @@
-r"""Matrices and vectors: their sums, products, powers, transposes, inverses and determinants, entry by entry."""
+r"""Computes sums, products, powers, transposes, inverses and determinants of matrices and vectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SIZE = 300
 """Nodes of an entry's tree."""
 
 MAX_ORDER = 4
-"""Rows of a matrix that is inverted or whose determinant is taken."""
+"""Most rows of a matrix whose inverse or determinant is computed."""
 
 MAX_BITS = 2000
 
@@ -36,7 +36,7 @@ _TRANSPOSE = re.compile(
 
 
 class NoMatrixError(Exception):
-    """The text cannot be read as an expression of matrices of matching shapes."""
+    """Raised for a text that is not an expression of matrices with matching shapes."""
 
 
 def rows_of(body: str) -> list[list[str]]:
@@ -203,7 +203,7 @@ def _inverse(grid: Grid) -> Grid:
 
 
 def _combined(kind: str, first: Tree, second: Tree) -> Tree:
-    """The tree of an operation, worked out where both sides are numbers."""
+    """The tree of an operation, computed if both sides are numbers."""
     if first[0] == second[0] == "num":
         a, b = first[1], second[1]
         if kind == "div" and not b:

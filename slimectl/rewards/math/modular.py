@@ -1,4 +1,4 @@
-"""Values of whole numbers too large to write down, as remainders."""
+"""Compares whole numbers that are too large to write out, by their remainders."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from slimectl.rewards.math.arithmetic import NoValueError
 from slimectl.rewards.math.expressions import Tree
 
 PRIME = 2**256 + 230191
-"""A safe prime: (PRIME - 1) / 2 is a prime too, so the powers of no number but 1 and -1 repeat early."""
+"""A safe prime: (PRIME - 1) / 2 is prime too, so only the powers of 1 and -1 repeat early."""
 
 MAX_FACTORIAL = 5000
 
 
 def residue(tree: Tree, exact: Callable[[Tree], Any]) -> int:
-    """The remainder by PRIME of an expression of whole numbers; exponents and factorials are `exact` values.
+    """The remainder by PRIME of an expression of whole numbers. Exponents and factorials are `exact` values.
 
-    Two different values have the same remainder by a chance of 2^-256. Raises NoValueError for all else.
+    Two different values have the same remainder with a probability of 2^-256. Raises NoValueError for anything else.
     """
     kind = tree[0]
     if kind == "num":

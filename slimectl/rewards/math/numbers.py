@@ -17,16 +17,16 @@ NEAR = 100
 """Characters at the end that usually contain the last number; searched first."""
 
 _MINUS = str.maketrans(dict.fromkeys("−–‐‑‒﹣－⁻", "-"))
-"""What is written for the sign of a number; a long dash (—) belongs to the sentence."""
+"""Signs of a number. A long dash (—) belongs to the sentence."""
 
 _THOUSANDS = r"(?:,(?:\\!)?|\{,\}|\\[,!]|[\u00a0\u2007\u2009\u202f])"
-"""What separates thousands: a comma, or a narrow blank of LaTeX or Unicode."""
+"""Thousands separators: a comma, or a narrow blank of LaTeX or Unicode."""
 
 _DIGITS = rf"(?:\d{{1,3}}(?:{_THOUSANDS}\d{{3}})+(?![\d,])|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,4}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*({_DECIMAL})(?:\s*/\s*([-+]?)({_DECIMAL}))?")
 _WORD = r"0-9A-Za-z_\u00c0-\u024f\u0370-\u052f"
-"""Characters that make one word with a digit: Han, kana and Hangul, which need no blank before a number, do not."""
+"""Characters that form a word with a digit. Han, kana and Hangul need no blank before a number."""
 
 _IN_TEXT = re.compile(rf"(?:(?<![{_WORD}).])[-+])?(?<![{_WORD}.]){_DECIMAL}(?:/{_DECIMAL})?")
 _MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")

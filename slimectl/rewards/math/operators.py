@@ -1,4 +1,4 @@
-r"""Sums, products, integrals and limits: their bounds as text, and a value by which two of them can be compared."""
+r"""Reads the bounds of sums, products, integrals and limits, and compares two of them by a value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimectl.rewards.math.expressions import Tree
 from slimectl.rewards.math.spelling import spelling
 
 MAX_TERMS = 100
-"""Terms of a sum or product that are added up; a longer one is compared by its body."""
+"""Most terms of a sum or product that is computed. A longer one is compared by its body."""
 
 _BIG = r"\\(?:sum|prod|i{0,2}int|oint|lim|Sigma|Pi)(?![A-Za-z])"
 _HAS_BIG = re.compile(_BIG)
@@ -28,7 +28,7 @@ _REAL = (Fraction(3, 7), Fraction(19, 11), Fraction(47, 5), Fraction(-5, 3), Fra
 
 
 def shielded(text: str) -> str:
-    r"""Hide the signs = and < of bounds, which make no equation: \sum_{k=0}^n is \sum_{k\from 0}^n.
+    r"""Hide the signs = and < of bounds, which form no equation: \sum_{k=0}^n is \sum_{k\from 0}^n.
 
     Any other bound (\sum_{i<j}, \lim_{x\to 0}) becomes \where{number letters}, by its spelling.
     """
@@ -58,7 +58,7 @@ def _hidden(match: re.Match[str]) -> str:
 
 
 def is_finite(tree: Tree) -> bool:
-    """Whether the sum or product of a tree ("big", operator, names, key, low, high, body) is added up."""
+    """Whether the sum or product of a tree ("big", operator, names, key, low, high, body) is computed."""
     _, operator, names, key, low, high, _ = tree
     if operator not in ("sum", "prod") or key or len(names) != 1:
         return False
@@ -75,9 +75,9 @@ def _whole(end: Tree | None) -> int | None:
 def big_value(tree: Tree, value: Callable[[Tree], Any], body_at: Callable[[dict[str, Fraction]], Any]) -> Any:
     """The value of a finite sum or product, or a stand-in for any other operator.
 
-    The stand-in is a combination of the body's values at a few places, with weights that operator and bounds choose:
-    linear for sums, integrals and limits, so that what is true of all of these is true of it (terms may be taken
-    apart, constants out), and else nothing. Two bodies that differ somewhere would have to agree by chance.
+    The stand-in combines the body's values at a few places, with weights that operator and bounds choose. It is linear
+    for sums, integrals and limits, so it obeys their common rules: terms may be split and constants moved out. Two
+    different bodies agree only by chance.
     """
     _, operator, names, key, low, high, _ = tree
     if is_finite(tree):

@@ -1,11 +1,11 @@
-"""Tells the commas and blanks of thousands (1,234) from those between the items of a list (1, 234)."""
+"""Tells thousands separators (1,234) from separators between the items of a list (1, 234)."""
 
 from __future__ import annotations
 
 import re
 
 _RUN = re.compile(r"(?<![\w.,])\d+(?:,\d{1,3})+(?!\d)")
-"""Digits and commas without blanks: one number, or some."""
+"""Digits and commas without blanks: one number or several."""
 
 _COMMAS = re.compile(r"\d{1,3}(?:,\d{3})+")
 _BLANKS = re.compile(
@@ -13,20 +13,20 @@ _BLANKS = re.compile(
 )
 _APOSTROPHES = re.compile(r"(?<![\w.,'])\d{1,3}(?:'\d{3})+(?![\w'])|(?<![\w.,'])\d{1,3}(?:\\?_\d{3})+(?!\w)")
 _SPACED = re.compile(r";|, |,(?=[^,;=]{1,20}=)")
-"""A separator that no comma of thousands looks like: with a blank behind it, or a name and a sign of equality."""
+"""A separator that cannot be a thousands separator: a blank, or a name and an equals sign, follows it."""
 
 _ZERO_FIRST = re.compile(r"\d{1,3}(?:,0\d\d)+(?:,\d{3})*")
-"""1,050: no item of a list would be written 050."""
+"""1,050: an item of a list is never written 050."""
 
 
 def ungrouped(text: str) -> str:
-    r"""Take the separators of thousands out of numbers, and put a blank after every other comma between digits.
+    r"""Remove the thousands separators from numbers, and put a blank after every other comma between digits.
 
     >>> [ungrouped(text) for text in ("1,234 miles", "(1,000, 2)", "(1,234)", "1,234,5", "1 234")]
     ['1234 miles', '(1000, 2)', '(1, 234)', '1, 234, 5', '1234']
 
-    In a tuple, a set or the arguments of a function a comma separates, unless what follows it begins with 0, or the
-    other commas have blanks behind them and this one has none.
+    In a tuple, a set or the arguments of a function a comma separates items. It does not if 0 follows it, or if the
+    other commas have blanks after them and this one has none.
     """
     if "," in text and _RUN.search(text):
         masked = _RUN.sub(lambda run: "0" * len(run[0]) if _COMMAS.fullmatch(run[0]) else run[0], text)
@@ -45,7 +45,7 @@ def _number_or_items(run: re.Match[str], masked: str) -> str:
 
 
 def _separates(masked: str, start: int, end: int) -> bool:
-    """Whether commas within the digits at `start` separate items; `masked` is the text without these commas."""
+    """Whether commas within the digits at `start` separate items. `masked` is the text without these commas."""
     opening, depth = -1, 0
     for at in range(start - 1, -1, -1):
         depth += (masked[at] in ")]}") - (masked[at] in "([{")

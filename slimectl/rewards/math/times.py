@@ -1,4 +1,4 @@
-"""Times of a day, by 12 hours and by 24."""
+"""Reads times of day, in 12 and 24 hours."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NAMED = {"noon": "12:00:00", "midnight": "0:00:00"}
 
 
 def time_of_day(text: str) -> str:
-    """Return the time as hours of 24, minutes and seconds; "~" before it where its half of the day is not said.
+    """Return a time in 24 hours with seconds, with "~" before it if its half of the day is open.
 
     >>> [time_of_day(text) for text in ("2:30 PM", "12:05 a.m.", "2 o'clock", "noon", "2:30", "5am")]
     ['14:30:00', '0:05:00', '~2:00:00', '12:00:00', '', '']
 
-    The empty text for all else, and for a bare pair of numbers, which may be a ratio; 5am is a product.
+    Other texts give "". So does a bare pair of numbers, which may be a ratio, and 5am, which is a product.
     """
     if text[-1:] not in "mMnNtTgGkK.}":
         return ""

@@ -8,7 +8,7 @@ from slimectl.rewards.math.tokens import word_set
 
 _LETTERS = "m|s|g|h|l|L"
 _CAPITALS = "A|V|W|J|N|C|K|F|T|H|S"
-"""Units in roman type after a blank; elsewhere they are variables."""
+"""Units in roman type after a blank. Elsewhere they are variables."""
 
 _AMBIGUOUS = r"in|mi|mg|ms|ml|mL|mV|mA|[mnp][sF]|[nu]m|\\mu ?[smgALF]|Pa|\\Omega|dB|[kMGT]B"
 _WORDS = (

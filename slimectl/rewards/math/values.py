@@ -31,7 +31,7 @@ from slimectl.rewards.math.operators import big_value, is_finite
 
 POINTS = 16
 MAX_STEPS = 600
-"""Operations within sums and the like at one point."""
+"""Most operations within sums and similar operators at one point."""
 
 AGREEMENTS = 3
 """Points at which two expressions must be comparable, and then equal."""
@@ -92,7 +92,7 @@ def constant_value(tree: Tree) -> Any:
 
 @lru_cache(maxsize=8192)
 def symbols(tree: Tree) -> frozenset[str]:
-    """Names of an expression, without bound ones; a sum or the like that has no value of its own counts as a name."""
+    """Free names of an expression. A sum or similar operator without a value counts as a name."""
     if tree[0] == "sym":
         return frozenset([tree[1]])
     if tree[0] == "big":

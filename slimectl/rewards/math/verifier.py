@@ -83,14 +83,14 @@ RESPONSE = "###Response"
 
 @dataclass(frozen=True)
 class Deepscaler(Verifier):
-    r"""`math` on the text after the last closed thought, or where there is none after the last ###Response; else 0.0.
+    r"""`math` on the text after the last closed thought, or else after the last ###Response. 0.0 without either.
 
     >>> Deepscaler()(Sample(response=r"<think>\boxed{1}?</think> It is \boxed{2}.", label="2"))
     1.0
 
-    Luo et al. 2025, "DeepScaleR: Surpassing O1-Preview with a 1.5B Model by Scaling RL", and its published reward: a
-    response with neither has not finished thinking and earns nothing, whatever it has boxed. That reward knows
-    </think> only and reads on where a new thought was opened; here thoughts end as for every verifier.
+    Luo et al. 2025, "DeepScaleR: Surpassing O1-Preview with a 1.5B Model by Scaling RL", and its published reward. A
+    response with neither has not finished thinking, so its boxes earn nothing. The published reward knows only
+    </think>, and reads on if a new thought was opened. Here thoughts end as for every verifier.
     """
 
     BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {}
@@ -118,7 +118,7 @@ class Deepscaler(Verifier):
 
 
 def _finished(sample: Sample) -> Span | str:
-    """The text after the thinking, or the reason why there is none."""
+    """The text after the thoughts, or the reason why there is none."""
     answer = answer_span(sample)
     if answer is None:
         return UNCLOSED
