@@ -115,6 +115,12 @@ FENCES = [
     (f"```python\nprint(\n```python\n{PROGRAM}\n```", PROGRAM),  # never closed
     (f"```python\n{PROGRAM}\n```\n```python\nprint(", PROGRAM),
     (f"```python\n{PROGRAM}\n```\n```python\n>>> f(2)\n4\n```", PROGRAM),
+    (f"```python\n{PROGRAM}\n```\n```python\n# usage\n```", PROGRAM),
+    (f"```python\n{PROGRAM}\n```\n```python\n```", PROGRAM),
+    (f"<answer>```python\n{PROGRAM}\n```</answer>", PROGRAM),
+    (f"```python\n{PROGRAM}\n```<|im_end|>", PROGRAM),
+    (f"```ipython\n{DOCSTRING}\n```", DOCSTRING),
+    (f"```pypy3\n{PROGRAM}\n```{OUTPUT}", PROGRAM),
     (f"```markdown\n# Title\n```python\n{PROGRAM}\n```\n```", PROGRAM),
     ("1. So:\n   ```python\n   x = int(input())\n   print(2 * x)\n   ```\n2. Done", PROGRAM),
     ("```python\n    x = int(input())\n    print(2 * x)\n```", PROGRAM),
