@@ -50,6 +50,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\{:\}", ":"),
         (r"(?<=\d)(?:\{,\}|,\\!|\\,|\\!|\\ |\\thinspace ) ?(?=\d{3}(?!\d))", ""),  # thousands
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\\(?:[,;:!> ]|q?quad(?![A-Za-z])|(?:thin|med|thick)space(?![A-Za-z]))|~", " "),
         (r"\s+", " "),

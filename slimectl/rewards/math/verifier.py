@@ -66,8 +66,8 @@ def equal(label: str, answer: str) -> bool:
     r"""Whether two answers are the same in value, by `same_answer`; over 2000 characters, in spelling.
 
     Lists, sets and unions are unordered (a list is a set); tuples and intervals are ordered and keep their brackets, so
-    (1,2) is neither [1,2] nor 1,2. Words compare as words, ignoring case: no is not on. Units are dropped, not
-    converted.
+    (1,2) is neither [1,2] nor 1,2. Words compare as words, ignoring case: no is not on. Units are not
+    converted: one on one side only is dropped, and two must measure the same.
     """
     if not label or not answer:
         return False
