@@ -52,11 +52,12 @@ _LEAD_IN = (
     rf"(?i:(?:{_NOUN})(?:{_ADJECTIVE}|{_TO})?[*_]{{0,3}}\s{{0,8}}(?:{_COPULA})(?:{_ADVERB})?[*_]{{0,3}}\s{{0,8}}:?)"
 )
 _CHOSEN = r"(?<![不别勿未])[故应應]?(?:选(?!项)择?|選(?!項)擇?)|(?:应该?|應該?)(?:是|为|為)"
-_IT_IS = r"(?i:\bit(?:'s|\s(?:is|must\sbe|should\sbe|has\sto\sbe)))\s"
-_ENDS = r"(?=[)\]*_\"'$}\s]*(?:[.!。]|\n|$))"
 _STATED = re.compile(
-    rf"(?:{_LEAD_IN}|{_CHOSEN}){_MARK}(?:(?i:option|choice|选项|選項|opción){_MARK})?(?:{_LETTER}|{_LOWER})|"
-    rf"{_IT_IS}{_MARK}(?:(?i:option|choice)\s)?{_LETTER}{_ENDS}"
+    rf"(?:{_LEAD_IN}|{_CHOSEN}){_MARK}(?:(?i:option|choice|选项|選項|opción){_MARK})?(?:{_LETTER}|{_LOWER})"
+)
+_IT_IS = re.compile(
+    rf"\b[Ii]t(?:'s|\s(?:is|must\sbe|should\sbe|has\sto\sbe))\s{_MARK}(?:(?i:option|choice)\s)?{_LETTER}"
+    r"(?=[)\]*_\"'$}\s]*(?:[.!。]|\n|$))"
 )
 _STATED_TEXT = re.compile(rf"{_LEAD_IN}{_MARK}([^\n]{{1,300}})")
 _RIGHT = re.compile(
@@ -136,7 +137,7 @@ def plain(text: str) -> str:
 
 def stated(text: str) -> list[tuple[str, Span]]:
     """Letters that a statement or the last box names."""
-    return [*_letters(_STATED, text, _first_noun(text)), *_boxed(text)]
+    return [*_letters(_STATED, text, _first_noun(text)), *_letters(_IT_IS, text), *_boxed(text)]
 
 
 def stated_texts(text: str) -> list[Span]:

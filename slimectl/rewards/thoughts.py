@@ -91,7 +91,7 @@ def after_thought(text: str, opened: str = "") -> int:
     opening = _TAG.match(opened)
     if opening:
         ends[_role(opening)[0]] = -1
-    may_have_tags = any(sign in text for sign in "<[◁")
+    may_have_tags = (">" in text and "<" in text) or "THINK]" in text or "▷" in text
     for tag in _TAG.finditer(text) if may_have_tags else ():
         if not _is_mentioned(text, *tag.span()):
             kind, opens = _role(tag)
