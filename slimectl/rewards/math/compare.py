@@ -36,15 +36,6 @@ def same_answer(label: str, answer: str) -> bool:
             return False
 
 
-def is_unread(label: str, answer: str) -> bool:
-    """Whether both texts are in notation that has no normal form here."""
-    with _LOCK:
-        try:
-            return all(parse_answer(tidy(text)).kind == "text" for text in (label, answer))
-        except _COSTLY:
-            return False
-
-
 def _same(first: Answer, second: Answer) -> bool:
     if first.name and second.name and first.name != second.name:
         return _same_equation(first, second) or _same_components(first, second)
@@ -108,7 +99,9 @@ def _same_relations(first: Answer, second: Answer) -> bool:
 
 
 def _same_lists(first: Answer, second: Answer) -> bool:
-    return (first.brackets == "∪") == (second.brackets == "∪") and _unordered(first.items, second.items)
+    operators = {first.brackets, second.brackets} - {"", "±"}  # a sign of plus or minus makes a list like any other
+    same_shape = not operators or first.brackets == second.brackets
+    return same_shape and _unordered(first.items, second.items)
 
 
 def _unordered(first: Sequence[Answer], second: Sequence[Answer]) -> bool:
