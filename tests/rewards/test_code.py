@@ -156,6 +156,8 @@ def test_many_fences_take_time_in_proportion():
         ("print(gcd(6, 9), file=stdout)", {}, 0.0),
         ("print(gcd(6, 9), file=stdout)", {"imports": True}, 1.0),
         ("from __future__ import annotations\nprint(3)", {"imports": True}, 1.0),
+        ("def f(x: List[int]): pass\nprint(3)", {}, 0.0),  # NameError, as if run by itself
+        ("def f(x: List[int]): pass\nprint(3)", {"imports": True}, 1.0),
         ("x: List[int] = [pow(3, 1), math.inf]\nprint(heappop(x), end='')", {"imports": True}, 1.0),
         ("def gcd(x): return x\nprint(gcd(3))", {"imports": True}, 1.0),
     ],
