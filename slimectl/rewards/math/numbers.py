@@ -32,7 +32,7 @@ _EXPONENT = r"(?:\^\{[-+]?\d{1,3}\}|\^[-+]?\d{1,3}|[-⁻]?[⁰¹²³⁴-⁹]{1,3
 _TIMES_TEN = r"\s*(?:\\times|\\cdot|[×·*x])\s*10"
 _FRACTION = r"\\[dt]?frac\{\s*\d{1,50}\s*\}\{\s*\d{1,50}\s*\}"
 _FREE = r"(?<![\^_]\{)(?<!\^)(?<!\^[-+])(?<!\^\{[-+])"
-"""Not in the exponent of cm^2 or the index of x_{1}, which are no numbers of their own."""
+"""Outside of exponents and indices: the 2 of cm^2 and the 1 of x_{1} do not count."""
 
 _IN_TEXT = re.compile(
     rf"(?:(?<![{_WORD})}}.])(?<!\^)(?<!\^\{{)[-+])?{_FREE}"
@@ -79,7 +79,7 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def written_number(text: str) -> Fraction | None:
-    r"""Parse a number of `find_last_number`: those of `exact_number`, \frac{3}{4}, 2^{10} and 3 \times 10^8.
+    r"""Parse a number that `find_last_number` may find: like `exact_number`, and \frac{3}{4}, 2^{10}, 3 \times 10^8.
 
     >>> written_number(r"1\frac{1}{2}"), written_number("2.5×10⁻¹"), written_number("-2^2")
     (Fraction(3, 2), Fraction(1, 4), Fraction(-4, 1))
