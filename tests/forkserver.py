@@ -277,7 +277,7 @@ def preload() -> None:
     for package in ("api", "builders", "cli", "executors", "rewards.math"):
         for file in sorted((SLIMECTL / package.replace(".", "/")).glob("[a-z]*.py")):
             import_module(f"slimectl.{package}.{file.stem}")
-    for module in ("math_verify", "slimectl.checkpoints.hf", "slimectl.runtime.run", "typer.rich_utils"):
+    for module in ("mpmath", "slimectl.checkpoints.hf", "slimectl.runtime.run", "typer.rich_utils"):
         import_module(module)
     sys.modules["slimectl.settings"].Settings()  # pydantic prepares its validators with the first
     with contextlib.suppress(ImportError):  # Megatron-core is an extra

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from slimectl.agents.chat_request import ChatRequest, RequestRefused
-from slimectl.data.answers import THINK, ParsedAnswer, format_of
+from slimectl.data.answers import ParsedAnswer, format_of
 from slimectl.data.growing_text import GrowingText, before_stop, marked_text
+from slimectl.rewards.thoughts import THINK
 from slimectl.types import Completion, JsonGrammar
 
 

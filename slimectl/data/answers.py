@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slimectl.data.tool_calls import CallNotation, ToolCall, Tools, notation_of
-from slimectl.rewards.thoughts import TAGS
+from slimectl.rewards.thoughts import END_OF_THINK, THINK
 
-THINK, END_OF_THINK = TAGS[0]
-"""Reasoning tags of the families whose responses are divided here."""
 MOST_CLOSINGS = 16
 """Limit of closing tags that are tried as the end of a block, so a response of only tags is read quickly."""
 PYTHON_TAG = "<|python_tag|>"

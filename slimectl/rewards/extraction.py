@@ -14,7 +14,6 @@ from slimectl.rewards.thoughts import OPENED, answer_start
 from slimectl.types import Sample, text_of_label
 
 Source = Literal["response", "last_line", "boxed", "answer_tag", "with_thought"]
-SOURCES: tuple[Source, ...] = ("response", "last_line", "boxed", "answer_tag", "with_thought")
 SOURCE_WORDS: dict[Source, str] = {
     "response": "response",
     "last_line": "last line",

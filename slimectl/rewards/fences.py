@@ -21,13 +21,16 @@ MAX_AHEAD = 64
 MAX_PARSED = 500_000
 """Characters of one response that are parsed in all, which limits the time for hostile responses."""
 
-_PYTHON = re.compile(r"(?:python|py)[-\d.]*")
+_PYTHON = re.compile(r"(?:i?python|py|pypy)[-\d.]*")
 _FENCE = re.compile(
     r"^[ \t]*(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<info>[^`\n]*)$|"
-    r"(?<![`~])(?P<behind>`{3,}+|~{3,}+)[ \t]*+(?P<python>(?:python|py)[-\d.]*(?![\w`])[^`\n]*|\r?)$",
+    r"(?<![`~])(?P<behind>`{3,}+|~{3,}+)[ \t]*+(?P<python>(?:i?python|py|pypy)[-\d.]*(?![\w`])[^`\n]*|\r?)$",
     re.MULTILINE | re.IGNORECASE,
 )
 """A fence on its own line or after text. After text, one that names Python opens a block, and a bare one closes it."""
+
+_NOT_CODE = re.compile(r">>>|(?:\s*(?:#[^\n]*)?(?:\n|$))*+$")
+"""A transcript of an interpreter, or nothing but comments."""
 
 _LANGUAGE = re.compile(r"\{?\s*\.?([\w+#.-]*)")
 
@@ -63,15 +66,15 @@ def is_python(language: str) -> bool:
 def find_program(response: str, start: int = 0) -> Block | None:
     """Return the last block named Python, else the last unnamed program, or None if no block is closed.
 
-    Only the response from `start` on is searched. If neither exists, the last block is returned, preferably an unnamed
-    one. Its language or its syntax error is then the reason why nothing runs. A transcript of an interpreter (>>>) does
-    not count.
+    Only the response from `start` on is searched. Where there is neither, the last block, preferably an unnamed one, is
+    returned: its language or its syntax error is the reason why nothing runs. A transcript of an interpreter (>>>) and
+    comments without code do not count.
     """
     blocks = [
         block._replace(text=Span(block.text.text, start + block.text.start)) for block in _Blocks(response[start:])
     ][::-1]
     for block in blocks:
-        if is_python(block.language) and not block.program.startswith(">>>"):
+        if is_python(block.language) and _NOT_CODE.match(block.program) is None:
             return block
     unnamed = [block for block in blocks if not block.language]
     programs = [block for block in unnamed if _is_program(block.program)]
@@ -144,6 +147,7 @@ class _Blocks:
 
 def _fence(match: re.Match[str]) -> _Fence:
     info = (match["info"] or match["python"] or "").strip()
+    info = "" if info.startswith("<") else info  # the end of a turn or of an XML element
     return _Fence(*match.span(), match["fence"] or match["behind"], info, match["behind"] is not None)
 
 

@@ -112,8 +112,8 @@ def _choices_of(places: list[Span | None], choices: dict[str, str]) -> list[tupl
 
 
 def _folded(text: str) -> str:
-    """Compose accents, and remove case, spaces, emphasis, outer quotation marks and the full stop."""
-    text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", composed(text))
+    """Normalise for comparison: composed, without case, spaces, emphasis, quotation marks around it and full stop."""
+    text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}|\\(?:[,;:! ]|q?quad\b)", r"\1", composed(text))
     return bare(re.sub(r"[\s*_$]+", "", text)).casefold()
 
 

@@ -45,7 +45,7 @@ _IN_WORDS = r"(?:out\s+of|from|on\s+a\s+scale\s+of)[^:=\n\d]{0,20}\d++(?:[^:=\n]
 _SCALE = rf"(?:[*_\"'`]{{0,3}}\s?(?:{_BRACKETS}|{_IN_WORDS})){{1,2}}(?=[^\w\n]*[:=]|[*_\s]*is\b)"
 PATTERN = (
     rf"(?:(?<![A-Za-z])(?i:score|rating|rated|grade)(?![A-Za-z])(?:{_SCALE})?(?:[^\w\n]{{0,5}}(?:is|of)\b)?"
-    rf"\W{{0,6}}?(?:\\boxed\{{)?|(?m:^)[^\w\n]{{0,6}}(?={_NUMBER}\s*/\s*\d))({_NUMBER})(?![\d%]|{_RANGE})"
+    rf"\W{{0,6}}?(?:\\boxed\{{)?|(?m:^)[^\w\n]{{0,6}}(?={_NUMBER}\s*/\s*\d))({_NUMBER})(?![\d%]|[eE][-+\d]|{_RANGE})"
 )
 """A number after the word score, rating or grade and an optional scale, or one such as 7/10 on a line."""
 
@@ -144,7 +144,7 @@ class Judge(Remote):
     def read(self, reply: str) -> float | None:
         """Parse the reward from a judge's reply; None if there is none or it is outside the scale."""
         start = after_thought(reply)
-        searched = reply[start:][-READ:] if start >= 0 else ""
+        searched = reply[start:][-READ:].replace("−", "-") if start >= 0 else ""
         matches = deque(re.finditer(self.pattern, searched), maxlen=1)
         text = (matches[0][1] or "").strip() if matches else ""
         if self.values:

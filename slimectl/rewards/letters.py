@@ -24,11 +24,12 @@ _WORD = r"[0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0300-\u052f\u1e00-\
 
 _START = rf"(?<!{_WORD})(?<!{_WORD}')(?<!_)"
 _IN_FORMULA = (
-    r"-[A-Za-z]|\([A-Za-z0-9][,)]|"
-    r"\s{0,3}(?:[=^>≤≥≈≠+×·±/]|<(?!/)|\|\s?[A-Za-z]|_[0-9A-Za-z{\\]|\\(?!text|q?quad|math)[A-Za-z])"
+    r"-[A-Za-z0-9]|#|\([A-Za-z0-9][,)]|"
+    r"\s{0,3}(?:[=^>≤≥≈≠+×·±/∪∩∧∨⊕⊂⊆∈]|<(?!/)|\|\s?[A-Za-z]|_[0-9A-Za-z{\\]|\\(?!text|q?quad|math)[A-Za-z])"
 )
 _END = rf"(?!{_WORD}|'{_WORD}|{_IN_FORMULA})"
-_MARK = r"(?:[*_$\s\"'`]|\\(?:text|textbf|mathrm|mathbf)\s?\{|\\\(|<[a-z]{1,8}>){0,8}"
+_FONT = r"\\(?:(?:text(?:bf|rm|sf|it)?|math(?:rm|bf|sf|it)|boldsymbol)\s?\{|(?:bf|rm|sf|it|[lL]arge|displaystyle)\s)"
+_MARK = rf"(?:[*_$\s\"'`]|{_FONT}|\\[(\[]|<[a-z]{{1,8}}>){{0,8}}"
 _PRONOUN = r"(?!I\s+[a-z])"
 _BRACKETED = r"(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\])"
 _LETTER = rf"(?:{_BRACKETED}|{_PRONOUN}([A-Z]){_END})"
@@ -50,14 +51,19 @@ _ADVERB = r"\s(?:therefore|thus|then|indeed|clearly|definitely|actually|simply|j
 _LEAD_IN = (
     rf"(?i:(?:{_NOUN})(?:{_ADJECTIVE}|{_TO})?[*_]{{0,3}}\s{{0,8}}(?:{_COPULA})(?:{_ADVERB})?[*_]{{0,3}}\s{{0,8}}:?)"
 )
-_CHOSEN = r"[故应應]?(?:选(?!项)择?|選(?!項)擇?)"
+_CHOSEN = r"(?<![不别勿未])[故应應]?(?:选(?!项)择?|選(?!項)擇?)|(?:应该?|應該?)(?:是|为|為)"
 _STATED = re.compile(
     rf"(?:{_LEAD_IN}|{_CHOSEN}){_MARK}(?:(?i:option|choice|选项|選項|opción){_MARK})?(?:{_LETTER}|{_LOWER})"
 )
+_IT_IS = re.compile(
+    rf"\b[Ii]t(?:'s|\s(?:is|must\sbe|should\sbe|has\sto\sbe))\s{_MARK}(?:(?i:option|choice)\s)?{_LETTER}"
+    r"(?=[)\]*_\"'$}\s]*(?:[.!。]|\n|$))"
+)
 _STATED_TEXT = re.compile(rf"{_LEAD_IN}{_MARK}([^\n]{{1,300}})")
 _RIGHT = re.compile(
-    rf"(?=[A-Z(\[]){_START}{_LETTER}{_MARK}(?:(?i:is|must\s+be|seems|looks)\s{{1,8}}(?i:the\s)?(?i:right|correct|true|best|answer)\b"
-    r"|(?:选项|選項)?(?:是)?正[确確]|[がは]正し|[이가]\s?(?:맞|정답|옳))"
+    rf"(?=[A-Z(\[]){_START}(?<!\b[Ii]f\s){_LETTER}{_MARK}(?:(?i:is|must\s+be|seems|looks)\s{{1,8}}(?i:the\s)?"
+    r"(?i:right|correct|true|best|answer|closest|one|only)\b|[.:)]?\s?[✓✔✅☑]|"
+    r"(?:选项|選項|[项項])?(?:是)?正[确確]|[がは]正し|[이가]\s?(?:맞|정답|옳))"
 )
 _BOLD = re.compile(rf"\*\*\s?(?:(?i:option|choice)\s)?{_LETTER}[^*\n]{{0,200}}\*\*")
 _LINE = re.compile(
@@ -65,32 +71,61 @@ _LINE = re.compile(
     rf"(?:{_BRACKETED}(?!\?)|([A-Za-z])(?:[.):]|(?=[*_ \t\"'`]*$)))[*_ \t\"'`.]*(?:$|(?P<rest>.+)$)",
     re.MULTILINE,
 )
-_PARENTHESISED = re.compile(r"\(([A-Z])\)")
-_ARTICLE = r"(?=\s+(?!(?:is|was|because|since|as|and|or|must|seems|fits)\b)[a-z])"
-_STANDALONE = re.compile(
-    rf"(?=[A-Z]){_START}(?<![=+/^\\])(?<![=+/^\\<>]\s)(?<!\d\s)(?!A{_ARTICLE}){_PRONOUN}([A-Z]){_END}"
+_PARENTHESISED = re.compile(rf"(?<!{_WORD})\(([A-Z])\)")
+_NAMERS = (
+    "option|choice|letter|only|mak(?:es|ing)|opción|opção|opzione|réponse|variante|вариант|alternativa|letra|đúng|chọn|"
+    + "|".join(_ASCII_NOUNS[3:])
 )
+"""Words behind which a letter is a choice, whatever follows it."""
+
+_LEADS = (
+    r"is|are|was|were|(?:would|must|should|will|to) be|it's|and|or|but|not|than|with|for|as|by|so|thus|hence|therefore|"
+    r"then|think|believe|guess|say|chose|remains|leaving|answer|(?:probab|definite|clear|like|sure|certain|simp)ly|course|"
+    r"(?:correspond|lead|point)s?\sto|(?:choos|tak)(?:e|es|ing)|"
+    r"(?:pick|select|leave|mean|give|indicate|yield|match|suggest|favou?r|prefer|support)(?:s|es|ing)?|"
+    r"es|est|ist|è|é|la|donc|daher|also|somit|quindi|luego|portanto|adalah|là|er|är|án|[A-Z]"
+)
+"""Words behind which a letter is a choice if what follows it does not make it a name."""
+
+_BEFORE = re.compile(
+    rf"(?:^|[.,:;!?)\]\"'*>=•—–]|(?<![A-Z]\s)[→⇒]|(?<!{_WORD})(?<!\])[(\[]|\s-|[\u0590-\u1dff\u25a0-\U0010ffff]|"
+    rf"(?<![\w\\])(?:(?P<named>(?i:{_NAMERS}))|(?i:{_LEADS})))"
+    rf"(?:[\s*_$\"'`]|(?<!{_WORD})(?<!\])[(\[]|{_FONT}|\\[(\[]|\\boxed\{{)*$"
+)
+_AFTER = re.compile(
+    r"[*_\"'$}`]*(?:\s*(?:$|[\n.,:;!?()\]—–]|\\[)\]]|-\s|</)|\s?[\u0590-\u1dff\u2600-\U0010ffff]|"
+    r"\s(?:because|since|as|which|for|and|or|it\sis|here|with|due|are|were|seems|fits|works|remains|must|I)\b)"
+)
+_STANDALONE = re.compile(rf"(?=[A-Z]){_START}(?<![=+/^\\])(?<![=+/^\\<>]\s)(?<!\d\s){_PRONOUN}([A-Z]){_END}")
 _IN_BOX = re.compile(
-    rf"(?:\\(?:text|textbf|mathrm|mathbf)\s?\{{|[\s{{$*]|(?i:option|choice|选项))*(?:{_BRACKETED}|([A-Za-z]){_END}"
+    rf"(?:{_FONT}|[\s{{$*]|(?i:option|choice|选项))*(?:{_BRACKETED}|([A-Za-z]){_END}"
     r"(?=[\s}$*]*(?:$|[.):,&;(~-]|\\(?:text|q?quad|[ ,;:!)])|and\b|or\b)))"
 )
 
+_NO = (
+    r"(?:(?:not|never|unlikely)(?:\s+to)?(?:\s+be)?|nor|than|neither|except|cannot\s+be|anything\s+but|"
+    r"rul(?:e|es|ed|ing)\s+out|(?:eliminat|exclud|reject|discard|dismiss)(?:e|es|ed|ing|s)?|"
+    r"pas|nicht|no\s+es|non\s+è|não\s+é|не|nie|bukan|không\s+phải|değil|ليست?)"
+)
 _NEGATED = re.compile(
-    r"(?:\b(?:not|nor|than|neither|except|cannot\s+be)|n't(?:\s+be)?|不是|而非|并非)\s*(?:option\s+|choice\s+)?"
-    r"(?:[(*]{0,3}[A-Z][)*]{0,3}\s*(?:,|or|and|nor)+\s*){0,4}[(*]{0,3}\s?$",
+    rf"(?:\b{_NO}|n't(?:\s+be)?|不是|而非|并非|排除|[不别]选|[不別]選)\s*(?:l[ae]\s+)?(?:(?:options?|choices?)\s+|选项|選項)?"
+    r"(?:[(*]{0,3}[A-Z][)*]{0,3}\s*[,、]\s*){0,4}(?:[(*]{0,3}[A-Z][)*]{0,3}\s*(?:[,、]\s*)?(?:or|and|nor)\s+)?"
+    r"[(*]{0,3}\s?$",
     re.IGNORECASE,
 )
 _WRONG = re.compile(
-    r"[)\]*_\"']{0,4}\s*(?:选项|選項)?(?:(?:is|are|was)\s+(?:wrong|incorrect|false|not)\b|(?:is|was)n't\b|错|錯|不|"
-    r"は(?:誤|間違|正しくな)|[은는]\s?틀)"
+    r"[)\]*_\"']{0,4}\s*(?:选项|選項|[项項])?(?:"
+    r"(?:is|are|was|were|can\s+be)\s+(?:wrong|incorrect|false|not|(?:ruled\s+)?out|eliminated|excluded|rejected|"
+    r"unlikely|impossible)\b|(?:(?:is|was|does|ca)n't|does\s+not|cannot|fails?)\b|[✗✘❌×]|невер|خطأ|गलत|नहीं|"
+    r"错|錯|不|有[误誤]|被?排除|は(?:誤|間違|正しくな|不)|では(?:な|あり)|じゃな|[은는]\s?(?:틀|오답)|[이가은는]\s?아[니닙])"
 )
 _CLOSERS = r"[)\]*_\"'$}]{0,4}\s*"
 _OPENERS = r"\s*(?:(?i:option|choice)\s)?(?:[(\[*_\"'${]|\\text\{){0,4}"
-_AND = r"(?:\\text\s?\{\s*)?(?:\b(?i:and|or|y|et|und|oder|ou|e|o)\b|[&/+和或与與とや및])(?:\s*\})?"
+_AND = r"(?:\\text\s?\{\s*)?(?:\b(?i:and|or|y|et|und|oder|ou|e|o)\b|[&/+和或与與とや및와과])(?:\s*\})?"
 _VERB = r"(?!\s+(?:is|are|was|were|has|have|can|cannot|could|would|does|must|may|seems|looks|fails|gives)\b)"
 _MORE = re.compile(
     rf"{_CLOSERS}(?:(?:,\s*)?{_AND}{_OPENERS}[A-Z](?!{_WORD}|'{_WORD}){_VERB}|"
-    rf",{_OPENERS}[A-Z](?!{_WORD}|'{_WORD})(?=[)\]*_\"'$}}\s]*(?:$|[\n.,;:!?。]|{_AND})))"
+    rf",{_OPENERS}[A-Z](?!{_WORD}|'{_WORD})(?=[)\]*_\"'$}}\s]*(?:$|[\n.,;:!?。\u3040-\u30ff\uac00-\ud7af]|{_AND})))"
 )
 _MORE_BEFORE = re.compile(rf"(?<!{_WORD})[A-Z]{_CLOSERS}(?:,|(?:,\s*)?{_AND}){_OPENERS}$")
 
@@ -101,8 +136,8 @@ def plain(text: str) -> str:
 
 
 def stated(text: str) -> list[tuple[str, Span]]:
-    """Letters in a statement or in the last box."""
-    return [*_letters(_STATED, text, _first_noun(text)), *_boxed(text)]
+    """Letters that a statement or the last box names."""
+    return [*_letters(_STATED, text, _first_noun(text)), *_letters(_IT_IS, text), *_boxed(text)]
 
 
 def stated_texts(text: str) -> list[Span]:
@@ -116,18 +151,22 @@ def said_to_be_right(text: str) -> Found:
 
 
 def bold(text: str) -> Found:
-    """Letters at the start of a bold passage."""
-    return _without_items(_letters(_BOLD, text), text)
+    """Letters with which a bold passage begins."""
+    items = _items(text)
+    last = text.rstrip().rfind("\n") + 1
+    listed = [match for match in items if match.start() < last] or items
+    return _without_items(_letters(_BOLD, text), listed)
 
 
 def parenthesised(text: str) -> Found:
     """Capitals in parentheses."""
-    return _without_items(_letters(_PARENTHESISED, text), text)
+    return _without_items(_letters(_PARENTHESISED, text), _items(text))
 
 
 def standalone(text: str) -> Found:
-    """Capitals that are words, except articles, pronouns, units after a number and parts of a formula."""
-    return _without_items(_letters(_STANDALONE, text), text)
+    """Capitals where a sentence names its choice, without names (vitamin C), units and parts of a formula."""
+    letters = _without_items(_letters(_STANDALONE, text), _items(text))
+    return (pair for pair in letters if _is_choice(text, *pair[1].span))
 
 
 def begins_line(text: str) -> Found:
@@ -150,12 +189,17 @@ def _begun_with(line: re.Match[str]) -> str:
     return line[_group(line)].upper()
 
 
-def _without_items(found: Found, text: str) -> Found:
-    """Leave out letters that start the items of a list. They are the choices, not an answer."""
-    items = _items(text)
+def _without_items(found: Found, items: list[re.Match[str]]) -> Found:
+    """Leave out the letters that begin the items of a list, which are the choices and not an answer."""
     starts = {match.start(_group(match)) for match in items}
     several = len(set(map(_begun_with, items))) > 1
     return (pair for pair in found if not several or pair[1].start not in starts)
+
+
+def _is_choice(text: str, start: int, end: int) -> bool:
+    """Whether what stands around the letter at this place may stand around a choice, and not only around a name."""
+    before = _BEFORE.search(text, max(0, start - 40), start)
+    return before is not None and (before["named"] is not None or _AFTER.match(text, end) is not None)
 
 
 def _boxed(text: str) -> Found:

@@ -12,8 +12,8 @@ from fractions import Fraction
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer, quote
 from slimectl.rewards.extraction import SOURCE_WORDS, Source, composed, find, label_text, missing, text_of, trimmed
-from slimectl.rewards.math.numbers import exact_number, find_last_number, last_number
-from slimectl.rewards.thoughts import TAGS
+from slimectl.rewards.math.numbers import find_last_number, last_number, written_number
+from slimectl.rewards.thoughts import first_tag
 from slimectl.types import Sample
 
 
@@ -46,7 +46,7 @@ class Regex(Verifier):
             raise SettingsError(
                 f"score.rm_options.pattern: {self.pattern!r} is no regular expression: {error}"
             ) from None
-        tag = next((tag for pair in TAGS for tag in pair if tag in (self.pattern or "")), None)
+        tag = first_tag(self.pattern or "")
         if tag and self.source != "with_thought":
             raise SettingsError(
                 f"score.rm_options.pattern: looks for {tag}, but thoughts are not searched. "
@@ -144,7 +144,10 @@ def words(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Numeric(Verifier):
-    """1.0 if the last number of the answer equals the label's, as numbers: 5.0 is 5, 042 is 42, 1/2 is 0.5.
+    r"""1.0 if the last number of the answer equals the label's, as numbers: 5.0 is 5, 042 is 42, 1 1/2 is 1.5.
+
+    >>> Numeric()(Sample(response=r"It is \frac{1}{2} m/s^2.", label="0.5"))
+    1.0
 
     `tolerance` is the largest accepted absolute difference. Raises RecordError for a label without a number.
     """
@@ -154,7 +157,7 @@ class Numeric(Verifier):
 
     def explain(self, sample: Sample) -> Grade:
         label = label_text(sample, "numeric")
-        expected = exact_number(last_number(label) or "")
+        expected = written_number(last_number(label) or "")
         if expected is None:
             raise RecordError(f"sample {sample.index}: label: {label[:60]!r} holds no number to compare with")
         source = f"last number of the {SOURCE_WORDS[self.source]}"
@@ -162,7 +165,7 @@ class Numeric(Verifier):
         if answer is None:
             absent = find(sample, self.source) is None
             return no_answer(source, missing(sample, self.source) if absent else "no number there")
-        value = exact_number(answer.text)
+        value = written_number(answer.text)
         right = value is not None and abs(value - expected) <= Fraction(self.tolerance)
         return binary_grade(right, source, answer, label)
 
@@ -170,7 +173,7 @@ class Numeric(Verifier):
         return text_of(self._find(sample))
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
-        return first == second or exact_number(first) == exact_number(second) is not None
+        return first == second or written_number(first) == written_number(second) is not None
 
     def _find(self, sample: Sample) -> Span | None:
         part = find(sample, self.source)

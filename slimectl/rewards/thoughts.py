@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import re
+
 from slimectl.rewards.base import Span
 from slimectl.types import Chat, Sample
 
-TAGS = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<seed:think>", "</seed:think>"),
+THINK, END_OF_THINK = "<think>", "</think>"
+
+_NAME = r"(?:[a-z]{2,10}[:_])?(?:think(?:ing)?|thoughts?|reasoning|scratchpad)"
+_PAIRS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
-    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<unused94>thought", "<unused95>"),
+    ("<start_working_out>", "<end_working_out>"),
     ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"),
 )
-"""Opening and closing tags of reasoning, by model family."""
+"""Opening and closing tags of reasoning that are not written as in XML, by model family."""
 
-OPENINGS = tuple(opening for opening, _ in TAGS)
-_LONGEST = max(map(len, OPENINGS))
+_ROLES = {tag: (pair, tag == pair[0]) for pair in _PAIRS for tag in pair}
+_TAG = re.compile(
+    rf"<\s?(?P<end>/?)\s?(?P<name>(?i:{_NAME}))\s?>|"
+    r"<\|channel\|>\s?(?P<channel>\w{1,20})[^\n<>]{0,80}(?:<\|constrain\|>\s?\w{1,20})?<\|message\|>|"
+    + "|".join(map(re.escape, _ROLES))
+)
+"""A tag of reasoning. Of the channels of gpt-oss `final` closes the reasoning, and every other one opens it."""
+
+_QUOTE = re.compile(r"(?<![\w`'\"])[bfru]{0,2}([`'\"])((?:(?!\1)\S)*)$")
+_MENTION = 40
+"""Characters up to the quotation marks around a tag that is mentioned."""
+
+_LONGEST = 160
+"""Characters at the end of a prompt that are searched for a tag."""
+
 OPENED = "opened_thought"
 """Metadata key of a sample for the tag with which its rendered prompt opened a thought, or ""."""
 
@@ -38,10 +53,15 @@ def opened_by(prompt: str | Chat) -> str:
         last = prompt[-1] if prompt else {}
         content = last.get("content")
         prompt = content if last.get("role") == "assistant" and isinstance(content, str) else ""
-    end = prompt[-4 * _LONGEST :].rstrip()
-    if not end or end[-1] not in ">]▷":  # tags end with these characters
-        return ""
-    return next((tag for tag in OPENINGS if end.endswith(tag)), "")
+    end = prompt[-_LONGEST:].rstrip()
+    tag = next((match for match in _TAG.finditer(end) if match.end() == len(end)), None)
+    return tag[0] if tag and _role(tag)[1] else ""
+
+
+def first_tag(text: str) -> str:
+    """Return the first tag of reasoning in a text; "" if it has none."""
+    tag = _TAG.search(text)
+    return tag[0] if tag else ""
 
 
 def answer_start(sample: Sample) -> int:
@@ -67,38 +87,33 @@ def after_thought(text: str, opened: str = "") -> int:
     >>> after_thought("<think>a</think>b"), after_thought("a"), after_thought("a", opened="<think>")
     (16, 0, -1)
     """
-    start = 0
-    if _may_have_tags(text):
-        for opening, closing in TAGS:
-            closed = _last(text, closing)
-            if _last(text, opening) > closed or (opening == opened and closed < 0):
-                return -1
-            if closed >= 0:
-                start = max(start, closed + len(closing))
-    elif opened in OPENINGS:
-        return -1
-    return start
+    ends: dict[object, int] = {}
+    opening = _TAG.match(opened)
+    if opening:
+        ends[_role(opening)[0]] = -1
+    may_have_tags = (">" in text and "<" in text) or "THINK]" in text or "▷" in text
+    for tag in _TAG.finditer(text) if may_have_tags else ():
+        if not _is_mentioned(text, *tag.span()):
+            kind, opens = _role(tag)
+            ends[kind] = -1 if opens else tag.end()
+    return -1 if -1 in ends.values() else max(ends.values(), default=0)
 
 
-def _may_have_tags(text: str) -> bool:
-    """Whether the end of a tag is in the text. Most texts have none, so this avoids a search for each tag."""
-    if ">" in text and any(text.rfind(end) >= 0 for end in ("think>", "ing>", "thought>", "|>")):
-        return True
-    return ("]" in text and "THINK]" in text) or "▷" in text
-
-
-def _last(text: str, tag: str) -> int:
-    """Return the place of the last tag that is not quoted, or -1."""
-    at = text.rfind(tag)
-    while at > 0 and _is_mentioned(text, at, at + len(tag)):
-        at = text.rfind(tag, 0, at)
-    return at
+def _role(tag: re.Match[str]) -> tuple[object, bool]:
+    """Return which kind of reasoning a tag belongs to, and whether it opens it."""
+    if tag["name"]:
+        return tag["name"].lower(), not tag["end"]
+    return ("channel", tag["channel"] != "final") if tag["channel"] else _ROLES[tag[0]]
 
 
 def _is_mentioned(text: str, start: int, end: int) -> bool:
-    """Whether only text[start:end] is in quotation marks or backticks, as in split("</think>")."""
-    mark = text[start - 1]
-    if mark not in "`'\"" or text[end : end + 1] != mark:
+    """Whether quotation marks or backticks stand around text[start:end], as in split("</think>").
+
+    On one side they may hold more text without blanks, as in "<think>.*?</think>".
+    """
+    quote = _QUOTE.search(text, max(0, start - _MENTION), start)
+    closing = text.find(quote[1], end, end + _MENTION) if quote else -1
+    if not quote or closing < 0 or any(map(str.isspace, text[end:closing])):
         return False
-    around = text[max(0, start - 2) : start - 1] + text[end + 1 : end + 2]
-    return not any(character.isalnum() or character == mark for character in around)
+    after = text[closing + 1 : closing + 2]
+    return not (quote[2] and closing > end) and not after.isalnum() and after != quote[1]

@@ -54,7 +54,7 @@ class Judge(Peer):
         reason = ""
         try:
             self.receive()  # the program has run to its end
-            code = compile(test, "test.py", "exec")
+            code = compile(test, "test.py", "exec", dont_inherit=True)
             exec(code, Names(self, names_of_program(test)))
             self.ask("len", [])  # and is still there
         except BaseException as error:

@@ -84,7 +84,7 @@ def execute(job: dict[str, Any], case: dict[str, Any]) -> int:
     sys.set_int_max_str_digits(0)  # printing a long integer takes CPU time, which is limited
     if job["imports"]:
         main.__dict__["__builtins__"] = imported_names() | vars(builtins)
-    exec(compile(job["program"], "solution.py", "exec"), main.__dict__)
+    exec(compile(job["program"], "solution.py", "exec", dont_inherit=True), main.__dict__)
     if "call" in case:
         owner = main if hasattr(main, case["call"]) or not hasattr(main, "Solution") else main.Solution()
         value = getattr(owner, case["call"])(*case["arguments"])

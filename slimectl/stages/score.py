@@ -107,7 +107,7 @@ def _grade_samples(
             continue
         if isinstance(result, ChildProcessError):
             raise HookError(
-                f"{_sample_range(call)}: {_prefix(reward, call[0])}{result}; mend it, or give it more memory"
+                f"{_sample_range(call)}: {_prefix(reward, call[0])}{result}; fix it, or give it more memory"
             )
         yield from _attach_rewards(call, result, settings, reward)
 

@@ -115,6 +115,12 @@ FENCES = [
     (f"```python\nprint(\n```python\n{PROGRAM}\n```", PROGRAM),  # never closed
     (f"```python\n{PROGRAM}\n```\n```python\nprint(", PROGRAM),
     (f"```python\n{PROGRAM}\n```\n```python\n>>> f(2)\n4\n```", PROGRAM),
+    (f"```python\n{PROGRAM}\n```\n```python\n# usage\n```", PROGRAM),
+    (f"```python\n{PROGRAM}\n```\n```python\n```", PROGRAM),
+    (f"<answer>```python\n{PROGRAM}\n```</answer>", PROGRAM),
+    (f"```python\n{PROGRAM}\n```<|im_end|>", PROGRAM),
+    (f"```ipython\n{DOCSTRING}\n```", DOCSTRING),
+    (f"```pypy3\n{PROGRAM}\n```{OUTPUT}", PROGRAM),
     (f"```markdown\n# Title\n```python\n{PROGRAM}\n```\n```", PROGRAM),
     ("1. So:\n   ```python\n   x = int(input())\n   print(2 * x)\n   ```\n2. Done", PROGRAM),
     ("```python\n    x = int(input())\n    print(2 * x)\n```", PROGRAM),
@@ -150,6 +156,8 @@ def test_many_fences_take_time_in_proportion():
         ("print(gcd(6, 9), file=stdout)", {}, 0.0),
         ("print(gcd(6, 9), file=stdout)", {"imports": True}, 1.0),
         ("from __future__ import annotations\nprint(3)", {"imports": True}, 1.0),
+        ("def f(x: List[int]): pass\nprint(3)", {}, 0.0),  # NameError, as if run by itself
+        ("def f(x: List[int]): pass\nprint(3)", {"imports": True}, 1.0),
         ("x: List[int] = [pow(3, 1), math.inf]\nprint(heappop(x), end='')", {"imports": True}, 1.0),
         ("def gcd(x): return x\nprint(gcd(3))", {"imports": True}, 1.0),
     ],

@@ -32,6 +32,8 @@ IFEVAL = [
     ("keywords:frequency", {"keyword": " to ", "frequency": 2, "relation": "at least"}, ["to Tokyo"], ["to"]),
     ("keywords:frequency", {"keyword": "to", "frequency": 2, "relation": "less than"}, ["to", "x"], ["to to"]),
     ("keywords:forbidden_words", {"forbidden_words": ["cat", "c++"]}, ["cats"], ["A CAT.", "use c++ now"]),
+    ("keywords:forbidden_words", {"forbidden_words": ["caf\u00e9"]}, ["cafe"], ["cafe\u0301"]),
+    ("keywords:existence", {"keywords": ["cafe\u0301"]}, ["caf\u00e9"], ["cafe"]),
     ("keywords:letter_frequency", {"letter": "A", "let_frequency": 3, "let_relation": "at least"}, ["aAa"], ["aa"]),
     ("language:response_language", {"language": "fr"}, ["Le chat est sur la table", "42"], ["The cat is on it"]),
     ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, ["Dr. No."], ["A b. C d."]),

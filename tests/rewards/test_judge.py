@@ -61,6 +61,7 @@ SPELLINGS = [
     ("Score (0-10): unclear", None), ("Score 0 to 10", None), ("Score: 70%", None), ("Score: N", None),
     ("Scores vary", None), ("scored 3 goals", None), ("<think>Score: 9", None),
     ("<thinking>Score: 9</thinking>Score: 1", 1), ("Underscore 7", None), ("Score: ten", None),
+    ("Score: −1", None), ("Score: 1e1", None),
     ("final_score: 7", 7), ("total_score = 7", 7), ("Score (from 0 (wrong) to 10): 7", 7),
 ]  # fmt: skip
 """(reply, the score that a person reads in it from 0 to 10, or None)."""

@@ -73,6 +73,14 @@ DAPO = [
     ("42", "Answer: 42 <|eot_id|>\n<|end_of_text|>", "42", 1.0),
     ("42", "Answer: 42</s>" + "</s>" * 20, "42", 1.0),
     ("42", "Answer: 42<｜end▁of▁sentence｜>", "42", 1.0),
+    ("42", "Answer: $42$ or $43$", "$42$ or $43$", -1.0),  # two answers
+    ("42", "Answer: $42$ is wrong", "$42$ is wrong", -1.0),
+    ("42", "Answer: x = 5 or x = 42", "x = 5 or x = 42", -1.0),
+    ("3", "Answer: $a=42, b=3$", "$a=42, b=3$", -1.0),
+    ("42", "Answer: $x >= 42$", "$x >= 42$", -1.0),  # no equals sign
+    ("42", "Answer: x != 42", "x != 42", -1.0),
+    ("42", "Answer: The sum of 3 terms is $42$ cm.", "The sum of 3 terms is $42$ cm.", 1.0),
+    ("50", r"Answer: $\$50$", r"$\$50$", 1.0),
     (r"\frac{1}{2}", "Answer: 0.5", "0.5", -1.0),  # no symbolic equality: text against a number
     (r"\sqrt{2}", r"Answer: \(\sqrt2\)", r"\(\sqrt2\)", 1.0),
     ("5", r"Answer: \boxed{5}", r"\boxed{5}", 1.0),
@@ -241,6 +249,24 @@ LETTERS_AMONG_OTHERS = [
     ("答案是：C、因为", {}, "C"), ("したがって、答えは「C」です。", {}, "C"), ("따라서 정답은 (C)입니다.", {}, "C"),
     ("คำตอบคือ C", {}, "C"), ("Jawaban: C", {}, "C"), (r"The final answer is $\boxed{\text{C. 12 m}}$", {}, "C"),
     ("C.", {}, "C"), ("c)", {}, "C"), ("Answer: C", {}, "C"),
+    # A letter in a sentence is a name unless the sentence chooses it.
+    ("Vitamin C is important.", {}, None), ("The answer is vitamin C.", {}, None), ("Point B lies on it.", {}, None),
+    ("Let A be a matrix and B its inverse.", {}, None), ("It is 25 °C.", {}, None), ("C is the speed.", {}, None),
+    ("2A + B → C", {}, None), ("rate = k[A][B]", {}, None), ("Let P(A) = 0.5.", {}, None), ("from A to B", {}, None),
+    (r"\boxed{\frac{A}{B}}", {}, None), (r"\boxed{|A|}", {}, None), (r"\boxed{A \to B}", {}, None),
+    ("The answer is C-14.", {}, None), ("The answer is C#.", {}, None), ("The answer is A∪B.", {}, None),
+    ("I'd go with C.", {}, "C"), ("Definitely C.", {}, "C"), ("which makes C correct", {}, "C"), ("⇒ C", {}, "C"),
+    ("This leaves us with option C.", {}, "C"), ("x = 20, i.e. C", {}, "C"), ("Option C best fits.", {}, "C"),
+    (r"\boxed{\bf C}", {}, "C"), (r"\boxed{\mathsf{C}}", {}, "C"), (r"\(\text{C}\)", {}, "C"), ("✅ C) 4", {}, "C"),
+    # What is ruled out is no answer, and a correction is one.
+    ("We can rule out A.", {}, None), ("Option A is ruled out.", {}, None), ("不选A", {}, None),
+    ("排除选项A。", {}, None), ("B ✗", {}, None),
+    ("正解はAではない。", {}, None), ("답은 A가 아니다.", {}, None), ("Die Antwort ist nicht A.", {}, None),
+    ("La réponse n'est pas A.", {}, None), ("It is unlikely to be A.", {}, None), ("정답은 A와 C입니다.", {}, None),
+    ("A项错误；B项错误；C项正确；D项错误。", {}, "C"), ("答案是A。等等，不对，应该是C。", {}, "C"),
+    ("The answer is A. Wait, no. It's C.", {}, "C"), ("After eliminating A, B and D, we are left with C.", {}, "C"),
+    ("A ❌\nB ❌\nC ✅", {}, "C"), ("(A) 1\n(B) 2\n(C) 3\n\n**(C) 3**", {}, "C"),
+    ("The answer is $20\\,\\text{m}$.", {"choices": ["10 m", "5 m", "20 m"]}, "C"),
 ]  # fmt: skip
 """(response, metadata, the letter that a person reads in it, or None)."""
 

@@ -10,7 +10,7 @@ from sandboxes import PATIENT, needs_sandbox
 
 from slimectl.errors import SettingsError
 from slimectl.rewards import verifier
-from slimectl.rewards.thoughts import TAGS, after_thought, answer_span, opened_by
+from slimectl.rewards.thoughts import after_thought, answer_span, opened_by
 from slimectl.types import Sample
 
 ANSWERS = [
@@ -34,6 +34,11 @@ ANSWERS = [
     ("<think>It ends with `</think>`, so 5.", None),
     ("<think>```x```</think>```y```", "```y```"),
     ("<think>It's 'a'</think>'b' it is", "'b' it is"),
+    ('a</think>re.sub(r"<think>.*?</think>", "", s)', 're.sub(r"<think>.*?</think>", "", s)'),
+    ('<think>He says "no</think>It is "yes".', 'It is "yes".'),
+    ("<|channel|>analysis<|message|>a<|channel|>commentary to=f <|constrain|>json<|message|>b", None),
+    ("a<|channel|>final<|message|>b<|channel|>commentary<|message|>c", None),
+    ("<|channel|>analysis<|message|>a<|channel|>final <|constrain|>json<|message|>b", "b"),
 ]
 
 
@@ -42,6 +47,17 @@ def test_the_answer_is_what_follows_the_last_closed_thought(response: str, answe
     span = answer_span(Sample(response=response))
     assert (span.text if span else None) == answer
     assert span is None or response[slice(*span.span)] == answer
+
+
+TAGS = [
+    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"), ("<thoughts>", "</thoughts>"),
+    ("<reasoning>", "</reasoning>"), ("<scratchpad>", "</scratchpad>"), ("<Think>", "</THINK>"),
+    ("<think >", "< /think>"), ("<seed:think>", "</seed:think>"), ("<longcat_think>", "</longcat_think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"), ("<|channel>thought", "<channel|>"),
+    ("<unused94>thought", "<unused95>"), ("<start_working_out>", "<end_working_out>"), ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("opening", "closing"), TAGS)

@@ -185,7 +185,7 @@ def answered(count: int, seed: int) -> Iterator[tuple[tuple[str, str], dict[str,
 
 
 def warm_up(_: object) -> None:
-    """Import sympy off the clock."""
+    """Import mpmath off the clock."""
     tried((r"\boxed{2x}", "x+x"), without="reasoning_gym")
 
 

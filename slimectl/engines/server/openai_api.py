@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from slimectl.chats.messages import MessageError, normalized_chat
-from slimectl.data.answers import THINK, AnswerFormat, format_of
+from slimectl.data.answers import AnswerFormat, format_of
 from slimectl.data.chat import render
 from slimectl.data.chat_responses import CHAT, COMPLETION, ApiKind
 from slimectl.engines.limits import check_prompt
@@ -21,6 +21,7 @@ from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseForm
 from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_openai
 from slimectl.engines.server.schema import RequestBody, read
 from slimectl.engines.server.state import LONG, SERVICE, STREAMED, EventStream, Service, dumped
+from slimectl.rewards.thoughts import THINK
 from slimectl.types import Prompt
 
 DEFAULT_COMPLETION = 16

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from slimectl.errors import RecordError
 from slimectl.rewards.base import Grade, Verifier, no_answer
-from slimectl.rewards.extraction import SOURCE_WORDS, UNCLOSED, find, text_of
+from slimectl.rewards.extraction import SOURCE_WORDS, UNCLOSED, composed, find, text_of
 from slimectl.types import Sample
 
 Check = Callable[..., bool]
@@ -42,7 +42,8 @@ class Instructions(Verifier):
         answer = find(sample, "response")
         if answer is None:
             return no_answer(SOURCE_WORDS["response"], UNCLOSED)
-        variants = _loose_variants(answer.text) if self.mode == "loose" else [answer.text]
+        text = composed(answer.text)
+        variants = _loose_variants(text) if self.mode == "loose" else [text]
         texts = [text for text in variants if text.strip()]
         missed = [name for name, check, arguments in checked if not any(check(text, **arguments) for text in texts)]
         share = 1 - len(missed) / len(checked)
@@ -77,11 +78,18 @@ def _read_instructions(sample: Sample, checks: Checks) -> list[tuple[str, Check,
                 f"{location}.instruction_id_list: {name!r} is unknown; known are {', '.join(sorted(checks))}"
             )
         accepted, required = _parameters(checks[name])
-        arguments = {key: value for key, value in (entry or {}).items() if key in accepted and value is not None}
+        pairs = (entry or {}).items()
+        arguments = {key: _composed_argument(value) for key, value in pairs if key in accepted and value is not None}
         if missing := [key for key in required if key not in arguments]:
             raise RecordError(f"{location}.kwargs: {name} needs {', '.join(missing)}")
         instructions.append((name, checks[name], arguments))
     return instructions
+
+
+def _composed_argument(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_composed_argument(item) for item in value]
+    return composed(value) if isinstance(value, str) else value
 
 
 @cache

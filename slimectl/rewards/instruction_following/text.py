@@ -154,7 +154,6 @@ COMMON = {
     "bg": "и на в се да не от за с по че е са като това но или си към ще аз ние",
 }
 _COMMON = {language: frozenset(common.split()) for language, common in COMMON.items()}
-LANGUAGES = frozenset(language for group in SCRIPTS.values() for language in group)
 
 MOST_LETTERS = 20_000
 """Characters at the start of a text that are examined: a language shows long before."""

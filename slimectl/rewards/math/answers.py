@@ -212,7 +212,8 @@ def _union(text: str, parts: list[str], depth: int, separator: str) -> Answer:
             return Answer("region", text, region=(union if separator == r"\cup" else intersection)(regions))
         if len(regions) == 2:
             return Answer("region", text, region=intersection([regions[0], complement(regions[1])]))
-    return Answer("list", text, items, "∪") if separator == r"\cup" else Answer("text", text)
+    operator = {r"\cup": "∪", r"\cap": "∩"}.get(separator)
+    return Answer("list", text, items, operator) if operator else Answer("text", text)
 
 
 def _points(answer: Answer) -> Region | None:

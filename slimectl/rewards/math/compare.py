@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
 from slimectl.rewards.math.answers import parse_answer, region_of
 from slimectl.rewards.math.latex import tidy
 from slimectl.rewards.math.leaves import Answer
 from slimectl.rewards.math.regions import same_region
 from slimectl.rewards.math.spelling import spelling
-from slimectl.rewards.math.values import constant_value, equal_values, proportional
+from slimectl.rewards.math.values import equal_values, proportional
 
 _LOCK = threading.RLock()
 """Values are computed by one thread at a time: mpmath's functions change the precision that they share."""
@@ -33,15 +32,6 @@ def same_answer(label: str, answer: str) -> bool:
             return True
         try:
             return _same(parse_answer(label), parse_answer(answer))
-        except _COSTLY:
-            return False
-
-
-def is_unread(label: str, answer: str) -> bool:
-    """Whether both texts are in notation that has no normal form here."""
-    with _LOCK:
-        try:
-            return all(parse_answer(tidy(text)).kind == "text" for text in (label, answer))
         except _COSTLY:
             return False
 
@@ -74,6 +64,8 @@ def _same_scalars(first: Answer, second: Answer) -> bool:
     infinities = [_infinity(answer) for answer in (first, second)]
     if any(infinities):
         return infinities[0] == infinities[1]
+    if first.unit and second.unit and first.unit != second.unit:
+        return False
     return first.tree is not None and second.tree is not None and equal_values(first.tree, second.tree)
 
 
@@ -107,7 +99,9 @@ def _same_relations(first: Answer, second: Answer) -> bool:
 
 
 def _same_lists(first: Answer, second: Answer) -> bool:
-    return (first.brackets == "∪") == (second.brackets == "∪") and _unordered(first.items, second.items)
+    operators = {first.brackets, second.brackets} - {"", "±"}  # a sign of plus or minus makes a list like any other
+    same_shape = not operators or first.brackets == second.brackets
+    return same_shape and _unordered(first.items, second.items)
 
 
 def _unordered(first: Sequence[Answer], second: Sequence[Answer]) -> bool:
@@ -192,13 +186,3 @@ _SAME: dict[str, Callable[[Answer, Answer], bool]] = {
     "equation": lambda first, second: False,
     "relation": _same_relations,
 }
-
-
-def canonical_key(text: str) -> str | Fraction | None:
-    """A value that equal answers of the commonest kind share: the fraction that it is; None for any other."""
-    with _LOCK:
-        parsed = parse_answer(tidy(text))
-        value = (
-            constant_value(parsed.tree) if parsed.kind == "scalar" and parsed.tree and not parsed.alternatives else None
-        )
-    return value if isinstance(value, Fraction) else None

@@ -21,6 +21,7 @@ from slimectl.rewards.extraction import (
     trimmed,
 )
 from slimectl.rewards.math.latex import normalized
+from slimectl.rewards.math.leaves import split
 from slimectl.rewards.math.numbers import exact_number
 from slimectl.rewards.thoughts import answer_span
 from slimectl.types import Sample
@@ -32,7 +33,11 @@ MAX_LABEL = 2000
 
 _EMPHASIS = " \t\r\n*_`~#"
 _ANSWER = re.compile(r"answer[\s*_`~]*[:：]\s*(?=[^\n]*[^\s*_`~#][^\n]*)", re.IGNORECASE)
-_FORMULA = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
+_FORMULA = re.compile(r"(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)")
+_OTHERWISE = re.compile(r"\$|\\\(|[<>≤≥≠]|\b(?:or|and|not|wrong)\b|n't", re.IGNORECASE)
+"""What next to a formula means that it is not the answer, or not the only one."""
+
+_EQUALS = re.compile(r"(?<![!<>≤≥≠=])=")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\d|[A-Za-z]|\{[^{}]*\})\s*(\d|[A-Za-z]|\{[^{}]*\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([\dA-Za-z])")
 _SPECIAL_TOKENS = re.compile(r"(?:\s*(?:<[|｜][^<>|｜\n]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>))+\s*$")
@@ -114,14 +119,21 @@ def canonical(text: str) -> str:
     """
     boxed = last_boxed(text)
     text = bare(composed(text if boxed is None else boxed).strip(_EMPHASIS))
-    if formula := _FORMULA.search(text):
+    if (formula := _FORMULA.search(text)) and not _has_more(text, *formula.span()):
         text = formula[1] or formula[2]
-    text = normalized(_DOTS.sub("", text.rpartition("=")[2]))
+    *sides, value = _EQUALS.split(_DOTS.sub("", text))
+    is_chain = not any(len(split(re.sub(r"\b(?:or|and)\b", ",", side))) > 1 for side in sides)
+    text = normalized(value if is_chain else text)
     text = _SHORT_FRACTION.sub(
         lambda match: rf"\frac{{{_without_braces(match[1])}}}{{{_without_braces(match[2])}}}", text
     )
     text = _ARTICLE.sub("", _SHORT_ROOT.sub(r"\\sqrt{\1}", text))
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 1 1/2 is not 11/2
+
+
+def _has_more(text: str, start: int, end: int) -> bool:
+    """Whether the text next to the formula at this place has more than words for it and a unit."""
+    return _OTHERWISE.search(text[:start] + " " + text[end:]) is not None or re.search(r"\d", text[end:]) is not None
 
 
 def _without_braces(argument: str) -> str:

@@ -27,6 +27,8 @@ _EMPHASIS = re.compile(
 )
 _MARKS = tuple("*_`\"'<")
 
+_ARGUMENT = r"(?:[^{}]|\{[^{}]*\}){1,60}"
+
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -50,6 +52,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\{:\}", ":"),
         (r"(?<=\d)(?:\{,\}|,\\!|\\,|\\!|\\ |\\thinspace ) ?(?=\d{3}(?!\d))", ""),  # thousands
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (
+            rf"\{{({_ARGUMENT})\\choose(?![A-Za-z])({_ARGUMENT})\}}|^({_ARGUMENT})\\choose(?![A-Za-z])({_ARGUMENT})$",
+            r"\\binom{\1\3}{\2\4}",
+        ),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\\(?:[,;:!> ]|q?quad(?![A-Za-z])|(?:thin|med|thick)space(?![A-Za-z]))|~", " "),
         (r"\s+", " "),
@@ -73,7 +79,6 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 _ROW_END = re.compile(r"\\\\(?:\s*\[[^\]]{0,20}\])?")
-_GROUPED = re.compile(r"[-+]?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
 
 @lru_cache(maxsize=4096)
@@ -123,5 +128,4 @@ def normalized(text: str) -> str:
     ['5', '1234', '50', '90', 'Yes']
     """
     text = re.sub(r"\s*\\degree\s*", " ", without_unit(tidy(text))).strip()
-    text = re.sub(r"(?<!\.)\.$", "", text).strip()  # an ellipsis is no full stop: 42... is not 42
-    return re.sub(r"[, ]", "", text) if _GROUPED.fullmatch(text) else text
+    return re.sub(r"(?<!\.)\.$", "", text).strip()  # an ellipsis is not a full stop: 42... is not 42

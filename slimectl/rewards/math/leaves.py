@@ -10,7 +10,7 @@ from slimectl.rewards.math.expressions import Tree, parse_expression
 from slimectl.rewards.math.regions import Region
 from slimectl.rewards.math.times import time_of_day
 from slimectl.rewards.math.tokens import FUNCTIONS
-from slimectl.rewards.math.units import without_unit
+from slimectl.rewards.math.units import Unit, unit_behind, without_unit
 
 Kind = Literal[
     "scalar", "words", "text", "list", "tuple", "region", "matrix", "numeral", "ratio", "equation", "relation", "time"
@@ -35,11 +35,11 @@ _NUMBER_WORDS = {word: str(at) for at, word in enumerate(_COUNTS.split())} | {
 class Answer:
     r"""One answer. `text` is its normalized spelling, and a "text" has nothing else.
 
-    scalar: `tree` · list or set: unordered `items` · tuple or interval: `items` and `brackets` ("[)") · region:
-    `region`, of the variable `name` if it has one · matrix: `items` of `items` · numeral: `text`, digits and base ·
-    ratio: `items`, and in `brackets` the time that it may be · time: `text` of `time_of_day` · equation: `sides` ·
-    relation: `sides`, `operators`. `name` is the left side of x = 5. `alternatives` are further values that an
-    approximation states.
+    scalar: `tree` · list (a set too): unordered `items` · tuple, an interval too: `items` and `brackets` ("[)") ·
+    region: `region`, of the variable `name` if it has one · matrix: `items` of `items` · numeral: `text`, digits and
+    base · ratio: `items`, and in `brackets` the time that it may be · time: `text` of `time_of_day` · equation: `sides`
+    · relation: `sides`, `operators`. `name` is the left side of x = 5; `alternatives` are further values that an
+    approximation states; `unit` is a scalar's, where it is known.
     """
 
     kind: Kind
@@ -52,13 +52,15 @@ class Answer:
     operators: tuple[str, ...] = ()
     name: str = ""
     alternatives: tuple[Answer, ...] = ()
+    unit: Unit | None = None
 
 
 def parse_leaf(text: str) -> Answer:
     """A scalar, a numeral, a ratio, words, or text."""
     if time := time_of_day(text):
         return Answer("time", time)
-    text = without_unit(text).strip()
+    written = text
+    text = without_unit(text)
     if not text:
         return Answer("text", text)
     folded = re.sub(r"\s+", " ", text).casefold()
@@ -77,7 +79,7 @@ def parse_leaf(text: str) -> Answer:
             return Answer("text", text)
         return Answer("ratio", text, items, time_of_day(text + " o'clock") or "")
     tree = None if _DERIVATIVE.search(text) else parse_expression(text)
-    return Answer("text", text) if tree is None else Answer("scalar", text, tree=tree)
+    return Answer("text", text) if tree is None else Answer("scalar", text, tree=tree, unit=unit_behind(written, text))
 
 
 def are_words(text: str) -> bool:

@@ -28,7 +28,19 @@ _NUMBER = re.compile(rf"([-+]?)\s*({_DECIMAL})(?:\s*/\s*([-+]?)({_DECIMAL}))?")
 _WORD = r"0-9A-Za-z_\u00c0-\u024f\u0370-\u052f"
 """Characters that form a word with a digit. Han, kana and Hangul need no blank before a number."""
 
-_IN_TEXT = re.compile(rf"(?:(?<![{_WORD}).])[-+])?(?<![{_WORD}.]){_DECIMAL}(?:/{_DECIMAL})?")
+_EXPONENT = r"(?:\^\{[-+]?\d{1,3}\}|\^[-+]?\d{1,3}|[-⁻]?[⁰¹²³⁴-⁹]{1,3})"
+_TIMES_TEN = r"\s*(?:\\times|\\cdot|[×·*x])\s*10"
+_FRACTION = r"\\[dt]?frac\{\s*\d{1,50}\s*\}\{\s*\d{1,50}\s*\}"
+_FREE = r"(?<![\^_]\{)(?<!\^)(?<!\^[-+])(?<!\^\{[-+])"
+"""Outside of exponents and indices: the 2 of cm^2 and the 1 of x_{1} do not count."""
+
+_IN_TEXT = re.compile(
+    rf"(?:(?<![{_WORD})}}.])(?<!\^)(?<!\^\{{)[-+])?{_FREE}"
+    rf"(?:(?<![{_WORD}.]){_DECIMAL}(?:(?:{_TIMES_TEN})?{_EXPONENT}|/{_DECIMAL})?|{_FRACTION})"
+)
+_POWER = re.compile(rf"([-+]?)({_DECIMAL})({_TIMES_TEN})?\^([-+]?\d+)")
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", "{}")
+_WHOLE_BEFORE = re.compile(r"(?<![\w.,/^])(?<!\d )[-+]?\d{1,9} ?$")
 _MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 
@@ -66,6 +78,25 @@ def exact_number(text: str) -> Fraction | None:
     return -value if (sign == "-") != (sign_below == "-") else value
 
 
+def written_number(text: str) -> Fraction | None:
+    r"""Parse a number that `find_last_number` may find: like `exact_number`, and \frac{3}{4}, 2^{10}, 3 \times 10^8.
+
+    >>> written_number(r"1\frac{1}{2}"), written_number("2.5×10⁻¹"), written_number("-2^2")
+    (Fraction(3, 2), Fraction(1, 4), Fraction(-4, 1))
+    """
+    text = text.strip().translate(_MINUS)
+    fraction = re.sub(rf"\s?({_FRACTION})$", lambda match: " " + "/".join(re.findall(r"\d+", match[1])), text)
+    flat = re.sub(r"(?<=\d)([-⁻]?[⁰¹²³⁴-⁹]+)$", r"^\1", text).translate(_RAISED)
+    power = _POWER.fullmatch(flat)
+    if power is None:
+        return exact_number(re.sub(r"([-+]) ", r"\1", fraction))
+    sign, factor, times_ten, exponent = power.groups()
+    base, value = (Fraction(10), _decimal(factor)) if times_ten else (_decimal(factor), Fraction(1))
+    if base is None or value is None or abs(int(exponent)) > MAX_EXPONENT or (base == 0 and int(exponent) < 0):
+        return None
+    return value * base ** int(exponent) * (-1 if sign == "-" else 1)
+
+
 def find_last_number(text: str) -> Span | None:
     """Find the last number of a text, as written; a minus after a digit is not its sign. None if there is none.
 
@@ -74,14 +105,17 @@ def find_last_number(text: str) -> Span | None:
     """
     before = max(0, len(text) - MAX_SEARCHED)
     searched = text[before:].translate(_MINUS)
-    # No number contains a blank: a search from a blank near the end finds the same last number.
-    near = searched.rfind(" ", 0, max(0, len(searched) - NEAR))
-    matches = deque(_IN_TEXT.finditer(searched, max(0, near)), maxlen=1)
-    if not matches and near > 0:
-        matches = deque(_IN_TEXT.finditer(searched, 0, near), maxlen=1)
+    near = max(0, searched.rfind(" ", 0, max(0, len(searched) - NEAR)))
+    matches = deque(_IN_TEXT.finditer(searched, near), maxlen=1)
+    if near and (not matches or matches[0].start() - near < len(r" \times 10^")):  # it may begin before
+        matches = deque(_IN_TEXT.finditer(searched), maxlen=1)
     if not matches:
         return None
-    start, end = (before + at for at in matches[0].span())
+    start, end = matches[0].span()
+    is_fraction = "/" in matches[0][0] or "frac" in matches[0][0]
+    if is_fraction and (whole := _WHOLE_BEFORE.search(searched, max(0, start - 12), start)):
+        start = whole.start()  # 1 1/2
+    start, end = before + start, before + end
     return Span(text[start:end].rstrip("."), start)
 
 

@@ -56,10 +56,6 @@ class _Reader:
         while self._at < len(self._tokens) and self._tokens[self._at] != end:
             if self._tokens[self._at] in ("_", "^", "'"):
                 parts += self._scripts()
-            elif self._tokens[self._at] == r"\choose":
-                self._at += 1
-                parts = [r"\binom", *_group(parts), *_group(self.sequence(end))]
-                self._at -= bool(end)
             else:
                 parts += self._atom()
         if end:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from fractions import Fraction
 
 from slimectl.rewards.math.tokens import word_set
 
@@ -12,11 +14,11 @@ _CAPITALS = "A|V|W|J|N|C|K|F|T|H|S"
 
 _AMBIGUOUS = r"in|mi|mg|ms|ml|mL|mV|mA|[mnp][sF]|[nu]m|\\mu ?[smgALF]|Pa|\\Omega|dB|[kMGT]B"
 _WORDS = (
-    r"mm|cm|dm|km|inch(?:es)?|f(?:oo|ee)?t|y(?:ar)?ds?|miles?|kg|lbs?|oz|ounces?|(?:kilo|milli)?grams?|pounds?|tons?"
+    r"mm|cm|dm|km|inch(?:es)?|f(?:oo|ee)?t|y(?:ar)?ds?|yrs?|miles?|kg|lbs?|oz|ounces?|(?:kilo|milli)?grams?|pounds?|tons?"
     r"|sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?|weeks?|months?|years?|(?:milli)?lit(?:er|re)s?|gallons?|quarts?"
     r"|(?:centi|milli|kilo)?met(?:er|re)s?|deg(?:ree)?s?|rad(?:ian)?s?|dollars?|cents?|euros?|units?|percent(?:age)?|pct|mph"
     r"|cups?|pints?|rpm|points?|kph|watts?|joules?|newtons?|volts?|amps?|acres?|hectares?|kmh|[kMG]?Hz|[hkMG]Pa|[kMG]?eV"
-    r"|kcal|k?Wh|[kM]J|[kMG]W|kV|kN|[mk]?mol|moles?|kelvin|ohms?|[kM](?:\\Omega|\\ohm)|o'clock|USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|CHF|ppm|sq|fps"
+    r"|kcal|atm|torr|mmHg|k?Wh|[kM]J|[kMG]W|kV|kN|[mk]?mol|moles?|kelvin|ohms?|[kM](?:\\Omega|\\ohm)|o'clock|USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|CHF|ppm|sq|fps"
 )
 POWER = r"(?:\s*\^\s*(?:\d|\{\s*[-+]?\d\s*\}|-\d))?"
 _NAME = rf"(?:{_WORDS}|{_AMBIGUOUS}|{_LETTERS})"
@@ -74,6 +76,47 @@ _NO_OBJECT = word_set(
 """Words that may make another number of the one before them."""
 
 
+Unit = tuple[Fraction, tuple[tuple[str, int], ...]]
+"""Size in base units, and the power of each base unit: 5 km/h and 5 m/s differ, and 5 mL is 5 cm^3."""
+
+_PREFIXES = {"kilo": Fraction(1000), "centi": Fraction(1, 100), "milli": Fraction(1, 1000), "deci": Fraction(1, 10),
+             "micro": Fraction(1, 10**6), "nano": Fraction(1, 10**9), "mega": Fraction(10**6), "hecto": Fraction(100),
+             "k": Fraction(1000), "c": Fraction(1, 100), "m": Fraction(1, 1000), "d": Fraction(1, 10),
+             r"\mu": Fraction(1, 10**6), "n": Fraction(1, 10**9), "p": Fraction(1, 10**12), "M": Fraction(10**6),
+             "G": Fraction(10**9), "h": Fraction(100)}  # fmt: skip
+_SI = """m meter metre = 1 m | g gram = 1/1000 kg | s sec second = 1 s | A amp ampere = 1 A | K kelvin = 1 K
+    | mol mole = 1 mol | l L liter litre = 1/1000 m3 | N newton = 1 kg m s-2 | J joule = 1 kg m2 s-2
+    | W watt = 1 kg m2 s-3 | Pa pascal = 1 kg m-1 s-2 | Hz hertz = 1 s-1 | C coulomb = 1 A s | V volt = 1 kg m2 s-3 A-1
+    | F farad = 1 kg-1 m-2 s4 A2
+    | ohm \\Omega \\ohm = 1 kg m2 s-3 A-2 | T tesla = 1 kg s-2 A-1 | H henry = 1 kg m2 s-2 A-2
+    | Wh = 3600 kg m2 s-2"""
+_OTHER = """min minute = 60 s | h hr hour = 3600 s | day = 86400 s | week = 604800 s | month = 2629800 s
+    | year yr = 31557600 s | in inch inche = 127/5000 m | ft foot feet = 381/1250 m | yd yard = 1143/1250 m
+    | mi mile = 201168/125 m | mph = 1397/3125 m s-1 | kph kmh = 5/18 m s-1 | lb pound = 45359237/100000000 kg
+    | oz ounce = 45359237/1600000000 kg | cent = 1/100 USD | dollar USD = 1 USD | euro EUR = 1 EUR | GBP = 1 GBP
+    | deg degree = 1 deg | rad radian = 1 rad"""
+
+
+def _table(text: str) -> dict[str, Unit]:
+    units: dict[str, Unit] = {}
+    for line in text.split("|"):
+        names, _, value = line.partition("=")
+        size, *bases = value.split()
+        powers = tuple(
+            sorted((base.rstrip("-0123456789"), int(re.sub(r"^[A-Za-z]+", "", base) or 1)) for base in bases)
+        )
+        units |= dict.fromkeys(names.split(), (Fraction(size), powers))
+    return units
+
+
+_KNOWN = _table(_SI) | _table(_OTHER)
+_PREFIXED = frozenset(_table(_SI).values())
+_FACTOR = re.compile(
+    r"\s*(?P<over>/)?(?:\\cdot|\\times|\*)?\s*\(?(?:(?P<before>squ|cub|sq|cu)(?:are|ic)?\.?\s)?\s*"
+    r"(?P<name>\\mu\s?[A-Za-z]+|\\[A-Za-z]+|[A-Za-z]+)(?:\s*\^\s*\{?(?P<power>-?\d)\}?|\s(?P<after>squ|cub)(?:ar)?ed)?\)?\s*"
+)
+
+
 def without_unit(text: str) -> str:
     r"""The text without the unit or the counted objects at its end, and \text{} unwrapped.
 
@@ -118,6 +161,50 @@ def _flat(pieces: str) -> str:
     pieces = re.sub(rf"{_ROMAN}\s*\{{([^{{}}]*)\}}", lambda text: f" {text[1].strip()}", pieces)
     pieces = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1 / \2 ", pieces)
     return re.sub(r"[\s~]+", " ", pieces).strip()
+
+
+def unit_behind(written: str, number: str) -> Unit | None:
+    r"""The unit that `without_unit` took from a text to leave a number; None where one is not known.
+
+    >>> [unit_behind(text, "5") for text in (r"5\text{ km}/\text{h}", "5 kilometers per hour", "5 apples")]
+    [(Fraction(5, 18), (('m', 1), ('s', -1))), (Fraction(5, 18), (('m', 1), ('s', -1))), None]
+    """
+    if written == number:
+        return None
+    tail = written[len(number) :] if written.startswith(number) else ""
+    phrase = re.sub(r"\bper\b", "/", _flat(tail).rstrip(". "))
+    size, powers, sign, at = Fraction(1), Counter[str](), 1, 0
+    for factor in _FACTOR.finditer(phrase):
+        unit = _unit_named(factor["name"])
+        if factor.start() != at or unit is None or (sign < 0 and not factor["over"]):  # m/s m: is the last m below?
+            return None
+        sign = -1 if factor["over"] else 1
+        power = int(
+            factor["power"] or {"squ": 2, "sq": 2, "cub": 3, "cu": 3}.get(factor["before"] or factor["after"], 1)
+        )
+        size *= unit[0] ** (sign * power)
+        powers.update({name: sign * power * count for name, count in unit[1]})
+        at = factor.end()
+    return (
+        (size, tuple(sorted((name, count) for name, count in powers.items() if count)))
+        if 0 < at == len(phrase)
+        else None
+    )
+
+
+def _unit_named(name: str) -> Unit | None:
+    """The unit of a name, with a prefix of SI (km, kilometers) and in the plural."""
+    for spelled in (name, name.removesuffix("s")):
+        if unit := _KNOWN.get(spelled):
+            return unit
+        for prefix, size in _PREFIXES.items():
+            if (
+                spelled.startswith(prefix)
+                and (unit := _KNOWN.get(spelled[len(prefix) :].strip()))
+                and unit in _PREFIXED
+            ):
+                return (size * unit[0], unit[1])
+    return None
 
 
 def unwrap_text(text: str) -> str:

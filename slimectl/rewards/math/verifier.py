@@ -16,9 +16,8 @@ from slimectl.rewards.extraction import (
     text_of,
     with_response,
 )
-from slimectl.rewards.math.compare import is_unread, same_answer
-from slimectl.rewards.math.latex import normalized, tidy
-from slimectl.rewards.math.symbolic import symbolically_equal
+from slimectl.rewards.math.compare import same_answer
+from slimectl.rewards.math.latex import normalized
 from slimectl.rewards.thoughts import answer_span
 from slimectl.types import Sample
 
@@ -43,7 +42,7 @@ class Math(Verifier):
         return True
 
     def prepare(self) -> None:
-        symbolically_equal(r"\sqrt{2}x", r"x\frac{2}{\sqrt{2}}")  # imports sympy and builds its parser: 2 s of CPU time
+        same_answer(r"\sqrt{2}", r"\frac{2}{\sqrt{2}}")  # imports mpmath
 
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "math"), find(sample, "boxed")
@@ -59,15 +58,15 @@ class Math(Verifier):
         return text_of(find(sample, "boxed"))
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
-        return first == second or (max(len(first), len(second)) <= MAX_ANSWER and same_answer(first, second))
+        return equal(first, second)
 
 
 def equal(label: str, answer: str) -> bool:
     r"""Whether two answers are the same in value, by `same_answer`; over 2000 characters, in spelling.
 
     Lists, sets and unions are unordered (a list is a set); tuples and intervals are ordered and keep their brackets, so
-    (1,2) is neither [1,2] nor 1,2. Words compare as words, ignoring case: no is not on. Units are dropped, not
-    converted.
+    (1,2) is neither [1,2] nor 1,2. Words compare as words, ignoring case: no is not on. Units are not converted: one
+    that stands on one side only is dropped, and two must measure the same.
     """
     if not label or not answer:
         return False
@@ -75,7 +74,7 @@ def equal(label: str, answer: str) -> bool:
         return True
     if len(label) > MAX_ANSWER or len(answer) > MAX_ANSWER:
         return False
-    return same_answer(label, answer) or (is_unread(label, answer) and symbolically_equal(tidy(label), tidy(answer)))
+    return same_answer(label, answer)
 
 
 RESPONSE = "###Response"
