@@ -28,7 +28,6 @@ from slimectl.chats.messages import (
     normalized_tools,
 )
 from slimectl.errors import RecordError, SettingsError
-from slimectl.rewards.thoughts import TAGS
 from slimectl.stdio import logger
 from slimectl.types import Chat, Prompt
 
@@ -41,6 +40,7 @@ OPEN = "q0open0q"
 """Stand-in at the end of a thought that is not finished."""
 REMEDY = "Leave it out, or put a chat_template.jinja that shows it in the model's folder."
 _MARK = re.compile(r"<[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]{2,20}\]|◁/?think▷")
+_THINK_START = re.compile(r"[<\[◁][^<>\[\]/]{0,12}think[^<>\[\]]{0,8}[>\]▷]", re.IGNORECASE)
 _THINK_END = re.compile(r"[<\[◁]/[^<>\[\]]{0,12}think[^<>\[\]]{0,8}[>\]▷]", re.IGNORECASE)
 _STAND_IN = re.compile(r"(?=(q\d+[a-z]\w*?q))")
 _PRINTED_PART = re.compile(r"""['"]text['"]: ?['"]\s*q(\d+)c""")
@@ -215,9 +215,10 @@ class Template:
         """
         last = chat[-1]
         content = last["content"]
-        for opening, closing in TAGS if isinstance(content, str) else ():
-            if content.rfind(opening) <= content.rfind(closing):
-                continue
+        opened = [*_THINK_START.finditer(content)] if isinstance(content, str) else []
+        if opened and not _THINK_END.search(content, opened[-1].end()):
+            opening = opened[-1][0]
+            closing = f"{opening[0]}/{opening[1:]}"
             text = self.text([*chat[:-1], {**last, "content": f"{content}{OPEN}{closing}{OPEN}"}])
             if text.count(OPEN) == 2:
                 before, tag, thought = text.partition(OPEN)[0].rpartition(opening)

@@ -60,9 +60,9 @@ def sampling_model(samples: Path) -> tuple[str, str] | None:
 
 def other_model(samples: Path, model: Path) -> str:
     """Return a warning if the manifest of samples names another model than `model`, else an empty text."""
-    if (found := sampling_model(samples)) is None:
+    if (sampled_from := sampling_model(samples)) is None:
         return ""
-    folder, digest = found
+    folder, digest = sampled_from
     if digest == content_hash(model):
         return ""
     return (

@@ -94,22 +94,24 @@ def lr_at(step: int, options: OptimizerOptions) -> float:
     return options.min_lr + (options.lr - options.min_lr) * remaining
 
 
-def unmet_schedule(made: int, options: OptimizerOptions) -> str:
+def unmet_schedule(updates: int, options: OptimizerOptions) -> str:
     """Return a message if a schedule counted another number of updates than a run made, else "".
 
-    `made` is the number of updates. The schedule ends at `options.decay_steps`.
+    `updates` is the number of updates. The schedule ends at `options.decay_steps`.
     """
     counted = options.decay_steps
-    if options.schedule == "constant" or counted is None or made == counted or not made:
+    if options.schedule == "constant" or counted is None or updates == counted or not updates:
         return ""
-    found = f"the {options.schedule} schedule of the learning rate counted {counted} steps, and the run made {made}: "
-    if made > counted:
-        return f"{found}from step {counted + 1} on the rate was {options.min_lr:.3g}. Set train.lr_decay_iters={made}."
-    last = lr_at(made - 1, options)
+    schedule = f"the {options.schedule} schedule of the learning rate"
+    message = f"{schedule} counted {counted} steps, and the run made {updates}: "
+    if updates > counted:
+        end = f"from step {counted + 1} on the rate was {options.min_lr:.3g}"
+        return f"{message}{end}. Set train.lr_decay_iters={updates}."
+    last = lr_at(updates - 1, options)
     share = f", {last / options.lr:.2f} of its peak" if options.lr else ""
     return (
-        f"{found}it ended at {last:.3g}{share}. Dropped groups and failed or stale samples lead to fewer steps. Set"
-        f" train.lr_decay_iters={made} if you expect as many again."
+        f"{message}it ended at {last:.3g}{share}. Dropped groups and failed or stale samples lead to fewer steps. Set"
+        f" train.lr_decay_iters={updates} if you expect as many again."
     )
 
 

@@ -91,8 +91,8 @@ def _find(answer: Span, choices: dict[str, str]) -> tuple[str, Span, str] | None
             if not letter or letter in choices
         ]
         if valid:
-            *_, letter, (found, start) = max(valid)
-            place = Span(original[start : start + len(found)], answer.start + cut + start)
+            *_, letter, (text, start) = max(valid)
+            place = Span(original[start : start + len(text)], answer.start + cut + start)
             return (letter, place, source) if letter else None
     return None
 
@@ -107,8 +107,8 @@ def _stated_choices(text: str, choices: dict[str, str]) -> list[tuple[str, Span]
 def _choices_of(places: list[Span | None], choices: dict[str, str]) -> list[tuple[str, Span]]:
     """The places with the text of a choice, and its letter. A text of one character counts as a letter."""
     by_text = {_folded(choice): letter for letter, choice in choices.items()}
-    found = [(by_text.get(_folded(place.text)), place) for place in places if place]
-    return [(letter, place) for letter, place in found if letter and len(place.text.strip()) > 1]
+    pairs = [(by_text.get(_folded(place.text)), place) for place in places if place]
+    return [(letter, place) for letter, place in pairs if letter and len(place.text.strip()) > 1]
 
 
 def _folded(text: str) -> str:

@@ -189,11 +189,11 @@ def _begun_with(line: re.Match[str]) -> str:
     return line[_group(line)].upper()
 
 
-def _without_items(found: Found, items: list[re.Match[str]]) -> Found:
+def _without_items(letters: Found, items: list[re.Match[str]]) -> Found:
     """Leave out the letters that begin the items of a list, which are the choices and not an answer."""
     starts = {match.start(_group(match)) for match in items}
     several = len(set(map(_begun_with, items))) > 1
-    return (pair for pair in found if not several or pair[1].start not in starts)
+    return (pair for pair in letters if not several or pair[1].start not in starts)
 
 
 def _is_choice(text: str, start: int, end: int) -> bool:

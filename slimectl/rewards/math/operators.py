@@ -89,7 +89,7 @@ def big_value(tree: Tree, value: Callable[[Tree], Any], body_at: Callable[[dict[
     label = f"{operator} {key} {_spelled(low, value)} {_spelled(high, value)} {names if key or low is None else ''}"
     places = _WHOLE if operator in ("sum", "prod") else _REAL
     is_linear = operator != "prod" and names != ""
-    total, found = Fraction(not is_linear), 0
+    total, count = Fraction(not is_linear), 0
     for at in range(len(places)):
         bound = {name: places[(at + shift) % len(places)] for shift, name in enumerate(names.split())}
         weight = Fraction(zlib.crc32(f"{label} {at}".encode()) % 9973 + 1, 9973)
@@ -98,8 +98,8 @@ def big_value(tree: Tree, value: Callable[[Tree], Any], body_at: Callable[[dict[
         except NoValueError:
             continue
         total = add(total, multiply(weight, part)) if is_linear else multiply(total, add(weight, part))
-        found += 1
-    if not found:
+        count += 1
+    if not count:
         raise NoValueError
     return total
 
