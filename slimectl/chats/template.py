@@ -409,6 +409,8 @@ def _stand_in_call(k: int, call: dict[str, Any], text: Any) -> dict[str, Any]:
 
 
 def _source(tokenizer: Any, tools: Any) -> str:
+    if isinstance(tokenizer.chat_template, str):
+        return tokenizer.chat_template
     try:
         return str(tokenizer.get_chat_template(tools=tools))
     except ValueError:  # several templates
