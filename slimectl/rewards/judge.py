@@ -50,7 +50,7 @@ PATTERN = (
 """A number after the word score, rating or grade and an optional scale, or one such as 7/10 on a line."""
 
 _OUT_OF = re.compile(r"[*_`\s]{0,4}(?:/|out\s+of\b)\s*(\d+(?:\.\d+)?)")
-_RANGE = re.compile(r"\d\s?(?:-|–|to|\.\.)\s?(\d+(?:\.\d+)?)")
+_SCALE_END = re.compile(r"\d\s?(?:-|–|to|\.\.)\s?(\d+(?:\.\d+)?)")
 """A scale before the number, such as 1-5."""
 WHOLE = "{whole_response}"
 _NAMES = re.compile(r"\{(prompt|response|whole_response|label)\}")
@@ -152,7 +152,7 @@ class Judge(Remote):
         if self.values:
             return {key.casefold(): float(value) for key, value in self.values.items()}.get(text.casefold())
         for match in matches:
-            before = _RANGE.search(searched, match.start(), match.start(1))
+            before = _SCALE_END.search(searched, match.start(), match.start(1))
             for scale in filter(None, (before, _OUT_OF.match(searched, match.end(1)))):
                 if float(scale[1]) != self.high:
                     return None

@@ -45,7 +45,8 @@ REPLIES = [
 
 SPELLINGS = [
     ("Score (0-10): 7", 7), ("Score [0-10]: 7", 7), ("**Score (0–10):** 7", 7), ("**Score** (0-10): **7**", 7),
-    ("Rating [1-5]: 4", None), ("Rating [1-10]: 4", 4), ("score=7", 7), ("Score: 7/10", 7), ("Score: 7 out of 10", 7), ("7/10", 7),
+    ("Rating [1-5]: 4", None), ("Rating [1-10]: 4", 4), ("score=7", 7),
+    ("Score: 7/10", 7), ("Score: 7 out of 10", 7), ("7/10", 7),
     ("**7/10**", 7), ("Score = 7", 7), ("Score (out of 10): 7", 7), ("Score (max 10): 7", 7),
     ("Score out of 10: 7", 7), ("Score (0 to 10): 7", 7), ("Score from 0 to 10: 7", 7),
     ("Score on a scale of 0 to 10: 7", 7), ("Score (from 0 (wrong) to 10): 7", 7),
