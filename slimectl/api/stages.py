@@ -206,7 +206,7 @@ class Evaluation:
 def run(
     settings: Settings,
     *,
-    samples: str | PathLike[str] | None = None,
+    samples: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
     resume: bool = False,
     force: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
@@ -215,7 +215,7 @@ def run(
 
     The folder has metrics, checkpoints and evaluations, as of the command. `resume` goes on from its last checkpoint,
     `force` replaces a run. When `interrupted()` is true, the run is saved after the round and ends; a caller that
-    leaves the loop ends it at once, without saving. With a file of `samples` nothing is sampled: the run trains on
+    leaves the loop ends it at once, without saving. With files of `samples` nothing is sampled: the run trains on
     them, as `slimectl train --name` does.
     """
     from slimectl.runtime.rounds import RecordedRounds
@@ -223,9 +223,9 @@ def run(
 
     rounds = None
     if samples is not None:
-        data = settings.rollout.model_copy(update={"data": [str(samples)]})
-        settings = settings.model_copy(update={"rollout": data})
-        rounds = RecordedRounds(settings, str(samples))
+        paths = [str(samples)] if isinstance(samples, str | PathLike) else list(map(str, samples))
+        settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"data": paths})})
+        rounds = RecordedRounds(settings, paths)
     check_complete(settings.model_dump(by_alias=True))
     job = TrainingRun(settings, interrupted=interrupted, rounds=rounds)
     return job.reports(resume=resume, force=force)

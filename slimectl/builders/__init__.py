@@ -17,6 +17,7 @@ _NAMES = {
         "prompts",
         "reward",
         "rollout_samples",
+        "shard_prompts",
         "training_samples",
     ),
     "engines": ("engine", "engine_reads", "keys"),

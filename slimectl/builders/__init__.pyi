@@ -8,6 +8,7 @@ from slimectl.builders.data import hook_settings as hook_settings
 from slimectl.builders.data import prompts as prompts
 from slimectl.builders.data import reward as reward
 from slimectl.builders.data import rollout_samples as rollout_samples
+from slimectl.builders.data import shard_prompts as shard_prompts
 from slimectl.builders.data import training_samples as training_samples
 from slimectl.builders.engines import engine as engine
 from slimectl.builders.engines import engine_reads as engine_reads

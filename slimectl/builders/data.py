@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -58,6 +59,16 @@ def prompts(
     )
 
 
+def shard_prompts(settings: Settings, *, epochs: int) -> Iterator[Prompt]:
+    """Yield the prompts of rollout.data. A slice of a file has the numbers, and so the seeds, of the whole file."""
+    from slimectl.data.sources import first_row
+
+    sources = list(settings.rollout.data)
+    in_order = len(sources) == 1 and epochs == 1 and not settings.rollout.shuffle
+    first = first_row(sources[0]) if in_order else 0
+    return (replace(prompt, index=prompt.index + first) for prompt in prompts(settings, sources, epochs=epochs))
+
+
 class EnvironmentTables:
     """Opens the sources `env` and `env:eval`, the tasks of rollout.env."""
 
@@ -99,7 +110,7 @@ def check_pipes(settings: Settings) -> None:
 
 def training_samples(
     settings: Settings,
-    path: str,
+    paths: Sequence[str],
     text: Any,
     *,
     on_error: Literal["stop", "skip"],
@@ -113,20 +124,20 @@ def training_samples(
     """Yield the samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
 
     Pairwise algorithms also take plain preferences: rows with the answers `chosen` and `rejected`. `left_out` is called
-    for demonstrations and preferences longer than `context`. The file is read `epochs` times (None: without end), from
-    occurrence `start` on; each sample comes with the occurrence of its row.
+    for demonstrations and preferences longer than `context`. The files are read end to end, `epochs` times (None:
+    without end), from occurrence `start` on. Each sample comes with the occurrence of its row.
     """
     from slimectl.data.jsonl import read_samples
     from slimectl.stages.recorded_rounds import repeated
 
-    plain = has_plain_rows(settings, path)
+    plain = has_plain_rows(settings, paths)
     if plain and settings.algorithm.trains_on == "preferences":
         from slimectl.data.preferences import open_preferences
         from slimectl.stages.preferences import preferred
 
         options = settings.rollout
         pairs = open_preferences(
-            [path],
+            paths,
             input_key=options.input_key,
             metadata_key=options.metadata_key,
             tool_key=options.tool_key,
@@ -139,9 +150,9 @@ def training_samples(
     if plain:
         from slimectl.stages.rollout import demonstrations
 
-        rows = prompts(settings, [path], epochs=epochs, start=start, demonstrations=True)
+        rows = prompts(settings, list(paths), epochs=epochs, start=start, demonstrations=True)
         return _by_row(demonstrations(rows, text, settings.rollout, context=context, left_out=left_out))
-    read = partial(read_samples, path, on_error=on_error, report=report, on_line=on_line)
+    read = partial(read_samples, paths, on_error=on_error, report=report, on_line=on_line)
     return repeated(read, epochs=epochs, start=start)
 
 
@@ -150,9 +161,20 @@ def _by_row(samples: Iterator[Sample]) -> Iterator[Numbered]:
     return ((sample.group_index, sample) for sample in samples)
 
 
-def has_plain_rows(settings: Settings, path: str) -> bool:
-    """Return whether a file has demonstrations or preferences, from which samples are made, instead of samples."""
-    return settings.algorithm.trains_on != "rollouts" and path != "-" and not _has_tokens(path)
+def has_plain_rows(settings: Settings, paths: Sequence[str]) -> bool:
+    """Return whether files have demonstrations or preferences, from which samples are made, instead of samples.
+
+    Raises RecordError if only some of them have.
+    """
+    if settings.algorithm.trains_on == "rollouts" or "-" in paths:
+        return False
+    sampled = [path for path in paths if _has_tokens(path)]
+    if 0 < len(sampled) < len(paths):
+        plain = next(path for path in paths if path not in sampled)
+        raise RecordError(
+            f"{plain}: has rows without tokens, but {sampled[0]} has samples. Train on one kind at a time."
+        )
+    return not sampled
 
 
 def check_rows(path: str) -> None:
@@ -160,14 +182,14 @@ def check_rows(path: str) -> None:
     from slimectl.data.prompts import ordered_rows
 
     if next(ordered_rows([path]), None) is None:
-        raise RecordError(f"{path}: no samples came; look at what the stage before said")
+        raise RecordError(f"{path}: no samples. Look at the messages of the stage that wrote it.")
 
 
-def count_rows(path: str) -> int:
-    """Return the number of rows of a source."""
+def count_rows(paths: Sequence[str]) -> int:
+    """Return the number of rows of the sources together."""
     from slimectl.data.sources import open_table
 
-    return len(open_table([path], replay=True))
+    return len(open_table(paths, replay=True))
 
 
 def _has_tokens(path: str) -> bool:

@@ -153,7 +153,7 @@ def _samples(path: Path, tokenizer: Any, settings: Settings) -> Iterator[Sample]
 
     if settings.algorithm.trains_on == "rollouts":
         settings = settings.model_copy(update={"algorithm": Sft()})
-    rows = builders.training_samples(settings, str(path), tokenizer, on_error="stop", report=lambda error: None)
+    rows = builders.training_samples(settings, [str(path)], tokenizer, on_error="stop", report=lambda error: None)
     return (sample for _, sample in rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -134,7 +134,13 @@ class CommonOptions:
     out: Annotated[
         str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout", callback=output_name)
     ] = "-"
-    samples: Annotated[str, typer.Argument(metavar="SAMPLES", help="Samples (JSONL, .gz, .zst); - is stdin")] = "-"
+    samples: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SAMPLES]...",
+            help="Sample files (JSONL, .gz, .zst; FILE@[a:b] for some lines), read end to end; - is stdin, the default",
+        ),
+    ] = None
     rm_type: Annotated[
         str | None, typer.Option("--rm-type", help="Verifier: math, dapo, gpqa, f1, code, exact, … (docs/verifiers.md)")
     ] = None
@@ -149,6 +155,14 @@ class CommonOptions:
         bool, typer.Option("--dry-run", help="Check all that is needed, print the settings that are set, do nothing")
     ] = False
     force: Annotated[bool, typer.Option("--force", help="Replace what is already there")] = False
+
+    @property
+    def sample_paths(self) -> list[str]:
+        """The sample files, `-` if none is given. Raises SettingsError if stdin is given twice."""
+        paths = self.samples or ["-"]
+        if paths.count("-") > 1:
+            raise SettingsError("SAMPLES: - is given twice, but stdin can only be read once")
+        return paths
 
     def flags(self) -> dict[str, Any]:
         """Return the settings that the options stand for, None where an option is not given."""
@@ -297,7 +311,7 @@ def print_settings(resolution: Resolved, *, only_changed: bool = False) -> None:
             stdio.emit(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
 
 
-def print_preflight(resolution: Resolved, *checks: str, samples: str | None = None, new_run: bool = False) -> None:
+def print_preflight(resolution: Resolved, *checks: str, samples: Sequence[str] = (), new_run: bool = False) -> None:
     """Print the results of these checks (runtime/preflight.py) and the settings that differ from their defaults.
 
     Raises SlimectlError, with the exit code of the first check that failed.

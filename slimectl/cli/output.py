@@ -11,7 +11,7 @@ from typing import Any
 from slimectl import stdio
 from slimectl.cli.terminal import PICTURES
 from slimectl.data.hashing import content_hash
-from slimectl.data.io import is_pipe
+from slimectl.data.io import is_pipe, split_slice
 from slimectl.data.jsonl import JsonlWriter
 from slimectl.data.manifest import Manifest, is_manifest, manifest_path
 from slimectl.data.ownership import MANIFEST
@@ -46,7 +46,8 @@ def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, forc
     """The manifest of the output; None, with a message, if `out` is already made of the same inputs and settings."""
     named = {*inputs, *_hook_files(settings)}
     pipes = {name for name in named if is_pipe(name)}
-    hashes = {name: content_hash(Path(name)) for name in sorted(named - pipes) if Path(name).exists()}
+    files = {name: Path(split_slice(name)[0]) for name in sorted(named - pipes)}
+    hashes = {name: content_hash(file) for name, file in files.items() if file.exists()}
     all_hashed = len(hashes) == len(named)
     # A pipe has no hash: its content may differ the next time.
     manifest = Manifest(stage, settings.model_dump(by_alias=True), hashes | dict.fromkeys(sorted(pipes), READ_ONCE))
@@ -87,7 +88,9 @@ def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: l
             counts["out"] += 1
             counts[str(sample.status)] += 1
         if not counts:
-            raise RecordError(f"{', '.join(inputs) or 'stdin'}: no samples came; look at what the stage before said")
+            raise RecordError(
+                f"{', '.join(inputs) or '<stdin>'}: no samples. Look at the messages of the stage that wrote them."
+            )
     if not is_pipe(out):
         manifest.write(Path(out), counts=dict(counts), parents=inputs)
     return counts
@@ -132,7 +135,7 @@ def write_resumable(
                 stdio.note(f"{partial.path}: {partial.count} samples are kept; the same command goes on after them")
             raise
         if not counts:
-            raise RecordError(f"{', '.join(inputs)}: no samples came; look at what the stage before said")
+            raise RecordError(f"{', '.join(inputs)}: no samples. Look at the messages of the stage that wrote them.")
         partial.commit()
     manifest.write(Path(out), counts=dict(counts), parents=inputs)
     return counts

@@ -55,11 +55,8 @@ def rollout(
     check_hooks(settings, "rollout.")
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
     source = builders.data_source(settings)
-    prompts = (
-        iter(())
-        if source is not None
-        else builders.prompts(settings, list(settings.rollout.data), epochs=settings.run.num_epoch or 1)
-    )
+    epochs = settings.run.num_epoch or 1
+    prompts = iter(()) if source is not None else builders.shard_prompts(settings, epochs=epochs)
     inputs = [*settings.rollout.data, str(folder)]
     manifest = up_to_date("rollout", settings, inputs, options.out, options.force)
     if manifest is None:
@@ -67,7 +64,7 @@ def rollout(
     if not options.force:
         refuse_other_inputs(options.out, manifest, inputs)
     lines = None if source is not None else line_count(settings.rollout.data)
-    total = lines and lines * settings.rollout.n_samples_per_prompt * (settings.run.num_epoch or 1)
+    total = lines and lines * settings.rollout.n_samples_per_prompt * epochs
     with Sampler(settings, folder) as sampler:
         too_long: list[int] = []
         samples = sampler.rollout(prompts, source=source, left_out=lambda p: too_long.append(p.index))

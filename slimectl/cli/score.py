@@ -52,20 +52,20 @@ def score(
             from slimectl.builders import model_folder
 
             model_folder(reference, setting="--reference")
-        print_preflight(resolution, "reward", "hooks", samples=options.samples)
+        print_preflight(resolution, "reward", "hooks", samples=options.sample_paths)
         return
-    settings, samples, out = resolution.settings, options.samples, options.out
+    settings, paths, out = resolution.settings, options.sample_paths, options.out
     lines = explain and out == "-" and stdio.is_terminal()
     if not check and not lines:
         needs_destination(out)
     from slimectl import builders
     from slimectl.cli.output import up_to_date
-    from slimectl.data.jsonl import name_of, read_samples
+    from slimectl.data.jsonl import joined_name, read_samples
     from slimectl.data.skip_counts import SkippedLines
 
-    skipped = SkippedLines(name_of(samples), stdio.logger.warning)
+    skipped = SkippedLines(joined_name(paths), stdio.logger.warning)
     read = read_samples(
-        samples,
+        paths,
         on_error="skip" if options.on_error == "skip" else "stop",
         report=skipped.add_bad_line,
         on_line=skipped.add_line,
@@ -77,13 +77,13 @@ def score(
         skipped.report()
         return
     builders.reward(settings)
-    manifest = up_to_date("score", settings, input_files(options), out, options.force or samples == "-")
+    manifest = up_to_date("score", settings, input_files(options), out, options.force or "-" in paths)
     if manifest is None:
         return
     from slimectl.cli.progress import ProgressBar, line_count
 
     try:
-        with ProgressBar("samples", total=line_count([samples])) as progress:
+        with ProgressBar("samples", total=line_count(paths)) as progress:
             _grade_samples(
                 read, options, settings, manifest,
                 reference=reference, lines=lines, skipped=skipped, on_sample=progress.advance,
@@ -93,7 +93,7 @@ def score(
 
 
 def input_files(options: CommonOptions) -> list[str]:
-    return [options.samples] if options.samples != "-" else []
+    return [path for path in options.sample_paths if path != "-"]
 
 
 def _grade_samples(
@@ -148,7 +148,8 @@ def _grade_samples(
         _print_reasons(tee(graded(read), count), settings.score.reward_key)
         return
     # A reference model is not part of the settings that identify an interrupted output.
-    if inputs and reference is None and can_be_resumable(out) and not any(map(is_pipe, inputs)):
+    is_repeatable = not any(map(is_pipe, options.sample_paths))
+    if is_repeatable and reference is None and can_be_resumable(out):
         groups, on_gap = settings.score.group_rm, skipped.add_earlier if skips else None
         counts = write_resumable(
             graded, read, out, manifest, inputs, on_sample=count, on_gap=on_gap, force=force, whole_groups=groups
@@ -191,7 +192,7 @@ def _check(samples: Iterable[Sample], settings: Settings) -> None:
 
     sample_list = list(samples)
     if not sample_list:
-        raise RecordError("no samples came; --check grades real ones")
+        raise RecordError("no samples. --check grades the samples of a file or pipe.")
     reward, graders = builders.reward(settings), builders.executor(settings, trains=False)
     findings = []
     try:

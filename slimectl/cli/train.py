@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -52,8 +53,8 @@ def train(
     with resumable("train", options, flags, resume) as lock:
         resolution = options.resolve(flags)
         in_folder = resume is not None or _is_run(resolution)
-        if in_folder and options.samples != "-":
-            resolution = options.resolve(flags | {"rollout.data": [options.samples]})
+        if in_folder and options.samples:
+            resolution = options.resolve(flags | {"rollout.data": options.sample_paths})
         if options.dry_run:
             if save is not None:
                 from slimectl.data.atomic_replace import refuse_existing
@@ -61,12 +62,12 @@ def train(
                 refuse_existing(save, force=options.force)
             checks = ["model", "trainer", "hooks", "training memory", *(["trackers", "disk"] if in_folder else [])]
             new_run = in_folder and resume is None and not options.force
-            print_preflight(resolution, *checks, samples=options.samples, new_run=new_run)
+            print_preflight(resolution, *checks, samples=options.sample_paths, new_run=new_run)
         elif in_folder:
             _train_in_folder(options, resolution, save=save, load=load, resume=resume, lock=lock)
         else:
             _train_once(options, resolution.settings, save=save, load=load)
-            _say_idle_settings(resolution, options.samples)
+            _say_idle_settings(resolution, options.sample_paths)
 
 
 OF_RUNS: dict[str, Any] = {"run.num_epoch": None, "run.save_interval": None, "eval.data": {}, "track.with": ["stdout"]}
@@ -101,11 +102,11 @@ def _set_for_runs(values: dict[str, Any]) -> list[str]:
     return [name for name, default in OF_RUNS.items() if values[name] not in (default, None, [])]
 
 
-def _say_idle_settings(resolution: Resolved, samples: str) -> None:
+def _say_idle_settings(resolution: Resolved, paths: list[str]) -> None:
     """Say which settings of its file a training without a folder did not obey; a pipe needs no such line."""
     from slimectl.settings.keys import flat
 
-    if samples != "-" and (idle := _set_for_runs(dict(flat(resolution.settings)))):
+    if "-" not in paths and (idle := _set_for_runs(dict(flat(resolution.settings)))):
         origin = resolution.origins[idle[0]]
         stdio.note(f"it was one pass, without {', '.join(idle)} of {origin}, which need a folder: --name NAME")
 
@@ -123,6 +124,7 @@ def _train_in_folder(
 
     Its rollout.data is the file of samples.
     """
+    from slimectl.data.jsonl import joined_name
     from slimectl.data.ownership import read_manifest
     from slimectl.recipes import Recipe
     from slimectl.runtime.rounds import RecordedRounds
@@ -134,11 +136,11 @@ def _train_in_folder(
         raise SettingsError(
             f"--save: the weights of a run are in {settings.run.dir}/{settings.run.name}/latest; drop --save or --name"
         )
-    path = options.samples if options.samples != "-" or resume is None else settings.rollout.data[0]
-    skipped = SkippedLines(path, stdio.logger.warning)
+    paths = options.sample_paths if options.samples or resume is None else settings.rollout.data
+    skipped = SkippedLines(joined_name(paths), stdio.logger.warning)
     before = {} if resume is None else read_manifest(resume) or {}
     on_error: Literal["stop", "skip"] = "skip" if "skip" in (options.on_error, before.get("on_error")) else "stop"
-    rounds = RecordedRounds(settings, path, on_error, skipped.add_bad_line, skipped.count_line)
+    rounds = RecordedRounds(settings, paths, on_error, skipped.add_bad_line, skipped.count_line)
     try:
         run_to_end(resolution, options, Recipe(None, {}), resume=resume, lock=lock, rounds=rounds)
     finally:
@@ -151,22 +153,22 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
     from slimectl.cli.output import up_to_date
     from slimectl.cli.progress import line_count
     from slimectl.data.atomic_replace import refuse_existing, writing
-    from slimectl.data.jsonl import name_of
+    from slimectl.data.jsonl import joined_name
     from slimectl.runtime.rounds import warn_of_other_model
     from slimectl.types import Prompt
 
-    samples, force = options.samples, options.force
+    paths, force = options.sample_paths, options.force
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
-    inputs = [*([samples] if samples != "-" else []), str(folder)]
-    manifest = up_to_date("train", settings, inputs, str(save or "-"), force or samples == "-")
+    inputs = [*(path for path in paths if path != "-"), str(folder)]
+    manifest = up_to_date("train", settings, inputs, str(save or "-"), force or "-" in paths)
     if manifest is None:
         return
-    warn_of_other_model(settings, samples, folder)
+    warn_of_other_model(settings, paths, folder)
     tokenizer = builders.tokenizer(folder)
-    skipped, too_long = SkippedLines(name_of(samples), stdio.logger.warning), list[Prompt]()
+    skipped, too_long = SkippedLines(joined_name(paths), stdio.logger.warning), list[Prompt]()
     stream = builders.training_samples(
         settings,
-        samples,
+        paths,
         tokenizer,
         on_error="skip" if options.on_error == "skip" else "stop",
         report=skipped.add_bad_line,
@@ -188,17 +190,17 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
                 save=save,
                 signed=signed,
                 too_long=too_long,
-                total=line_count([samples]),
+                total=line_count(paths),
             )
     finally:
         skipped.report()
     if not signal.rounds:
-        raise RecordError(f"{samples}: no samples came; look at what the stage before said")
+        raise RecordError(f"{joined_name(paths)}: no samples. Look at the messages of the stage that wrote them.")
     dropped = f", {len(too_long)} left out as too long" if too_long else ""
     stdio.note(
         f"{stdio.quantity(steps, 'step')}{dropped}; " + (f"weights in {save}" if save else "nothing saved (no --save)")
     )
-    _warn_without_signal(signal, settings, "SAMPLES" if samples == "-" else samples)
+    _warn_without_signal(signal, settings, "SAMPLES" if "-" in paths else shlex.join(paths))
 
 
 def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) -> None:

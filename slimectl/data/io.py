@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -22,14 +23,28 @@ CHUNK_BYTES = 1 << 16
 UTF8_BOM = b"\xef\xbb\xbf"
 
 
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+OTHER_FORMATS = {
+    b"PAR1": "a Parquet file. Prompts are read from FILE.parquet, samples only from JSON Lines",
+    b"ARROW1": "an Arrow file. Prompts are read from FILE.arrow, samples only from JSON Lines",
+    b"BZh": "compressed by bzip2. Decompress it: bzip2 -dc",
+    b"\xfd7zXZ": "compressed by xz. Decompress it: xz -dc",
+    b"PK\x03\x04": "a zip archive. Unpack it: unzip -p",
+}
+"""What input in another format is, and what to do with it, by its first bytes."""
+
+
 def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """(line number, line with its end) of a file or stdin, decompressed. Raises RecordError, SettingsError."""
+    """Yield (line number, line with its end) of a file or stdin.
+
+    Gzip and zstd are recognized by their first bytes. Raises RecordError for other formats and damaged data,
+    SettingsError for a missing file.
+    """
     number = 0
     name = "<stdin>" if str(path) == "-" else str(path)
     try:
         with _open_input(path) as file:
-            lines = _zstd_lines(file) if name.lower().endswith(".zst") else iter(file)
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(_lines(file, name), start=1):
                 yield number, line.removeprefix(UTF8_BOM) if number == 1 else line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise RecordError(f"{name}:{number + 1}: damaged or cut off ({error}); write or fetch it again") from None
@@ -43,8 +58,48 @@ def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 def _open_input(path: str | Path) -> Any:
     if str(path) == "-":
         return nullcontext(stdio.input_bytes())
-    source = readable(path)
-    return gzip.open(source, "rb") if str(path).lower().endswith(".gz") else open(source, "rb", buffering=CHUNK_BYTES)
+    return open(readable(path), "rb", buffering=CHUNK_BYTES)
+
+
+def _lines(file: Any, name: str) -> Iterator[bytes]:
+    """Return the lines of a file, decompressed if its suffix or its first bytes say so."""
+    start = first_bytes(file)
+    if start.startswith(GZIP) or name.lower().endswith(".gz"):
+        return iter(gzip.GzipFile(fileobj=file))
+    if start.startswith(ZSTD) or name.lower().endswith(".zst"):
+        return _zstd_lines(file)
+    if kind := next((kind for magic, kind in OTHER_FORMATS.items() if start.startswith(magic)), ""):
+        raise RecordError(f"{name}: this is {kind}")
+    return iter(file)
+
+
+def first_bytes(file: Any) -> bytes:
+    """Return the next bytes of a buffered file without reading past them; empty where it cannot look ahead."""
+    return bytes(file.peek(8)[:8]) if hasattr(file, "peek") else b""
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether a regular file is compressed, by its suffix or its first bytes."""
+    if path.suffix.lower() in (".gz", ".zst"):
+        return True
+    with path.open("rb") as file:
+        return file.read(4).startswith((GZIP, ZSTD))
+
+
+SLICE = re.compile(r"(?P<path>.+)@\[(?P<a>-?\d*):(?P<b>-?\d*)\]")
+
+
+def split_slice(source: str) -> tuple[str, slice | None]:
+    """Return the path and the slice of `path@[a:b]`; no slice for other sources and for a file of that name.
+
+    >>> split_slice("scored.jsonl@[8:]"), split_slice("scored.jsonl")
+    (('scored.jsonl', slice(8, None, None)), ('scored.jsonl', None))
+    """
+    match = SLICE.fullmatch(source)
+    if match is None or Path(source).exists():
+        return source, None
+    a, b = (int(text) if text not in ("", "-") else None for text in match.group("a", "b"))
+    return match["path"], slice(a, b)
 
 
 _spooled: dict[str, Any] = {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from slimectl.data.io import AtomicWriter, byte_lines
+from slimectl.data.group_numbers import GroupNumbers
+from slimectl.data.io import AtomicWriter, byte_lines, split_slice, spool
 from slimectl.data.json_codec import decode_object, encode_json, encode_with_texts, float32_text
 from slimectl.data.prompt_images import resolve_sample
 from slimectl.data.records import FLOAT32_LISTS, RECORD_VERSION, VERSION, refused_path, sample_from_json, sample_to_json
@@ -18,8 +20,6 @@ from slimectl.stdio import logger
 from slimectl.types import Sample
 
 Report = Callable[[RecordError], None]
-OTHER_FORMATS = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
-"""Suffixes of binary files, by their first bytes."""
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -34,11 +34,7 @@ def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
     try:
         obj = decode_object(line)
     except UnicodeDecodeError as error:
-        suffix = next((suffix for magic, suffix in OTHER_FORMATS.items() if line.startswith(magic)), None)
-        remedy = f"This is a {suffix} file. Rename it with that suffix. Samples must be JSON Lines." if suffix else ""
-        raise RecordError(
-            f"{location}: not UTF-8 at byte {error.start + 1}. {remedy or 'Save the file as UTF-8.'}"
-        ) from None
+        raise RecordError(f"{location}: not UTF-8 at byte {error.start + 1}. Save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
         raise RecordError(f"{location}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
@@ -49,7 +45,7 @@ def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
 
 
 def read_samples(
-    path: str | Path,
+    paths: str | Path | Sequence[str],
     *,
     on_error: Literal["stop", "skip"] = "stop",
     report: Report | None = None,
@@ -57,55 +53,68 @@ def read_samples(
     allow_reward_paths: bool = True,
     answered: bool = False,
 ) -> Iterator[Sample]:
-    """The samples of a JSONL file, one at a time.
+    """Yield the samples of one or more JSON Lines files, end to end. `path@[a:b]` is a part of a file's lines.
+
+    Groups are numbered through where several rollouts are joined (`GroupNumbers`).
 
     `on_error` "stop" raises RecordError at the first bad line. "skip" passes each to `report`, by default a
     warning with a total at the end, and continues. `on_line` gets FILE:LINE of every sample before it is yielded.
     Without `allow_reward_paths` a sample that names its own reward function is a bad line; with `answered` a prompt
     that was never sampled is one.
     """
-    if str(path).endswith(".pt"):
-        raise RecordError(
-            f"{path}: a pickle of torch's; `slimectl convert {path} samples.jsonl --unpickle` reads rollout dumps"
-        )
-    skipped = 0
+    names = [str(paths)] if isinstance(paths, str | Path) else paths
+    numbers, num_skipped, count = GroupNumbers(logger.info), 0, 0
 
     def skip(error: RecordError) -> None:
-        nonlocal skipped
+        nonlocal num_skipped
         if on_error == "stop":
             raise error
-        skipped += 1
+        num_skipped += 1
         if report is None:
             logger.warning(f"skipped: {error}")
         else:
             report(error)
 
-    lines = byte_lines(path)
-    position = 0
+    for name in names:
+        for position, location, line in _sample_lines(name, skip):
+            count += 1
+            try:
+                sample = read_sample(line, location=location, position=position, answered=answered)
+                if sample.custom_rm_path and not allow_reward_paths:
+                    reason = refused_path("custom_rm_path", sample.custom_rm_path)
+                    raise RecordError(f"{location}: Sample.{reason}")
+                numbers.renumber(sample, location)
+            except RecordError as error:
+                skip(error)
+            else:
+                on_line(location)
+                yield sample
+    if num_skipped and report is None:
+        logger.warning(f"{joined_name(names)}: {num_skipped} of {count} lines skipped")
+
+
+def _sample_lines(source: str, skip: Report) -> Iterator[tuple[int, str, bytes]]:
+    """Yield (position, FILE:LINE, line) of the samples of a source. Damaged input goes to `skip` and ends it."""
+    if source.endswith(".pt"):
+        raise RecordError(
+            f"{source}: a pickle of torch's; `slimectl convert {source} samples.jsonl --unpickle` reads rollout dumps"
+        )
+    path, part = split_slice(source)
+    if part is not None and min(part.start or 0, part.stop or 0) < 0:
+        spool(path)  # counted from the end, so it is read twice
+        part = slice(*part.indices(sum(not line.isspace() for _, line in byte_lines(path))))
+    start, stop = (0, None) if part is None else (part.start, part.stop)
+    filled = ((number, line) for number, line in byte_lines(path) if not line.isspace())
+    lines = islice(enumerate(filled), start, stop)
     while True:
         try:
-            number, line = next(lines)
+            position, (number, line) = next(lines)
         except StopIteration:
-            break
+            return
         except RecordError as error:  # truncated input: nothing follows
             skip(error)
-            break
-        if line.isspace():
-            continue
-        position += 1
-        try:
-            location = f"{name_of(path)}:{number}"
-            sample = read_sample(line, location=location, position=position - 1, answered=answered)
-            if sample.custom_rm_path and not allow_reward_paths:
-                reason = refused_path("custom_rm_path", sample.custom_rm_path)
-                raise RecordError(f"{location}: Sample.{reason}")
-        except RecordError as error:
-            skip(error)
-        else:
-            on_line(location)
-            yield sample
-    if skipped and report is None:
-        logger.warning(f"{name_of(path)}: {skipped} of {position} lines skipped")
+            return
+        yield position, f"{name_of(path)}:{number}", line
 
 
 def read_sample(line: bytes, *, location: str, position: int, answered: bool = False) -> Sample:
@@ -128,6 +137,12 @@ def read_sample(line: bytes, *, location: str, position: int, answered: bool = F
 
 def name_of(path: str | Path) -> str:
     return "<stdin>" if str(path) == "-" else str(path)
+
+
+def joined_name(paths: Sequence[str]) -> str:
+    """Name several inputs together: `a.jsonl and 4 more files`."""
+    extra = len(paths) - 1
+    return name_of(paths[0]) + (f" and {extra} more file{'s' * (extra > 1)}" if extra else "")
 
 
 class JsonlWriter:

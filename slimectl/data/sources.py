@@ -13,13 +13,12 @@ from typing import Any, Protocol
 from slimectl.data.arrow_files import arrow_rows, check_columns, parquet_rows
 from slimectl.data.generators import generated
 from slimectl.data.hugging_face import ARROW, DELIMITERS, PARQUET, hub_files, saved_files
-from slimectl.data.io import byte_lines, spool
+from slimectl.data.io import byte_lines, is_compressed, split_slice, spool
 from slimectl.data.json_codec import decode_json
 from slimectl.data.jsonl import parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
 from slimectl.errors import RecordError, SettingsError
 
-SLICE = re.compile(r"(?P<path>.+)@\[(?P<a>-?\d*):(?P<b>-?\d*)\]")
 CALL = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Za-z_]\w*)(\?(?P<query>.*))?")
 FORMS = "a file, a glob, path@[a:b], -, a data set of the hub (org/name), reasoning_gym:TASK or module:function"
 
@@ -42,14 +41,21 @@ def open_table(sources: Sequence[str], *, replay: bool, named: NamedTables | Non
     return Chained([(source, _table(source, replay, named)) for source in sources])
 
 
+def first_row(source: str) -> int:
+    """Return the row at which a source starts in its file: a for `path@[a:b]`, 0 for other sources."""
+    path, part = split_slice(source)
+    if part is None or (part.start or 0) >= 0:
+        return part.start or 0 if part is not None else 0
+    return range(len(open_table([path], replay=True)))[part].start
+
+
 def source_folders(source: str) -> list[Path]:
     """Return the folder of the files that a prompt source names; none for a source of another kind.
 
     >>> source_folders("/dev/null@[0:3]")
     [PosixPath('/dev')]
     """
-    sliced = SLICE.fullmatch(source)
-    path = Path(sliced["path"] if sliced and not Path(source).exists() else source)
+    path = Path(split_slice(source)[0])
     if path.exists():
         folder = path if path.is_dir() else path.parent
     elif glob.has_magic(str(path)):
@@ -64,10 +70,9 @@ def _table(source: str, replay: bool, named: NamedTables | None, *, unbounded: b
         return table
     if source == "-":
         return Spooled(partial(_json_rows, "-"), once=replay)
-    sliced = SLICE.fullmatch(source)
-    if sliced and not Path(source).exists():
-        a, b = (int(text) if text not in ("", "-") else None for text in sliced.group("a", "b"))
-        return Sliced(source, _table(sliced["path"], replay, named, unbounded=True), a, b)
+    path, rows = split_slice(source)
+    if rows is not None:
+        return Sliced(source, _table(path, replay, named, unbounded=True), rows.start, rows.stop)
     if "://" in source and not Path(source).exists():
         raise SettingsError(f"{source}: an address, and data is read from files only; fetch it, and give the file")
     call = CALL.fullmatch(source)
@@ -93,7 +98,6 @@ def _file(path: Path, replay: bool) -> Table:
     if not path.exists():
         raise SettingsError(f"{path}: no such prompt file; give {FORMS}")
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    packed = suffixes[-1:] in ([".gz"], [".zst"])
     kind = next((suffix for suffix in reversed(suffixes) if suffix not in (".gz", ".zst")), "")
     if kind in (*PARQUET, *ARROW, ".json"):  # read more than once, or from the end
         spool(path)
@@ -105,7 +109,7 @@ def _file(path: Path, replay: bool) -> Table:
         return Spooled(partial(_csv_rows, path, DELIMITERS[kind]))
     if kind == ".json" and _starts_with_bracket(path):
         return Listed(str(path), _json_array(path))
-    if packed or not path.is_file():
+    if not path.is_file() or is_compressed(path):
         return Spooled(partial(_json_rows, path), once=replay and not path.is_file())
     return JsonLines(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -80,10 +81,10 @@ def _render_demonstrations(settings: Settings, tokenizer: Any, prompts: list[Pro
     list(demonstrations(prompts, tokenizer, settings.rollout))
 
 
-def check_training_samples(settings: Settings, path: str) -> None:
-    """Read the first samples, demonstrations or preferences of a file as training does. Raises RecordError."""
+def check_training_samples(settings: Settings, paths: Sequence[str]) -> None:
+    """Read the first samples, demonstrations or preferences as training does. Raises RecordError."""
     if (tokenizer := _tokenizer(settings)) is not None:
-        rows = builders.training_samples(settings, path, tokenizer, on_error="stop", report=lambda error: None)
+        rows = builders.training_samples(settings, paths, tokenizer, on_error="stop", report=lambda error: None)
         list(islice(rows, ROWS))
 
 

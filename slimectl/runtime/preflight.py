@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 
 from slimectl import builders
@@ -27,18 +26,18 @@ Check = Callable[[Settings], str]
 
 
 def preflight(
-    settings: Settings, names: Sequence[str], *, samples: str | None = None, new_run: bool = False
+    settings: Settings, names: Sequence[str], *, samples: Sequence[str] = (), new_run: bool = False
 ) -> Iterator[CheckResult]:
     """Run the checks of these names: keys of CHECKS, and DATASETS for rows and reward of every dataset of [eval].
 
-    `samples` is the input file of a command that has one; a `new_run` needs a free folder. Nothing is written, and no
-    weight is read.
+    `samples` are the input files of a command that has some. A `new_run` needs a free folder. Nothing is written,
+    and no weight is read.
     """
     if new_run:
         yield from _results("folder", _folder, settings)
-    if samples is not None:
+    if samples:
         trains = "trainer" in names
-        yield from _results("samples", partial(_first_sample, path=samples, trains=trains), settings)
+        yield from _results("samples", partial(_first_samples, paths=samples, trains=trains), settings)
     for name in names:
         if name != DATASETS:
             yield from _results(name, CHECKS[name], settings)
@@ -109,18 +108,22 @@ def _data(settings: Settings) -> str:
     return "; ".join(lines)
 
 
-def _first_sample(settings: Settings, *, path: str, trains: bool) -> str:
-    """Read the first row of a samples file, or of demonstrations and preferences; describe its keys.
+def _first_samples(settings: Settings, *, paths: Sequence[str], trains: bool) -> str:
+    """Read the first row of each file of samples, demonstrations or preferences, and describe its keys.
 
-    Of what `trains` the first rows are read as training does.
+    If the command `trains`, the first rows are read as training reads them.
     """
-    if path == "-" or is_pipe(path):
+    if any(map(is_pipe, paths)):
         return "stdin or a pipe, which is not read"
-    for _, row in islice(ordered_rows([path]), 1):
-        if trains:
-            check_training_samples(settings, path)
-        return f"{path}: {', '.join(row) if isinstance(row, dict) else shown(row)}"
-    raise RecordError(f"{path}: no rows; look at what the stage before said")
+    lines = []
+    for path in paths:
+        _, row = next(ordered_rows([path]), ("", None))
+        if row is None:
+            raise RecordError(f"{path}: no rows. Look at the messages of the stage that wrote it.")
+        lines.append(f"{path}: {', '.join(row) if isinstance(row, dict) else shown(row)}")
+    if trains:
+        check_training_samples(settings, paths)
+    return "; ".join(lines)
 
 
 def _reward(settings: Settings) -> str:

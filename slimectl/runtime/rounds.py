@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import ClassVar, Literal
 
 from slimectl import builders
 from slimectl.data.hashing import content_hash
-from slimectl.data.io import is_pipe
+from slimectl.data.io import is_pipe, split_slice
 from slimectl.data.manifest import other_model
 from slimectl.errors import RecordError, SettingsError
 from slimectl.protocols import Executor
@@ -100,13 +101,13 @@ class SampledRounds:
 
 @dataclass
 class RecordedRounds:
-    """Rounds of `slimectl train`: the samples of a file, run.num_epoch times or until run.num_rollout rounds.
+    """Rounds of `slimectl train`: the samples of files, run.num_epoch times or until run.num_rollout rounds.
 
     `report` gets the errors of bad lines where `on_error` is "skip", `on_line` the places of the others.
     """
 
     settings: Settings
-    path: str
+    paths: Sequence[str]
     on_error: Literal["stop", "skip"] = "stop"
     report: Callable[[RecordError], None] = lambda error: None
     on_line: Callable[[str], None] = lambda location: None
@@ -117,10 +118,10 @@ class RecordedRounds:
         """Check the settings. Raises SettingsError before anything is loaded."""
         settings = self.settings
         check_model(settings)
-        if is_pipe(self.path):
+        if pipe := next(filter(is_pipe, self.paths), None):
             raise SettingsError(
-                f"{self.path}: is a pipe, and a training with a folder reads its samples again when it is resumed; "
-                f"write them to a file first, or drop --name"
+                f"{pipe}: is a pipe, but a run reads its samples again when it is resumed. Write them to a file first, "
+                f"or drop --name."
             )
         for name, value in {
             "sft_warmup.data": settings.sft_warmup.data,
@@ -140,10 +141,10 @@ class RecordedRounds:
         sources = self.settings.eval.sources
         graded = [[source] for name, source in sources.items() if name not in self.held_out]
         check_sources(self.settings, graded, samples=bool(graded))
-        for path in (self.path, *(sources[name] for name in self.held_out)):
+        for path in (*self.paths, *(sources[name] for name in self.held_out)):
             builders.check_rows(path)
         if self.settings.model.path is not None:
-            warn_of_other_model(self.settings, self.path, builders.model_folder(self.settings.model.path))
+            warn_of_other_model(self.settings, self.paths, builders.model_folder(self.settings.model.path))
 
     @cached_property
     def held_out(self) -> frozenset[str]:
@@ -171,7 +172,7 @@ class RecordedRounds:
         for name in sorted(self.held_out):
             own, too_long = resolve_dataset_settings(self.settings, name), deque[Prompt]()
             rollout = own.rollout.model_copy(update={"shuffle": False})
-            data = RecordedRounds(own.model_copy(update={"rollout": rollout}), own.eval.sources[name])
+            data = RecordedRounds(own.model_copy(update={"rollout": rollout}), [own.eval.sources[name]])
             samples = data._with_log_probs((s for _, s in data._read(models.folder, too_long, epochs=1)), models)
             metrics |= held_out_metrics(name, samples, Models(models.policy, models.critic), own)
             if too_long:
@@ -184,9 +185,9 @@ class RecordedRounds:
         return {"command": self.command, "on_error": self.on_error}
 
     def inputs(self) -> dict[str, str]:
-        """Return the hash of the samples: a resume goes on at their position in the file."""
-        file = Path(self.path)
-        return {self.path: content_hash(file)} if file.exists() else {}
+        """Return the hash of each file of samples: a resumed run continues at its position in them."""
+        files = {path: Path(split_slice(path)[0]) for path in self.paths}
+        return {path: content_hash(file) for path, file in files.items() if file.exists()}
 
     @property
     def _epochs(self) -> int | None:
@@ -196,16 +197,16 @@ class RecordedRounds:
         """Return the number of rounds; rows that are too long, and not trained on, are among them."""
         if self._epochs is None:
             return self.settings.run.num_rollout
-        plain = builders.has_plain_rows(self.settings, self.path)
-        rollouts = builders.count_rows(self.path) if plain else self._count_rollouts(None)
+        plain = builders.has_plain_rows(self.settings, self.paths)
+        rollouts = builders.count_rows(self.paths) if plain else self._count_rollouts(None)
         return -(-rollouts * self._epochs // self.settings.rollouts_per_round)
 
     def _count_rollouts(self, model: Path | None, *, only_trained: bool = False) -> int:
-        """Return the number of rollouts, or of groups of preferences, in the file. Without a model, count samples.
+        """Return the number of rollouts, or of groups of preferences, in the files. Without a model, count samples.
 
         With `only_trained` failed rollouts do not count, and a group counts as its pairs.
         """
-        silent = RecordedRounds(self.settings, self.path, self.on_error)  # training reports bad lines
+        silent = RecordedRounds(self.settings, self.paths, self.on_error)  # training reports bad lines
         samples = (sample for _, sample in silent._read(model, deque(), epochs=1))
         count = self._trained if only_trained else lambda batch: 1
         return sum(count(batch) for batch in sample_batches(samples, self.settings, 1))
@@ -227,7 +228,7 @@ class RecordedRounds:
         tokenizer = None if model is None else builders.tokenizer(model)
         context = None if model is None else builders.context_length(self.settings, model)
         return builders.training_samples(
-            self.settings, self.path, tokenizer, on_error=self.on_error, report=self.report, on_line=self.on_line,
+            self.settings, self.paths, tokenizer, on_error=self.on_error, report=self.report, on_line=self.on_line,
             context=context, left_out=left_out.append, epochs=epochs, start=start,
         )  # fmt: skip
 
@@ -272,12 +273,13 @@ class RecordedRounds:
 
     def reward_check(self, run: Path, rounds: int) -> str:
         """Return the commands that show why the samples have their rewards."""
-        return reward_check(self.path)
+        return reward_check(shlex.join(self.paths))
 
 
-def warn_of_other_model(settings: Settings, samples: str, model: Path) -> None:
+def warn_of_other_model(settings: Settings, paths: Sequence[str], model: Path) -> None:
     """Warn if the manifest of samples names another model than the one that trains on them."""
-    if settings.algorithm.trains_on == "rollouts" and (message := other_model(Path(samples), model)):
+    files = [Path(split_slice(path)[0]) for path in paths] if settings.algorithm.trains_on == "rollouts" else []
+    for message in filter(None, (other_model(file, model) for file in files)):
         logger.warning(message)
 
 

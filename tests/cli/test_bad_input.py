@@ -117,7 +117,7 @@ def test_a_sample_without_reward_given_to_train(workshop: Workshop):
 @pytest.mark.parametrize("command", [["score", "-", "--rm-type", "exact"], ["train", "-", "-c", "slimectl.toml"]])
 def test_an_empty_pipe_is_an_error_not_an_empty_success(workshop: Workshop, command: list[str]):
     line = refused(workshop, *command, code=3, stdin=b"")
-    assert line.endswith("no samples came; look at what the stage before said")
+    assert line.endswith("no samples. Look at the messages of the stage that wrote them.")
 
 
 @pytest.mark.parametrize(

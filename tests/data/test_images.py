@@ -210,7 +210,7 @@ def test_the_model_of_the_settings_decides_whether_a_mark_is_a_place(folder: Pat
         if algorithm == "grpo":
             return list(builders.prompts(settings, [str(file)]))
         given = tmp_path / name, builders.tokenizer(model)
-        rows = builders.training_samples(settings, str(given[0]), given[1], on_error="stop", report=print)
+        rows = builders.training_samples(settings, [str(given[0])], given[1], on_error="stop", report=print)
         return list(rows)
 
     assert models.reads_images(Settings.model_validate({"model": {"card": "tiny-vl"}}))

@@ -253,7 +253,7 @@ def test_a_label_is_taught_preferred_judged_and_graded_as_one_text(tmp_path: Pat
 
 def test_a_binary_file_among_json_lines_is_named(tmp_path: Path):
     as_parquet(tmp_path / "p.data")
-    with pytest.raises(RecordError, match=r"p\.data:1: not UTF-8 at byte \d+\. This is a \.parquet file"):
+    with pytest.raises(RecordError, match=r"p\.data: this is a Parquet file\. Prompts are read from FILE\.parquet"):
         texts(tmp_path / "p.data")
 
 

@@ -50,7 +50,7 @@ class Training:
 
     def run(self, file: str = "words.jsonl", *, resume: bool = False, **changes: Any) -> TrainingRun:
         settings = load_settings(values=self.settings | changes)
-        return TrainingRun(settings, rounds=RecordedRounds(settings, self.file(file)))
+        return TrainingRun(settings, rounds=RecordedRounds(settings, [self.file(file)]))
 
     def file(self, name: str) -> str:
         return str(self.folder / name)
