@@ -46,7 +46,7 @@ def test_a_file_is_made_again_when_it_or_what_made_it_changed_or_by_force_only(w
     def made_again(*more: str) -> bool:
         before = scored.stat().st_ino if scored.exists() else None
         workshop.slimectl(*SCORE, *more)
-        same = "is made of the same inputs and settings already; --force makes it again" in workshop.stderr
+        same = "is up to date with these inputs and settings. Use --force to write it again." in workshop.stderr
         assert same == (scored.stat().st_ino == before), workshop.stderr
         return not same
 
@@ -68,7 +68,7 @@ def test_a_file_is_made_again_when_it_or_what_made_it_changed_or_by_force_only(w
 def test_a_rollout_looks_at_its_prompts_and_its_model(workshop: Workshop):
     workshop.slimectl(*ROLLOUT)
     workshop.slimectl(*ROLLOUT)
-    assert workshop.stderr.startswith("samples.jsonl: is made of the same inputs and settings already")
+    assert workshop.stderr.startswith("samples.jsonl: is up to date with these inputs and settings")
     with (workshop.folder / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": "say nine", "label": "nine"}\n')
     workshop.slimectl(*ROLLOUT)
@@ -93,7 +93,7 @@ def test_a_folder_of_weights_has_its_manifest_inside(workshop: Workshop):
     assert (facts["stage"], facts["counts"]) == ("train", {"steps": 2})
     assert "scored.jsonl.manifest.json" in facts["parents"]
     assert workshop.slimectl(*train) == b""
-    assert "better: is made of the same inputs and settings already" in workshop.stderr
+    assert "better: is up to date with these inputs and settings" in workshop.stderr
     words = workshop.slimectl("inspect", "better").decode()
     assert words.startswith("better: model_type llama")
     assert "stage train" in words

@@ -25,7 +25,7 @@ COMMANDS = "/reset begins anew, /retry answers again, /exit or Ctrl-D leaves; Ct
 def chat(
     options: CommonOptions,
     system: Annotated[str | None, typer.Option("--system", help="System message")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens an answer may have", min=1)] = 1024,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of a response", min=1)] = 1024,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy", min=0.0)] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answers", min=0)] = None,
 ) -> None:

@@ -53,9 +53,9 @@ def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, forc
     manifest = Manifest(stage, settings.model_dump(by_alias=True), hashes | dict.fromkeys(sorted(pipes), READ_ONCE))
     sidecar = Path(f"{out}.{MANIFEST}")
     if out != "-" and sidecar.exists() and not is_manifest(sidecar):
-        raise SettingsError(f"{sidecar}: slimectl did not write it, and would replace it; move it away")
+        raise SettingsError(f"{sidecar}: exists, and slimectl did not write it. Move it away, or it would be replaced.")
     if out != "-" and not force and all_hashed and manifest.unchanged(Path(out)):
-        stdio.note(f"{out}: is made of the same inputs and settings already; --force makes it again")
+        stdio.note(f"{out}: is up to date with these inputs and settings. Use --force to write it again.")
         return None
     return manifest
 
@@ -68,8 +68,8 @@ def refuse_other_inputs(out: str, manifest: Manifest, data: list[str]) -> None:
     same, made = manifest.same_inputs(path), is_manifest(manifest_path(path))
     if made and same:
         return
-    reason = f"is made of other inputs than {', '.join(data)}" if made else "is there already, and no stage wrote it"
-    raise SettingsError(f"{out}: {reason}; give another --out FILE, or --force to replace it")
+    reason = f"was made of other inputs than {', '.join(data)}" if made else "exists, and no stage wrote it"
+    raise SettingsError(f"{out}: {reason}. Give another --out FILE, or --force to replace it.")
 
 
 def _hook_files(settings: Settings) -> list[str]:
@@ -124,7 +124,7 @@ def write_resumable(
             on_sample(sample)
             counts.update(("out", str(sample.status)))
         if partial.count:
-            stdio.note(f"{out}: {partial.count} samples are there from last time; going on after them")
+            stdio.note(f"{out}: {partial.count} samples are left from an interrupted attempt. Continuing after them.")
         try:
             for sample in process(remaining):
                 on_sample(sample)
@@ -132,7 +132,7 @@ def write_resumable(
                 counts.update(("out", str(sample.status)))
         except BaseException:
             if partial.count:
-                stdio.note(f"{partial.path}: {partial.count} samples are kept; the same command goes on after them")
+                stdio.note(f"{partial.path}: {partial.count} samples are kept. Run the same command again to continue.")
             raise
         if not counts:
             raise RecordError(f"{', '.join(inputs)}: no samples. Look at the messages of the stage that wrote them.")

@@ -29,10 +29,10 @@ def rollout(
     options: CommonOptions,
     temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature")] = None,
     max_response_len: Annotated[
-        int | None, typer.Option("--max-response-len", help="Tokens an answer may have")
+        int | None, typer.Option("--max-response-len", help="Maximum tokens of a response")
     ] = None,
 ) -> None:
-    """Sample answers to prompts.
+    """Sample responses to prompts.
 
     Example:
 

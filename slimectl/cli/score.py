@@ -34,10 +34,10 @@ def score(
     ] = None,
     reference: Annotated[str | None, typer.Option("--reference", help="Model whose log-probs to attach")] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say what was graded and why, in metadata.explanation and in a summary")
+        bool, typer.Option("--explain", help="Explain each reward, in metadata.explanation and in a summary")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Only report whether the reward is fit to train on; exit code 1 if not")
+        bool, typer.Option("--check", help="Validate the reward before you train with it; exit code 1 if a check fails")
     ] = False,
 ) -> None:
     """Attach a reward to every sample.
@@ -203,7 +203,7 @@ def _check(samples: Iterable[Sample], settings: Settings) -> None:
         graders.close()
     if failed := [finding.check for finding in findings if not finding.fine]:
         raise SlimectlError(
-            f"{len(failed)} of {len(findings)} checks failed ({', '.join(failed)}); mend the reward first"
+            f"{len(failed)} of {len(findings)} checks failed ({', '.join(failed)}). Fix the reward function first."
         )
 
 

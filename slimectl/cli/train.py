@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 )  # fmt: skip
 def train(
     options: CommonOptions,
-    save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Where the new weights go")] = None,
-    load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="A run's checkpoint to go on from")] = None,
+    save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Folder for the trained weights")] = None,
+    load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="Checkpoint to continue from")] = None,
     algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, dapo, rloo, …, sft")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Folder under run.dir, as of a run")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue a training's folder")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the run, a folder in run.dir")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Folder of the run to continue")
+    ] = None,
 ) -> None:
-    """Learn from scored samples, demonstrations (sft) or preferences (dpo, reward_model); one report a step on stdout.
+    """Train on scored samples, demonstrations (sft) or preferences (dpo, reward_model). Prints one report per step.
 
     With --name it is a run in runs/NAME: epochs, checkpoints, [eval], [track], progress, and --resume.
 
@@ -46,7 +48,7 @@ def train(
         slimectl train scored.jsonl --model models/smollm2 --save models/better --lr 1e-5
     """
     if options.model and load:
-        raise SettingsError("--model starts from weights alone, --load goes on from a checkpoint; give one of them")
+        raise SettingsError("--model starts from weights only, and --load continues a checkpoint. Give one of them.")
     flags: dict[str, Any] = {"algorithm.name": algorithm, "run.name": name}
     if load:
         flags["model.path"] = str(load)
@@ -91,7 +93,7 @@ def _is_run(resolution: Resolved) -> bool:
         return True
     if refused := [name for name in _set_for_runs(values) if origins[name] in own_layers]:
         raise SettingsError(
-            f"{refused[0]}: needs a folder for checkpoints and records; add --name NAME, and the training goes into "
+            f"{refused[0]}: needs a run folder for checkpoints and records. Add --name NAME to train in "
             f"{resolution.settings.run.dir}/NAME"
         )
     return False
@@ -108,7 +110,9 @@ def _say_idle_settings(resolution: Resolved, paths: list[str]) -> None:
 
     if "-" not in paths and (idle := _set_for_runs(dict(flat(resolution.settings)))):
         origin = resolution.origins[idle[0]]
-        stdio.note(f"it was one pass, without {', '.join(idle)} of {origin}, which need a folder: --name NAME")
+        stdio.note(
+            f"this was one pass without {', '.join(idle)} of {origin}, which need a run folder. Add --name NAME."
+        )
 
 
 def _train_in_folder(
@@ -131,10 +135,10 @@ def _train_in_folder(
 
     settings = resolution.settings
     if load is not None:
-        raise SettingsError("--load: a run goes on from its own folder, with --resume; start a new one with --model")
+        raise SettingsError("--load: to continue a run, give its folder to --resume. To start a new one, use --model.")
     if save is not None:
         raise SettingsError(
-            f"--save: the weights of a run are in {settings.run.dir}/{settings.run.name}/latest; drop --save or --name"
+            f"--save: a run keeps its weights in {settings.run.dir}/{settings.run.name}/latest. Drop --save or --name."
         )
     paths = options.sample_paths if options.samples or resume is None else settings.rollout.data
     skipped = SkippedLines(joined_name(paths), stdio.logger.warning)
@@ -208,7 +212,7 @@ def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) 
     command = f"slimectl score {samples} --explain"
     remedy = f"look at rewards with: {command} (why each), --check (is it fit to train on), and the reward's options"
     if _stops(signal, settings):
-        raise SlimectlError(f"{signal.message_in_a_row(remedy)}; -s run.on_no_signal=warn goes on all the same")
+        raise SlimectlError(f"{signal.message_in_a_row(remedy)}. To train anyway, set run.on_no_signal=warn.")
     if message := signal.closing_message(remedy):
         stdio.logger.warning(message)
 

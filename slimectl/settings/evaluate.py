@@ -30,7 +30,7 @@ class Dataset(Section):
     """Most likely tokens to sample among; -1 for all."""
 
     max_response_len: Annotated[int, Field(ge=1)] | None = None
-    """Tokens an answer may have."""
+    """Maximum tokens of a response."""
 
     min_new_tokens: Annotated[int, Field(ge=0)] | None = None
     """Tokens an answer has at least."""
@@ -121,7 +121,7 @@ class EvalSettings(Section):
     """Most likely tokens to sample among; -1 for all."""
 
     max_response_len: Annotated[int, Field(ge=1)] | None = None
-    """Tokens an answer may have."""
+    """Maximum tokens of a response."""
 
     min_new_tokens: Annotated[int, Field(ge=0)] | None = None
     """Tokens an answer has at least."""

@@ -73,7 +73,7 @@ class RolloutSettings(Section):
     """Sample among tokens at least this fraction as likely as the likeliest."""
 
     max_response_len: PositiveInt = 256
-    """Tokens an answer may have."""
+    """Maximum tokens of a response."""
 
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens an answer has at least before it may end."""

@@ -75,7 +75,7 @@ def test_check_prints_a_line_a_check_and_its_exit_code_is_the_verdict(workshop: 
     assert workshop.stderr == ""
     out = workshop.slimectl("score", name, "--rm-type", "exact", "--check", code=1).decode()
     assert "FAIL  variance     0 of 2 groups have different rewards" in out
-    assert workshop.stderr == "slimectl: 1 of 6 checks failed (variance); mend the reward first\n"
+    assert workshop.stderr == "slimectl: 1 of 6 checks failed (variance). Fix the reward function first.\n"
 
 
 def test_check_reports_what_would_stop_a_run(workshop: Workshop):
@@ -130,7 +130,7 @@ def test_a_reward_that_is_none_is_named_and_what_came_before_it_is_kept(workshop
     *said, last = workshop.stderr.splitlines()
     assert last == f"slimectl: {message}"
     assert len(said) == (kept > 0)
-    assert all(f"out.jsonl.partial: {kept} samples are kept; the same command goes on" in line for line in said)
+    assert all(f"out.jsonl.partial: {kept} samples are kept. Run the same command again" in line for line in said)
 
 
 def test_a_reward_that_hangs_costs_its_sample_and_is_counted(workshop: Workshop):
@@ -177,14 +177,14 @@ def test_scoring_that_was_cut_off_goes_on_after_the_last_sample(workshop: Worksh
     graded = cut_off(workshop, "raise", "--custom-rm-path", "slow.py:reward", out=out)
     assert graded == [*map(str, range(7)), *map(str, range(6, 10))]
     assert workshop.stderr.splitlines() == [
-        f"{out}: 6 samples are there from last time; going on after them",
+        f"{out}: 6 samples are left from an interrupted attempt. Continuing after them.",
         "10 samples, mean reward 4.5, accuracy 0.9 (reward >= 1)",
     ]
     rewards = [sample.reward for sample in read_samples(workshop.folder / out)]
     assert rewards == [float(index) for index in range(10)]
     assert list(workshop.folder.glob("*.partial*")) == []
     workshop.slimectl("score", "samples.jsonl", "--custom-rm-path", "slow.py:reward", "--out", out)
-    assert "is made of the same inputs and settings already" in workshop.stderr
+    assert "is up to date with these inputs and settings" in workshop.stderr
 
 
 def test_a_group_that_was_cut_off_is_graded_whole(workshop: Workshop):
@@ -206,7 +206,7 @@ def test_other_settings_or_force_begin_anew(workshop: Workshop):
     command = ("score", "samples.jsonl", "--custom-rm-path", "slow.py:reward", "--out", "scored.jsonl")
     (workshop.folder / "trap").write_text("raise")
     workshop.slimectl(*command, code=2)
-    assert "scored.jsonl.partial: 6 samples are kept; the same command goes on after them" in workshop.stderr
+    assert "scored.jsonl.partial: 6 samples are kept. Run the same command again to continue." in workshop.stderr
     workshop.slimectl(*command, "-s", "score.timeout_s=9", code=2)
     workshop.slimectl(*command, "-s", "score.timeout_s=9", "--force", code=2)
     assert (workshop.folder / "graded.txt").read_text().split() == [*map(str, range(7))] * 3

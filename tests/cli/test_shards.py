@@ -94,7 +94,7 @@ def test_a_slice_of_samples_is_graded(shared_workshop: Workshop, whole: bytes):
     rows = [json.loads(line) for line in (shared_workshop.folder / "part.jsonl").read_text().splitlines()]
     assert [row["index"] for row in rows] == list(range(4, 12))
     shared_workshop.slimectl("score", "whole.jsonl@[4:12]", "-c", "slimectl.toml", "-o", "part.jsonl")
-    assert "is made of the same inputs and settings already" in shared_workshop.stderr
+    assert "is up to date with these inputs and settings" in shared_workshop.stderr
 
 
 def test_stdin_is_read_once(shared_workshop: Workshop):

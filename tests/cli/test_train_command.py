@@ -47,9 +47,9 @@ rollout_batch_size = 3
 
 def test_a_stage_refuses_what_needs_a_folder_and_leaves_it_to_the_run_of_a_shared_file(workshop: Workshop) -> None:
     workshop.slimectl(*TRAINING, "-s", "run.num_epoch=2", code=2)
-    assert "run.num_epoch: needs a folder for checkpoints and records; add --name NAME" in workshop.stderr
+    assert "run.num_epoch: needs a run folder for checkpoints and records. Add --name NAME" in workshop.stderr
     assert len(workshop.slimectl(*TRAINING).splitlines()) == 2
-    assert "one pass, without run.save_interval, eval.data of slimectl.toml, which need a folder" in workshop.stderr
+    assert "one pass without run.save_interval, eval.data of slimectl.toml, which need a run folder" in workshop.stderr
     assert not (workshop.folder / "runs").exists()
 
 
