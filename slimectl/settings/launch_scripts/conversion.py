@@ -54,8 +54,6 @@ class Dialect:
     """Prefix that turns a switch off (`--no_bf16`)."""
     programs: str = ""
     """Pattern of the names of programs that train, whatever their flags."""
-    absent: Mapping[str, str] = field(default_factory=dict)
-    """Programs without a counterpart by their last name, and their purpose."""
     common: tuple[str, ...] = ()
     """Groups whose flags say nothing of which command trains, as conversions take them too."""
     aliases: Mapping[str, str] = field(default_factory=dict)

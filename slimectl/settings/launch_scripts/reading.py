@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert, stem
-from slimectl.settings.launch_scripts.documents import python_flags, yaml_flags
-from slimectl.settings.launch_scripts.flags import Flag, assignments, options
+from slimectl.settings.launch_scripts import foreign
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
+from slimectl.settings.launch_scripts.documents import yaml_flags
+from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, options
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
+from slimectl.settings.launch_scripts.python_files import python_flags
 from slimectl.settings.launch_scripts.roll import ROLL
 from slimectl.settings.launch_scripts.shell import Script
 from slimectl.settings.launch_scripts.shell_commands import Command
@@ -77,11 +79,13 @@ def read(
     dialects = [DIALECTS[stack]] if stack else list(DIALECTS.values())
     if not path.exists():
         raise SettingsError(f"{path}: no such file; give a launch script, a YAML file or a Python file")
+    if purpose := foreign.file_purpose(path):
+        raise SettingsError(f"{path}: {purpose}")
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
         launch, notes = _document(path, yaml_flags(path, str(path), environ), dialects, stack), list[Note]()
     elif path.suffix == ".py":
-        launch, notes = _document(path, python_flags(path, str(path), environ), dialects, stack), []
+        launch, notes = _document(path, python_flags(path, str(path), environ, line=line), dialects, stack), []
     else:
         script = Script(path, folder, environ)
         script.follow()
@@ -94,22 +98,19 @@ def read(
 
 
 def _absence(launch: Launch) -> str:
-    """The purpose of a program without a counterpart; empty for one that is read."""
+    """The sentence about a program without a counterpart; empty for one that is read."""
     program = launch.launcher.texts[0] if launch.launcher else ""
-    return launch.dialect.absent.get(stem(program), "")
+    return foreign.absent_program(program, {canonical(flag.name) for flag in launch.flags}) if program else ""
 
 
 def _check_program(launch: Launch) -> None:
     """Raise SettingsError if nothing here does what a command, or the class of a configuration, does."""
-    if (reason := _absence(launch)) and launch.launcher:
-        raise SettingsError(
-            f"{launch.launcher.place}: {launch.launcher.texts[0]} has no counterpart: it {reason} (docs/algorithms.md)"
-        )
+    if (purpose := _absence(launch)) and launch.launcher:
+        raise SettingsError(f"{launch.launcher.place}: {launch.launcher.texts[0]} {purpose}")
     for flag in launch.flags:
         kind = flag.texts[0] if flag.name == "configuration" and flag.texts else ""
-        reason = launch.dialect.absent.get(kind.removesuffix("Config").lower(), "")
-        if reason:
-            raise SettingsError(f"{flag.place}: {kind} has no counterpart: it {reason} (docs/algorithms.md)")
+        if purpose := foreign.absent_algorithm(kind):
+            raise SettingsError(f"{flag.place}: {kind} {purpose}")
 
 
 def _known(dialect: Dialect, flags: Sequence[Flag]) -> int:
@@ -118,7 +119,9 @@ def _known(dialect: Dialect, flags: Sequence[Flag]) -> int:
 
 
 def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack: str | None) -> Launch:
-    """The dialect of a document: the one that knows most of its keys."""
+    """The dialect of a document: the one that knows most of its keys. Raises SettingsError for other documents."""
+    if path.suffix != ".py" and (purpose := foreign.document_purpose({flag.name.partition(".")[0] for flag in flags})):
+        raise SettingsError(f"{path}: {purpose}")
     launches = [Launch(dialect, tuple(flags), _known(dialect, flags)) for dialect in dialects]
     best = max(launches, key=lambda launch: launch.num_known)
     if best.num_known < (1 if stack else FEWEST_FLAGS):
@@ -141,6 +144,7 @@ def _training_command(
         if best.num_known >= (1 if stack or line else FEWEST_FLAGS):
             launches.setdefault(f"{best.launcher} {' '.join(map(str, best.flags))}", best)
     if not launches:
+        _refuse_foreign(script)
         names = " or ".join(dialect.title for dialect in dialects)
         unread = "".join(f"; {note.place}: {note.text}" for note in script.notes[:1])
         raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training{unread}")
@@ -158,6 +162,14 @@ def _training_command(
     return main[0]
 
 
+def _refuse_foreign(script: Script) -> None:
+    """Raise SettingsError if a command of a script does something that is known by name."""
+    for command in script.commands:
+        if purpose := foreign.command_purpose(" ".join(field.text for field in command.fields)):
+            shown = " ".join(field.text for field in command.fields)
+            raise SettingsError(f"{command.place}: `{shown if len(shown) <= 60 else f'{shown[:57]}…'}` {purpose}")
+
+
 def _launch(command: Command, dialect: Dialect) -> Launch | None:
     """A command as a dialect reads it: the words behind its program are flags."""
     position = _program(command.fields, dialect)
@@ -165,6 +177,8 @@ def _launch(command: Command, dialect: Dialect) -> Launch | None:
         return None
     arguments = command.fields[position + 1 :]
     flags, loose = options(arguments) if dialect.form == "options" else assignments(arguments)
+    if dialect.name == "trl":
+        flags = [member for flag in flags for member in expanded(flag)]
     before, _ = options(command.fields[:position])
     flags = [flag for flag in before if canonical(flag.name) in OF_LAUNCHERS and _known(dialect, [flag])] + flags
     program = command.fields[position]
