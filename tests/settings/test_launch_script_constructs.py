@@ -167,8 +167,8 @@ KTO = (
             "run.sh",
             "python3 -m verl.trainer.main_generation data.path=/d model.path=/m trainer.nnodes=1 data.n_samples=2 "
             "trainer.n_gpus_per_node=8 rollout.temperature=1",
-            "run.sh:1: verl.trainer.main_generation samples responses and trains nothing. That is `slimectl rollout` or "
-            "`slimectl serve`",
+            "run.sh:1: verl.trainer.main_generation samples responses and trains nothing. "
+            "That is `slimectl rollout` or `slimectl serve`",
         ),
     ],
 )

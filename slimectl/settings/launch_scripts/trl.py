@@ -200,6 +200,10 @@ def _settle_divergence(conversion: Conversion, name: str) -> None:
     key = {"dpo": "algorithm.beta", "rloo": "algorithm.kl_coef"}.get(name)
     if key and "algorithm.kl_loss_coef" in conversion.values:
         conversion.put(key, conversion.values.pop("algorithm.kl_loss_coef"), "beta")
+    if conversion.switch("sync_ref_model"):
+        _default(conversion, "ref_model_sync_steps", "algorithm.ref_update_interval", 512)
+    else:
+        conversion.take_back("algorithm.ref_update_interval", "has no effect there without sync_ref_model")
     if name not in GROUP_NORMALIZED or not conversion.real("beta", 0.0):
         conversion.values.pop("algorithm.use_unbiased_kl", None)
     elif name != "gmpo":

@@ -203,7 +203,7 @@ TRAINING = (
     Row("adam_beta2", "train.adam_beta2", default=0.999),
     Row("adam_epsilon", "train.adam_eps"),
     Row("max_grad_norm", "train.clip_grad"),
-    Row("optim optim_args", text="the optimizer is AdamW"),
+    Row("optim optim_args optim_args.NAME optim_target_modules", text="the optimizer is AdamW"),
     Row(
         "per_device_train_batch_size",
         "train.global_batch_size",
@@ -213,7 +213,11 @@ TRAINING = (
     Row("gradient_accumulation_steps", "train.global_batch_size", "as above"),
     Row("steps_per_generation", "run.rollout_batch_size", "rounds of several steps: prompts of a round"),
     Row("generation_batch_size", "run.rollout_batch_size", "divided by num_generations"),
-    Row("per_device_eval_batch_size eval_accumulation_steps", text="prompts of an evaluation are sampled all at once"),
+    Row(
+        "per_device_eval_batch_size eval_accumulation_steps batch_eval_metrics eval_do_concat_batches eval_delay "
+        "eval_use_gather_object include_for_metrics label_names",
+        text="prompts of an evaluation are sampled all at once",
+    ),
     Row("num_train_epochs", "run.num_epoch", convert=lambda flag: max(1, round(number(flag))), default=3),
     Row("max_steps", "run.num_rollout", "steps divided by those of a round; negative is none", positive),
     Row("bf16", "train.dtype", convert=lambda flag: "bfloat16" if on(flag) else "float32", default="bfloat16"),
@@ -221,7 +225,7 @@ TRAINING = (
     Row("gradient_checkpointing", "train.gradient_checkpointing", convert=on, default=True),
     Row(
         "gradient_checkpointing_kwargs gradient_checkpointing_kwargs.NAME torch_compile torch_compile_backend "
-        "torch_compile_mode use_cpu liger_kernel_config "
+        "torch_compile_mode use_cpu liger_kernel_config length_column_name "
         "torch_empty_cache_steps auto_find_batch_size group_by_length full_determinism activation_offloading",
         text=KERNELS,
     ),
@@ -235,7 +239,8 @@ TRAINING = (
     Row(
         "deepspeed fsdp fsdp_config ddp_timeout ddp_find_unused_parameters local_rank accelerator_config config_file "
         "main_process_port main_process_ip master_port machine_rank rdzv_backend rdzv_endpoint node_rank "
-        "ddp_backend standalone mixed_precision accelerate_config",
+        "ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph parallelism_config standalone "
+        "mixed_precision accelerate_config",
         text=PARALLEL,
     ),
 )
@@ -245,7 +250,8 @@ RUNNING = (
     Row("save_steps", "run.save_interval", "in rounds here; 500 steps there", number),
     Row("save_total_limit", "run.keep_checkpoints", convert=positive),
     Row(
-        "save_strategy bf16_full_eval prediction_loss_only trackio_bucket_id "
+        "save_strategy enable_jit_checkpoint restore_callback_states_from_checkpoint do_predict fp16_full_eval "
+        "bf16_full_eval prediction_loss_only trackio_bucket_id "
         "save_only_model save_safetensors save_on_each_node load_best_model_at_end metric_for_best_model "
         "greater_is_better resume_from_checkpoint overwrite_output_dir do_train do_eval",
         text=ENDS,
@@ -256,6 +262,7 @@ RUNNING = (
     Row("report_to", "track.with", convert=trackers),
     Row(
         "logging_steps logging_first_step logging_strategy logging_dir log_level log_completions "
+        "log_level_replica logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics debug "
         "wandb_log_unique_prompts log_multimodal log_on_each_node disable_tqdm log_unique_prompts "
         "log_completions_hub_repo",
         text=REPORTS,
@@ -265,6 +272,7 @@ RUNNING = (
     Row("wandb_entity", "track.entity"),
     Row(
         "push_to_hub hub_model_id hub_strategy hub_private_repo hub_token hub_model_revision push_to_hub_revision "
+        "hub_revision trackio_static_space_id "
         "callbacks benchmarks project hub_always_push",
         text=HUB,
     ),
