@@ -10,6 +10,7 @@ from typing import Any
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.launch_scripts.foreign import document_purpose
 from slimectl.settings.launch_scripts.shell_values import Field, checked
 from slimectl.settings.launch_scripts.shell_variables import is_secret_variable
 from slimectl.settings.launch_scripts.shell_words import Place, read_text
@@ -31,12 +32,17 @@ def yaml_flags(path: Path, name: str, environ: Mapping[str, str] = MappingProxyT
     text = read_text(path, name)
     _refuse_nesting(text, name)
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise SettingsError(f"{name}:{line}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise SettingsError(f"{name}: not valid YAML: {' '.join(str(error).split())[:80]}") from None
+    node = nodes[0] if nodes else None
+    if len(nodes) > 1:
+        keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        purpose = document_purpose(keys) or "holds several documents; give a configuration that is one"
+        raise SettingsError(f"{name}: {purpose}")
     if not isinstance(node, yaml.MappingNode):
         raise SettingsError(f"{name}: has no keys with values; give a configuration")
     flags = []

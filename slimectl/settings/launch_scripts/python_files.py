@@ -25,6 +25,10 @@ DERIVED = (
 FORMATS = ("json", "csv", "parquet", "text", "arrow")
 """First arguments of `load_dataset` that are no data set: the files are another argument."""
 ADAPTERS = ("LoraConfig", "get_peft_model")
+GENERAL = (
+    "trains with the Trainer of transformers, whose loss is that of the model. The nearest is algorithm.name = sft, "
+    "which learns from responses to prompts (docs/algorithms.md)"
+)
 POSITIONS = {"GRPOTrainer": ("model", "reward_funcs"), "RLOOTrainer": ("model", "reward_funcs")}
 """Arguments of trainers by position; the first one of any other is the model."""
 
@@ -48,7 +52,7 @@ def python_flags(
         raise SettingsError(f"{name}: is nested too deeply for a configuration") from None
     if len(flags) > MAX_KEYS:
         raise SettingsError(f"{name}: more than {MAX_KEYS} values; give a configuration")
-    if not any(flag.name == "configuration" for flag in flags) and (purpose := library_purpose(source.modules)):
+    if not any(flag.name == "configuration" for flag in flags) and (purpose := source.purpose()):
         raise SettingsError(f"{name}: {purpose}")
     return flags
 
@@ -93,6 +97,11 @@ class _Trainings(PythonFile):
         for kind, node in (called or references)[:1]:
             place = Place(self.name, node.lineno)
             yield Flag("configuration", "class", (Field(kind, place),), place)
+
+    def purpose(self) -> str:
+        """The sentence about a file without a training class; empty where nothing is known of it."""
+        calls = {self.kind(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+        return GENERAL if calls & {"Trainer", "Seq2SeqTrainer", "TrainingArguments"} else library_purpose(self.modules)
 
     def skips(self, call: ast.Call) -> bool:
         """Whether a call belongs to another training than the one that was picked."""
