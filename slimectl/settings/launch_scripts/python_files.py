@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,20 +40,41 @@ def python_flags(
 
     `line` picks one of several trainings. Raises SettingsError if there are several, or if the file has none.
     """
-    tree = _parsed(path, name)
+    source = _Trainings(_parsed(path, name), path, name, environ)
+    flags = _flags(source, line)
+    if not any(flag.name == "configuration" for flag in flags) and (purpose := source.purpose()):
+        raise SettingsError(f"{name}: {purpose}")
+    return flags
+
+
+def program_flags(path: Path, name: str, environ: Mapping[str, str], options: Sequence[Flag]) -> list[Flag]:
+    """The flags of a program that is started with options: those that it reads by argparse decide its values.
+
+    Options that decide no value follow, as they stand.
+    """
+    source = _Trainings(_parsed(path, name), path, name, environ)
+    source.options = {flag.name.replace("-", "_"): flag for flag in options}
+    flags = _flags(source, None)
+    return [*flags, *(flag for flag in options if flag.name.replace("-", "_") not in source.used)]
+
+
+def has_trainer(path: Path, name: str) -> bool:
+    """Whether a Python file names a class that trains."""
+    source = _Trainings(_parsed(path, name), path, name, {})
+    return any(isinstance(n, ast.Name) and is_training_class(source.library_class(n.id)) for n in ast.walk(source.tree))
+
+
+def _flags(source: _Trainings, line: int | None) -> list[Flag]:
     flags: list[Flag] = []
     try:
-        source = _Trainings(tree, path, name, environ)
         flags += source.training(line)
-        for node in ast.walk(tree):
+        for node in ast.walk(source.tree):
             if isinstance(node, ast.Call) and CONFIGURATIONS.match(source.kind(node)) and not source.skips(node):
                 flags += source.flags_of(node)
     except RecursionError:
-        raise SettingsError(f"{name}: is nested too deeply for a configuration") from None
+        raise SettingsError(f"{source.name}: is nested too deeply for a configuration") from None
     if len(flags) > MAX_KEYS:
-        raise SettingsError(f"{name}: more than {MAX_KEYS} values; give a configuration")
-    if not any(flag.name == "configuration" for flag in flags) and (purpose := source.purpose()):
-        raise SettingsError(f"{name}: {purpose}")
+        raise SettingsError(f"{source.name}: more than {MAX_KEYS} values; give a configuration")
     return flags
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.settings.launch_scripts.documents import MAX_DEPTH, variable_value
-from slimectl.settings.launch_scripts.flags import texts_of
+from slimectl.settings.launch_scripts.flags import Flag, texts_of
 from slimectl.settings.launch_scripts.shell_values import Field
 from slimectl.settings.launch_scripts.shell_words import Place
 
@@ -47,7 +47,10 @@ class PythonFile:
         self.values: dict[str, ast.expr | None] = {}
         self.classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         self.imports = dict(_imports(tree))
-        self._options = dict(_options(tree))
+        self._defaults = dict(_options(tree))
+        self.options: Mapping[str, Flag] = {}
+        self.used: set[str] = set()
+        """Options that decide a value."""
         attributes = {node for kind in self.classes.values() for node in kind.body}
         for node in ast.walk(tree):
             if node in attributes:
@@ -157,17 +160,33 @@ class PythonFile:
                 return self.evaluated(self._attribute(self.values.get(name), attribute), depth + 1)
         raise ValueError
 
+    def _given(self, name: str) -> ast.expr | None:
+        """The value of an option that the program is started with. Raises ValueError if it is unknown."""
+        flag = self.options.get(name)
+        if flag is None:
+            return None
+        if flag.problem or len(flag.values) > 1:
+            raise ValueError(name)
+        self.used.add(name)
+        text = flag.text if flag.values else "True"
+        try:
+            return ast.Constant(ast.literal_eval(text))
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return ast.Constant({"true": True, "false": False}.get(text.lower(), text))
+
     def _attribute(self, call: ast.expr | None, name: str) -> ast.expr:
         """The value of an attribute of `CLASS(…)`: as given there, else the default of a dataclass or of argparse.
 
         Raises ValueError for others.
         """
         if isinstance(call, ast.Call) and called_name(call) in ("parse_args", "parse_known_args"):
-            if name not in self._options:
+            if name not in self._defaults:
                 raise ValueError(name)
-            return self._options[name]
+            return self._given(name) or self._defaults[name]
         if not isinstance(call, ast.Call) or (kind := self.classes.get(called_name(call))) is None or call.args:
             raise ValueError(name)
+        if given := self._given(name):
+            return given
         values = {word.arg: word.value for word in call.keywords}
         if None in values:
             raise ValueError(name)

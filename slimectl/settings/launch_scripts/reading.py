@@ -14,7 +14,7 @@ from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, can
 from slimectl.settings.launch_scripts.documents import yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, options
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
-from slimectl.settings.launch_scripts.python_files import python_flags
+from slimectl.settings.launch_scripts.python_files import has_trainer, program_flags, python_flags
 from slimectl.settings.launch_scripts.roll import ROLL
 from slimectl.settings.launch_scripts.shell import Script
 from slimectl.settings.launch_scripts.shell_commands import Command
@@ -39,6 +39,7 @@ STOCK = (
 """Configurations that come with verl."""
 NAMES_OF_FILES = ("config", "config_path", "config_name", "config_dir")
 """Flags that name the file of a configuration, or its folder."""
+YAML = (".yaml", ".yml")
 IDLE = ("--cfg", "--help")
 """Options with which a program prints something in place of training."""
 FEWEST_FLAGS = 3
@@ -93,6 +94,7 @@ def read(
         if launch.condition and launch.launcher:
             notes.append(Note(launch.launcher.place, f"whether this command is started: {launch.condition}"))
         launch = _with_configuration(launch, path, folder, notes, environ)
+        launch = _with_program(launch, path, folder, environ)
     _check_program(launch)
     return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
 
@@ -143,6 +145,8 @@ def _training_command(
         best = max(candidates, key=lambda launch: launch.num_known)
         if best.num_known >= (1 if stack or line else FEWEST_FLAGS):
             launches.setdefault(f"{best.launcher} {' '.join(map(str, best.flags))}", best)
+    if not launches and (launch := _bare_program(path, script, dialects, line)):
+        return launch
     if not launches:
         _refuse_foreign(script)
         names = " or ".join(dialect.title for dialect in dialects)
@@ -160,6 +164,18 @@ def _training_command(
             )
         raise SettingsError(f"{path}: has {len(main)} training commands (lines {lines}); pick one by --line N")
     return main[0]
+
+
+def _bare_program(path: Path, script: Script, dialects: Sequence[Dialect], line: int | None) -> Launch | None:
+    """A command whose program lies there and has a trainer of TRL; its options are few, or none."""
+    trl = next((dialect for dialect in dialects if dialect.name == "trl"), None)
+    for command in script.commands if trl else []:
+        launch = _launch(command, trl) if line in (None, command.place.line) and trl else None
+        program = launch.launcher.texts[0] if launch and launch.launcher else ""
+        document = _document_of(program, path, path.parent) if program.endswith(".py") else None
+        if launch and document and has_trainer(document, program):
+            return launch
+    return None
 
 
 def _refuse_foreign(script: Script) -> None:
@@ -225,6 +241,8 @@ def _with_configuration(
         file, place = f"{folder or '.'}/{name.removesuffix('.yaml')}.yaml", named["config_name"].place
     elif config and config.endswith((".yaml", ".yml")):
         file, place = config, named["config"].place
+    elif launch.dialect.name == "trl" and (words := [word for word in _loose(launch) if word.text.endswith(YAML)]):
+        file, place = words[0].text, words[0].place
     else:
         return launch
     document = _document_of(file, path, root)
@@ -242,6 +260,21 @@ def _with_configuration(
         shown = str(document) if relative.startswith("..") else str(path.parent / relative)
         base = yaml_flags(document, shown, environ)
     return replace(launch, flags=(*base, *own_flags))
+
+
+def _loose(launch: Launch) -> tuple[Field, ...]:
+    """The words between a program and its options."""
+    return launch.launcher.values[1:] if launch.launcher else ()
+
+
+def _with_program(launch: Launch, path: Path, root: Path, environ: Mapping[str, str]) -> Launch:
+    """Add the configurations of TRL in the Python file that a command starts, before the options of the command."""
+    program = launch.launcher.texts[0] if launch.launcher else ""
+    document = _document_of(program, path, root) if launch.dialect.name == "trl" and program.endswith(".py") else None
+    if document is None:
+        return launch
+    shown = str(path.parent / os.path.relpath(document, path.parent))
+    return replace(launch, flags=tuple(program_flags(document, shown, environ, launch.flags)))
 
 
 def _document_of(file: str, path: Path, root: Path) -> Path | None:
