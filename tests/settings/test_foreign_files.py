@@ -62,6 +62,8 @@ def test_a_trainer_of_another_algorithm_is_refused_by_its_class(name: str, neare
         ("deepspeed --module openrlhf.cli.train_prm --pretrain /m", "openrlhf.cli.train_prm", "reward_model"),
         ("deepspeed --module openrlhf.cli.train_kd --pretrain /m", "openrlhf.cli.train_kd", OPD),
         ("python src/train.py --stage sft --finetuning_type lora --template qwen", "src/train.py", "LLaMA-Factory"),
+        ("python3 -m recipe.prime.main_prime data.train_files=/d", "recipe.prime.main_prime", GRPO),
+        ("python3 -m recipe.spin.main_spin data.train_files=/d", "recipe.spin.main_spin", GRPO),
         ("python train.py --rlhf_type kto --model /m", "train.py", "ms-swift"),
     ],
 )
@@ -132,6 +134,8 @@ def test_a_script_without_training_is_refused_by_the_command_that_it_has(command
         ("trainer_state.json", '{"log_history": [{"loss": 1}], "max_steps": 3, "save_steps": 4}', "training that ran"),
         ("pyproject.toml", "[project]\nname = 'a'\n", "TOML"),
         ("rows.jsonl", '{"prompt": "a"}\n', "rollout.data"),
+        ("Dockerfile", "FROM x\nCMD trl grpo\n", "image"),
+        ("Makefile", "a:\n\ttrl grpo\n", "make"),
         ("a.ipynb", "{}", "notebook"),
         ("task.yaml", "task: gsm8k\ndataset_path: gsm8k\ndoc_to_text: x\n", "lm-evaluation-harness"),
         (".pre-commit-config.yaml", "repos:\n  - repo: a\n", "pre-commit"),

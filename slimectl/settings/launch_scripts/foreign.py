@@ -22,8 +22,8 @@ def _named(**purposes: tuple[str, str]) -> dict[str, str]:
 
 ALGORITHMS: Mapping[str, str] = _named(
     kto__bco=("learns from responses that are marked good or bad one by one", PAIRS),
-    orpo__cpo__simpo__robust_dpo=("learns from pairs without a reference model", PAIRS),
-    ipo=("learns from pairs by another loss than that of dpo", PAIRS),
+    orpo__cpo__simpo__alphapo__robust_dpo=("learns from pairs without a reference model", PAIRS),
+    ipo__odpo__mpo__ncapair__exo=("learns from pairs by another loss than that of dpo", PAIRS),
     tpo=("learns from three responses to each prompt", PAIRS),
     prm=(
         "trains a reward model that grades single steps",
@@ -142,16 +142,31 @@ SUFFIXES = {
     ".safetensors": "has weights. Set model.path to its folder",
 }
 """Kinds of files that are no launch files, by the end of their names."""
+NAMES = {
+    "Dockerfile": "builds an image. Give the script that its containers start",
+    "Makefile": "has rules of make. Give the command of one of them as a script",
+    "requirements.txt": "lists packages and starts no training",
+    "Jenkinsfile": "is a pipeline of Jenkins. Give the script that one of its stages starts",
+}
+"""Files of other kinds by their whole name."""
 LIBRARIES = {
     **dict.fromkeys(("lm_eval", "lighteval"), EVALUATION),
     "llamafactory": LLAMA_FACTORY,
     "swift": SWIFT,
     **{name: f"is of {name}, {OTHER_STACK}" for name in ("torchtune", "axolotl", "lightning", "pytorch_lightning")},
-    **dict.fromkeys(("vllm", "sglang"), SAMPLING),
-    "fastapi": "is a server. Set score.rm_type = remote_rm if it grades responses",
-    **dict.fromkeys(("datasets", "pandas"), PREPARATION),
 }
-"""Libraries that say what a Python file without a trainer does, the most telling first."""
+"""Libraries that say what a Python file without a trainer does."""
+CALLS = {
+    **dict.fromkeys(
+        ("Trainer", "Seq2SeqTrainer", "TrainingArguments"),
+        "trains with the Trainer of transformers, whose loss is that of the model. The nearest is "
+        "algorithm.name = sft, which learns from responses to prompts (docs/algorithms.md)",
+    ),
+    "LLM": SAMPLING,
+    "FastAPI": "is a server. Set score.rm_type = remote_rm if it grades responses",
+    **dict.fromkeys(("load_dataset", "to_json", "to_parquet", "save_to_disk", "to_csv"), PREPARATION),
+}
+"""Calls that say what a Python file without a trainer does, the most telling first."""
 
 
 def absent_algorithm(name: str) -> str:
@@ -172,6 +187,11 @@ def is_training_class(name: str) -> bool:
     """Whether a class says by its name what trains, as GRPOConfig and KTOTrainer do."""
     is_class = name.endswith(("Config", "Trainer", "Arguments"))
     return is_class and bool(own_algorithm(name) or absent_algorithm(name))
+
+
+def algorithm_of(name: str) -> str:
+    """The algorithm that a class names, here or elsewhere."""
+    return own_algorithm(name) or _plain(name)
 
 
 def algorithms_in(stem: str) -> tuple[set[str], set[str]]:
@@ -224,10 +244,11 @@ def file_purpose(path: Path) -> str:
         return next(purpose for names, purpose in DOCUMENTS if names.startswith("jobs"))
     if path.name == ".gitlab-ci.yml":
         return next(purpose for names, purpose in DOCUMENTS if names.startswith("stages"))
-    return SUFFIXES.get(path.suffix, "")
+    return NAMES.get(path.name, SUFFIXES.get(path.suffix, ""))
 
 
-def library_purpose(modules: Collection[str]) -> str:
-    """The sentence about a Python file without a trainer, by the libraries that it imports; empty for others."""
+def program_purpose(modules: Collection[str], calls: Collection[str]) -> str:
+    """The sentence about a Python file without a trainer, by what it imports and calls; empty for others."""
     roots = {module.partition(".")[0] for module in modules}
-    return next((purpose for name, purpose in LIBRARIES.items() if name in roots), "")
+    by_library = next((purpose for name, purpose in LIBRARIES.items() if name in roots), "")
+    return by_library or next((purpose for name, purpose in CALLS.items() if name in calls), "")

@@ -12,7 +12,7 @@ from typing import Any
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.documents import MAX_DEPTH, MAX_KEYS
 from slimectl.settings.launch_scripts.flags import Flag, texts_of
-from slimectl.settings.launch_scripts.foreign import is_training_class, library_purpose, own_algorithm
+from slimectl.settings.launch_scripts.foreign import algorithm_of, is_training_class, program_purpose
 from slimectl.settings.launch_scripts.python_rewards import reward_fields
 from slimectl.settings.launch_scripts.python_values import CONFIGURATIONS, PythonFile, called_name
 from slimectl.settings.launch_scripts.shell_values import Field
@@ -25,10 +25,7 @@ DERIVED = (
 FORMATS = ("json", "csv", "parquet", "text", "arrow")
 """First arguments of `load_dataset` that are no data set: the files are another argument."""
 ADAPTERS = ("LoraConfig", "get_peft_model")
-GENERAL = (
-    "trains with the Trainer of transformers, whose loss is that of the model. The nearest is algorithm.name = sft, "
-    "which learns from responses to prompts (docs/algorithms.md)"
-)
+STACKS = ("openrlhf", "llamafactory", "swift", "verl", "roll", "slime", "axolotl", "nemo_rl")
 POSITIONS = {"GRPOTrainer": ("model", "reward_funcs"), "RLOOTrainer": ("model", "reward_funcs")}
 """Arguments of trainers by position; the first one of any other is the model."""
 
@@ -71,6 +68,7 @@ def _flags(source: _Trainings, line: int | None) -> list[Flag]:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Call) and CONFIGURATIONS.match(source.kind(node)) and not source.skips(node):
                 flags += source.flags_of(node)
+        flags += source.assignments()
     except RecursionError:
         raise SettingsError(f"{source.name}: is nested too deeply for a configuration") from None
     if len(flags) > MAX_KEYS:
@@ -106,27 +104,49 @@ class _Trainings(PythonFile):
             kept = next(kind for kind, node in called if node.lineno == line)
             self._skipped = frozenset(
                 node for kind, node in called
-                if node.lineno != line and (_algorithm_of(kind) != _algorithm_of(kept) or kind == kept)
+                if node.lineno != line and (algorithm_of(kind) != algorithm_of(kept) or kind == kept)
             )  # fmt: skip
             called = [(kind, node) for kind, node in called if node not in self._skipped]
-        algorithms = {_algorithm_of(kind) for kind, _ in called or references}
+        algorithms = {algorithm_of(kind) for kind, _ in called or references}
         configurations = [node for kind, node in called if not kind.endswith("Trainer")]
         if len(algorithms) > 1 or len(configurations) > 1:
-            places = ", ".join(dict.fromkeys(f"{kind} in line {node.lineno}" for kind, node in called or references))
+            lines = sorted((node.lineno, kind) for kind, node in called or references)
+            places = ", ".join(dict.fromkeys(f"{kind} in line {number}" for number, kind in lines))
             remedy = "pick one by --line N" if called else "read a copy that has one"
             raise SettingsError(f"{self.name}: has several trainings ({places}); {remedy}")
         for kind, node in (called or references)[:1]:
             place = Place(self.name, node.lineno)
+            yield from self._origin(kind, place)
             yield Flag("configuration", "class", (Field(kind, place),), place)
 
+    def _origin(self, kind: str, place: Place) -> Iterator[Flag]:
+        """Whether a class is TRL's. Raises SettingsError for one of another stack; one of yours becomes a flag."""
+        module = next((module for module, name in self.imports.values() if name == kind), "trl")
+        root = module.partition(".")[0]
+        if root in STACKS:
+            raise SettingsError(f"{place}: {kind} is of {root}, not of TRL; give the script that starts this program")
+        if root not in ("trl", "unsloth"):
+            yield Flag("trainer.class", "class", (Field(f"{module}.{kind}", place),), place)
+
     def purpose(self) -> str:
-        """The sentence about a file without a training class; empty where nothing is known of it."""
+        """The sentence about a file without a training class."""
         calls = {self.kind(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
-        return GENERAL if calls & {"Trainer", "Seq2SeqTrainer", "TrainingArguments"} else library_purpose(self.modules)
+        return program_purpose(self.modules, calls)
 
     def skips(self, call: ast.Call) -> bool:
         """Whether a call belongs to another training than the one that was picked."""
         return call in self._skipped
+
+    def assignments(self) -> Iterator[Flag]:
+        """Arguments that are set after a configuration is made, as in `config.beta = 0.1`."""
+        for node in ast.walk(self.tree):
+            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                call = self.values.get(target.value.id)
+                kind = self.kind(call) if isinstance(call, ast.Call) and not self.skips(call) else ""
+                if is_training_class(kind) and not kind.endswith("Trainer"):
+                    keyword = ast.keyword(target.attr, node.value)
+                    yield from self._argument(target.attr, keyword, Place(self.name, node.lineno))
 
     def flags_of(self, call: ast.Call) -> Iterator[Flag]:
         """The arguments of a configuration; those of nested ones come by themselves."""
@@ -233,7 +253,3 @@ class _Trainings(PythonFile):
         if not isinstance(call, ast.Call) or called_name(call) != "load_dataset":
             return None
         return call.args[1] if len(call.args) > 1 else next((w.value for w in call.keywords if w.arg == "name"), None)
-
-
-def _algorithm_of(kind: str) -> str:
-    return own_algorithm(kind) or kind

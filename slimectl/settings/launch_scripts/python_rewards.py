@@ -29,7 +29,7 @@ def _reward(source: PythonFile, node: ast.expr, place: Place) -> Field:
     shown = " ".join(ast.unparse(node).split())[:60]
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return Field(node.value, place)
-    if isinstance(node, ast.Call) and called_name(node) == "get_soft_overlong_punishment":
+    if isinstance(node, ast.Call) and source.kind(node) == "get_soft_overlong_punishment":
         sizes = [*node.args, *(word.value for word in node.keywords)]
         numbers = [source.value(size) for size in sizes]
         if len(numbers) == 2 and None not in numbers:

@@ -126,7 +126,13 @@ def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack:
         raise SettingsError(f"{path}: {purpose}")
     launches = [Launch(dialect, tuple(flags), _known(dialect, flags)) for dialect in dialects]
     best = max(launches, key=lambda launch: launch.num_known)
-    if best.num_known < (1 if stack else FEWEST_FLAGS):
+    is_named = any(flag.name == "configuration" for flag in flags)
+    has_keys = best.num_known >= (1 if stack else FEWEST_FLAGS)
+    if path.suffix == ".py" and not is_named and (best.dialect.name == "trl" or not has_keys):
+        raise SettingsError(
+            f"{path}: names no trainer, such as GRPOTrainer or GRPOConfig; give the program that trains"
+        )
+    if not has_keys and not is_named:
         raise SettingsError(f"{path}: has no keys of {' or '.join(item.title for item in dialects)}; name it by --from")
     return best
 

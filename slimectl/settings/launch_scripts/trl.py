@@ -48,6 +48,16 @@ ASYNCHRONOUS: Defaults = {
     "vllm_server_base_url": ("engine.url", ["http://localhost:8000"]),
 }
 """Defaults of AsyncGRPOConfig where they differ from those of GRPOConfig."""
+CUT = "rows that are longer than max_length (1024 where not given) are cut there; here they are left out and counted"
+LISTED: Mapping[str, Mapping[str, str]] = {
+    "sft": {
+        "assistant_only_loss": "every turn of a chat is trained on there; here only those of the assistant are",
+        "truncation_mode": CUT,
+    },
+    "dpo": {"truncation_mode": CUT},
+    "ppo": {"num_ppo_epochs": "every round is trained on 4 times there, and once here"},
+}
+"""Defaults of each trainer that settings cannot have."""
 TELLING = {
     "grpo": "delta scale_rewards importance_sampling_level top_entropy_quantile use_bias_correction_kl entropy_coef "
     "sapo_temperature_pos sapo_temperature_neg vllm_importance_sampling_correction vllm_importance_sampling_mode "
@@ -59,6 +69,8 @@ TELLING = {
     "ppo": "num_ppo_epochs cliprange cliprange_value vf_coef",
 }
 """Arguments that one trainer alone has, where neither a class nor a program names it."""
+SAMPLING = {"num_generations", "reward_funcs", "max_completion_length", "reward_weights", "use_vllm"}
+"""Arguments of the trainers that sample, which are GRPO and RLOO."""
 LOSSES = {
     **dict.fromkeys(("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"), "grpo"),
     **dict.fromkeys(("nll", "chunked_nll", "dft"), "sft"),
@@ -70,7 +82,10 @@ ADAPTERS = {"LoraConfig": (8, 8), "get_peft_model": (16, 16)}
 
 
 def unlisted(conversion: Conversion, flag: Any) -> None:
-    """List an argument without a row."""
+    """List an argument without a row; ask for the values of a table that only the program has."""
+    if flag.name == "**":
+        conversion.omit(flag, "is a table that the program makes; set its values by hand", by_hand=True)
+        return
     conversion.omit(flag, "is no argument that this table knows; look for it by `slimectl settings explain`")
 
 
@@ -85,10 +100,16 @@ def settle(conversion: Conversion) -> None:
     _settle_adapter(conversion)
     _settle_processes(conversion)
     _settle_names(conversion)
+    if own := conversion.flags.get("trainer.class"):
+        conversion.unlist("trainer.class")
+        conversion.omit(own, "is a trainer of your own: set what it overrides by hand", by_hand=True)
     defaults = {**DEFAULTS[name], **(ASYNCHRONOUS if _class(conversion) == "AsyncGRPOConfig" else {})}
     for argument, (key, value) in defaults.items():
         _default(conversion, argument, key, value)
-    if name not in ROWS:
+    for argument, reason in LISTED.get(name, {}).items():
+        if argument not in conversion.flags:
+            conversion.omissions.append(Omission(f"the default of TRL for {argument}", "", reason))
+    if name not in ROWS and (is_named or conversion.flags.keys() & SAMPLING):
         settle_rewards(conversion)
     if not is_named:
         _require_algorithm(conversion)
@@ -121,11 +142,13 @@ def _settle_algorithm(conversion: Conversion) -> tuple[str, bool]:
     argument = ""
     if not name:
         name, argument = _told(conversion)
+    if name == "dapo":  # a script of that name may train by any loss_type
+        name = ""
     if name and not (argument and name == "grpo"):
         conversion.put("algorithm.name", name, argument or source)
     if _class(conversion) == "AsyncGRPOConfig":
         conversion.put("run.async_level", 1, "AsyncGRPOConfig samples while it trains")
-    return (name, True) if name in DEFAULTS else ("grpo", False)
+    return ("grpo" if name in ("", "gspo") else name), bool(name)
 
 
 def _told(conversion: Conversion) -> tuple[str, str]:
@@ -141,7 +164,7 @@ def _told(conversion: Conversion) -> tuple[str, str]:
 def _require_algorithm(conversion: Conversion) -> None:
     """Ask for the algorithm before all else where the file does not name it."""
     place = str(next(iter(conversion.flags.values())).place) if conversion.flags else ""
-    is_sampled = conversion.flags.keys() & {"num_generations", "reward_funcs", "max_completion_length"}
+    is_sampled = conversion.flags.keys() & SAMPLING
     candidates = "grpo (as written here) or rloo" if is_sampled else "sft, dpo, reward_model, grpo or rloo"
     reason = f"neither a class nor a program in this file names it: set it by hand, {candidates}"
     conversion.omissions.insert(0, Omission("algorithm.name", place, reason, by_hand=True))
@@ -295,16 +318,28 @@ def _settle_intervals(conversion: Conversion, steps: int) -> None:
         conversion.take_back("run.num_epoch", "max_steps goes before it")
     for argument, key in (("save_steps", "run.save_interval"), ("eval_steps", "eval.interval")):
         interval = conversion.real(argument, 500.0 if argument == "save_steps" else 0.0)
-        strategy = conversion.text("save_strategy" if argument == "save_steps" else "eval_strategy", "steps")
+        name = "save_strategy" if argument == "save_steps" else "eval_strategy"
+        default = "steps" if argument == "save_steps" else conversion.text("evaluation_strategy", "no")
+        strategy = conversion.text(name, default)
         conversion.values.pop(key, None)
+        if argument == "eval_steps" and strategy == "steps" and not interval:
+            interval = conversion.real("logging_steps", 10.0)
         if conversion.is_unknown(argument) or strategy in ("no", "none", "false"):
             continue
         if strategy == "epoch" or 0 < interval < 1:
             shown = argument if argument in conversion.flags else argument.replace("steps", "strategy")
             conversion.omit(conversion.flags[shown], f"is in parts of an epoch there; set {key} by hand", by_hand=True)
         elif interval >= 1:
-            source = argument if argument in conversion.flags else "the default of TRL for save_steps"
+            source = argument if argument in conversion.flags else f"the default of TRL for {argument}"
             conversion.put(key, max(1, int(interval) // steps), source)
+    held_out = [key for key in conversion.values if key.startswith("eval.data.")]
+    strategies = (conversion.text("eval_strategy"), conversion.text("evaluation_strategy"))
+    if "eval.interval" not in conversion.values and "epoch" not in strategies:
+        for key in held_out:
+            conversion.take_back(key, "is not evaluated on there, as eval_strategy is no")
+    elif held_out and conversion.flags.keys() & SAMPLING:
+        group = conversion.values.get("rollout.n_samples_per_prompt", 8)
+        _default(conversion, "num_generations_eval", "eval.n_samples_per_prompt", int(group))
     if "save_total_limit" not in conversion.flags:
         conversion.put("run.keep_checkpoints", None, "the default of TRL for save_total_limit")
 
@@ -348,6 +383,9 @@ def _settle_adapter(conversion: Conversion) -> None:
             names.append(scaled)
             conversion.unlist(scaled)
     conversion.put("train.lora_alpha", alpha, *names)
+    if "peft_class" not in conversion.flags and not of_table and "lora_dropout" not in conversion.flags:
+        reason = "adapters have a dropout of 0.05 there, and none here"
+        conversion.omissions.append(Omission("the default of TRL for lora_dropout", "", reason))
     for name in ("use_peft", "peft_class"):
         if name in conversion.flags:
             conversion.unlist(name)
