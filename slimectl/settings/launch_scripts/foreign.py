@@ -196,19 +196,19 @@ def algorithm_of(name: str) -> str:
 
 def algorithms_in(stem: str) -> tuple[set[str], set[str]]:
     """Own and absent algorithms that the words of a script's name name: `train_online_dpo` names online_dpo alone."""
-    words = [word for word in re.split(r"[^a-z0-9]+", stem.lower()) if word]
-    own: set[str] = set()
+    parts = [word for word in re.split(r"[^a-z0-9]+", stem.lower()) if word]
+    served: set[str] = set()
     absent: set[str] = set()
     position = 0
-    while position < len(words):
+    while position < len(parts):
         for length in (4, 3, 2, 1):
-            name = "".join(words[position : position + length])
+            name = "".join(parts[position : position + length])
             if name in _ABSENT or name in OWN:
-                (absent if name in _ABSENT else own).add(name)
+                (absent if name in _ABSENT else served).add(name)
                 position += length - 1
                 break
         position += 1
-    return own, absent
+    return served, absent
 
 
 def absent_program(name: str, flags: Collection[str] = ()) -> str:
@@ -218,8 +218,8 @@ def absent_program(name: str, flags: Collection[str] = ()) -> str:
         return command_purpose("llamafactory-cli train")
     if "rlhf_type" in flags:
         return command_purpose("swift rlhf")
-    own, absent = algorithms_in(last)
-    if absent and not own:
+    served, absent = algorithms_in(last)
+    if absent and not served:
         return _ABSENT[min(absent)]
     return command_purpose(name)
 

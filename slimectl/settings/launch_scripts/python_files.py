@@ -101,10 +101,10 @@ class _Trainings(PythonFile):
             if isinstance(node, ast.Name) and is_training_class(name := self.library_class(node.id))
         ]  # fmt: skip
         if line is not None and any(node.lineno == line for _, node in called):
-            kept = next(kind for kind, node in called if node.lineno == line)
+            picked = next(kind for kind, node in called if node.lineno == line)
             self._skipped = frozenset(
                 node for kind, node in called
-                if node.lineno != line and (algorithm_of(kind) != algorithm_of(kept) or kind == kept)
+                if node.lineno != line and (algorithm_of(kind) != algorithm_of(picked) or kind == picked)
             )  # fmt: skip
             called = [(kind, node) for kind, node in called if node not in self._skipped]
         algorithms = {algorithm_of(kind) for kind, _ in called or references}
@@ -140,7 +140,9 @@ class _Trainings(PythonFile):
     def assignments(self) -> Iterator[Flag]:
         """Arguments that are set after a configuration is made, as in `config.beta = 0.1`."""
         for node in ast.walk(self.tree):
-            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            if not isinstance(node, ast.Assign):
+                continue
+            target = node.targets[0]
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
                 call = self.values.get(target.value.id)
                 kind = self.kind(call) if isinstance(call, ast.Call) and not self.skips(call) else ""
@@ -180,11 +182,11 @@ class _Trainings(PythonFile):
         yield from (ast.keyword(name, value) for name, value in zip(positions, call.args, strict=False))
         yield from call.keywords
         named = {word.arg for word in call.keywords}
-        own = self.classes.get(called_name(call))
-        for node in own.body if own and not kind.endswith("Trainer") else []:
-            is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-            if is_field and node.value is not None and node.target.id not in named:
-                yield ast.keyword(node.target.id, node.value)
+        definition = self.classes.get(called_name(call))
+        for node in definition.body if definition and not kind.endswith("Trainer") else []:
+            match node:
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as default) if name not in named:
+                    yield ast.keyword(name, default)
 
     def _argument(self, name: str, keyword: ast.keyword, line: Place) -> Iterator[Flag]:
         """A value as a flag; a table as a flag for each of its keys."""
@@ -236,14 +238,14 @@ class _Trainings(PythonFile):
         call = self._load_call(node)
         if not isinstance(call, ast.Call):
             return call
-        words = {word.arg: word.value for word in call.keywords}
+        arguments = {word.arg: word.value for word in call.keywords}
         if called_name(call) == "load_dataset":
-            first = call.args[0] if call.args else words.get("path")
+            first = call.args[0] if call.args else arguments.get("path")
             if isinstance(first, ast.Constant) and first.value in FORMATS:
-                return words.get("data_files", call)
+                return arguments.get("data_files", call)
             return first or call
         if called_name(call) == "from_pretrained":
-            names = (words.get("pretrained_model_name_or_path"), words.get("model_name"), call)
+            names = (arguments.get("pretrained_model_name_or_path"), arguments.get("model_name"), call)
             return call.args[0] if call.args else next(item for item in names if item is not None)
         return call
 

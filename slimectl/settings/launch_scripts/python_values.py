@@ -99,8 +99,8 @@ class PythonFile:
 
     def library_class(self, name: str) -> str:
         for _ in range(MAX_DEPTH):
-            own = self.classes.get(name)
-            bases = [called_name(ast.Call(base, [], [])) for base in own.bases] if own else []
+            definition = self.classes.get(name)
+            bases = [called_name(ast.Call(base, [], [])) for base in definition.bases] if definition else []
             base = next((item for item in bases if CONFIGURATIONS.match(item)), "")
             if not base:
                 break
@@ -185,8 +185,8 @@ class PythonFile:
             return self._given(name) or self._defaults[name]
         if not isinstance(call, ast.Call) or (kind := self.classes.get(called_name(call))) is None or call.args:
             raise ValueError(name)
-        if given := self._given(name):
-            return given
+        if option := self._given(name):
+            return option
         values = {word.arg: word.value for word in call.keywords}
         if None in values:
             raise ValueError(name)
@@ -218,13 +218,13 @@ def _options(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
         if not isinstance(node, ast.Call) or called_name(node) != "add_argument":
             continue
         names = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
-        words = {word.arg: word.value for word in node.keywords}
-        action = words.get("action")
-        default = words.get("default")
+        arguments = {word.arg: word.value for word in node.keywords}
+        action = arguments.get("action")
+        default = arguments.get("default")
         if default is None and isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
             default = ast.Constant(action.value == "store_false")
         name = max(names, key=len, default="").lstrip("-").replace("-", "_")
-        if isinstance(dest := words.get("dest"), ast.Constant):
+        if isinstance(dest := arguments.get("dest"), ast.Constant):
             name = str(dest.value)
         if name and default is not None:
             yield name, default

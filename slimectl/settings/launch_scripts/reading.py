@@ -247,8 +247,8 @@ def _with_configuration(
         file, place = f"{folder or '.'}/{name.removesuffix('.yaml')}.yaml", named["config_name"].place
     elif config and config.endswith((".yaml", ".yml")):
         file, place = config, named["config"].place
-    elif launch.dialect.name == "trl" and (words := [word for word in _loose(launch) if word.text.endswith(YAML)]):
-        file, place = words[0].text, words[0].place
+    elif launch.dialect.name == "trl" and (recipes := [word for word in _loose(launch) if word.text.endswith(YAML)]):
+        file, place = recipes[0].text, recipes[0].place
     else:
         return launch
     document = _document_of(file, path, root)

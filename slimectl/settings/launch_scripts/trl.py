@@ -100,9 +100,9 @@ def settle(conversion: Conversion) -> None:
     _settle_adapter(conversion)
     _settle_processes(conversion)
     _settle_names(conversion)
-    if own := conversion.flags.get("trainer.class"):
+    if trainer := conversion.flags.get("trainer.class"):
         conversion.unlist("trainer.class")
-        conversion.omit(own, "is a trainer of your own: set what it overrides by hand", by_hand=True)
+        conversion.omit(trainer, "is a trainer of your own: set what it overrides by hand", by_hand=True)
     defaults = {**DEFAULTS[name], **(ASYNCHRONOUS if _class(conversion) == "AsyncGRPOConfig" else {})}
     for argument, (key, value) in defaults.items():
         _default(conversion, argument, key, value)
@@ -136,8 +136,8 @@ def _settle_algorithm(conversion: Conversion) -> tuple[str, bool]:
     if _class(conversion) == "GMPOConfig":
         name = "gmpo"
     if not name:
-        own, absent = algorithms_in(stem(conversion.text("launcher")))
-        names = {own_algorithm(word) for word in own}
+        served, absent = algorithms_in(stem(conversion.text("launcher")))
+        names = {own_algorithm(word) for word in served}
         name, source = (names.pop() if len(names) == 1 and not absent else ""), "launcher"
     argument = ""
     if not name:
@@ -281,9 +281,8 @@ def _settle_sizes(conversion: Conversion, name: str) -> int:
 
     Return the number of steps of a round.
     """
-    names = [
-        item for item in ("per_device_train_batch_size", "gradient_accumulation_steps") if item in conversion.flags
-    ]
+    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    names: list[str] = [size for size in sizes if size in conversion.flags]
     device = conversion.number("per_device_train_batch_size", 8)
     accumulation = conversion.number("gradient_accumulation_steps", 1)
     processes = next((item for item in ("num_processes", "nproc_per_node") if item in conversion.flags), None)
@@ -375,14 +374,14 @@ def _settle_adapter(conversion: Conversion) -> None:
     rank, alpha = ADAPTERS.get(conversion.text("peft_class"), (8, 8) if of_table else (16, 32))
     values.setdefault("train.lora_rank", rank)
     conversion.put("train.lora_rank", int(values["train.lora_rank"]), "lora_r", "lora_rank", "peft_config.r")
-    alpha = float(values.get("train.lora_alpha", alpha))
+    scale = float(values.get("train.lora_alpha", alpha))
     names = ["lora_alpha", "peft_config.lora_alpha"]
     for scaled in ("use_rslora", "lora_use_rslora"):
         if conversion.switch(scaled):
-            alpha *= math.sqrt(values["train.lora_rank"])
+            scale *= math.sqrt(values["train.lora_rank"])
             names.append(scaled)
             conversion.unlist(scaled)
-    conversion.put("train.lora_alpha", alpha, *names)
+    conversion.put("train.lora_alpha", scale, *names)
     if "peft_class" not in conversion.flags and not of_table and "lora_dropout" not in conversion.flags:
         reason = "adapters have a dropout of 0.05 there, and none here"
         conversion.omissions.append(Omission("the default of TRL for lora_dropout", "", reason))

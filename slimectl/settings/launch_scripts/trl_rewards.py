@@ -43,8 +43,8 @@ def settle_rewards(conversion: Conversion) -> None:
     if unknown or not parts:
         shown = str(conversion.flags[sources[0]]) if sources else "score"
         reason = "; ".join(dict.fromkeys(unknown))
-        known = f" (beside score.rm = {inline(parts)})" if parts else ""
-        reason = f"{reason}; set score.custom_rm_path or score.rm by hand{known}" if reason else UNNAMED
+        beside = f" (beside score.rm = {inline(parts)})" if parts else ""
+        reason = f"{reason}; set score.custom_rm_path or score.rm by hand{beside}" if reason else UNNAMED
         conversion.omissions.insert(0, Omission(shown, place, reason, by_hand=True))
     else:
         _put(conversion, parts, sources)
