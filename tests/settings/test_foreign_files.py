@@ -130,6 +130,7 @@ def test_a_script_without_training_is_refused_by_the_command_that_it_has(command
         ("dataset_infos.yaml", "dataset_info:\n  features: [{name: a}]\n", "rollout.data"),
         ("tokenizer_config.json", '{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "x"}', "tokenizer"),
         ("config.json", '{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64}', "model.path"),
+        ("fsdp.yaml", "_target_: verl.workers.config.FSDPEngineConfig\nmixed_precision: bf16\nseed: 42\n", "Hydra"),
         ("adapter_config.json", '{"peft_type": "LORA", "r": 16, "lora_alpha": 32}', "train.lora_load"),
         ("trainer_state.json", '{"log_history": [{"loss": 1}], "max_steps": 3, "save_steps": 4}', "training that ran"),
         ("pyproject.toml", "[project]\nname = 'a'\n", "TOML"),

@@ -124,6 +124,7 @@ DOCUMENTS: Sequence[tuple[str, str]] = (
         "architectures|model_type transformers_version|transformers_version eos_token_id",
         "belongs to a model. Set model.path to its folder",
     ),
+    ("_target_", "is a part of a configuration of Hydra. Give the script that starts the training"),
     ("peft_type", "belongs to an adapter. Set train.lora_load to its folder"),
     ("log_history", "is the state of a training that ran. Give the script that started it"),
     ("channels dependencies|dependencies devDependencies", "lists packages and starts no training"),

@@ -120,7 +120,9 @@ class _Trainings(PythonFile):
             yield Flag("configuration", "class", (Field(kind, place),), place)
 
     def _origin(self, kind: str, place: Place) -> Iterator[Flag]:
-        """Whether a class is TRL's. Raises SettingsError for one of another stack; one of yours becomes a flag."""
+        """Yield a flag for a trainer of your own. Raises SettingsError for a class of another stack or of this file."""
+        if kind in self.classes and kind not in self.imports:
+            raise SettingsError(f"{place}: {kind} is a class of this file, not of TRL, and what it trains is not read")
         module = next((module for module, name in self.imports.values() if name == kind), "trl")
         root = module.partition(".")[0]
         if root in STACKS:

@@ -9,7 +9,7 @@ from typing import Any
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, stem, typed
 from slimectl.settings.launch_scripts.foreign import algorithms_in, own_algorithm
-from slimectl.settings.launch_scripts.trl_names import GROUPS
+from slimectl.settings.launch_scripts.trl_names import GROUPS, TOOLS
 from slimectl.settings.launch_scripts.trl_rewards import settle_rewards
 
 ROWS = ("sft", "dpo", "reward_model")
@@ -58,6 +58,11 @@ LISTED: Mapping[str, Mapping[str, str]] = {
     "ppo": {"num_ppo_epochs": "every round is trained on 4 times there, and once here"},
 }
 """Defaults of each trainer that settings cannot have."""
+DECISIVE = {
+    "trainer.class": "is a trainer of your own: set what it overrides by hand",
+    **dict.fromkeys(("trainer.tools", "trainer.rollout_func", "trainer.environment_factory"), f"set by hand: {TOOLS}"),
+}
+"""Arguments without a row of their own that decide what is trained, and what to do."""
 TELLING = {
     "grpo": "delta scale_rewards importance_sampling_level top_entropy_quantile use_bias_correction_kl entropy_coef "
     "sapo_temperature_pos sapo_temperature_neg vllm_importance_sampling_correction vllm_importance_sampling_mode "
@@ -100,9 +105,10 @@ def settle(conversion: Conversion) -> None:
     _settle_adapter(conversion)
     _settle_processes(conversion)
     _settle_names(conversion)
-    if trainer := conversion.flags.get("trainer.class"):
-        conversion.unlist("trainer.class")
-        conversion.omit(trainer, "is a trainer of your own: set what it overrides by hand", by_hand=True)
+    for argument, reason in DECISIVE.items():
+        if argument in conversion.flags:
+            conversion.unlist(argument)
+            conversion.omit(conversion.flags[argument], reason, by_hand=True)
     defaults = {**DEFAULTS[name], **(ASYNCHRONOUS if _class(conversion) == "AsyncGRPOConfig" else {})}
     for argument, (key, value) in defaults.items():
         _default(conversion, argument, key, value)
@@ -172,7 +178,8 @@ def _require_algorithm(conversion: Conversion) -> None:
 
 def _settle_loss(conversion: Conversion, name: str) -> None:
     """Reduction, clipping, normalization and divergence of the loss."""
-    values, loss = conversion.values, conversion.text("loss_type")
+    values, losses = conversion.values, conversion.flags["loss_type"].texts if "loss_type" in conversion.flags else []
+    loss = ", ".join(losses)
     if loss and loss not in SERVED_LOSSES:
         raise SettingsError(
             f"{conversion.flags['loss_type'].place}: loss_type {loss} has no counterpart. Give one of "
@@ -187,6 +194,7 @@ def _settle_loss(conversion: Conversion, name: str) -> None:
             values.pop("algorithm.calculate_per_token_loss", None)
             conversion.settled |= {"algorithm.eps_clip", "algorithm.calculate_per_token_loss"}
         return
+    _settle_scale(conversion)
     if loss in ("dr_grpo", "cispo", "sapo"):
         conversion.put("algorithm.name", loss, "loss_type")
         values.pop("algorithm.calculate_per_token_loss", None)
@@ -203,6 +211,18 @@ def _settle_loss(conversion: Conversion, name: str) -> None:
         conversion.put(
             "algorithm.eps_clip_high", epsilon, "epsilon" if "epsilon" in conversion.flags else "epsilon_high"
         )
+
+
+def _settle_scale(conversion: Conversion) -> None:
+    """Divisors of advantages other than the group's standard deviation."""
+    scale = conversion.text("scale_rewards")
+    if scale == "mean":
+        conversion.values.pop("algorithm.grpo_std_normalization", None)
+        conversion.settled.add("algorithm.grpo_std_normalization")
+        conversion.put("algorithm.name", "maxrl", "scale_rewards")
+    elif scale == "batch":
+        reason = "divides by the deviation of the batch there, and of the group here; set algorithm.name by hand"
+        conversion.omit(conversion.flags["scale_rewards"], reason, by_hand=True)
 
 
 def _settle_cispo(conversion: Conversion) -> None:
@@ -417,12 +437,13 @@ def _settle_names(conversion: Conversion) -> None:
         conversion.put("run.dir", folder or ".", "output_dir")
         if "run.name" not in values:
             conversion.put("run.name", name, "output_dir")
-    config, data = conversion.text("dataset_config"), values.get("rollout.data")
+    config, data = conversion.text("dataset_config", conversion.text("dataset_configs")), values.get("rollout.data")
     if config and isinstance(data, list) and len(data) == 1 and data[0].count("/") == 1:
         if config not in ("default", "none", "None"):
-            names = [item for item in ("dataset_name", "trainer.train_dataset") if item in conversion.flags]
-            conversion.put("rollout.data", [f"{data[0]}/{config}"], *names, "dataset_config")
-        conversion.unlist("dataset_config")
+            names = ("dataset_name", "trainer.train_dataset", "dataset_config", "dataset_configs")
+            conversion.put("rollout.data", [f"{data[0]}/{config}"], *(n for n in names if n in conversion.flags))
+        for name in conversion.flags.keys() & {"dataset_config", "dataset_configs"}:
+            conversion.unlist(name)
     if isinstance(values.get("rollout.apply_chat_template_kwargs"), list | str):
         conversion.take_back("rollout.apply_chat_template_kwargs", "write it as a table by hand")
     for name in [key for key in conversion.flags if key.startswith("chat_template_kwargs.")]:

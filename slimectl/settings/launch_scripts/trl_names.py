@@ -5,7 +5,16 @@ from __future__ import annotations
 from slimectl.settings.launch_scripts.conversion import Many, Row, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.foreign import own_algorithm
-from slimectl.settings.launch_scripts.values import choice, integer, number, on, positive, texts, trackers
+from slimectl.settings.launch_scripts.values import (
+    choice,
+    comma_separated,
+    integer,
+    number,
+    on,
+    positive,
+    texts,
+    trackers,
+)
 
 HUB = "nothing is sent to the hub; a checkpoint is a Hugging Face directory that `hf upload` takes"
 LOADING = "the tokenizer and the weights are those of model.path, in train.dtype"
@@ -55,7 +64,8 @@ DATA = (
     ),
     Row("trainer.eval_dataset eval_dataset eval_dataset_path", "eval.data.eval"),
     Row(
-        "dataset_config dataset_train_split dataset_test_split dataset_splits dataset_num_proc dataset_text_field "
+        "dataset_config dataset_configs dataset_mixer dataset_mixer.NAME "
+        "dataset_train_split dataset_test_split dataset_splits dataset_num_proc dataset_text_field "
         "dataset_kwargs dataset_kwargs.NAME train_sampling_strategy pad_token streaming "
         "dataset_streaming dataset_mixture dataloader_num_workers dataloader_pin_memory remove_unused_columns "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_drop_last ignore_data_skip",
@@ -137,8 +147,8 @@ ALGORITHM = (
     Row(
         "scale_rewards",
         "algorithm.grpo_std_normalization",
-        "group is true, none false",
-        choice(true=True, group=True, false=False, none=False),
+        "group is true, none false; mean is algorithm.name = maxrl",
+        choice(true=True, group=True, false=False, none=False, batch=True, mean=True),
         default=True,
     ),
     Row("mask_truncated_completions", text="set rollout.sample_filter_path to a function that removes them"),
@@ -290,7 +300,7 @@ RUNNING = (
 
 def lora_targets(flag: Flag) -> list[str]:
     """Names of layers. Raises ValueError for all-linear, which is the default here."""
-    names = texts(flag)
+    names = comma_separated(flag)
     if names == ["all-linear"]:
         raise ValueError("stands for all linear layers, as here")
     return names
