@@ -176,6 +176,9 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      ["is a table that the program makes"]),
     ("run.py", python("max_steps=8", before="class Own(GRPOTrainer):\n    pass\n").replace("GRPOTrainer(m", "Own(m"),
      {"algorithm.name": "grpo", "run.num_rollout": 8}, ["is a trainer of your own"]),
+    ("run.yaml", "model_name_or_path: org/m\ndataset_name: org/d\nloss_type: dapo\nnum_generations: 14\n"
+     "reward_funcs: [a.b]\nper_device_train_batch_size: 16\n", {"train.global_batch_size": 16},
+     ["16 samples of a round are no multiple of 14 responses; set run.rollout_batch_size by hand"]),
     ("run.py", python("scale_rewards='mean'"), {"algorithm.name": "maxrl"}, []),
     ("run.py", python("max_steps=8", "reward_funcs=reward, environment_factory=Env"), {"run.num_rollout": 8},
      ["set by hand: an agent is rollout.custom_generate"]),

@@ -173,6 +173,13 @@ class Conversion:
         self._names[key] = sources
         self._claims.setdefault(key, {}).update(dict.fromkeys(sources))
 
+    def put_default(self, name: str, key: str, value: Any) -> None:
+        """Set what the other stack does without a flag, unless the flag or the key is there."""
+        row = self.dialect.row(name)
+        names = row.names.split() if row else [name]
+        if key not in self.values and not any(canonical(item) in self.flags for item in names):
+            self.put(key, value, f"the default of {self.dialect.title} for {name}")
+
     def omit_superseded(self) -> None:
         """List the flags whose key another flag has set in the end."""
         effective = {name for key in self.values for name in self._names.get(key, ())}

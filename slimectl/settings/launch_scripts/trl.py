@@ -6,15 +6,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, stem, typed
-from slimectl.settings.launch_scripts.foreign import algorithms_in, own_algorithm
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, typed
+from slimectl.settings.launch_scripts.trl_algorithms import (
+    GROUP_NORMALIZED,
+    ROWS,
+    SAMPLING,
+    class_of,
+    require_algorithm,
+    settle_algorithm,
+    settle_loss,
+)
 from slimectl.settings.launch_scripts.trl_names import GROUPS, TOOLS
 from slimectl.settings.launch_scripts.trl_rewards import settle_rewards
 
-ROWS = ("sft", "dpo", "reward_model")
-"""Algorithms that read rows, and sample nothing."""
-GROUP_NORMALIZED = ("grpo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo")
 Defaults = Mapping[str, tuple[str, Any]]
 SAMPLED: Defaults = {
     "learning_rate": ("train.lr", 1e-6),
@@ -63,25 +67,6 @@ DECISIVE = {
     **dict.fromkeys(("trainer.tools", "trainer.rollout_func", "trainer.environment_factory"), f"set by hand: {TOOLS}"),
 }
 """Arguments without a row of their own that decide what is trained, and what to do."""
-TELLING = {
-    "grpo": "delta scale_rewards importance_sampling_level top_entropy_quantile use_bias_correction_kl entropy_coef "
-    "sapo_temperature_pos sapo_temperature_neg vllm_importance_sampling_correction vllm_importance_sampling_mode "
-    "vllm_importance_sampling_cap vllm_importance_sampling_clip_max off_policy_mask_threshold",
-    "rloo": "reward_clip_range rloo_k",
-    "sft": "packing packing_strategy assistant_only_loss completion_only_loss dataset_text_field",
-    "dpo": "precompute_ref_log_probs f_divergence_type label_smoothing ld_alpha discopop_tau use_weighting rpo_alpha",
-    "reward_model": "center_rewards_coefficient",
-    "ppo": "num_ppo_epochs cliprange cliprange_value vf_coef",
-}
-"""Arguments that one trainer alone has, where neither a class nor a program names it."""
-SAMPLING = {"num_generations", "reward_funcs", "max_completion_length", "reward_weights", "use_vllm"}
-"""Arguments of the trainers that sample, which are GRPO and RLOO."""
-LOSSES = {
-    **dict.fromkeys(("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"), "grpo"),
-    **dict.fromkeys(("nll", "chunked_nll", "dft"), "sft"),
-    "sigmoid": "dpo",
-}
-SERVED_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "nll", "chunked_nll", "sigmoid")
 ADAPTERS = {"LoraConfig": (8, 8), "get_peft_model": (16, 16)}
 """Rank and alpha without arguments, of peft and of Unsloth; those of TRL's ModelConfig are 16 and 32."""
 
@@ -96,8 +81,8 @@ def unlisted(conversion: Conversion, flag: Any) -> None:
 
 def settle(conversion: Conversion) -> None:
     """Join what TRL decides by several arguments together."""
-    name, is_named = _settle_algorithm(conversion)
-    _settle_loss(conversion, name)
+    name, is_named = settle_algorithm(conversion)
+    settle_loss(conversion, name)
     _settle_engine(conversion, name)
     steps = _settle_sizes(conversion, name)
     _settle_intervals(conversion, steps)
@@ -109,148 +94,16 @@ def settle(conversion: Conversion) -> None:
         if argument in conversion.flags:
             conversion.unlist(argument)
             conversion.omit(conversion.flags[argument], reason, by_hand=True)
-    defaults = {**DEFAULTS[name], **(ASYNCHRONOUS if _class(conversion) == "AsyncGRPOConfig" else {})}
+    defaults = {**DEFAULTS[name], **(ASYNCHRONOUS if class_of(conversion) == "AsyncGRPOConfig" else {})}
     for argument, (key, value) in defaults.items():
-        _default(conversion, argument, key, value)
+        conversion.put_default(argument, key, value)
     for argument, reason in LISTED.get(name, {}).items():
         if argument not in conversion.flags:
             conversion.omissions.append(Omission(f"the default of TRL for {argument}", "", reason))
     if name not in ROWS and (is_named or conversion.flags.keys() & SAMPLING):
         settle_rewards(conversion)
     if not is_named:
-        _require_algorithm(conversion)
-
-
-def _default(conversion: Conversion, argument: str, key: str, value: Any) -> None:
-    """Set what TRL does without an argument, unless the argument is there."""
-    row = conversion.dialect.row(argument)
-    names = row.names.split() if row else [argument]
-    if key not in conversion.values and not any(name in conversion.flags for name in names):
-        conversion.put(key, value, f"the default of TRL for {argument}")
-
-
-def _class(conversion: Conversion) -> str:
-    return conversion.text("configuration").replace("Trainer", "Config")
-
-
-def _settle_algorithm(conversion: Conversion) -> tuple[str, bool]:
-    """Set the algorithm that a class, a subcommand, a script, or else an argument names.
-
-    Return it, and whether it is named; if not, it is grpo.
-    """
-    name, source = own_algorithm(conversion.text("configuration")), "configuration"
-    if _class(conversion) == "GMPOConfig":
-        name = "gmpo"
-    if not name:
-        served, absent = algorithms_in(stem(conversion.text("launcher")))
-        names = {own_algorithm(word) for word in served}
-        name, source = (names.pop() if len(names) == 1 and not absent else ""), "launcher"
-    argument = ""
-    if not name:
-        name, argument = _told(conversion)
-    if name == "dapo":  # a script of that name may train by any loss_type
-        name = ""
-    if name and not (argument and name == "grpo"):
-        conversion.put("algorithm.name", name, argument or source)
-    if _class(conversion) == "AsyncGRPOConfig":
-        conversion.put("run.async_level", 1, "AsyncGRPOConfig samples while it trains")
-    return ("grpo" if name in ("", "gspo") else name), bool(name)
-
-
-def _told(conversion: Conversion) -> tuple[str, str]:
-    """The algorithm that arguments of one trainer alone tell, and the argument; empty if there is none, or several."""
-    sources = {
-        name: argument for name, row in TELLING.items() for argument in row.split() if argument in conversion.flags
-    }
-    if loss := LOSSES.get(conversion.text("loss_type")):
-        sources.setdefault(loss, "loss_type")
-    return next(iter(sources.items())) if len(sources) == 1 else ("", "")
-
-
-def _require_algorithm(conversion: Conversion) -> None:
-    """Ask for the algorithm before all else where the file does not name it."""
-    place = str(next(iter(conversion.flags.values())).place) if conversion.flags else ""
-    is_sampled = conversion.flags.keys() & SAMPLING
-    candidates = "grpo (as written here) or rloo" if is_sampled else "sft, dpo, reward_model, grpo or rloo"
-    reason = f"neither a class nor a program in this file names it: set it by hand, {candidates}"
-    conversion.omissions.insert(0, Omission("algorithm.name", place, reason, by_hand=True))
-
-
-def _settle_loss(conversion: Conversion, name: str) -> None:
-    """Reduction, clipping, normalization and divergence of the loss."""
-    values, losses = conversion.values, conversion.flags["loss_type"].texts if "loss_type" in conversion.flags else []
-    loss = ", ".join(losses)
-    if loss and loss not in SERVED_LOSSES:
-        raise SettingsError(
-            f"{conversion.flags['loss_type'].place}: loss_type {loss} has no counterpart. Give one of "
-            f"{', '.join(SERVED_LOSSES)}, or your own by train.custom_loss_function_path"
-        )
-    if name in (*ROWS, "rloo", "ppo"):
-        values.pop("algorithm.calculate_per_token_loss", None)
-        conversion.settled |= {"algorithm.calculate_per_token_loss", "algorithm.grpo_std_normalization"}
-    _settle_divergence(conversion, name)
-    if name != "grpo":
-        if name == "gmpo":
-            values.pop("algorithm.calculate_per_token_loss", None)
-            conversion.settled |= {"algorithm.eps_clip", "algorithm.calculate_per_token_loss"}
-        return
-    _settle_scale(conversion)
-    if loss in ("dr_grpo", "cispo", "sapo"):
-        conversion.put("algorithm.name", loss, "loss_type")
-        values.pop("algorithm.calculate_per_token_loss", None)
-    if loss == "dr_grpo":
-        conversion.put("algorithm.fixed_length", conversion.number("max_completion_length", 512), "loss_type")
-    if loss == "cispo":
-        _settle_cispo(conversion)
-    elif conversion.text("importance_sampling_level") == "sequence":
-        conversion.put("algorithm.name", "gspo", "importance_sampling_level")
-    elif "importance_sampling_level" in conversion.flags:
-        conversion.put("algorithm.name", values.get("algorithm.name", "grpo"), "importance_sampling_level")
-    if values.get("algorithm.name") == "gspo" and "epsilon_high" not in conversion.flags:
-        epsilon = conversion.real("epsilon", 0.2)
-        conversion.put(
-            "algorithm.eps_clip_high", epsilon, "epsilon" if "epsilon" in conversion.flags else "epsilon_high"
-        )
-
-
-def _settle_scale(conversion: Conversion) -> None:
-    """Divisors of advantages other than the group's standard deviation."""
-    scale = conversion.text("scale_rewards")
-    if scale == "mean":
-        conversion.values.pop("algorithm.grpo_std_normalization", None)
-        conversion.settled.add("algorithm.grpo_std_normalization")
-        conversion.put("algorithm.name", "maxrl", "scale_rewards")
-    elif scale == "batch":
-        reason = "divides by the deviation of the batch there, and of the group here; set algorithm.name by hand"
-        conversion.omit(conversion.flags["scale_rewards"], reason, by_hand=True)
-
-
-def _settle_cispo(conversion: Conversion) -> None:
-    """CISPO there bounds the ratio itself by epsilon_high, and not from below."""
-    bound = conversion.real("epsilon_high", conversion.real("epsilon", 0.2))
-    conversion.values.pop("algorithm.eps_clip_high", None)
-    conversion.put("algorithm.eps_clip", 1.0, "CISPO there has no lower bound")
-    if bound > 1:
-        conversion.put("algorithm.eps_clip_high", bound - 1, "epsilon_high")
-        return
-    place = str(conversion.flags["loss_type"].place)
-    reason = f"the ratio is bounded by {bound:g} there, below 1; set epsilon_high less 1 by hand"
-    conversion.omissions.append(Omission("algorithm.eps_clip_high", place, reason, by_hand=True))
-
-
-def _settle_divergence(conversion: Conversion, name: str) -> None:
-    """`beta` is in the loss of grpo, in the reward of rloo, and the strength of the reference of dpo."""
-    key = {"dpo": "algorithm.beta", "rloo": "algorithm.kl_coef"}.get(name)
-    if key and "algorithm.kl_loss_coef" in conversion.values:
-        conversion.put(key, conversion.values.pop("algorithm.kl_loss_coef"), "beta")
-    if conversion.switch("sync_ref_model"):
-        _default(conversion, "ref_model_sync_steps", "algorithm.ref_update_interval", 512)
-    else:
-        conversion.take_back("algorithm.ref_update_interval", "has no effect there without sync_ref_model")
-    if name not in GROUP_NORMALIZED or not conversion.real("beta", 0.0):
-        conversion.values.pop("algorithm.use_unbiased_kl", None)
-    elif name != "gmpo":
-        _default(conversion, "use_bias_correction_kl", "algorithm.use_unbiased_kl", True)
+        require_algorithm(conversion)
 
 
 def _settle_engine(conversion: Conversion, name: str) -> None:
@@ -261,25 +114,25 @@ def _settle_engine(conversion: Conversion, name: str) -> None:
             conversion.put("rollout.shuffle", True, "TRL shuffles rows in every epoch")
         return
     has_address = any(name.startswith(("vllm_server_", "vllm_url")) for name in conversion.flags)
-    uses_vllm = conversion.switch("use_vllm") or _class(conversion) == "AsyncGRPOConfig"
+    uses_vllm = conversion.switch("use_vllm") or class_of(conversion) == "AsyncGRPOConfig"
     if not uses_vllm:
         for key in ("engine.url", "cluster.colocate", "vllm.args.gpu_memory_utilization"):
             conversion.take_back(key, "use_vllm is off")
         for key in [key for key in conversion.values if key.startswith(("algorithm.tis_", "algorithm.use_tis"))]:
             conversion.take_back(key, "use_vllm is off")
-    elif _class(conversion) == "AsyncGRPOConfig":
+    elif class_of(conversion) == "AsyncGRPOConfig":
         pass  # its servers are a default
     elif conversion.text("vllm_mode", "server" if has_address else "colocate") == "colocate":
         conversion.put("cluster.colocate", True, "vllm_mode", "use_vllm")
         gpus = conversion.number("num_processes", conversion.number("nproc_per_node", 0))
         if gpus:
             conversion.put("cluster.rollout_num_gpus", gpus, "num_processes", "nproc_per_node")
-        _default(conversion, "vllm_gpu_memory_utilization", "vllm.args.gpu_memory_utilization", 0.3)
+        conversion.put_default("vllm_gpu_memory_utilization", "vllm.args.gpu_memory_utilization", 0.3)
     elif not conversion.flags.keys() & {"vllm_server_base_url", "vllm_url"}:
         host = conversion.text("vllm_server_host", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
         port = conversion.text("vllm_server_port", "8000")
         conversion.put("engine.url", [f"http://{host}:{port}"], "use_vllm", "vllm_server_host", "vllm_server_port")
-    if uses_vllm and name in GROUP_NORMALIZED and _class(conversion) != "AsyncGRPOConfig":
+    if uses_vllm and name in GROUP_NORMALIZED and class_of(conversion) != "AsyncGRPOConfig":
         _settle_correction(conversion)
 
 
@@ -325,7 +178,9 @@ def _settle_sizes(conversion: Conversion, name: str) -> int:
     if batch % group == 0:
         conversion.put("run.rollout_batch_size", batch // group, *source, *(i for i in sized if i in conversion.flags))
     else:
-        conversion.take_back("run.rollout_batch_size", f"{batch} samples of a round are no multiple of {group}")
+        reason = f"{batch} samples of a round are no multiple of {group} responses; set run.rollout_batch_size by hand"
+        place = str(conversion.flags["num_generations"].place) if "num_generations" in conversion.flags else ""
+        conversion.omissions.append(Omission("num_generations", place, reason, by_hand=True))
     return max(1, batch // samples)
 
 
@@ -358,7 +213,7 @@ def _settle_intervals(conversion: Conversion, steps: int) -> None:
             conversion.take_back(key, "is not evaluated on there, as eval_strategy is no")
     elif held_out and conversion.flags.keys() & SAMPLING:
         group = conversion.values.get("rollout.n_samples_per_prompt", 8)
-        _default(conversion, "num_generations_eval", "eval.n_samples_per_prompt", int(group))
+        conversion.put_default("num_generations_eval", "eval.n_samples_per_prompt", int(group))
     if "save_total_limit" not in conversion.flags:
         conversion.put("run.keep_checkpoints", None, "the default of TRL for save_total_limit")
 
@@ -410,7 +265,7 @@ def _settle_adapter(conversion: Conversion) -> None:
             conversion.unlist(name)
     all_linear = conversion.text("peft_class") == "get_peft_model"
     if "train.lora_targets" not in values and not all_linear:
-        _default(conversion, "lora_target_modules", "train.lora_targets", ["q_proj", "v_proj"])
+        conversion.put_default("lora_target_modules", "train.lora_targets", ["q_proj", "v_proj"])
 
 
 def _settle_processes(conversion: Conversion) -> None:
