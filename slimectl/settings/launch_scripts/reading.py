@@ -44,7 +44,7 @@ IDLE = ("--cfg", "--help")
 """Options with which a program prints something in place of training."""
 TELLING_KEYS = {
     "model_name_or_path", "dataset_name", "datasets", "dataset_mixer", "output_dir", "per_device_train_batch_size",
-    "num_generations", "reward_funcs", "reward_model_path",
+    "num_generations", "reward_funcs", "reward_model_path", "use_vllm", "learning_rate",
 }  # fmt: skip
 """Keys of which a recipe of TRL has one; the others are also in files of other kinds."""
 FEWEST_FLAGS = 3
@@ -132,7 +132,7 @@ def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack:
     launches = [Launch(dialect, tuple(flags), _known(dialect, flags)) for dialect in dialects]
     best = max(launches, key=lambda launch: launch.num_known)
     is_named = any(flag.name == "configuration" for flag in flags)
-    if best.dialect.name == "trl" and not is_named and not {flag.name for flag in flags} & TELLING_KEYS:
+    if not stack and best.dialect.name == "trl" and not is_named and not {flag.name for flag in flags} & TELLING_KEYS:
         best = replace(best, num_known=0)
     has_keys = best.num_known >= (1 if stack else FEWEST_FLAGS)
     if path.suffix == ".py" and not is_named and (best.dialect.name == "trl" or not has_keys):
