@@ -179,6 +179,10 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("run.yaml", "model_name_or_path: org/m\ndataset_name: org/d\nloss_type: dapo\nnum_generations: 14\n"
      "reward_funcs: [a.b]\nper_device_train_batch_size: 16\n", {"train.global_batch_size": 16},
      ["16 samples of a round are no multiple of 14 responses; set run.rollout_batch_size by hand"]),
+    ("run.py", "from rewards import reward\nlr = 1e-5\n\n\ndef build(lr, n=4):\n"
+     "    return GRPOConfig(learning_rate=lr, beta=0.5)\n\n\n"
+     "def main():\n    GRPOTrainer('org/m', reward, build(3e-6), train_dataset='org/d').train()\n",
+     {"train.lr": 1e-6, "algorithm.kl_loss_coef": 0.5}, ["lr is known when the program runs; set train.lr by hand"]),
     ("run.py", python("scale_rewards='mean'"), {"algorithm.name": "maxrl"}, []),
     ("run.py", python("max_steps=8", "reward_funcs=reward, environment_factory=Env"), {"run.num_rollout": 8},
      ["set by hand: an agent is rollout.custom_generate"]),

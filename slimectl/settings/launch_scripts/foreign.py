@@ -157,17 +157,20 @@ LIBRARIES = {
     **{name: f"is of {name}, {OTHER_STACK}" for name in ("torchtune", "axolotl", "lightning", "pytorch_lightning")},
 }
 """Libraries that say what a Python file without a trainer does."""
+GENERAL = (
+    "trains with the Trainer of transformers, whose loss is that of the model. The nearest is "
+    "algorithm.name = sft, which learns from responses to prompts (docs/algorithms.md)"
+)
 CALLS = {
     **dict.fromkeys(
-        ("Trainer", "Seq2SeqTrainer", "TrainingArguments"),
-        "trains with the Trainer of transformers, whose loss is that of the model. The nearest is "
-        "algorithm.name = sft, which learns from responses to prompts (docs/algorithms.md)",
+        ("transformers.Trainer", "transformers.Seq2SeqTrainer", "transformers.TrainingArguments"),
+        GENERAL,
     ),
-    "LLM": SAMPLING,
-    "FastAPI": "is a server. Set score.rm_type = remote_rm if it grades responses",
-    **dict.fromkeys(("load_dataset", "to_json", "to_parquet", "save_to_disk", "to_csv"), PREPARATION),
+    **dict.fromkeys(("vllm.LLM", "sglang.Engine"), SAMPLING),
+    "fastapi.FastAPI": "is a server. Set score.rm_type = remote_rm if it grades responses",
+    **dict.fromkeys(("datasets.load_dataset", ".to_json", ".to_parquet", ".save_to_disk", ".to_csv"), PREPARATION),
 }
-"""Calls that say what a Python file without a trainer does, the most telling first."""
+"""Calls that say what a Python file without a trainer does, by library and name, or by the name of a method."""
 
 
 def absent_algorithm(name: str) -> str:

@@ -67,6 +67,7 @@ def _flags(source: _Trainings, line: int | None) -> list[Flag]:
         flags += source.training(line)
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Call) and CONFIGURATIONS.match(source.kind(node)) and not source.skips(node):
+                source.enter(node)
                 flags += source.flags_of(node)
         flags += source.assignments()
     except RecursionError:
@@ -131,9 +132,10 @@ class _Trainings(PythonFile):
             yield Flag("trainer.class", "class", (Field(f"{module}.{kind}", place),), place)
 
     def purpose(self) -> str:
-        """The sentence about a file without a training class."""
-        calls = {self.kind(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
-        return program_purpose(self.modules, calls)
+        """The sentence about a file without a training class; empty where nothing is known of it."""
+        calls = {called_name(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+        roots = {name: module.partition(".")[0] for name, (module, _) in self.imports.items()}
+        return program_purpose(self.modules, {f"{roots.get(name, '')}.{name}" for name in calls})
 
     def skips(self, call: ast.Call) -> bool:
         """Whether a call belongs to another training than the one that was picked."""
@@ -144,9 +146,10 @@ class _Trainings(PythonFile):
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.Assign):
                 continue
+            self.enter(node)
             target = node.targets[0]
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-                call = self.values.get(target.value.id)
+                call = self.lookup(target.value.id)
                 kind = self.kind(call) if isinstance(call, ast.Call) and not self.skips(call) else ""
                 if is_training_class(kind) and not kind.endswith("Trainer"):
                     keyword = ast.keyword(target.attr, node.value)
@@ -223,8 +226,9 @@ class _Trainings(PythonFile):
     def _load_call(self, node: ast.expr) -> ast.expr:
         """The call that a data set or a model comes from, through names that are set once and derived data sets."""
         for _ in range(MAX_DEPTH):
-            if isinstance(node, ast.Name) and self.values.get(node.id) is not None:
-                node = self.values[node.id] or node
+            value = self.lookup(node.id) if isinstance(node, ast.Name) else None
+            if value is not None:
+                node = value
             elif isinstance(node, ast.Subscript) and ast.unparse(node.value) not in ("os.environ", "environ"):
                 node = node.value
             elif isinstance(node, ast.Call) and called_name(node) in DERIVED and isinstance(node.func, ast.Attribute):

@@ -16,7 +16,7 @@ from slimectl.settings.launch_scripts.shell_words import Place
 def reward_fields(source: PythonFile, node: ast.expr, place: Place) -> Iterator[Field]:
     """Reward functions by path, `FILE.py:NAME` or `MODULE:NAME`, and models by name."""
     for _ in range(MAX_DEPTH):
-        value = source.values.get(node.id) if isinstance(node, ast.Name) else None
+        value = source.lookup(node.id) if isinstance(node, ast.Name) else None
         if not isinstance(value, ast.List | ast.Tuple | ast.Constant | ast.Name):
             break
         node = value

@@ -43,6 +43,8 @@ class PythonFile:
         self.name = name
         self._environ = environ
         self._steps = 0
+        self._functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        self._parameters: set[str] = set()
         self.tree = tree
         self.values: dict[str, ast.expr | None] = {}
         self.classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
@@ -93,6 +95,19 @@ class PythonFile:
                 return list(classes[0].elts) if classes and isinstance(classes[0], ast.Tuple | ast.List) else classes
         return []
 
+    def enter(self, node: ast.AST) -> None:
+        """Read names as the functions around a node do, whose parameters only the program knows."""
+        self._parameters = {
+            argument.arg
+            for function in self._functions
+            if function.lineno <= getattr(node, "lineno", 0) <= (function.end_lineno or 0)
+            for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+        }
+
+    def lookup(self, name: str) -> ast.expr | None:
+        """The value that a name is set to, once; None for others."""
+        return None if name in self._parameters else self.values.get(name)
+
     def kind(self, call: ast.Call) -> str:
         """The class that is called: of one of the file's own, the library's class that it derives from."""
         return self.library_class(called_name(call))
@@ -130,7 +145,7 @@ class PythonFile:
             case ast.Constant():
                 return node.value
             case ast.Name(id=name):
-                value = self.values.get(name)
+                value = self.lookup(name)
                 if value is None:
                     return _function_name(name)
                 return self.evaluated(value, depth + 1)
@@ -157,7 +172,7 @@ class PythonFile:
                 if ast.unparse(table) in ("os.environ", "environ"):
                     return _required(variable_value(name, self._environ, None))
             case ast.Attribute(value=ast.Name(id=name), attr=attribute):
-                return self.evaluated(self._attribute(self.values.get(name), attribute), depth + 1)
+                return self.evaluated(self._attribute(self.lookup(name), attribute), depth + 1)
         raise ValueError
 
     def _given(self, name: str) -> ast.expr | None:
