@@ -156,6 +156,11 @@ def test_a_trainer_of_transformers_has_a_loss_of_the_model(tmp_path: Path):
     assert "algorithm.name = sft" in refusal(tmp_path, "run.py", f"from transformers import Trainer\n{text}")
 
 
+@pytest.mark.parametrize("command", ["trl kto --config a.yaml", "python orpo.py", "accelerate launch cpo.py a.yaml"])
+def test_a_program_without_flags_is_refused_by_its_name(command: str, tmp_path: Path):
+    assert PAIRS in refusal(tmp_path, "run.sh", f"{command}\n")
+
+
 def test_of_two_commands_the_one_that_trains_here_is_read(tmp_path: Path):
     (tmp_path / "run.sh").write_text(f"vllm serve /m &\ntrl kto {FLAGS}\ntrl dpo {FLAGS}\n")
     assert read(tmp_path / "run.sh", environ={}).conversion.values["algorithm.name"] == "dpo"

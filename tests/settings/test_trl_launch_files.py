@@ -60,7 +60,7 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"algorithm.kl_coef": 0.0, "algorithm.normalize_advantages": True, "run.rollout_batch_size": 2}, []),
     ("run.sh", f"trl sft {IDS} --use_peft",
      {"algorithm.name": "sft", "train.lr": 2e-5, "train.lora_rank": 16, "train.lora_alpha": 32.0,
-      "train.lora_targets": ["q_proj", "v_proj"], "rollout.max_context_len": 1024}, []),
+      "train.lora_targets": ["q_proj", "v_proj"], "rollout.max_context_len": 1024, "run.name": "trainer_output"}, []),
     ("run.sh", f"trl sft {IDS} --learning_rate 2.0e-4 --max_length 2048 --max_steps 100 --warmup_ratio 0.03",
      {"train.lr": 2e-4, "rollout.max_context_len": 2048, "run.num_rollout": 100, "train.lr_warmup_iters": 3,
       "run.num_epoch": None}, []),

@@ -194,8 +194,12 @@ def _bare_program(path: Path, script: Script, dialects: Sequence[Dialect], line:
 def _refuse_foreign(script: Script) -> None:
     """Raise SettingsError if a command of a script does something that is known by name."""
     for command in script.commands:
-        if purpose := foreign.command_purpose(" ".join(field.text for field in command.fields)):
-            shown = " ".join(field.text for field in command.fields)
+        shown = " ".join(field.text for field in command.fields)
+        programs = [
+            field.text for field in command.fields if re.fullmatch(f"{PROGRAM.pattern}|{MODULE.pattern}", field.text)
+        ]
+        purposes = (foreign.absent_program(program) for program in programs)
+        if purpose := foreign.command_purpose(shown) or next(filter(None, purposes), ""):
             raise SettingsError(f"{command.place}: `{shown if len(shown) <= 60 else f'{shown[:57]}…'}` {purpose}")
 
 

@@ -292,6 +292,8 @@ def _settle_names(conversion: Conversion) -> None:
         conversion.put("run.dir", folder or ".", "output_dir")
         if "run.name" not in values:
             conversion.put("run.name", name, "output_dir")
+    elif values.get("algorithm.name") in ROWS:
+        conversion.put_default("output_dir", "run.name", "trainer_output")
     config, data = conversion.text("dataset_config", conversion.text("dataset_configs")), values.get("rollout.data")
     if config and isinstance(data, list) and len(data) == 1 and data[0].count("/") == 1:
         if config not in ("default", "none", "None"):
@@ -307,4 +309,4 @@ def _settle_names(conversion: Conversion) -> None:
         conversion.unlist(name)
 
 
-TRL = Dialect("trl", "TRL", GROUPS, settle, unlisted, negation="no_", programs=r"^(grpo|rloo|sft|dpo|reward|ppo)$")
+TRL = Dialect("trl", "TRL", GROUPS, settle, unlisted, negation="no_", programs=r"^[a-z_]+$")
