@@ -52,8 +52,12 @@ def _own_reward(source: PythonFile, name: str, place: Place) -> Field:
     is_string = isinstance(value := source.value(ast.Name(name)), str)
     if is_string:
         return Field(str(value), place)
-    reason = "importing this file would start its training" if name in functions else "it is no function at the top"
-    return Field(name, place, f"{reason}: move {name} to the top of a file of its own and name it FILE.py:{name}")
+    reason = (
+        "importing this file would start its training"
+        if name in functions
+        else f"{name} is not a function at the top of this file"
+    )
+    return Field(name, place, f"{reason}. Move {name} to a file that holds only rewards and give FILE.py:{name}")
 
 
 def _trains_on_import(source: PythonFile) -> bool:

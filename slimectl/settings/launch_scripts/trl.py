@@ -52,14 +52,14 @@ ASYNCHRONOUS: Defaults = {
     "vllm_server_base_url": ("engine.url", ["http://localhost:8000"]),
 }
 """Defaults of AsyncGRPOConfig where they differ from those of GRPOConfig."""
-CUT = "rows that are longer than max_length (1024 where not given) are cut there; here they are left out and counted"
+CUT = "TRL cuts rows that are longer than max_length. slimectl leaves them out and counts them"
 LISTED: Mapping[str, Mapping[str, str]] = {
     "sft": {
-        "assistant_only_loss": "every turn of a chat is trained on there; here only those of the assistant are",
+        "assistant_only_loss": "TRL trains on every turn of a chat. slimectl trains on the turns of the assistant only",
         "truncation_mode": CUT,
     },
     "dpo": {"truncation_mode": CUT},
-    "ppo": {"num_ppo_epochs": "every round is trained on 4 times there, and once here"},
+    "ppo": {"num_ppo_epochs": "TRL trains on every round 4 times, slimectl once"},
 }
 """Defaults of each trainer that settings cannot have."""
 DECISIVE = {
@@ -74,9 +74,9 @@ ADAPTERS = {"LoraConfig": (8, 8), "get_peft_model": (16, 16)}
 def unlisted(conversion: Conversion, flag: Any) -> None:
     """List an argument without a row; ask for the values of a table that only the program has."""
     if flag.name == "**":
-        conversion.omit(flag, "is a table that the program makes; set its values by hand", by_hand=True)
+        conversion.omit(flag, "is a table that the program makes. Set its values by hand", by_hand=True)
         return
-    conversion.omit(flag, "is no argument that this table knows; look for it by `slimectl settings explain`")
+    conversion.omit(flag, "is not in the table of TRL. Search for a setting with `slimectl settings explain`")
 
 
 def settle(conversion: Conversion) -> None:
@@ -258,7 +258,7 @@ def _settle_adapter(conversion: Conversion) -> None:
             conversion.unlist(scaled)
     conversion.put("train.lora_alpha", scale, *names)
     if "peft_class" not in conversion.flags and not of_table and "lora_dropout" not in conversion.flags:
-        reason = "adapters have a dropout of 0.05 there, and none here"
+        reason = "TRL's adapters have a dropout of 0.05. slimectl has none"
         conversion.omissions.append(Omission("the default of TRL for lora_dropout", "", reason))
     for name in ("use_peft", "peft_class"):
         if name in conversion.flags:

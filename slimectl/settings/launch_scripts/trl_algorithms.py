@@ -72,7 +72,7 @@ def require_algorithm(conversion: Conversion) -> None:
     place = str(next(iter(conversion.flags.values())).place) if conversion.flags else ""
     is_sampled = conversion.flags.keys() & SAMPLING
     candidates = "grpo (as written here) or rloo" if is_sampled else "sft, dpo, reward_model, grpo or rloo"
-    reason = f"neither a class nor a program in this file names it: set it by hand, {candidates}"
+    reason = f"no class and no program in this file names it. Set it by hand: {candidates}"
     conversion.omissions.insert(0, Omission("algorithm.name", place, reason, by_hand=True))
 
 
@@ -121,7 +121,7 @@ def _settle_scale(conversion: Conversion) -> None:
         conversion.settled.add("algorithm.grpo_std_normalization")
         conversion.put("algorithm.name", "maxrl", "scale_rewards")
     elif scale == "batch":
-        reason = "divides by the deviation of the batch there, and of the group here; set algorithm.name by hand"
+        reason = "TRL divides by the deviation of the batch, slimectl by that of the group. Set algorithm.name by hand"
         conversion.omit(conversion.flags["scale_rewards"], reason, by_hand=True)
 
 
@@ -134,7 +134,7 @@ def _settle_cispo(conversion: Conversion) -> None:
         conversion.put("algorithm.eps_clip_high", bound - 1, "epsilon_high")
         return
     place = str(conversion.flags["loss_type"].place)
-    reason = f"the ratio is bounded by {bound:g} there, below 1; set epsilon_high less 1 by hand"
+    reason = f"TRL bounds the ratio by {bound:g}, and slimectl needs a bound above 1. Set it by hand"
     conversion.omissions.append(Omission("algorithm.eps_clip_high", place, reason, by_hand=True))
 
 

@@ -91,7 +91,7 @@ GENERATION = (
         "repetition_penalty generation_kwargs generation_kwargs.NAME cache_implementation use_transformers_paged "
         "use_transformers_continuous_batching transformers_continuous_batching_config "
         "vllm_guided_decoding_regex vllm_structured_outputs_regex",
-        text="answers are sampled from the policy as it is, or its gradient would be another policy's",
+        text="penalties of tokens would change the policy that the gradient is taken of",
     ),
     Row("use_vllm", "engine.backend", convert=lambda flag: "vllm" if on(flag) else "embedded"),
     Row("vllm_mode", "cluster.colocate", "server is engine.url; colocate there", choice(colocate=True, server=False)),

@@ -20,7 +20,7 @@ NAMED: dict[str, dict[str, Any]] = {
 """Names that `trl grpo --reward_funcs` takes, and `accuracy` of Open R1, as parts of score.rm."""
 FUNCTIONS = ("reward_funcs", "trainer.reward_funcs")
 MODELS = ("reward_model_name_or_path", "reward_model_path")
-UNNAMED = "this file names no reward: set score.rm_type, or score.custom_rm_path = FILE.py:NAME (docs/verifiers.md)"
+UNNAMED = "this file names no reward. Set score.rm_type, or score.custom_rm_path = FILE.py:NAME (docs/verifiers.md)"
 
 
 def settle_rewards(conversion: Conversion) -> None:
@@ -33,7 +33,7 @@ def settle_rewards(conversion: Conversion) -> None:
         for value, text in zip(flag.values, flag.texts, strict=True):
             part = {"type": "reward_model", "path": text} if name in MODELS else _part(text)
             if value.problem or part is None:
-                unknown.append(value.problem or f"{text} is a function of that program")
+                unknown.append(value.problem or f"{text} is a name that only the program knows")
             else:
                 parts.append(part)
         if name in FUNCTIONS:
@@ -44,7 +44,7 @@ def settle_rewards(conversion: Conversion) -> None:
         shown = str(conversion.flags[sources[0]]) if sources else "score"
         reason = "; ".join(dict.fromkeys(unknown))
         beside = f" (beside score.rm = {inline(parts)})" if parts else ""
-        reason = f"{reason}; set score.custom_rm_path or score.rm by hand{beside}" if reason else UNNAMED
+        reason = f"{reason}. Set score.custom_rm_path or score.rm by hand{beside}" if reason else UNNAMED
         conversion.omissions.insert(0, Omission(shown, place, reason, by_hand=True))
     else:
         _put(conversion, parts, sources)
