@@ -54,8 +54,6 @@ class Dialect:
     """Prefix that turns a switch off (`--no_bf16`)."""
     programs: str = ""
     """Pattern of the names of programs that train, whatever their flags."""
-    absent: Mapping[str, str] = field(default_factory=dict)
-    """Programs without a counterpart by their last name, and their purpose."""
     common: tuple[str, ...] = ()
     """Groups whose flags say nothing of which command trains, as conversions take them too."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -174,6 +172,13 @@ class Conversion:
         self.sources[key] = ", ".join(dict.fromkeys(self._source(name) for name in present or sources[:1]))
         self._names[key] = sources
         self._claims.setdefault(key, {}).update(dict.fromkeys(sources))
+
+    def put_default(self, name: str, key: str, value: Any) -> None:
+        """Set what the other stack does without a flag, unless the flag or the key is there."""
+        row = self.dialect.row(name)
+        names = row.names.split() if row else [name]
+        if key not in self.values and not any(canonical(item) in self.flags for item in names):
+            self.put(key, value, f"the default of {self.dialect.title} for {name}")
 
     def omit_superseded(self) -> None:
         """List the flags whose key another flag has set in the end."""

@@ -235,14 +235,6 @@ GROUPS = {
     "Cluster": CLUSTER, "Model": MODEL, "Data": DATA, "Algorithm": ALGORITHM, "Training": TRAINING,
     "Running": RUNNING,
 }  # fmt: skip
-ABSENT = {
-    "train_kto": "trains on answers that are good or bad by themselves; dpo takes pairs of them",
-    "train_prm": "trains a model that rewards single steps; reward_model rewards whole answers",
-    "train_kd": "distils from a teacher's answers in a file; opd asks a teacher about the policy's own",
-    "train_es_ray": "trains by evolution strategies, without gradients",
-    "batch_inference": "samples or scores answers; that is `slimectl rollout` and `slimectl score`",
-}
-"""Programs without a counterpart, and their purpose."""
 SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model", "train_opd": "opd"}
 ROWS = ("sft", "dpo", "reward_model")
 """Algorithms that read rows, and sample nothing."""
@@ -363,6 +355,5 @@ OPENRLHF = Dialect(
     settle,
     unlisted,
     programs=r"(openrlhf|molt)\.cli\.train_",
-    absent=ABSENT,
     aliases=aliases(),
 )

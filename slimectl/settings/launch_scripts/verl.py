@@ -183,12 +183,4 @@ def _settle_engine(conversion: Conversion) -> None:
         )
 
 
-SAMPLING = "samples answers and trains nothing; that is `slimectl rollout`"
-ABSENT = {
-    **dict.fromkeys(("main_generation", "main_generation_server"), SAMPLING),
-    "main_eval": "measures answers in a file; that is `slimectl score`",
-    "main_prime": "trains with a reward of every token that it learns (PRIME)",
-    **dict.fromkeys(("main_spin", "main_sppo"), "trains on pairs that it samples; grpo is the nearest"),
-}
-"""Programs without a counterpart, and their purpose."""
-VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra", absent=ABSENT)
+VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra")
