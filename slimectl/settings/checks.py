@@ -61,6 +61,11 @@ def conflicts(settings: Settings) -> Iterator[str]:
     for name, dataset in settings.eval.datasets.items():
         if dataset.rm_type and dataset.custom_rm_path:
             yield f"eval.data.{name}: rm_type and custom_rm_path exclude each other; give one of them"
+    for name in rollout.penalties if rollout.partial_rollout else ():
+        yield (
+            f"rollout.partial_rollout and rollout.{name} exclude each other: in a resumed response, penalties would not "
+            f"count the tokens from before the interruption. Drop one."
+        )
     yield from _greedy_repeats(settings.eval, rollout)
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"

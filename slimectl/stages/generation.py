@@ -57,6 +57,7 @@ def sampling_params(settings: RolloutSettings) -> SamplingParams:
         stop_token_ids=tuple(settings.stop_token_ids),
         ignore_eos=settings.ignore_eos,
         skip_special_tokens=settings.skip_special_tokens,
+        **settings.penalties,
     )
 
 

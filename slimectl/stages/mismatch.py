@@ -30,6 +30,10 @@ class LogProbCheck:
     has_older_rows: bool = False
     """Whether rows wait for the next step that were sampled before the last one."""
 
+    def __post_init__(self) -> None:
+        if (message := _off_policy_penalties(self.settings)) is not None:
+            logger.warning(message)
+
     def check(self, report: StepReport) -> None:
         """Check a step. Raises SlimectlError if run.on_logprob_mismatch is "stop"."""
         if report.samples or STALENESS in report.metrics:
@@ -41,16 +45,33 @@ class LogProbCheck:
         self.has_older_rows = rows_wait and (report.is_step or self.has_older_rows)
         self.round, self.has_trained = report.rollout_id, self.has_trained or report.is_step
         difference, bound = report.metrics.get(METRIC, 0.0), run.max_logprob_mismatch
-        if self.is_stale or is_moved or bound is None or difference <= bound:
+        is_explained = self.is_stale or is_moved or bool(self.settings.rollout.penalties)
+        if is_explained or bound is None or difference <= bound:
             return
         beyond = f"{difference:.3f} a token on average, more than run.max_logprob_mismatch = {bound:g}"
         message = f"engine and trainer differ by {beyond}. Run `slimectl doctor --engine` to find the cause."
         if self.recorded:
             message = (
                 f"the log-probabilities of the samples and the model differ by {beyond}. Sample with the model that "
-                f"you train, with its tokenizer and rollout.temperature."
+                f"you train, with its tokenizer, rollout.temperature and penalties."
             )
         message = f"round {report.rollout_id}: {message}"
         if run.on_logprob_mismatch == "stop":
             raise SlimectlError(message)
         logger.warning(message)
+
+
+def _off_policy_penalties(settings: Settings) -> str | None:
+    """Return a warning if responses come from a penalized distribution and nothing corrects for it."""
+    penalties, algorithm = settings.rollout.penalties, settings.algorithm
+    if not penalties or algorithm.trains_on != "rollouts":
+        return None
+    named = " and ".join(f"rollout.{name} = {value:g}" for name, value in penalties.items())
+    message = f"{named}: responses come from the penalized distribution, but the policy is trained without penalties."
+    if settings.engine.backend == "vllm":
+        return f"{message} vLLM does not report penalized log-probabilities, so algorithm.use_tis cannot correct for it."
+    if any(getattr(algorithm, key, False) for key in ("use_tis", "use_rollout_logprobs")):
+        return None
+    if settings.train.custom_tis_function_path or settings.train.custom_loss_function_path:
+        return None
+    return f"{message} Set algorithm.use_tis = true to correct for it."
