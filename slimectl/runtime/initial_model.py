@@ -81,6 +81,8 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
     for source in sources:
         if source and not any(map(is_pipe, source)):
             next(builders.prompts(settings, source, shuffle=False))
+            if samples:
+                builders.check_images(settings, source)
 
 
 def prepare_model(settings: Settings, folder: RunDir) -> Path:

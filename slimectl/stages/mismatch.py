@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slimectl.errors import SlimectlError
 from slimectl.settings import Settings
+from slimectl.settings.checks import off_policy_penalties
 from slimectl.stdio import logger
 from slimectl.types import StepReport
 
@@ -31,7 +32,7 @@ class LogProbCheck:
     """Whether rows wait for the next step that were sampled before the last one."""
 
     def __post_init__(self) -> None:
-        if (message := _off_policy_penalties(self.settings)) is not None:
+        if (message := off_policy_penalties(self.settings)) is not None:
             logger.warning(message)
 
     def check(self, report: StepReport) -> None:
@@ -59,19 +60,3 @@ class LogProbCheck:
         if run.on_logprob_mismatch == "stop":
             raise SlimectlError(message)
         logger.warning(message)
-
-
-def _off_policy_penalties(settings: Settings) -> str | None:
-    """Return a warning if responses come from a penalized distribution and nothing corrects for it."""
-    penalties, algorithm = settings.rollout.penalties, settings.algorithm
-    if not penalties or algorithm.trains_on != "rollouts":
-        return None
-    named = " and ".join(f"rollout.{name} = {value:g}" for name, value in penalties.items())
-    message = f"{named}: responses come from the penalized distribution, but the policy is trained without penalties."
-    if settings.engine.backend == "vllm":
-        return f"{message} vLLM does not report penalized log-probabilities, so algorithm.use_tis cannot correct for it."
-    if any(getattr(algorithm, key, False) for key in ("use_tis", "use_rollout_logprobs")):
-        return None
-    if settings.train.custom_tis_function_path or settings.train.custom_loss_function_path:
-        return None
-    return f"{message} Set algorithm.use_tis = true to correct for it."

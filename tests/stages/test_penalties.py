@@ -41,7 +41,9 @@ def test_log_probabilities_of_a_rollout_are_those_of_the_penalized_distribution(
     whole = ["-s", "run.rollout_batch_size=8", "-s", "train.max_tokens_per_gpu=4096"]
     workshop.slimectl("train", "r.jsonl", *model, *whole, *PENALTIES, "--save", "biased")
     assert "Set algorithm.use_tis = true" in workshop.stderr
-    out = workshop.slimectl("train", "r.jsonl", *model, *whole, *PENALTIES, "-s", "algorithm.use_tis=true", "--save", "b")
+    out = workshop.slimectl(
+        "train", "r.jsonl", *model, *whole, *PENALTIES, "-s", "algorithm.use_tis=true", "--save", "b"
+    )
     assert "penalized" not in workshop.stderr
     assert json.loads(out.splitlines()[0])["metrics"]["train/tis"] != pytest.approx(1.0, abs=1e-3)
 
@@ -60,12 +62,10 @@ def test_training_on_penalized_responses_warns_unless_something_corrects_for_it(
         "without penalties. Set algorithm.use_tis = true to correct for it."
     )
     for key in ("use_tis", "use_rollout_logprobs"):
-        assert warnings(caplog, **penalty, **{"algorithm": {"name": "grpo", key: True}}) == []
-    (line,) = warnings(
-        caplog, **penalty, **{"algorithm": {"name": "grpo", "use_tis": True}, "engine": {"backend": "vllm"}}
-    )
-    assert line.endswith("so algorithm.use_tis cannot correct for it.")
-    assert warnings(caplog, **penalty, **{"algorithm": {"name": "sft"}}) == []
+        assert warnings(caplog, **penalty, algorithm={"name": "grpo", key: True}) == []
+    (line,) = warnings(caplog, **penalty, algorithm={"name": "grpo", "use_tis": True}, engine={"backend": "vllm"})
+    assert line.endswith("so algorithm.use_tis cannot correct it.")
+    assert warnings(caplog, **penalty, algorithm={"name": "sft"}) == []
     assert warnings(caplog) == []
 
 
