@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
@@ -67,23 +66,25 @@ def _without_images(prompt: Prompt) -> Prompt:
     """Return a prompt for a server. Raises RecordError if it has images."""
     if prompt.images:
         raise RecordError(
-            f"{prompt.source_location}: images: engines that are servers do not read images. Set engine.backend = "
-            f'"embedded" and engine.num_engines = 1, or leave the row out.'
+            f"{prompt.source_location}: images: engines that are servers do not read images. Take one embedded engine "
+            f'(engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), or leave the row out.'
         )
     return prompt
 
 
-def check_images(settings: Settings, sources: Iterable[str]) -> None:
-    """Raise RecordError for a prompt with images that servers would sample, before any is started.
+def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -> None:
+    """Raise RecordError for a prompt with images that `servers` would sample, before any is started.
 
     Looks at the first ROWS_WITH_IMAGES rows of each source, and only for a model that reads images.
     """
     from slimectl.data.io import is_pipe
 
-    if settings.uses_servers and reads_images(settings):
+    if servers and reads_images(settings):
         for source in sources:
-            if not is_pipe(source):
-                deque(islice(prompts(settings, [source], shuffle=False), ROWS_WITH_IMAGES), maxlen=0)
+            for prompt in (
+                () if is_pipe(source) else islice(prompts(settings, [source], shuffle=False), ROWS_WITH_IMAGES)
+            ):
+                _without_images(prompt)
 
 
 class EnvironmentTables:

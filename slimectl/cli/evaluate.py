@@ -81,7 +81,8 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
 
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
     for name, source in settings.eval.sources.items():
-        builders.check_images(resolve_dataset_settings(settings, name), [source])
+        own = resolve_dataset_settings(settings, name)
+        builders.check_images(own, [source], servers=settings.stage_uses_servers)
     with Evaluation(settings) as evaluation, Sampler(settings, folder) as sampler:
         with ProgressBar("answers", total=_answer_count(settings)) as progress:
             samples = tee(evaluation.samples(sampler), lambda sample: progress.advance())

@@ -82,7 +82,7 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
         if source and not any(map(is_pipe, source)):
             next(builders.prompts(settings, source, shuffle=False))
             if samples:
-                builders.check_images(settings, source)
+                builders.check_images(settings, source, servers=settings.uses_servers)
 
 
 def prepare_model(settings: Settings, folder: RunDir) -> Path:

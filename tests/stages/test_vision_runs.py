@@ -94,8 +94,8 @@ def test_images_for_servers_are_refused_before_a_server_starts(vision: Workshop,
     )
     message = (
         "slimectl: prompts.jsonl:2: images: engines that are servers do not read images. "
-        'Set engine.backend = "embedded" '
-        "and engine.num_engines = 1, or leave the row out.\n"
+        'Take one embedded engine (engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), '
+        "or leave the row out.\n"
     )
     vision.slimectl("rollout", "-c", "slimectl.toml", "-s", engine, code=3)
     assert vision.stderr == message
