@@ -60,6 +60,7 @@ _NAMES = {
     "servers": (
         "auxiliary_servers",
         "check_engine",
+        "check_middlewares",
         "check_stop_tokens",
         "client",
         "engine_gpus",

@@ -48,6 +48,7 @@ from slimectl.builders.policies import total_steps as total_steps
 from slimectl.builders.policies import unmet_schedule as unmet_schedule
 from slimectl.builders.servers import auxiliary_servers as auxiliary_servers
 from slimectl.builders.servers import check_engine as check_engine
+from slimectl.builders.servers import check_middlewares as check_middlewares
 from slimectl.builders.servers import check_stop_tokens as check_stop_tokens
 from slimectl.builders.servers import client as client
 from slimectl.builders.servers import engine_gpus as engine_gpus

@@ -59,6 +59,20 @@ def check_engine(settings: Settings) -> None:
         router_interpreter(settings.sglang.python)
 
 
+def check_middlewares(settings: Settings, *, servers: bool) -> None:
+    """Load engine.middleware_paths. Raises HookError, or SettingsError if no engine of the settings is a server."""
+    if not settings.engine.middleware_paths:
+        return
+    if not servers:
+        raise SettingsError(
+            "engine.middleware_paths: one embedded engine in this process gets no HTTP requests. Set "
+            "engine.num_engines = 2 for servers, or rollout.custom_generate_function_path to see each request."
+        )
+    from slimectl.engines.server.middleware import middlewares
+
+    middlewares(settings.engine.middleware_paths)
+
+
 def check_stop_tokens(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise SettingsError for a stop token of a rollout or evaluation outside the vocabulary of a model."""
     sections = {"rollout": settings.rollout.stop_token_ids}
@@ -248,6 +262,7 @@ def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine
     from slimectl.architectures.config import read_config
 
     check_stop_tokens(settings, read_config(model))
+    check_middlewares(settings, servers=settings.stage_uses_servers)
     with ExitStack() as closing:
         if not engine_reads(settings, model):
             model = _converted(settings, model, closing.enter_context(TemporaryDirectory(prefix="slimectl-model-")))

@@ -127,6 +127,7 @@ ROWS: dict[str, Row] = {
     "engine.admin_api_key": see(asked, "a-key-of-mine", **SERVERS),
     "engine.num_engines": see(placed, 2, train__device="cuda"),
     "engine.router": see(served, "random", **SERVERS),
+    "engine.middleware_paths": see(served, ["own.py:seen"], **SERVERS),
     "engine.session_affinity": see(asked, False, **SERVERS),
     "engine.server_concurrency": see(asked, 7, **SERVERS),
     "engine.request_timeout_s": see(asked, 7.0, **SERVERS),
