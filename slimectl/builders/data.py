@@ -43,7 +43,7 @@ def prompts(
     if not sources:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
     options = settings.rollout
-    rows = open_prompts(
+    return open_prompts(
         sources,
         input_key=options.input_key,
         label_key=options.label_key,
@@ -59,17 +59,15 @@ def prompts(
         demonstrations=demonstrations,
         named=EnvironmentTables(settings),
     )
-    return map(_without_images, rows) if settings.uses_servers and not demonstrations else rows
 
 
-def _without_images(prompt: Prompt) -> Prompt:
-    """Return a prompt for a server. Raises RecordError if it has images."""
+def _refuse_images(prompt: Prompt) -> None:
+    """Raise RecordError if a prompt for a server has images."""
     if prompt.images:
         raise RecordError(
             f"{prompt.source_location}: images: engines that are servers do not read images. Take one embedded engine "
             f'(engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), or leave the row out.'
         )
-    return prompt
 
 
 def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -> None:
@@ -81,10 +79,9 @@ def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -
 
     if servers and reads_images(settings):
         for source in sources:
-            for prompt in (
-                () if is_pipe(source) else islice(prompts(settings, [source], shuffle=False), ROWS_WITH_IMAGES)
-            ):
-                _without_images(prompt)
+            rows = () if is_pipe(source) else prompts(settings, [source], shuffle=False)
+            for prompt in islice(rows, ROWS_WITH_IMAGES):
+                _refuse_images(prompt)
 
 
 class EnvironmentTables:

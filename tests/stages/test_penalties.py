@@ -12,6 +12,8 @@ from workshop import Workshop
 
 from slimectl import load_settings
 from slimectl.errors import SettingsError
+from slimectl.hooks import FlatSettings
+from slimectl.hooks.slime.modules import GenerateState
 from slimectl.settings import Settings
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.types import StepReport
@@ -80,3 +82,13 @@ def test_a_difference_that_a_penalty_explains_stops_no_run():
 def test_a_resumed_response_excludes_penalties():
     with pytest.raises(SettingsError, match=r"rollout\.partial_rollout and rollout\.presence_penalty exclude"):
         load_settings("quickstart", {"rollout.partial_rollout": True, "rollout.presence_penalty": 0.5})
+
+
+def test_functions_written_for_slime_get_the_penalties_that_act(workshop: Workshop):
+    rollout = {"presence_penalty": 0.5, "frequency_penalty": 0.0}
+    settings = Settings.model_validate(
+        {"algorithm": {"name": "grpo"}, "model": {"path": str(workshop.model)}, "rollout": rollout}
+    )
+    params = GenerateState(FlatSettings(settings)).sampling_params
+    assert params["presence_penalty"] == 0.5
+    assert "frequency_penalty" not in params
