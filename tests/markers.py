@@ -83,6 +83,7 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/stages/test_score.py::test_rewards_stay": (SLOW,),
     "tests/stages/test_servers.py": (SLOW,),
     "tests/stages/test_servers.py::test_local_equals_ray": (RAY,),
+    "tests/stages/test_servers.py::test_a_rollout_with_one_engine_on_ray": (RAY,),
     "tests/stages/test_servers.py::test_three_rounds_on_ray": (RAY, SGLANG),
     "tests/stages/test_servers.py::test_three_rounds_with_the_real_vllm": (VLLM,),
     "tests/test_floors.py": (PROCESSES,),

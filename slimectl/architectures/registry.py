@@ -41,7 +41,8 @@ def family_of(config: Config) -> Family:
         if model_type in family.model_types:
             return family.of(config)
     raise CheckpointError(
-        f"config.json: model_type {model_type!r} has no weight mapping; known are {', '.join(_model_types())}"
+        f"config.json: model_type {model_type!r} has no weight mapping; known are {', '.join(_model_types())}. To add "
+        f"one, see CONTRIBUTING, recipe 3. megatron.custom_model_provider_path replaces the model, not its mapping."
     )
 
 

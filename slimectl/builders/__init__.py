@@ -8,6 +8,7 @@ from importlib import import_module
 _NAMES = {
     "data": (
         "agent",
+        "check_images",
         "check_pipes",
         "check_rows",
         "count_rows",
@@ -60,6 +61,7 @@ _NAMES = {
     "servers": (
         "auxiliary_servers",
         "check_engine",
+        "check_middlewares",
         "check_stop_tokens",
         "client",
         "engine_gpus",

@@ -1,4 +1,5 @@
 from slimectl.builders.data import agent as agent
+from slimectl.builders.data import check_images as check_images
 from slimectl.builders.data import check_pipes as check_pipes
 from slimectl.builders.data import check_rows as check_rows
 from slimectl.builders.data import count_rows as count_rows
@@ -48,6 +49,7 @@ from slimectl.builders.policies import total_steps as total_steps
 from slimectl.builders.policies import unmet_schedule as unmet_schedule
 from slimectl.builders.servers import auxiliary_servers as auxiliary_servers
 from slimectl.builders.servers import check_engine as check_engine
+from slimectl.builders.servers import check_middlewares as check_middlewares
 from slimectl.builders.servers import check_stop_tokens as check_stop_tokens
 from slimectl.builders.servers import client as client
 from slimectl.builders.servers import engine_gpus as engine_gpus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,6 +15,9 @@ from slimectl.hooks import FlatSettings, hook
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
+
+ROWS_WITH_IMAGES = 10_000
+"""Rows of a source that are searched for images before servers start."""
 
 if TYPE_CHECKING:
     from slimectl.data.tables import Table
@@ -67,6 +70,29 @@ def shard_prompts(settings: Settings, *, epochs: int) -> Iterator[Prompt]:
     in_order = len(sources) == 1 and epochs == 1 and not settings.rollout.shuffle
     first = first_row(sources[0]) if in_order else 0
     return (replace(prompt, index=prompt.index + first) for prompt in prompts(settings, sources, epochs=epochs))
+
+
+def _refuse_images(prompt: Prompt) -> None:
+    """Raise RecordError if a prompt for a server has images."""
+    if prompt.images:
+        raise RecordError(
+            f"{prompt.source_location}: images: engines that are servers do not read images. Take one embedded engine "
+            f'(engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), or leave the row out.'
+        )
+
+
+def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -> None:
+    """Raise RecordError for a prompt with images that `servers` would sample, before any is started.
+
+    Looks at the first ROWS_WITH_IMAGES rows of each source, and only for a model that reads images.
+    """
+    from slimectl.data.io import is_pipe
+
+    if servers and reads_images(settings):
+        for source in sources:
+            rows = () if is_pipe(source) else prompts(settings, [source], shuffle=False)
+            for prompt in islice(rows, ROWS_WITH_IMAGES):
+                _refuse_images(prompt)
 
 
 class EnvironmentTables:

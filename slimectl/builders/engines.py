@@ -165,6 +165,7 @@ class EmbeddedBackend(EngineBackend):
             prefix_cache_gib=settings.engine.prefix_cache_gib,
             wait_for_weights=waiting,
             pause_timeout_s=settings.sync.timeout_s,
+            middleware_paths=settings.engine.middleware_paths,
             **server_options(settings, log),
         )
 

@@ -85,6 +85,7 @@ def serve(
     from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
     from slimectl.engines.server.access import Guard, own_names
     from slimectl.engines.server.app import serve as serving
+    from slimectl.engines.server.middleware import middlewares
     from slimectl.engines.server.state import ServerConfig, Streaming
     from slimectl.weight_sync.delta_format import DeltaFile
 
@@ -99,6 +100,7 @@ def serve(
         base_model=base_model,
         version=version_of(folder),
         read_delta=DeltaFile,
+        middlewares=middlewares(settings.engine.middleware_paths),
     )
     embedded = engine(settings, folder, text, load=False)
     streaming = Streaming(interval=interval, incremental=incremental)

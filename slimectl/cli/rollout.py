@@ -57,6 +57,8 @@ def rollout(
     source = builders.data_source(settings)
     epochs = settings.run.num_epoch or 1
     prompts = iter(()) if source is not None else builders.shard_prompts(settings, epochs=epochs)
+    if source is None:
+        builders.check_images(settings, settings.rollout.data, servers=settings.stage_uses_servers)
     inputs = [*settings.rollout.data, str(folder)]
     manifest = up_to_date("rollout", settings, inputs, options.out, options.force)
     if manifest is None:

@@ -151,7 +151,7 @@ HOOKS: dict[str, HookSpec] = {
         (
             "megatron.custom_model_provider_path",
             [signatures.ModelProvider],
-            "the model: what build() makes, or its like",
+            "the model: what build() makes, or a GPTModel of your own",
         ),
         ("megatron.custom_init_path", [signatures.MegatronInit], RETURNS_NONE),
         ("megatron.custom_before_log_prob_hook_path", [signatures.BeforeLogProb], RETURNS_NONE),

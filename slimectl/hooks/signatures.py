@@ -272,10 +272,20 @@ class EvalLog(Protocol):
 
 
 class ModelProvider(Protocol):
-    """Returns a pipeline stage's part of the model; `build()` builds the default one, which may be modified."""
+    """Returns a pipeline stage's part of the model: what `build()` builds, or a GPTModel of your own.
+
+    `config` is megatron-core's TransformerConfig of config.json and the settings.
+    """
 
     def __call__(
-        self, args: FlatSettings, pre_process: bool, post_process: bool, vp_stage: int | None, build: Callable[[], Any]
+        self,
+        args: FlatSettings,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+        build: Callable[[], Any],
+        config: Any,
+        vocab_size: int,
     ) -> Any: ...
 
 

@@ -74,6 +74,7 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
     builders.check_policy(settings)
     if samples:
         builders.check_engine(settings)
+        builders.check_middlewares(settings, servers=settings.uses_servers)
         if (config := configuration(settings)) is not None:
             builders.check_stop_tokens(settings, config)
     builders.check_trackers(settings)
@@ -81,6 +82,8 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
     for source in sources:
         if source and not any(map(is_pipe, source)):
             next(builders.prompts(settings, source, shuffle=False))
+            if samples:
+                builders.check_images(settings, source, servers=settings.uses_servers)
 
 
 def prepare_model(settings: Settings, folder: RunDir) -> Path:

@@ -104,6 +104,7 @@ def _data(settings: Settings) -> str:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
     builders.check_pipes(settings)
     lines = [check_source(settings, source) for source in settings.rollout.data]
+    builders.check_images(settings, settings.rollout.data, servers=settings.uses_servers)
     lines += [check_source(settings, source, demonstrations=True) for source in settings.sft_warmup.data]
     return "; ".join(lines)
 

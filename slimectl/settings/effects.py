@@ -107,6 +107,9 @@ DEPENDENCIES = (
     Dependency("engine", ("prefix_cache_gib",), ("engine.backend", "engine.url"), _embedded,
                "on servers of another program, which have an option of their own "
                "(sglang.args.disable_radix_cache, vllm.args.enable_prefix_caching); set that"),
+    Dependency("engine", ("middleware_paths",), ("engine.backend", "engine.url"), _embedded,
+               "on servers of another program. Set rollout.custom_generate_function_path to see each request, or put a "
+               "proxy of your own in front and give engine.url"),
     Dependency("engine", ("session_affinity", "server_concurrency", "connect_timeout_s"), _SERVERS,
                lambda s: s.uses_servers, _NEEDS_SERVERS),
     Dependency("engine", ("request_timeout_s",), _SERVERS,

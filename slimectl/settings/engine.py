@@ -60,6 +60,10 @@ class EngineSettings(Section):
     """sglang-router's policy in front of several engines; `none` spreads requests here, `auto` is cache_aware for
     SGLang engines and none for others."""
 
+    middleware_paths: Texts = []
+    """Your own aiohttp middlewares around the routes of `slimectl serve` and of several embedded engines, by path:
+    async functions of (request, handler). The first is outermost (docs/serving.md)."""
+
     session_affinity: bool = True
     """Send the attempts of one group to the same engine, whose prefix cache then serves them."""
 

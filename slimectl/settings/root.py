@@ -104,6 +104,11 @@ class Settings(Section):
         return max(len(self.engine.url) * self.cluster.rollout_num_gpus_per_engine, sum(self.engine_gpus))
 
     @property
+    def stage_uses_servers(self) -> bool:
+        """Whether engines of a stage outside a run are servers. On a cluster one engine is, as the stage runs here."""
+        return self.uses_servers or self.cluster.executor != "local"
+
+    @property
     def uses_servers(self) -> bool:
         """Whether engines are HTTP servers, rather than in the process of their caller."""
         in_process = ENGINES.fact(self.engine.backend, "in_process", False)

@@ -61,9 +61,9 @@ WHOLE_ROUNDS = {
 OTHERS = {
     "rollout.custom_generate_function_path": "tests/engines/server/test_serve_generate.py",
     "sync.custom_post_write_path": "tests/contracts/test_sync_contract.py",
-    "megatron.custom_model_provider_path": "tests/hooks/test_examples.py",
+    "megatron.custom_model_provider_path": "tests/policies/megatron/test_own_model.py",
 }
-"""Hooks that are tried elsewhere: with a server, and a provider, which makes its model by `build` here."""
+"""Hooks that are tried elsewhere: with a server, and a provider, against the built-in model."""
 
 
 class Ran:

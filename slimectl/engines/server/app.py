@@ -101,7 +101,9 @@ async def running(
     thread, notices = EngineThread(engine), Notices()
     service = Service(served, thread, RequestTable(thread, served.tokenizer), streaming=streaming)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: notices.tell("loop", _describe(context)))
-    app = web.Application(client_max_size=LONGEST_BODY, middlewares=[counted, error_middleware, admitted])
+    app = web.Application(
+        client_max_size=LONGEST_BODY, middlewares=[counted, error_middleware, admitted, *served.middlewares]
+    )
     app[SERVICE], app[GUARD], app[NOTICES], app[BODIES] = service, guard, notices, BodyMemory()
     access_of: dict[object, Access] = {handler: access for handler, _, access in ROUTES.values()}
     app[ACCESS] = access_of

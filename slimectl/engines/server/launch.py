@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,18 +31,21 @@ def serve_server(
     start_timeout_s: float = 600.0,
     pause_timeout_s: float = 600.0,
     keys: Keys = NO_KEYS,
+    middleware_paths: Sequence[str] = (),
 ) -> ServerProcess:
     """Build the process of `slimectl serve` for the model in a folder.
 
     With `wait_for_weights` it reads no weights and answers no request before a push. `keys` are passed through its
     environment; without an admin key it stores a generated one where this user finds it.
     """
-    settings = {
+    settings: dict[str, object] = {
         "engine.dtype": dtype,
         "engine.device": device,
         "engine.max_running_requests": max_running,
         "engine.prefix_cache_gib": prefix_cache_gib,
     }
+    if middleware_paths:
+        settings["engine.middleware_paths"] = json.dumps(list(middleware_paths))
     if max_context:
         settings["rollout.max_context_len"] = max_context
     arguments = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]

@@ -55,6 +55,9 @@ class BodyMemory:
         size = 0
         try:
             async with asyncio.timeout(BODY_S):
+                if request._read_bytes is not None:  # a middleware of the user's has read or replaced it
+                    parts.append(request._read_bytes)
+                    self.held += len(parts[0])
                 async for part in request.content.iter_any():
                     parts.append(part)
                     size += len(part)

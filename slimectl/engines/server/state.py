@@ -52,6 +52,8 @@ class ServerConfig:
     """Weight version of the folder."""
     read_delta: ReadDelta | None = None
     """Reader of deltas between two versions of a folder."""
+    middlewares: tuple[Any, ...] = ()
+    """Middlewares of the user's own, inside those that check keys and format errors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class GenerateState:
             "max_new_tokens": args.rollout_max_response_len,
             "stop": list(args.rollout_stop),
             "stop_token_ids": list(args.rollout_stop_token_ids),
+            **args.rollout.penalties,
         }
 
 

@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.models.gpt import GPTModel
+
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.model import PackedGPT
+from slimectl.policies.megatron.own_model import adopted
 from slimectl.user_code import Hook
 
 
@@ -26,17 +30,20 @@ class UserFunctions:
         """Call the init function: after the process groups are created, before the model is built."""
         self._call(self.init)
 
-    def provide(
-        self, build: Callable[[], PackedGPT], *, pre_process: bool, post_process: bool, vp_stage: int | None
-    ) -> PackedGPT:
-        """Build a chunk of the model. Raises HookError if the function returns an object of another type."""
+    def provide(self, build: Callable[[], PackedGPT], layout: ParallelLayout, **stage: Any) -> PackedGPT:
+        """Build a chunk of the model. Raises HookError if the function returns an object of another type.
+
+        A GPTModel that the function built itself is adapted. `stage` has config, vocab_size, pre_process, post_process
+        and vp_stage.
+        """
         if self.provider is None:
             return build()
-        stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
         chunk = self._call(self.provider, **stage, build=build)
-        if not isinstance(chunk, PackedGPT):
-            raise self.provider.returned(chunk, f"what build() makes, a {PackedGPT.__name__}, or a subclass of it")
-        return chunk
+        if isinstance(chunk, PackedGPT):
+            return chunk
+        if not isinstance(chunk, GPTModel):
+            raise self.provider.returned(chunk, "what build() makes, or a GPTModel of megatron-core")
+        return adopted(chunk, stage["config"], layout)
 
     def before_log_probs(self, model: Sequence[Any]) -> None:
         self._call(self.log_prob, model=model, store_prefix=self.store_prefix)

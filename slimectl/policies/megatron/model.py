@@ -163,11 +163,29 @@ def _experts() -> ModuleSpec:
     )
 
 
-class PackedGPT(GPTModel):
+class HiddenStateGPT(GPTModel):
     """GPTModel that returns hidden states: the caller applies the head, to few of the tokens.
 
     Its parameters, and so its checkpoints, are those of GPTModel.
     """
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """Rows of the head on this tensor-parallel rank, [V / tensor, H]; the embedding if they are tied.
+
+        On the last stage only. In a pipeline of several stages a tied head is the last stage's copy of the embedding
+        (`output_layer.weight`), whose gradient mcore adds to the first stage's.
+        """
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+class PackedGPT(HiddenStateGPT):
+    """The model of an architecture, with slimectl's layers for packed sequences."""
 
     def __init__(self, architecture: Architecture, config: Any, *, vocab_size: int, virtual_stage: int | None) -> None:
         super().__init__(
@@ -212,20 +230,6 @@ class PackedGPT(GPTModel):
         group = self.pg_collection.tp
         return padding_1T.chunk(group.size(), dim=1)[group.rank()]
 
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        return hidden_states
-
-    @property
-    def output_weight(self) -> nn.Parameter:
-        """Rows of the head on this tensor-parallel rank, [V / tensor, H]; the embedding if they are tied.
-
-        On the last stage only. In a pipeline of several stages a tied head is the last stage's copy of the embedding
-        (`output_layer.weight`), whose gradient mcore adds to the first stage's.
-        """
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
-
 
 def device() -> torch.device:
     """Device of the models: the current GPU, else the CPU."""
@@ -238,7 +242,10 @@ def padded_vocabulary(architecture: Architecture, layout: ParallelLayout) -> int
 
 
 Provide = Callable[..., PackedGPT]
-"""(build, pre_process, post_process, vp_stage) -> a chunk of the model; `build()` returns the default one."""
+"""(build, layout, config, vocab_size, pre_process, post_process, vp_stage) -> a chunk of the model.
+
+`build()` returns the default one.
+"""
 
 
 def build(
@@ -262,8 +269,9 @@ def build(
     chunks = []
     for stage in stages:
         make = partial(PackedGPT, architecture, config, vocab_size=vocab_size, virtual_stage=stage)
-        first, last = _is_first(stage), _is_last(stage)
-        chunks.append(provide(make, pre_process=first, post_process=last, vp_stage=stage) if provide else make())
+        own = {"pre_process": _is_first(stage), "post_process": _is_last(stage), "vp_stage": stage}
+        own |= {"config": config, "vocab_size": vocab_size}
+        chunks.append(provide(make, layout, **own) if provide else make())
     # The whole chunk is moved: mcore builds routers on the CPU and moves them when they first run.
     return [chunk.to(device()) for chunk in chunks]
 

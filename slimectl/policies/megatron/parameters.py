@@ -19,6 +19,11 @@ from slimectl.protocols import Weights
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
+FUSED_NORMS = {
+    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
+    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+}
+"""Names of norms that TransformerEngine's layers of megatron-core hold, and of the same norms beside the layer."""
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
@@ -50,7 +55,10 @@ def global_name(name: str, chunk: PackedGPT) -> str:
     if layer is None:
         return name
     number = chunk.decoder.layers[int(layer[2])].layer_number - 1
-    name = f"{layer[1]}{number}{layer[3]}"
+    suffix = layer[3]
+    for fused, separate in FUSED_NORMS.items():
+        suffix = suffix.replace(fused, separate)
+    name = f"{layer[1]}{number}{suffix}"
     expert = _EXPERT.fullmatch(name)
     if expert is None:
         return name

@@ -34,6 +34,7 @@ from slimectl.policies.megatron.lora import Adapters
 from slimectl.policies.megatron.master_weights import PARAM, masters
 from slimectl.policies.megatron.moe import MoEAuxLossScaler
 from slimectl.policies.megatron.optimizer import OptimizerChoices
+from slimectl.policies.megatron.own_model import check_parameters
 from slimectl.policies.megatron.parallel import per_row, totals
 from slimectl.policies.megatron.parameters import DistributedParameters, checked_names, trained_links
 from slimectl.policies.megatron.routing_replay import RolloutRoutingReplay, RoutingReplay
@@ -163,6 +164,9 @@ class MegatronTrainer:
     def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
         provide = None if self.user_functions is None else self.user_functions.provide
         bare = model.build(self.architecture, self.layout, provide=provide, **fields)
+        if not all(isinstance(chunk, model.PackedGPT) for chunk in bare):
+            self.prefix_obstacle = self.prefix_obstacle or "the model of a provider shares no prefixes"
+            check_parameters(parameters.local_parameters(bare), self.links, self.layout)
         self._add_modules(bare)
         links = self.links
         if self.adapters is not None:

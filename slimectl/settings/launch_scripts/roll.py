@@ -69,6 +69,10 @@ ROLLOUT = (
     Row(f"{INFER}generating_args.top_p", "rollout.top_p"),
     Row(f"{INFER}generating_args.top_k", "rollout.top_k"),
     Row(f"{INFER}generating_args.temperature", "rollout.temperature"),
+    *(Row(f"{where}.generating_args.{name}", f"{section}.{name}", text)
+      for where, section in (("actor_infer", "rollout"), ("validation", "eval"))
+      for name, text in (("repetition_penalty", "only vLLM also counts the prompt"), ("presence_penalty", ""),
+                         ("frequency_penalty", ""))),
     Row(f"{INFER}generating_args.num_return_sequences", "rollout.n_samples_per_prompt"),
     Row(f"{INFER}generating_args.num_beams {INFER}generating_args.do_sample", text="answers are sampled"),
     Row(f"{INFER}generating_args.stop_strings", "rollout.stop", convert=texts),

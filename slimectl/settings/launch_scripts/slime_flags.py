@@ -416,8 +416,13 @@ OTHERS = (
 ROUTER = (
     Row("sglang-router-ip sglang-router-port", "engine.url", "the two together are an address"),
     Row(
-        "use-slime-router use-miles-router slime-router-middleware-paths slime-router-NAME",
+        "use-slime-router use-miles-router slime-router-NAME",
         text="slimectl has one router, which keeps what engines return: engine.router",
+    ),
+    Row(
+        "slime-router-middleware-paths",
+        text="samples keep tokens and log-probabilities without a middleware; write others for aiohttp: "
+        "engine.middleware_paths",
     ),
     Row("sglang-router-request-timeout-secs", "engine.request_timeout_s"),
     Row("sglang-server-concurrency", "engine.server_concurrency"),

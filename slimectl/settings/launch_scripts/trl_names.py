@@ -87,11 +87,12 @@ GENERATION = (
     Row("top_p", "rollout.top_p"),
     Row("top_k", "rollout.top_k", "0 and null are -1", positive),
     Row("min_p", "rollout.min_p"),
+    Row("repetition_penalty", "rollout.repetition_penalty", "only vLLM also counts the prompt here"),
     Row(
-        "repetition_penalty generation_kwargs generation_kwargs.NAME cache_implementation use_transformers_paged "
+        "generation_kwargs generation_kwargs.NAME cache_implementation use_transformers_paged "
         "use_transformers_continuous_batching transformers_continuous_batching_config "
         "vllm_guided_decoding_regex vllm_structured_outputs_regex",
-        text="penalties of tokens would change the policy that the gradient is taken of",
+        text="responses are sampled by the settings of [rollout] only",
     ),
     Row("use_vllm", "engine.backend", convert=lambda flag: "vllm" if on(flag) else "embedded"),
     Row("vllm_mode", "cluster.colocate", "server is engine.url; colocate there", choice(colocate=True, server=False)),

@@ -93,6 +93,7 @@ def served(
     allowed_hosts: tuple[str, ...] = (),
     pause_timeout_s: float = 60.0,
     extension: Any = None,
+    middlewares: tuple[Any, ...] = (),
     **options: Any,
 ) -> Iterator[Server]:
     """A server of the model in a folder, until the block is left."""
@@ -101,8 +102,9 @@ def served(
     if load:
         engine.load_weights(HFCheckpoint().read(folder), version="0")
     facts = ServerConfig(
-        folder, read_config(folder), tokenizer, "float32", 64, HFCheckpoint().read, base_model, read_delta=DeltaFile
-    )
+        folder, read_config(folder), tokenizer, "float32", 64, HFCheckpoint().read, base_model, read_delta=DeltaFile,
+        middlewares=middlewares,
+    )  # fmt: skip
     listening = bound("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     loop, up, over, found = asyncio.new_event_loop(), threading.Event(), asyncio.Event(), []
