@@ -65,8 +65,9 @@ class UserReward:
         path, function = source, None
         if not isinstance(source, str):
             path, function = getattr(source, "__qualname__", type(source).__name__), of_sample(source)
-        self.path, self._args = str(path), FlatSettings(settings)
-        self._hook = HOOKS[SETTING].load(self.path, setting=setting, function=function)
+        self._args, batched = FlatSettings(settings), settings.score.group_rm
+        self._hook = HOOKS[SETTING].load(str(path), setting=setting, function=function, batched=batched)
+        self.path = self._hook.path
         function, names = self._hook.function, set(self._hook.wanted)
         self._skips_none = settings.score.none_reward == "skip"
         self.takes_many = bool(names & {"samples", *COLUMNS})

@@ -54,8 +54,19 @@ class DataSource(Protocol):
         ...
 
 
+class Model(Protocol):
+    """The model, for functions that are not async."""
+
+    def generate(self, prompt: str | Chat, **sampling_params: Any) -> str:
+        """Return the text of a response."""
+        ...
+
+
 class RolloutFunction(Protocol):
-    """Samples a whole round. Samples without a reward are graded as [score] says."""
+    """Samples a whole round. Samples without a reward are graded as [score] says.
+
+    `prompts` are the groups of the round, drawn from the data source if the function has this parameter.
+    """
 
     def __call__(
         self,
@@ -67,6 +78,9 @@ class RolloutFunction(Protocol):
         attempt: Attempt,
         sampling_params: SamplingDict,
         tokenizer: Any,
+        prompts: list[Group],
+        model: Model,
+        temperature: float,
     ) -> list[Group] | tuple[list[Group], Metrics]: ...
 
 
@@ -192,7 +206,7 @@ class GroupPostprocess(Protocol):
 
 class LossFunction(Protocol):
     """Returns the loss of one pack, as a sum over its tokens; `logits` [T, vocabulary], divided by the temperature,
-    `log_probs` [T] and `entropy` [T] carry gradients. `batch` has slime's keys too (`hooks/loss.py`, PackByName)."""
+    `log_probs` [T] and `entropy` [T] carry gradients. `batch` has slime's keys too (`hooks/loss.py`, LossBatch)."""
 
     def __call__(
         self,

@@ -8,12 +8,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from slimectl.data.images import images_of
 from slimectl.data.json_values import kind_of, plain_sample, plain_value
 from slimectl.errors import HookError
 from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.in_flight import Group, InFlightGroups
 from slimectl.stages.long_prompts import MOST_IN_A_ROW, all_too_long, name_dropped, prompt_excess
+from slimectl.stages.text_responses import prompt_of
 from slimectl.types import Prompt, Sample, SamplerState, Status
 from slimectl.user_code import converted
 
@@ -151,8 +151,8 @@ class UserDataSource:
             if not excess:
                 self._dropped = 0
                 return group
-            self._left_out(_prompt(group[0]))
-            self._drop(_prompt(group[0]), excess)
+            self._left_out(prompt_of(group[0]))
+            self._drop(prompt_of(group[0]), excess)
         return None
 
     def _drop(self, prompt: Prompt, excess: str) -> None:
@@ -179,7 +179,7 @@ class UserDataSource:
             if not getattr(self._source, "keeps_numbers", False):
                 sample.group_index, sample.index = index, index * n + i
             sample.status = Status.PENDING
-            sample.tokens = list(sample.tokens) or self._attempts.prompt_tokens(_prompt(sample))
+            sample.tokens = list(sample.tokens) or self._attempts.prompt_tokens(prompt_of(sample))
         return group
 
     @property
@@ -189,16 +189,6 @@ class UserDataSource:
     def _call(self, method: str, *values: Any, **keywords: Any) -> Any:
         with converted(f"{SOURCE}: {self._name}.{method}"):
             return getattr(self._source, method)(*values, **keywords)
-
-
-def _prompt(sample: Sample) -> Prompt:
-    return Prompt(
-        sample.prompt,
-        label=sample.label,
-        index=sample.group_index,
-        tools=sample.metadata.get("tools"),
-        images=images_of(sample),
-    )
 
 
 def _is_group(value: Any) -> bool:

@@ -44,7 +44,7 @@ def test_a_wrong_signature_is_refused_before_a_model_is_looked_for(setting: str,
         ("nowhere.py:own", "nowhere.py: no such file"),
         ("json:nothing", "json has no such name: nothing"),
         ("json:__name__", "json is not callable: __name__"),
-        ("own", "write it as package.module:name or path/to/file.py:name"),
+        ("no_such_module", "write it as package.module:name or path/to/file.py:name"),
     ],
 )
 def test_what_is_not_there_is_refused(setting: str, path: str, said: str):
