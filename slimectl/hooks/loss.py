@@ -107,12 +107,13 @@ class CustomLoss:
             }
         )
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
-            if isinstance(loss, Tensor) and loss.ndim:
-                raise HookError(
-                    f"{function.name} returned a loss of shape {list(loss.shape)}; return a scalar tensor, for example "
-                    f"sum_of_sample_mean(loss_T)"
-                )
+        if not isinstance(loss, Tensor) or loss.ndim:
+            shape = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise HookError(
+                f"{function.name} returned a loss of {shape}; return a scalar tensor, for example "
+                f"sum_of_sample_mean(loss_T), or (a scalar tensor, a dict of metrics)"
+            )
+        if not isinstance(metrics, dict):
             raise function.returned(result, "(a scalar tensor, a dict of them)")
         if pack.logprobs_T.requires_grad and not loss.requires_grad:
             raise HookError(f"{function.name} returned a loss without a gradient; compute it from log_probs")

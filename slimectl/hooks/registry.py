@@ -83,16 +83,10 @@ class HookSpec:
         return tuple(name for name in _names(shape) if name not in self.offers)
 
     def _load_class(self, path: str) -> Hook:
-        """Load a class whose instances have the methods of the protocol."""
-        data_source = Hook(path, setting=self.setting, offers=("args", "settings"))
-        methods = [name for name, value in vars(self.shapes[0]).items() if inspect.isfunction(value)]
-        required = [name for name in methods if not name.startswith("_") or name == "__len__"]
-        missing = [name for name in required if not callable(getattr(data_source.function, name, None))]
-        if missing:
-            raise HookError(
-                f"{self.setting}: {path} has no {', '.join(missing)}; "
-                f"a data source is a class with {', '.join(required)}"
-            )
+        """Load a class whose instances give groups."""
+        data_source = Hook(path, setting=self.setting, offers=self.offers)
+        if not callable(getattr(data_source.function, "get_samples", None)):
+            raise HookError(f"{self.setting}: {path} has no get_samples. Name a class with this method")
         return data_source
 
 
@@ -114,7 +108,7 @@ HOOKS: dict[str, HookSpec] = {
         (
             "rollout.data_source_path",
             [signatures.DataSource],
-            "a data source: get_samples, add_samples, save, load, len",
+            "a data source: get_samples; optionally add_samples, save, load, len",
         ),
         (
             "rollout.custom_generate_function_path",
@@ -262,7 +256,17 @@ def check_hooks(settings: Settings, *prefixes: str) -> None:
     """
     for setting in HOOKS:
         if not prefixes or setting.startswith(prefixes):
-            hooks(settings, setting)
+            for function in hooks(settings, setting):
+                if HOOKS[setting].shapes[0] is signatures.DataSource:
+                    _check_data_source(function, settings)
+
+
+def _check_data_source(source: Hook, settings: Settings) -> None:
+    """Raise HookError if a data source lacks what the settings do not replace."""
+    if not hasattr(source.function, "__len__") and not settings.run.num_rollout:
+        raise HookError(f"{source.name} has no __len__, so its epochs cannot be counted. Set run.num_rollout")
+    if "dataset" in source.required and not settings.rollout.data:
+        raise HookError(f"{source.name} asks for dataset, and rollout.data is empty. Set it, or add --data FILE")
 
 
 TRAINING_HOOKS = ("train.", "megatron.", "rollout.sample_filter", "rollout.data_post", "score.custom_reward_post")

@@ -14,6 +14,7 @@ from slimectl.types import Chat, Completion, Label, Metrics, Sample, TokenBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slimectl.data.prompt_dataset import PromptDataset
     from slimectl.hooks.args import FlatSettings
     from slimectl.hooks.slime.shapes import SamplingDict
     from slimectl.protocols import WeightUpdateClient
@@ -29,12 +30,15 @@ Attempt = Callable[[Group], Awaitable[Group]]
 
 
 class DataSource(Protocol):
-    """Source of groups: the samples of one prompt together, each with its prompt and an empty response."""
+    """Source of groups: the samples of one prompt together, each with its prompt and an empty response.
 
-    def __init__(self, args: FlatSettings) -> None: ...
+    `dataset` has the prompts of rollout.data. Only `get_samples` is required.
+    """
 
-    def get_samples(self, n: int) -> list[Group]:
-        """Return the next `n` groups; fewer at the end."""
+    def __init__(self, args: FlatSettings, dataset: PromptDataset) -> None: ...
+
+    def get_samples(self, n: int) -> list[Group] | list[Sample]:
+        """Return the next `n` groups; fewer at the end. A Sample in place of a group is copied for the whole group."""
         ...
 
     def add_samples(self, groups: list[Group]) -> None:
