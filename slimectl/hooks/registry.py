@@ -63,8 +63,8 @@ class HookSpec:
         first = self.shapes[0]
         setting = setting or self.setting
         if function is None:
-            names = CUSTOMARY_NAMES[self.setting]
-            path = complete_path(path, setting=setting, names=names[::-1] if batched else names)
+            groups = CUSTOMARY_NAMES[self.setting]
+            path = complete_path(path, setting=setting, names=groups[::-1] if batched else groups)
         if first is signatures.DataSource:
             return self._load_class(path)
         function = load_callable(path, setting=setting) if function is None else function

@@ -92,7 +92,7 @@ class UserReward:
             arguments = self._named(copies)
         else:
             arguments = {"samples": copies} if self.takes_many else {"sample": copies[0]}
-        return self._hook({"args": self._args, "settings": self._args, **arguments})
+        return self._hook.begin({"args": self._args, "settings": self._args, **arguments})
 
     def _named(self, samples: list[Sample]) -> dict[str, Any]:
         """Return the parts of the samples by name; as lists, if the function takes many.

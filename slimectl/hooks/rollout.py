@@ -99,7 +99,7 @@ async def apply_sample_hooks(sample: Sample, rollout_id: int | None, evaluation:
     number = sample.group_index // settings.run.rollout_batch_size + 1 if rollout_id is None else rollout_id
     for function in hooks(settings, SAMPLE):
         arguments = {"sample": sample, "rollout_id": number, "evaluation": evaluation}
-        result = function({"args": args, "settings": args, **arguments})
+        result = function.begin({"args": args, "settings": args, **arguments})
         result = await result if inspect.isawaitable(result) else result
         result = as_sample(result)
         if result is not None and not isinstance(result, Sample):
@@ -227,9 +227,9 @@ class UserRollout:
     def _result(self, arguments: Mapping[str, Any]) -> Any:
         """Return what the function returns. One that asks for `model` runs in a thread, which waits for the loop."""
         if "model" in self._hook.wanted:
-            result = run_to_end(self._loop, asyncio.to_thread(self._hook, arguments))
+            result = run_to_end(self._loop, asyncio.to_thread(self._hook.begin, arguments))
         else:
-            result = self._hook(arguments)
+            result = self._hook.begin(arguments)
         return run_to_end(self._loop, _await_result(result)) if inspect.isawaitable(result) else result
 
     def _number(self, groups: list[Group], prompts: list[Group]) -> None:

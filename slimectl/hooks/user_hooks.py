@@ -84,7 +84,8 @@ def user_rollout_log(report: StepReport, tracked: Metrics, *, settings: Settings
     The metrics of the samples are left out if the user's function returns True.
     """
     function = required_hook(settings, ROLLOUT_LOG)
-    extra, of_samples = {}, {name: value for name, value in tracked.items() if name.startswith(OF_SAMPLES)}
+    extra: Metrics = {}
+    of_samples = {name: value for name, value in tracked.items() if name.startswith(OF_SAMPLES)}
     base_metrics = {name: value for name, value in tracked.items() if name not in of_samples}
 
     def arguments(arrange: Arrange) -> dict[str, Any]:

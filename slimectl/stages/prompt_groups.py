@@ -139,7 +139,7 @@ class UserDataSource:
     def load(self, rollout_id: int, state: Any) -> None:
         """Restore the state of the source. A source without `load` starts again, apart from the dataset's position."""
         if not hasattr(self._source, "load"):
-            dataset = getattr(self._source, "dataset", None)
+            dataset: Any = getattr(self._source, "dataset", None)
             if isinstance(state, dict) and hasattr(dataset, "drawn"):
                 dataset.drawn = state.get("drawn", 0)
             logger.warning(

@@ -10,6 +10,8 @@ import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -157,6 +159,15 @@ class Hook:
             raise HookError(f"{setting}: {path} wants {', '.join(unknown)}; on offer are {', '.join(offers)}")
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function and return its result. An async function runs to its end in a thread of its own."""
+        result = self.begin(arguments)
+        if not inspect.isawaitable(result):
+            return result
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(copy_context().run, asyncio.run, _awaited(result)).result()
+
+    def begin(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function. The result of an async function is to be awaited."""
         with converted(self.name, self._error_location):
             result = self.bare(arguments)
         return self._await_converted(result) if inspect.isawaitable(result) else result
@@ -228,6 +239,10 @@ class Hook:
     def _error_location(self, error: BaseException) -> str:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return error_location(error, self.function.__module__) or f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def error_location(error: BaseException, module: str) -> str:

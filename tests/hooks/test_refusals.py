@@ -146,7 +146,7 @@ WRONG = [
      "wrote 1 advantages for 4 samples"),
     ("train.custom_loss_function_path", "return log_probs, {}", "log_probs",
      r"returned a loss of shape \[\d+\]; return a scalar tensor, for example sum_of_sample_mean.loss_T"),
-    ("train.custom_loss_function_path", "return 0.0, {}", "", "return .a scalar tensor, a dict of them"),
+    ("train.custom_loss_function_path", "return ..., {}", "", "returned a loss of type ellipsis; return a scalar"),
     ("train.custom_loss_function_path", "return log_probs.detach().sum(), {}", "log_probs",
      "returned a loss without a gradient; compute it from log_probs"),
     ("train.custom_loss_function_path", "return log_probs.sum(), {'x': log_probs}", "log_probs",
