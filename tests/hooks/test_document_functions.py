@@ -27,6 +27,7 @@ from slimectl.hooks.training_batch import post_process_rewards
 from slimectl.hooks.user_hooks import UserHooks, user_eval_log, user_rollout_log
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
+from slimectl.settings.launch_scripts.values import Flag, function_path
 from slimectl.settings.layers import from_assignments, from_file
 from slimectl.settings.loading import resolve
 from slimectl.stages.generation import GroupGenerator
@@ -108,6 +109,11 @@ def test_a_module_is_named_like_a_file(path: str, tmp_path: Path, monkeypatch: p
     (tmp_path / "pack" / "mine.py").write_text("def custom_loss(batch): return None\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert HOOKS["train.custom_loss_function_path"].load(path).function.__module__ == "pack.mine"
+
+
+@pytest.mark.parametrize(("text", "path"), [("custom_rm.py", "custom_rm.py"), ("mine.rm", "mine:rm"), ("mine", "mine")])
+def test_a_flag_of_a_launch_script_may_name_a_file(text: str, path: str):
+    assert function_path(Flag("custom-rm-path", "--custom-rm-path", (text,), "run.sh:1")) == path
 
 
 def test_group_rm_picks_the_function_of_many_samples():
