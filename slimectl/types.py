@@ -210,6 +210,9 @@ class Counters(dict[str, int]):
             raise AttributeError(f"{type(self).__name__} has no counter {name!r}")
         self[name] = value
 
+    def __deepcopy__(self, memo: object) -> Counters:
+        return type(self)(self)  # several times as fast as the general way
+
     def add(self, meta_info: Mapping[str, Any]) -> None:
         """Add the counts of one response."""
         for name, key in self.META_KEYS.items():

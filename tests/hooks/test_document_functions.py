@@ -7,6 +7,7 @@ import copy
 import json
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -440,6 +441,9 @@ def test_counters_of_a_sample_add_up_and_are_kept():
     assert (
         Sample.from_dict({"spec_info": {"spec_verify_ct": 1}, "prefix_cache_info": None}).spec_info.spec_verify_ct == 1
     )
+    twin = copy.deepcopy(sample)
+    twin.spec_info.spec_verify_ct += 1
+    assert (sample.spec_info.spec_verify_ct, pickle.loads(pickle.dumps(twin)).spec_info.spec_verify_ct) == (2, 3)
     info = Sample.SpecInfo.from_dict({"spec_draft_token_num": 4})
     info.spec_accept_token_num += 1
     assert (info.spec_accept_rate, isinstance(info, dict), Sample.PrefixCacheInfo()) == (0.25, True, {})
