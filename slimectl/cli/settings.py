@@ -153,7 +153,7 @@ def from_(
         write_text(Path(out), text)
     for omission in conversion.omissions:
         if omission.by_hand:
-            stdio.logger.warning(f"{omission.place}: {omission.flag}: {omission.reason}")
+            stdio.logger.warning(f"{omission.place or file}: {omission.flag}: {omission.reason}")
     for problem in conversion.problems:
         stdio.logger.warning(f"to be settled: {problem}")
     stdio.note(
