@@ -62,6 +62,8 @@ def conflicts(settings: Settings) -> Iterator[str]:
         if dataset.rm_type and dataset.custom_rm_path:
             yield f"eval.data.{name}: rm_type and custom_rm_path exclude each other; give one of them"
     yield from _greedy_repeats(settings.eval, rollout)
+    if train.lr_warmup_iters and train.lr_warmup_fraction:
+        yield "train.lr_warmup_iters and train.lr_warmup_fraction exclude each other; give one of them"
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
     ages = run.async_level or rollout.partial_rollout or rollout.over_sampling_batch_size

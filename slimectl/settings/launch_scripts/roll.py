@@ -15,6 +15,7 @@ from slimectl.settings.launch_scripts.values import (
     off,
     on,
     positive,
+    share,
     texts,
     trackers,
 )
@@ -168,8 +169,8 @@ TRAINING = (
     Row(f"{TRAIN}training_args.gradient_accumulation_steps", "train.global_batch_size", "as above"),
     Row(f"{TRAIN}model_update_frequency", "sync.update_weights_interval"),
     Row(f"{TRAIN}training_args.bf16", text="train.dtype is bfloat16 without actor_train.model_args.dtype"),
-    Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.warmup_ratio {TRAIN}training_args.max_steps",
-        text="max_steps is run.num_rollout; warm-up is train.lr_warmup_iters, in steps"),
+    Row(f"{TRAIN}training_args.warmup_ratio", "train.lr_warmup_fraction", convert=share),
+    Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.max_steps", text="max_steps is run.num_rollout"),
     Row(f"{TRAIN}model_args.dtype {TRAIN}model_args.torch_dtype", "train.dtype",
         convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),
     Row(f"{TRAIN}model_args.disable_gradient_checkpointing", "train.gradient_checkpointing", "the opposite", off),
