@@ -15,11 +15,13 @@ from slimectl.settings.launch_scripts.values import (
     off,
     on,
     positive,
+    secret,
     share,
     texts,
     trackers,
 )
 from slimectl.settings.launch_scripts.verl_keys import SIZES, prefixed
+from slimectl.settings.run import KEY_VARIABLES
 
 TRAIN, INFER = "actor_train.", "actor_infer."
 LAYOUT = "the reference and rewards have no GPUs of their own; verifiers run in worker processes"
@@ -37,6 +39,7 @@ RUNNING = (
     Row("eval_steps", "eval.interval", convert=positive),
     Row("max_ckpt_to_keep", "run.keep_checkpoints", convert=positive),
     Row("track_with", "track.with", convert=trackers),
+    Row("trackio_max_traces_per_step", text="traces are not sent; track.samples sends samples of evaluations"),
     Row("num_gpus_per_node", "cluster.num_gpus_per_node"),
     Row("num_nodes", "cluster.actor_num_nodes"),
     Row("model_update_buffer_size_mb", "sync.update_weight_buffer_size", "in MiB here, too", integer),
@@ -246,8 +249,9 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     }
     prefix = next((item for item in prefixes if name.startswith(item)), "")
     leaf = name.removeprefix(prefix)
-    if "key" in leaf.split("_") and prefix == "tracker_kwargs.":
-        conversion.omit(flag, "a key is not copied; export it, or set track.api_key = env:NAME")
+    tracker = conversion.text("track_with", "wandb")
+    if leaf.rpartition("_")[2] == "key" and prefix == "tracker_kwargs." and tracker in KEY_VARIABLES:
+        conversion.put("track.api_key", secret(KEY_VARIABLES[tracker])(flag), name)
     elif prefix and prefixes[prefix] and not flag.problem and "." not in leaf:
         conversion.put(f"{prefixes[prefix]}{leaf}", typed(flag), name)
     elif prefix and prefixes[prefix] and not flag.problem:
