@@ -90,7 +90,7 @@ ARGUMENTS = (
         "ckpt-fully-parallel-save dist-ckpt-strictness no-ckpt-fully-parallel-save ckpt-convert-format",
         text="checkpoints have the layout of megatron.save_format"),
     Row("train-iters exit-interval log-interval log-throughput log-timers-to-tensorboard timing-log-level "
-        "tensorboard-log-interval train-samples eval-iters lr-decay-samples lr-wsd-decay-style lr-wsd-decay-iters "
+        "tensorboard-log-interval train-samples eval-iters lr-decay-samples "
         "save-retain-interval", text="a run has rounds (run.num_rollout), and reports every step"),
     Row("data-cache-path num-workers no-create-attention-mask-in-dataloader variable-seq-lengths split",
         text="prompts are read by rollout.data; packs have any lengths"),

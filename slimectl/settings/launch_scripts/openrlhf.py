@@ -14,6 +14,7 @@ from slimectl.settings.launch_scripts.values import (
     on,
     positive,
     secret,
+    share,
     texts,
 )
 
@@ -198,7 +199,7 @@ TRAINING = (
         ),
         default="cosine",
     ),
-    Row("lr_warmup_ratio", text="set train.lr_warmup_iters, in steps"),
+    Row("lr_warmup_ratio", "train.lr_warmup_fraction", convert=share, default=0.03),
     Row("actor.min_lr_ratio", "train.min_lr", "times the learning rate"),
     Row("actor.adam.eps", "train.adam_eps"),
     Row("max_norm", "train.clip_grad"),

@@ -8,7 +8,9 @@ from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.megatron import hand_over
 from slimectl.settings.launch_scripts.roll_keys import GROUPS, INFER, LAYOUT, TRAIN, devices
 from slimectl.settings.launch_scripts.roll_rewards import settle_reward
+from slimectl.settings.launch_scripts.values import secret
 from slimectl.settings.launch_scripts.verl_keys import SIZES
+from slimectl.settings.run import KEY_VARIABLES
 
 FILES = "distils from a teacher's probabilities of the responses in a file; opd asks a teacher about the policy's own"
 ROWS = ("sft", "dpo")
@@ -25,14 +27,15 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         _take_field(conversion, flag, leaf)
         return
     engine = conversion.text(f"{INFER}strategy_args.strategy_name")
+    tracker = conversion.text("track_with", "wandb")
     prefixes = {
         f"{INFER}strategy_args.strategy_config.": f"{engine}.args." if engine in ("vllm", "sglang") else "",
-        "tracker_kwargs.": f"track.kwargs.{conversion.text('track_with', 'wandb')}.",
+        "tracker_kwargs.": f"track.kwargs.{tracker}.",
     }
     prefix = next((item for item in prefixes if name.startswith(item)), "")
     leaf = name.removeprefix(prefix)
-    if "key" in leaf.split("_") and prefix == "tracker_kwargs.":
-        conversion.omit(flag, "a key is not copied; export it, or set track.api_key = env:NAME")
+    if leaf.rpartition("_")[2] == "key" and prefix == "tracker_kwargs." and tracker in KEY_VARIABLES:
+        conversion.put("track.api_key", secret(KEY_VARIABLES[tracker])(flag), name)
     elif prefix and prefixes[prefix] and not flag.problem and "." not in leaf:
         conversion.put(f"{prefixes[prefix]}{leaf}", typed(flag), name)
     elif prefix and prefixes[prefix] and not flag.problem:

@@ -74,6 +74,20 @@ def positive(flag: Flag) -> int:
     return value
 
 
+def share(flag: Flag) -> float:
+    """A share from 0 to 1, where 0 stands for none."""
+    value = number(flag)
+    if not value > 0:
+        raise ValueError(f"{flag.text} stands for none, as here")
+    return value
+
+
+def warmup(flag: Flag) -> Many:
+    """Steps of warm-up, or a number below 1 as their share of all steps (transformers 5)."""
+    value = number(flag)
+    return Many({"train.lr_warmup_fraction": value} if 0 < value < 1 else {"train.lr_warmup_iters": integer(flag)})
+
+
 def mib(flag: Flag) -> int:
     """Bytes to MiB."""
     return max(1, integer(flag) >> 20)
@@ -191,5 +205,5 @@ def trackers(flag: Flag) -> list[str]:
 __all__ = [
     "Always", "addresses", "ahead", "bounds", "choice", "comma_separated", "dataset_name", "dataset_pairs",
     "function_path", "function_paths", "integer", "json_object", "mib", "named_datasets", "number", "off", "on",
-    "plain", "positive", "secret", "texts", "trackers",
+    "plain", "positive", "secret", "share", "texts", "trackers", "warmup",
 ]  # fmt: skip
