@@ -155,6 +155,8 @@ def _settle_engines(conversion: Conversion) -> None:
         conversion.put("cluster.rollout_num_gpus", engines * size, "vllm_num_engines", "vllm_tensor_parallel_size")
     else:
         conversion.settled.add("vllm.args.gpu_memory_utilization")
+    if conversion.switch("use_dynamic_batch") and "train_max_tokens_per_gpu" not in conversion.flags:
+        conversion.put("train.max_tokens_per_gpu", 16192, "the default of OpenRLHF for --train_max_tokens_per_gpu")
     if conversion.number("actor_num_nodes", 1) > 1:
         conversion.put("cluster.executor", "ray", "actor_num_nodes")
     if not conversion.switch("async_train"):

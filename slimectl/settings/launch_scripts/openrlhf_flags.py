@@ -8,11 +8,11 @@ from slimectl.settings.launch_scripts.values import (
     choice,
     comma_separated,
     integer,
+    layers,
     number,
     on,
     positive,
     share,
-    texts,
 )
 
 DEEPSPEED = "training is sharded by train.backend, not by DeepSpeed"
@@ -56,7 +56,7 @@ MODEL = (
     Row("param_dtype", "train.dtype", convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),
     Row("lora_rank", "train.lora_rank", "0 is none", positive),
     Row("lora_alpha", "train.lora_alpha"),
-    Row("target_modules", "train.lora_targets", convert=texts),
+    Row("target_modules", "train.lora_targets", convert=layers),
     Row("load_model", text="weights are those of model.path, a Hugging Face directory; save a .pt file as one first"),
     Row("lora_dropout load_in_4bit", text="adapters have no dropout, and weights are not quantized"),
     Row("gradient_checkpointing", "train.gradient_checkpointing", convert=on),

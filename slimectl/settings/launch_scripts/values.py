@@ -118,6 +118,22 @@ def texts(flag: Flag) -> list[str]:
     return [text for text in flag.texts if text.lower() not in ("none", "null")]
 
 
+def layers(flag: Flag) -> list[str]:
+    """Names of layers with an adapter; all of them are the default here."""
+    names = texts(flag)
+    if names in (["all-linear"], ["all"]):
+        raise ValueError(f"{names[0]} is the default here")
+    return names
+
+
+def above_one(flag: Flag) -> int:
+    """A size of which 1 stands for none."""
+    value = integer(flag)
+    if value <= 1:
+        raise ValueError(f"{flag.text} stands for none, as here")
+    return value
+
+
 def comma_separated(flag: Flag) -> list[str]:
     """Names in words or between commas, as a list."""
     return [part.strip() for text in texts(flag) for part in text.split(",") if part.strip()]
@@ -203,7 +219,30 @@ def trackers(flag: Flag) -> list[str]:
 
 
 __all__ = [
-    "Always", "addresses", "ahead", "bounds", "choice", "comma_separated", "dataset_name", "dataset_pairs",
-    "function_path", "function_paths", "integer", "json_object", "mib", "named_datasets", "number", "off", "on",
-    "plain", "positive", "secret", "share", "texts", "trackers", "warmup",
+    "Always",
+    "above_one",
+    "addresses",
+    "ahead",
+    "bounds",
+    "choice",
+    "comma_separated",
+    "dataset_name",
+    "dataset_pairs",
+    "function_path",
+    "function_paths",
+    "integer",
+    "json_object",
+    "layers",
+    "mib",
+    "named_datasets",
+    "number",
+    "off",
+    "on",
+    "plain",
+    "positive",
+    "secret",
+    "share",
+    "texts",
+    "trackers",
+    "warmup",
 ]  # fmt: skip
