@@ -78,6 +78,8 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
     for source in sources:
         if source and not any(map(is_pipe, source)):
             next(builders.prompts(settings, source, shuffle=False))
+            if samples:
+                builders.check_images(settings, source, servers=settings.uses_servers)
 
 
 def prepare_model(settings: Settings, folder: RunDir) -> Path:

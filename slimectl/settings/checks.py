@@ -61,6 +61,11 @@ def conflicts(settings: Settings) -> Iterator[str]:
     for name, dataset in settings.eval.datasets.items():
         if dataset.rm_type and dataset.custom_rm_path:
             yield f"eval.data.{name}: rm_type and custom_rm_path exclude each other; give one of them"
+    for name in rollout.penalties if rollout.partial_rollout else ():
+        yield (
+            f"rollout.partial_rollout and rollout.{name} exclude each other: in a resumed response, penalties would "
+            f"not count the tokens from before the interruption. Drop one."
+        )
     yield from _greedy_repeats(settings.eval, rollout)
     if train.lr_warmup_iters and train.lr_warmup_fraction:
         yield "train.lr_warmup_iters and train.lr_warmup_fraction exclude each other; give one of them"
@@ -93,6 +98,22 @@ def conflicts(settings: Settings) -> Iterator[str]:
     yield from _shadowed_settings(settings)
     yield from algorithm.conflicts(temperature=rollout.temperature)
     yield from (line for _, _, line in ineffective(settings))
+
+
+def off_policy_penalties(settings: Settings) -> str | None:
+    """Return a warning if responses come from a penalized distribution and nothing corrects for it."""
+    penalties, algorithm = settings.rollout.penalties, settings.algorithm
+    if not penalties or algorithm.trains_on != "rollouts":
+        return None
+    named = " and ".join(f"rollout.{name} = {value:g}" for name, value in penalties.items())
+    message = f"{named}: responses come from the penalized distribution, but the policy is trained without penalties."
+    if settings.engine.backend == "vllm":
+        return f"{message} vLLM reports log-probabilities without penalties, so algorithm.use_tis cannot correct it."
+    if any(getattr(algorithm, key, False) for key in ("use_tis", "use_rollout_logprobs")):
+        return None
+    if settings.train.custom_tis_function_path or settings.train.custom_loss_function_path:
+        return None
+    return f"{message} Set algorithm.use_tis = true to correct for it."
 
 
 def _shadowed_settings(settings: Settings) -> Iterator[str]:

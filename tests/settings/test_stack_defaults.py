@@ -32,11 +32,12 @@ actor_train:
 actor_infer: {strategy_args: {strategy_name: vllm}, device_mapping: list(range(0,8))}
 """
 AGENTIC = ROLL + "custom_envs: {Lake: {env_type: frozen_lake}}\ntrain_env_manager: {tags: [Lake]}\n"
+GROUPED = "adv_estimator: grpo\nreward_normalization: {grouping: traj_group_id, method: mean_std}\n"
 SCRIPTS: list[tuple[str, str]] = [
     ("verl-0.9.1-main_ppo", PPO),
     ("verl-0.9.1-main_ppo", f"{PPO} algorithm.adv_estimator=grpo {EVAL}"),
     ("verl-0.9.1-main_ppo", f"{PPO} algorithm.adv_estimator=rloo trainer.save_freq=5 actor_rollout_ref.rollout.n=4"),
-    ("verl-0.9.1-main_ppo", f"{PPO} algorithm.adv_estimator=reinforce_plus_plus actor_rollout_ref.actor.use_kl_loss=true"),
+    ("verl-0.9.1-main_ppo", f"{PPO} algorithm.adv_estimator=opo actor_rollout_ref.actor.use_kl_loss=true"),
     ("verl-0.9.1-main_ppo", f"{PPO} algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode=gspo"),
     ("verl-0.9.1-main_ppo", f"{PPO} algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode=cispo"),
     ("verl-0.9.1-main_ppo", f"{PPO} actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.rollout.name=sglang"),
@@ -64,8 +65,8 @@ SCRIPTS: list[tuple[str, str]] = [
     ("roll-rlvr", ROLL + "adv_estimator: reinforce\nwhiten_advantages: true\nuse_pg_clip_range: true\n"),
     ("roll-rlvr", ROLL + "pg_clip: 0.3\nactor_train.pg_variant: gspo\nadv_estimator: grpo\n"),
     ("roll-agentic", AGENTIC),
-    ("roll-agentic", AGENTIC + "adv_estimator: grpo\nreward_normalization: {grouping: traj_group_id, method: mean_std}\n"),
-    ("roll-sft", ROLL.replace("actor_train", "sft_train")),
+    ("roll-agentic", AGENTIC + GROUPED),
+    ("roll-sft", ROLL.replace("actor_train", "sft_train").replace(", messages: messages", "")),
     ("roll-dpo", ROLL + "chosen_key: chosen\n"),
 ]  # fmt: skip
 

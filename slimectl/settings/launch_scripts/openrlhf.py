@@ -41,6 +41,7 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
 def settle(conversion: Conversion) -> None:
     """Join what OpenRLHF decides by several flags together. Raises SettingsError for a program that is not known."""
     _settle_program(conversion)
+    conversion.put("rollout.shuffle", True, "OpenRLHF reads rows in random order")
     _settle_algorithm(conversion)
     _settle_engines(conversion)
     _settle_lengths(conversion)
@@ -171,6 +172,12 @@ def _settle_rows(conversion: Conversion) -> None:
     name = str(conversion.values["algorithm.name"])
     conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
     conversion.settled |= {"run.rollout_batch_size"}
+    if "max_len" in conversion.flags:
+        conversion.take_back("rollout.max_context_len", "rows are not cut")
+    else:
+        conversion.note_default("max_len", 2048 if name == "sft" else 512, "rows are not cut")
+    if name == "sft" and "rollout.input_key" not in conversion.values:
+        conversion.put("rollout.input_key", "input", "the default of OpenRLHF for --input_key")
     conversion.program_defaults |= {"actor_learning_rate": RATES[name], "reward_clip_range": None}
     if "max_epochs" not in conversion.flags:
         source = "the default of OpenRLHF for --max_epochs"

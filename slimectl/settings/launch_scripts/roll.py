@@ -76,6 +76,8 @@ def settle(conversion: Conversion) -> None:
         if flag := conversion.flags.get(name):
             raise SettingsError(f"{flag.place}: {name} has no counterpart: it {FILES} (docs/algorithms.md)")
     kind = pipeline(conversion)
+    if kind != "agentic":
+        conversion.put("rollout.shuffle", True, "ROLL reads rows in random order")
     _settle_run(conversion, kind)
     _settle_sizes(conversion)
     _settle_devices(conversion)
@@ -103,8 +105,10 @@ def _settle_run(conversion: Conversion, kind: str) -> None:
         conversion.note_default("track_with", "tensorboard", 'add "tensorboard" to track.with')
     if "megatron.recompute_granularity" in values:
         conversion.settled.add("train.gradient_checkpointing")
-    if kind == "sft" and "max_steps" not in conversion.flags:
+    if kind in ROWS and "max_steps" not in conversion.flags:
         conversion.program_defaults["max_steps"] = None
+    if kind == "dpo" and "max_steps" not in conversion.flags:
+        conversion.note_default("max_steps", 500, "the run ends after its epochs")
 
 
 def _settle_rows(conversion: Conversion, kind: str) -> None:
@@ -223,7 +227,6 @@ def _settle_prompts(conversion: Conversion) -> None:
     elif "sequence_length" in conversion.flags and not conversion.is_unknown(*lengths):
         rest = conversion.number("sequence_length", 0) - conversion.number("prompt_length", 1024)
         conversion.put("rollout.max_response_len", rest, *lengths)
-    conversion.put("rollout.shuffle", True, "ROLL draws prompts in random order")
     conversion.put("rollout.label_key", "ground_truth", "ROLL's rows have their label there")
     if f"{TRAIN}data_args.messages" not in conversion.flags:
         conversion.put("rollout.apply_chat_template", True, "ROLL renders prompts by data_args.template")

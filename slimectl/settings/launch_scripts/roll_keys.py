@@ -41,7 +41,7 @@ RUNNING = (
     Row("trackio_max_traces_per_step", text="traces are not sent; track.samples sends samples of evaluations"),
     Row("num_gpus_per_node", "cluster.num_gpus_per_node"),
     Row("num_nodes", "cluster.actor_num_nodes"),
-    Row("model_update_buffer_size_mb", "sync.update_weight_buffer_size", "in MiB here, too", integer),
+    Row("model_update_buffer_size_mb", "sync.update_weight_buffer_size", "in MiB here, too", integer, default=1024),
     Row(
         "defaults", text="the files lie elsewhere: allow their folder by --root DIR. Stages of ZeRO have no counterpart"
     ),
@@ -76,6 +76,10 @@ ROLLOUT = (
     Row(f"{INFER}generating_args.top_p", "rollout.top_p", default=0.7),
     Row(f"{INFER}generating_args.top_k", "rollout.top_k", default=50),
     Row(f"{INFER}generating_args.temperature", "rollout.temperature", default=0.95),
+    *(Row(f"{where}.generating_args.{name}", f"{section}.{name}", text)
+      for where, section in (("actor_infer", "rollout"), ("validation", "eval"))
+      for name, text in (("repetition_penalty", "only vLLM also counts the prompt"), ("presence_penalty", ""),
+                         ("frequency_penalty", ""))),
     Row(f"{INFER}generating_args.num_return_sequences", "rollout.n_samples_per_prompt"),
     Row(f"{INFER}generating_args.num_beams {INFER}generating_args.do_sample", text="answers are sampled"),
     Row(f"{INFER}generating_args.stop_strings", "rollout.stop", convert=texts),

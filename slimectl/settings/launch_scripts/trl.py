@@ -84,8 +84,9 @@ GENERATION = (
     Row("top_p", "rollout.top_p"),
     Row("top_k", "rollout.top_k", "0 and null are -1", positive),
     Row("min_p", "rollout.min_p"),
+    Row("repetition_penalty", "rollout.repetition_penalty", "only vLLM also counts the prompt here"),
     Row(
-        "repetition_penalty generation_kwargs cache_implementation use_transformers_paged "
+        "generation_kwargs cache_implementation use_transformers_paged "
         "vllm_guided_decoding_regex vllm_structured_outputs_regex",
         text="answers are sampled from the policy as it is, or its gradient would be another policy's",
     ),

@@ -143,13 +143,14 @@ def _settle_sft(conversion: Conversion) -> None:
     """The supervised trainer of verl has no engine, and counts a step in rows."""
     conversion.put("algorithm.name", "sft", "launcher")
     is_chat = "fsdp_sft_trainer" not in conversion.text("launcher") or conversion.switch("data.multiturn.enable")
-    columns = (
-        {"data.messages_key": "messages"} if is_chat else {"data.prompt_key": "question", "data.response_key": "answer"}
-    )
+    question = {"data.prompt_key": "question", "data.response_key": "answer"}
+    columns = {"data.messages_key": "messages"} if is_chat else question
     for name, column in columns.items():
         key = "rollout.label_key" if "response" in name else "rollout.input_key"
         if key not in conversion.values:
             conversion.put(key, column, f"the default of verl for {name}")
+    if "data.shuffle" not in conversion.flags:
+        conversion.put("rollout.shuffle", True, "the default of verl for data.shuffle")
     conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
     conversion.settled |= {"engine.backend", "engine.dtype", "cluster.rollout_num_gpus_per_engine", "eval.temperature"}
     conversion.settled |= {"cluster.actor_num_gpus_per_node", "train.global_batch_size", "run.rollout_batch_size"}

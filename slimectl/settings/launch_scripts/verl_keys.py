@@ -208,6 +208,7 @@ ENGINE = (
     Row(f"{ROLLOUT}top_p", "rollout.top_p"),
     Row(f"{ROLLOUT}top_k", "rollout.top_k"),
     Row(f"{ROLLOUT}min_p", "rollout.min_p"),
+    Row(f"{ROLLOUT}repetition_penalty", "rollout.repetition_penalty", "only vLLM also counts the prompt"),
     Row(f"{ROLLOUT}ignore_eos", "rollout.ignore_eos", convert=on),
     Row(f"{ROLLOUT}tensor_model_parallel_size", "cluster.rollout_num_gpus_per_engine", default=2),
     Row(f"{ROLLOUT}dtype", "engine.dtype", default="bfloat16"),
