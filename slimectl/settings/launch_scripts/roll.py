@@ -225,8 +225,8 @@ def _settle_prompts(conversion: Conversion) -> None:
     if "response_length" in conversion.flags and not conversion.is_unknown("response_length"):
         conversion.put("rollout.max_response_len", conversion.text("response_length"), "response_length")
     elif "sequence_length" in conversion.flags and not conversion.is_unknown(*lengths):
-        rest = conversion.number("sequence_length", 0) - conversion.number("prompt_length", 1024)
-        conversion.put("rollout.max_response_len", rest, *lengths)
+        length = conversion.number("sequence_length", 0) - conversion.number("prompt_length", 1024)
+        conversion.put("rollout.max_response_len", length, *lengths)
     conversion.put("rollout.label_key", "ground_truth", "ROLL's rows have their label there")
     if f"{TRAIN}data_args.messages" not in conversion.flags:
         conversion.put("rollout.apply_chat_template", True, "ROLL renders prompts by data_args.template")

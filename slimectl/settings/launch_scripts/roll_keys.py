@@ -76,8 +76,8 @@ ROLLOUT = (
     Row(f"{INFER}generating_args.top_p", "rollout.top_p", default=0.7),
     Row(f"{INFER}generating_args.top_k", "rollout.top_k", default=50),
     Row(f"{INFER}generating_args.temperature", "rollout.temperature", default=0.95),
-    *(Row(f"{where}.generating_args.{name}", f"{section}.{name}", text)
-      for where, section in (("actor_infer", "rollout"), ("validation", "eval"))
+    *(Row(f"{role}.generating_args.{name}", f"{section}.{name}", text)
+      for role, section in (("actor_infer", "rollout"), ("validation", "eval"))
       for name, text in (("repetition_penalty", "only vLLM also counts the prompt"), ("presence_penalty", ""),
                          ("frequency_penalty", ""))),
     Row(f"{INFER}generating_args.num_return_sequences", "rollout.n_samples_per_prompt"),

@@ -36,9 +36,11 @@ def settle_reward(conversion: Conversion) -> None:
             types |= dict.fromkeys(listed or [domain], WORKERS[kind])
             continue
         place = ", ".join(listed) or domain
-        own = "score.rm_options.types" if len(domains) > 1 else "score.rm_type"
-        what = f"{kind or 'no class'} of rewards.{domain}"
-        conversion.ask_for(own, f"{what} grades {place}. Give its verifier, judge or function (docs/verifiers.md)")
+        key = "score.rm_options.types" if len(domains) > 1 else "score.rm_type"
+        worker_class = f"{kind or 'no class'} of rewards.{domain}"
+        conversion.ask_for(
+            key, f"{worker_class} grades {place}. Give its verifier, judge or function (docs/verifiers.md)"
+        )
     for name in sources:
         conversion.unlist(name)
     if len(domains) == 1 and types:

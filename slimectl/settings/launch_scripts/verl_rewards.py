@@ -31,8 +31,8 @@ def settle_reward(conversion: Conversion) -> None:
     manager = _given(conversion, *MANAGER)
     for key in ("score.custom_rm_path", "score.rm"):
         conversion.values.pop(key, None)
-    if own := _given(conversion, *OWN_MANAGER):
-        conversion.omit(own, "a reward manager of your own; write it as score.custom_rm_path", first=True)
+    if module := _given(conversion, *OWN_MANAGER):
+        conversion.omit(module, "a reward manager of your own; write it as score.custom_rm_path", first=True)
     elif manager and manager.problem:
         conversion.omit(manager, f"{manager.problem}; set score.custom_rm_path by hand", first=True)
     elif manager and manager.text not in SAME_FUNCTION:
