@@ -46,10 +46,10 @@ def settle_reward(conversion: Conversion) -> None:
     if len(domains) == 1 and types:
         conversion.put("score.rm_type", next(iter(types.values())), *sources)
     elif types:
-        conversion.put("score.rm_type", "by_column", *sources)
+        conversion.put("score.rm_type", "by_column", "the rewards of the file go by the tag of a row")
         column = conversion.text(f"{TRAIN}data_args.tag", "tag")
         conversion.put("score.rm_options.column", column, "the tag of a row names its reward")
-        conversion.put("score.rm_options.types", types, *sources)
+        conversion.put("score.rm_options.types", types, *(name for name in sources if name.endswith("tag_included")))
     for kind in dict.fromkeys(types.values()):
         if kind in NOTES:
             conversion.omit_key("rollout.data", NOTES[kind])

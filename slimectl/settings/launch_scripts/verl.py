@@ -145,6 +145,11 @@ def _settle_sft(conversion: Conversion) -> None:
     is_chat = "fsdp_sft_trainer" not in conversion.text("launcher") or conversion.switch("data.multiturn.enable")
     question = {"data.prompt_key": "question", "data.response_key": "answer"}
     columns = {"data.messages_key": "messages"} if is_chat else question
+    for name, part in (("prompt", "rollout.input_key"), ("response", "rollout.label_key")):
+        parts = conversion.flags.get(f"data.{name}_dict_keys")
+        if parts is not None and len(parts.values) == 1 and not parts.problem:
+            column = conversion.text(f"data.{name}_key", question[f"data.{name}_key"])
+            conversion.put(part, f"{column}.{parts.text}", f"data.{name}_key", parts.name)
     for name, column in columns.items():
         key = "rollout.label_key" if "response" in name else "rollout.input_key"
         if key not in conversion.values:

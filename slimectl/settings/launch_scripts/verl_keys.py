@@ -76,12 +76,13 @@ DATA = (
 SUPERVISED = (
     Row("data.messages_key data.multiturn.messages_key", "rollout.input_key"),
     Row("data.response_key", "rollout.label_key"),
+    Row("data.prompt_dict_keys", "rollout.input_key", "one, as a part of prompt_key"),
+    Row("data.response_dict_keys", "rollout.label_key", "one, as a part of response_key"),
     Row("data.tools_key data.multiturn.tools_key", "rollout.tool_key"),
     Row("data.micro_batch_size_per_gpu data.micro_batch_size", "train.micro_batch_size"),
     Row("data.num_workers data.ignore_input_ids_mismatch data.enable_thinking_key data.enable_thinking_default",
         text="rows are rendered by the model's chat template; rollout.apply_chat_template_kwargs sets its arguments"),
-    Row("data.max_length data.multiturn.NAME data.balance_dp_token data.pad_mode data.prompt_dict_keys "
-        "data.response_dict_keys",
+    Row("data.max_length data.multiturn.NAME data.balance_dp_token data.pad_mode",
         text="rows are messages, or prompt and label, in packs of train.max_tokens_per_gpu (docs/records.md)"),
     Row("data.max_token_len_per_gpu", "train.max_tokens_per_gpu"),
     Row("data.use_dynamic_bsz", "train.use_dynamic_batch_size", convert=on),
