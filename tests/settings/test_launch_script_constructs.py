@@ -147,7 +147,7 @@ def test_a_correction_of_verl_is_on_where_its_level_is_named(level: str, expecte
 
 ROWS = "--pretrain /m --dataset /d.jsonl --max_len 64 --train_batch_size 8"
 KTO = (
-    "has no counterpart: it trains on answers that are good or bad by themselves; dpo takes pairs of them "
+    "has no counterpart: it trains on responses that are each good or bad; dpo takes pairs of them "
     "(docs/algorithms.md)"
 )
 
