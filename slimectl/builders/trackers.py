@@ -216,6 +216,14 @@ def log_samples(
             tracker.table(f"eval/{name}/samples", rows, step=step)
 
 
+def log_rewards(trackers: Sequence[Tracker], rewards: Sequence[float], *, step: int) -> None:
+    """Log a histogram of the rewards of a round to the trackers that draw one."""
+    from slimectl.trackers.base import log_histogram
+
+    for tracker in trackers if rewards else ():
+        log_histogram(tracker, "rollout/reward_histogram", rewards, step=step)
+
+
 def _table_rows(tracker: Tracker, settings: Settings) -> int:
     from slimectl.trackers.base import shown_rows
 
