@@ -75,9 +75,7 @@ def test_a_tracker_that_draws_none_goes_without(
     assert "failed" not in caplog.text
 
 
-def test_a_resumed_run_has_each_histogram_once_and_its_own_rewards(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_resumed_run_has_each_histogram_once_and_its_own_rewards(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
     monkeypatch.setenv("TRACKIO_DIR", str(workshop.folder / "trackio"))
     tracked = ("-s", "track.with=['jsonl', 'wandb', 'trackio']", "-s", "track.mode=offline", "-s", "track.naming=both")
@@ -91,7 +89,9 @@ def test_a_resumed_run_has_each_histogram_once_and_its_own_rewards(
         samples = (folder / f"step_{line['step']:06d}" / "samples.jsonl").read_text().splitlines()
         rewards = [json.loads(sample)["reward"] for sample in samples]
         assert line["counts"] == np.histogram(rewards, bins=10)[0].tolist()
-    killed_too = {row["rollout/step"] for row in wandb_rows(folder, killed=1) if "rollout/reward_histogram/_type" in row}
+    killed_too = {
+        row["rollout/step"] for row in wandb_rows(folder, killed=1) if "rollout/reward_histogram/_type" in row
+    }
     assert killed_too == {1, 2, 3, 4}
     with sqlite3.connect(next((workshop.folder / "trackio").glob("*.db"))) as database:
         rows = [(step, json.loads(text)) for step, text in database.execute("select step, metrics from metrics")]
