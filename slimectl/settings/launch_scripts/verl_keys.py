@@ -163,6 +163,10 @@ POLICY = (
     Row(f"{OPTIM}lr_decay_steps", "train.lr_decay_iters"),
     Row(f"{OPTIM}total_training_steps {OPTIM}num_cycles {OPTIM}optimizer {OPTIM}lr_warmup_init",
         text="the optimizer is AdamW, whose schedule ends with the run"),
+    Row(f"{ACTOR}fsdp_config.full_determinism {ACTOR}megatron.full_determinism engine.full_determinism "
+        "model.fsdp_config.full_determinism", "train.deterministic", convert=on),
+    Row("actor_rollout_ref.rollout.full_determinism",
+        text="for SGLang set sglang.args.enable_deterministic_inference = true"),
     Row(f"{ACTOR}fsdp_config.param_offload", "train.offload", convert=Always("parameters")),
     Row(f"{ACTOR}fsdp_config.optimizer_offload {ACTOR}fsdp_config.offload_policy", "train.offload",
         convert=Always("optimizer")),
