@@ -108,15 +108,15 @@ def explain(
     key = key.lstrip("-").replace("-", "_") if is_flag else key
     name, every, stacks = aliases.current_name(key), list(entries()), counterparts(key)
     matches = [entry for entry in every if entry.key == name or entry.key.startswith(f"{name}.")]
-    matches = matches or _search(key, every, [each.key for each in stacks], is_flag=is_flag)
+    matches = matches or _search(key, every, [flag.key for flag in stacks], is_flag=is_flag)
     if name != key:
         stdio.note(f"{key} is now {name}" + (", with the opposite meaning" if key in aliases.INVERTED else ""))
     for entry in matches:
         print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
         if point := HOOKS.get(entry.key):
             print(f"    {point.shape()} (docs/hooks.md)")
-    for each in stacks:
-        print(each.line)
+    for flag in stacks:
+        print(flag.line)
 
 
 def from_(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -24,12 +24,6 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class Computes(Protocol):
-    """A trainer, and the context in which its kernels run."""
-
-    kernels: Callable[[], AbstractContextManager[None]]
-
-
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
     """Let torch run deterministic kernels only, and restore its choices at the end.
@@ -38,16 +32,17 @@ def deterministic_kernels() -> Iterator[None]:
     the others take their deterministic backward pass.
     """
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # whose attribute has no type
+    mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     before = cudnn.deterministic, cudnn.benchmark, cuda.cudnn_sdp_enabled()
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which costs time, and would hide nothing here
+    memory.fill_uninitialized_memory = False  # it costs time, and no kernel here reads such memory
     _choose(deterministic=True, benchmark=False, cudnn_attention=False)
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        memory.fill_uninitialized_memory = fills
         _choose(deterministic=before[0], benchmark=before[1], cudnn_attention=before[2])
 
 
@@ -59,10 +54,10 @@ def _choose(*, deterministic: bool, benchmark: bool, cudnn_attention: bool) -> N
 def in_kernels(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Run a method of a trainer in its `kernels`."""
+    """Run a method of a trainer in its `kernels`, a function that returns a context."""
 
     @wraps(method)
-    def call(trainer: Computes, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def call(trainer: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with trainer.kernels():
             return method(trainer, *args, **kwargs)
 
@@ -105,4 +100,4 @@ def prepare_gpu(*, used: bool) -> None:
 
 def gpu_is_used() -> bool:
     """Return whether this process has allocated memory on a GPU."""
-    return torch.cuda.is_initialized() and torch.cuda.memory_stats().get("allocation.all.allocated", 0) > 0
+    return torch.cuda.is_initialized() and bool(torch.cuda.memory_stats().get("allocation.all.allocated"))

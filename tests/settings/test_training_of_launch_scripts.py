@@ -95,5 +95,6 @@ def test_the_switch_for_deterministic_kernels_is_the_one_of_the_launch_file(file
 
 
 def test_deterministic_inference_goes_to_sglang(tmp_path: Path):
-    text = "python train.py --hf-checkpoint m --prompt-data d --rollout-batch-size 4 --sglang-enable-deterministic-inference"
+    flags = "--prompt-data d --rollout-batch-size 4 --sglang-enable-deterministic-inference"
+    text = f"python train.py --hf-checkpoint m {flags}"
     assert reading(tmp_path, text).conversion.settings.sglang.args == {"enable_deterministic_inference": True}

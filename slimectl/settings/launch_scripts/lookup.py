@@ -26,27 +26,27 @@ class Counterpart:
 def counterparts(name: str) -> list[Counterpart]:
     """Return what a name means in each stack that has it; the last part of a dotted name is enough if it is unique.
 
-    >>> [(each.name, each.key) for each in counterparts("--rollout-batch-size")]
-    [('rollout_batch_size', 'run.rollout_batch_size')]
+    >>> [(flag.name, flag.key) for flag in counterparts("--use-rollout-routing-replay")]
+    [('use_rollout_routing_replay', 'train.use_rollout_routing_replay')]
     """
-    wanted = canonical(name.lstrip("-"))
-    return [each for dialect in DIALECTS.values() for each in _counterparts(dialect, wanted)]
+    name = canonical(name.lstrip("-"))
+    return [flag for dialect in DIALECTS.values() for flag in _counterparts(dialect, name)]
 
 
 def near_names(name: str) -> list[str]:
     """Return names of other stacks that are similar to one that none has."""
-    names = {other for dialect in DIALECTS.values() for other in dialect.rows if not other.endswith("NAME")}
+    names = {flag for dialect in DIALECTS.values() for flag in dialect.rows if not flag.endswith("NAME")}
     return get_close_matches(canonical(name.lstrip("-")), sorted(names), n=1, cutoff=0.8)
 
 
-def _counterparts(dialect: Dialect, wanted: str) -> Iterator[Counterpart]:
-    exact = dialect.name_of(wanted)
+def _counterparts(dialect: Dialect, name: str) -> Iterator[Counterpart]:
+    exact = dialect.name_of(name)
     if exact in dialect.rows:
-        yield _described(dialect, wanted, dialect.rows[exact])
-    elif key := _handed_over(dialect, wanted):
-        yield Counterpart(wanted, key, f"{dialect.title}: {flag_name(dialect, wanted)} is {key}, as it stands")
-    elif "." not in wanted:
-        ends = [(full, row) for full, row in dialect.rows.items() if full.endswith(f".{wanted}") and row.key]
+        yield _described(dialect, name, dialect.rows[exact])
+    elif key := _handed_over(dialect, name):
+        yield Counterpart(name, key, f"{dialect.title}: {flag_name(dialect, name)} is {key}, as it stands")
+    elif "." not in name:
+        ends = [(full, row) for full, row in dialect.rows.items() if full.endswith(f".{name}") and row.key]
         if len({row.key for _, row in ends}) == 1:
             yield _described(dialect, *ends[0])
 
