@@ -74,6 +74,7 @@ _NAMES = {
         "evaluation_trackers",
         "flush_trackers",
         "identity",
+        "log_rewards",
         "log_samples",
         "sample_table",
         "start_trackers",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
 from slimectl.builders.models import device, is_gguf, model_folder
-from slimectl.builders.trainers import Role, policy_backend
+from slimectl.builders.trainers import Role, check_deterministic, policy_backend
 from slimectl.errors import SlimectlError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
 from slimectl.protocols import NO_PROGRESS, Progress
@@ -121,6 +121,7 @@ def check_training(settings: Settings) -> None:
         steps = settings.train.lr_decay_iters or total_steps(settings)
         lr = settings.train.lr if steps is None else None  # the end of a schedule may follow from a file of samples
         options = _options(settings, folder, steps, lr, True)
+        check_deterministic(settings, folder)
         policy_backend(settings).check_training(settings, folder, options)
 
 

@@ -105,9 +105,9 @@ def _api_key(name: str, settings: Settings) -> str | None:
     """Return the key of a tracker's account, if settings have one and the tracker is not offline."""
     if name not in KEY_VARIABLES or _is_offline(name, settings):
         return None
-    own = settings.track.kwargs.get(name, {}).get("api_key")
-    setting = f"track.kwargs.{name}.api_key" if own else "track.api_key"
-    key: str | None = reveal(own or settings.track.api_key, setting=setting)
+    key: str | None = settings.track.kwargs.get(name, {}).get("api_key")
+    setting = f"track.kwargs.{name}.api_key" if key else "track.api_key"
+    key = reveal(key or settings.track.api_key, setting=setting)
     return key
 
 
@@ -214,6 +214,14 @@ def log_samples(
     for tracker in trackers:
         if rows := table[: _table_rows(tracker, settings)]:
             tracker.table(f"eval/{name}/samples", rows, step=step)
+
+
+def log_rewards(trackers: Sequence[Tracker], rewards: Sequence[float], *, step: int) -> None:
+    """Log a histogram of the rewards of a round to the trackers that draw one."""
+    from slimectl.trackers.base import log_histogram
+
+    for tracker in trackers if rewards else ():
+        log_histogram(tracker, "rollout/reward_histogram", rewards, step=step)
 
 
 def _table_rows(tracker: Tracker, settings: Settings) -> int:

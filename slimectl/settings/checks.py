@@ -69,6 +69,10 @@ def conflicts(settings: Settings) -> Iterator[str]:
     yield from _greedy_repeats(settings.eval, rollout)
     if train.lr_warmup_iters and train.lr_warmup_fraction:
         yield "train.lr_warmup_iters and train.lr_warmup_fraction exclude each other; give one of them"
+    if train.deterministic and settings.megatron.args.get("deterministic_mode") is False:
+        yield "train.deterministic: true contradicts megatron.args.deterministic_mode = false; drop one"
+    if train.deterministic and train.backend not in ("fsdp", "megatron"):
+        yield f"train.deterministic: {train.backend} has no such switch; set it to false"
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
     ages = run.async_level or rollout.partial_rollout or rollout.over_sampling_batch_size

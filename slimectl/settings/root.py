@@ -115,6 +115,12 @@ class Settings(Section):
         return self.uses_servers or self.cluster.executor != "local"
 
     @property
+    def deterministic(self) -> bool:
+        """Whether the trainer takes deterministic kernels, under either of its keys."""
+        is_mode = self.train.backend == "megatron" and bool(self.megatron.args.get("deterministic_mode"))
+        return self.train.deterministic or is_mode
+
+    @property
     def recompute_granularity(self) -> Granularity | None:
         """What the backward pass computes again, under any of its three keys."""
         if self.train.gradient_checkpointing:

@@ -98,6 +98,11 @@ class TrainSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it runs; auto takes the GPU if there is one."""
 
+    deterministic: bool = False
+    """Compute with deterministic kernels, so that the same samples on the same GPUs give the same weights, bit for bit.
+    Slower on a GPU, without effect on a CPU. The engine has a switch of its own:
+    sglang.args.enable_deterministic_inference."""
+
     freeze_params_name_list: Texts = []
     """Regular expressions; parameters whose Hugging Face name matches one stay as they are."""
 

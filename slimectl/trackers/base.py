@@ -87,6 +87,12 @@ def flush(tracker: Tracker) -> None:
         method()
 
 
+def log_histogram(tracker: Tracker, name: str, values: Sequence[float], *, step: int) -> None:
+    """Log a histogram of values to a tracker that draws one: it has a method `histogram`."""
+    if callable(method := getattr(tracker, "histogram", None)):
+        method(name, values, step=step)
+
+
 def shown_rows(tracker: Tracker) -> int:
     """Return the rows of a table that the tracker shows whatever track.samples says; its attribute says so."""
     return int(getattr(tracker, "shown_rows", 0))
@@ -120,6 +126,10 @@ class FaultTolerantTracker:
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         with self._contain_errors(f"at step {step}"):
             self.tracker.table(name, rows, step=step)
+
+    def histogram(self, name: str, values: Sequence[float], *, step: int) -> None:
+        with self._contain_errors(f"at step {step}"):
+            log_histogram(self.tracker, name, values, step=step)
 
     def flush(self) -> None:
         with self._contain_errors("when a checkpoint was saved"):

@@ -76,6 +76,12 @@ class TrackioTracker:
         table = trackio.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
         self._run.log({name: table}, step=step)
 
+    def histogram(self, name: str, values: Sequence[float], *, step: int) -> None:
+        import trackio
+
+        if not self._history.has(name, step):
+            self._run.log({name: trackio.Histogram(values)}, step=step)
+
     def flush(self) -> None:
         """Write to the database what Trackio 0.43 holds back, half a second of lines."""
         if self._is_local and hasattr(self._run, "_flush_queues_inline"):

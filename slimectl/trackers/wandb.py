@@ -101,6 +101,13 @@ class WandbTracker:
         table = wandb.Table([*columns], [[row[key] for key in columns] for row in rows])
         self._run.log({name: table, axis: step})
 
+    def histogram(self, name: str, values: Sequence[float], *, step: int) -> None:
+        import wandb
+
+        if not self._history.has(name, step):
+            axis = "train/step" if self._one_axis else axis_of(name)
+            self._run.log({name: wandb.Histogram(values), axis: step})
+
     def flush(self) -> None:
         """Wait until wandb has written to its file what it got."""
         time.sleep(self._written_s)

@@ -243,6 +243,7 @@ ROWS: dict[str, Row] = {
     "train.balance_by_flops": elsewhere("builders/test_batching.py::"),
     "train.dtype": training("bfloat16"),
     "train.device": refused(trained, "cuda", NO_GPU),
+    "train.deterministic": elsewhere("policies/test_determinism.py::"),
     "train.freeze_params_name_list": training(["embed"]),
     "train.freeze_vision_tower": elsewhere("policies/test_vision.py::test_two_ranks_equal_one"),
     "train.only_train_params_name_list": training(["layers"]),

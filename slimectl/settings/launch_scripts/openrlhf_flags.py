@@ -222,7 +222,7 @@ TRAINING = (
     Row("l2", "train.weight_decay"),
     Row("adam_betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
     Row("seed", "run.seed", default=42),
-    Row("full_determinism", text="on a CPU the same seed gives the same run; on GPUs kernels may differ"),
+    Row("full_determinism", "train.deterministic", convert=on),
     Row("num_episodes", "run.num_epoch", default=1),
     Row(
         "max_epochs",

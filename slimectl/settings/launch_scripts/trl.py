@@ -198,6 +198,7 @@ TRAINING = (
         default="linear",
     ),
     Row("warmup_steps", "train.lr_warmup_iters", "a number below 1 is train.lr_warmup_fraction", warmup),
+    Row("full_determinism", "train.deterministic", convert=on),
     Row("warmup_ratio", "train.lr_warmup_fraction", convert=share),
     Row("lr_scheduler_kwargs.num_decay_steps", "train.lr_wsd_decay_iters"),
     Row(
@@ -234,7 +235,7 @@ TRAINING = (
     Row("gradient_checkpointing", "train.gradient_checkpointing", convert=on),
     Row(
         "gradient_checkpointing_kwargs gradient_checkpointing_kwargs.use_reentrant torch_compile "
-        "torch_empty_cache_steps auto_find_batch_size group_by_length full_determinism activation_offloading",
+        "torch_empty_cache_steps auto_find_batch_size group_by_length activation_offloading",
         text=KERNELS,
     ),
     Row(

@@ -160,6 +160,10 @@ POLICY = (
     Row(f"{OPTIM}total_training_steps {OPTIM}num_cycles {OPTIM}optimizer {OPTIM}optimizer_impl {OPTIM}lr_warmup_init "
         f"{OPTIM}zero_indexed_step",
         text="the optimizer is AdamW, whose schedule ends with the run"),
+    Row(f"{ACTOR}fsdp_config.full_determinism {ACTOR}megatron.full_determinism engine.full_determinism "
+        "actor_rollout_ref.model.fsdp_config.full_determinism", "train.deterministic", convert=on),
+    Row("actor_rollout_ref.rollout.full_determinism",
+        text="for SGLang set sglang.args.enable_deterministic_inference = true"),
     Row(f"{ACTOR}fsdp_config.param_offload", "train.offload", convert=Always("parameters")),
     Row(f"{ACTOR}fsdp_config.optimizer_offload {ACTOR}fsdp_config.offload_policy", "train.offload",
         convert=Always("optimizer")),
@@ -230,8 +234,6 @@ ENGINE = (
         f"{ROLLOUT}swap_space {ROLLOUT}do_sample {ROLLOUT}use_fire_sampling",
         text="engines are servers that get weights in memory, and free it in turn with cluster.colocate"),
     Row(f"{ROLLOUT}seed trainer.seed", "run.seed", default=42),
-    Row(f"{ROLLOUT}full_determinism {ACTOR}fsdp_config.full_determinism",
-        text="on a CPU the same seed gives the same run; on GPUs kernels may differ"),
     Row(f"{ROLLOUT}prometheus.NAME {ROLLOUT}trace.NAME", text="track.prometheus_port serves metrics of the run; "
         "engines serve their own"),
     Row(f"{ROLLOUT}quantization {ROLLOUT}quantization_config_file {ROLLOUT}checkpoint_engine.NAME "

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of every stack's launch files, as settings."""
+"""Learning-rate schedules and deterministic kernels of launch files of every stack, as settings."""
 
 from __future__ import annotations
 
@@ -75,3 +75,26 @@ def test_a_schedule_of_trl_that_falls_otherwise_here_is_listed(tmp_path: Path):
     assert conversion.settings.train.lr_decay_style == "constant"
     [omission] = [item for item in conversion.omissions if "inverse_sqrt" in item.flag]
     assert omission.reason.endswith("Set train.lr_decay_style and a warm-up")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("run.sh", "python train.py --hf-checkpoint m --prompt-data d --rollout-batch-size 4 --deterministic-mode"),
+        ("run.yaml", f"{TRL}full_determinism: true\n"),
+        ("run.sh", f"{VERL}lr=1e-6 actor_rollout_ref.actor.fsdp_config.full_determinism=True"),
+        (
+            "run.sh",
+            "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d --actor_learning_rate 1e-6 "
+            "--full_determinism",
+        ),
+    ],
+)
+def test_the_switch_for_deterministic_kernels_is_the_one_of_the_launch_file(file: str, text: str, tmp_path: Path):
+    assert reading(tmp_path, text, file).conversion.settings.train.deterministic
+
+
+def test_deterministic_inference_goes_to_sglang(tmp_path: Path):
+    flags = "--prompt-data d --rollout-batch-size 4 --sglang-enable-deterministic-inference"
+    text = f"python train.py --hf-checkpoint m {flags}"
+    assert reading(tmp_path, text).conversion.settings.sglang.args == {"enable_deterministic_inference": True}
