@@ -202,7 +202,7 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path):
         ("run.py", "GRPOConfig(", "run.py:1: not valid Python: '(' was never closed"),
         ("run.py", "(" * 5000, "not valid Python: too many nested parentheses"),
         ("run.py", "a = b\nb = a\nGRPOConfig(beta=a, seed=2, use_vllm=True)\n", None),
-        ("run.py", "x = 1\n", "run.py: has no keys of slime or verl or TRL or OpenRLHF or ROLL; name it by --from"),
+        ("run.py", "x = 1\n", "run.py: names no trainer, such as GRPOTrainer or GRPOConfig"),
     ],
     ids=lambda value: (value or "read")[:30],
 )  # fmt: skip

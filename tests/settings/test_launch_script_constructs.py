@@ -147,8 +147,8 @@ def test_a_correction_of_verl_is_on_where_its_level_is_named(level: str, expecte
 
 ROWS = "--pretrain /m --dataset /d.jsonl --max_len 64 --train_batch_size 8"
 KTO = (
-    "has no counterpart: it trains on responses that are each good or bad; dpo takes pairs of them "
-    "(docs/algorithms.md)"
+    "learns from responses that are marked good or bad one by one. The nearest is algorithm.name = dpo, which learns "
+    "from pairs (docs/algorithms.md)"
 )
 
 
@@ -167,8 +167,8 @@ KTO = (
             "run.sh",
             "python3 -m verl.trainer.main_generation data.path=/d model.path=/m trainer.nnodes=1 data.n_samples=2 "
             "trainer.n_gpus_per_node=8 rollout.temperature=1",
-            "run.sh:1: verl.trainer.main_generation has no counterpart: it samples answers and trains nothing; "
-            "that is `slimectl rollout` (docs/algorithms.md)",
+            "run.sh:1: verl.trainer.main_generation samples responses and trains nothing. "
+            "That is `slimectl rollout` or `slimectl serve`",
         ),
     ],
 )

@@ -326,9 +326,10 @@ class Arguments:
     rank: int = 1
 
 arguments = Arguments(rank=16)
-config = GRPOConfig(learning_rate=arguments.lr, num_generations=arguments.answers, lora_r=arguments.rank, **COMMON)
+config = GRPOConfig(learning_rate=arguments.lr, num_generations=arguments.answers, **COMMON)
 rows = load_dataset(os.environ["DATA"])["train"]
-trainer = GRPOTrainer(model=os.environ.get("MODEL", "small"), args=config, train_dataset=rows)
+adapter = LoraConfig(r=arguments.rank)
+trainer = GRPOTrainer(os.environ.get("MODEL", "small"), args=config, train_dataset=rows, peft_config=adapter)
 """
 
 
@@ -396,7 +397,7 @@ def test_the_settings_that_are_written_are_valid_and_a_dry_run_says_what_the_run
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     Path("recipe.yaml").write_text(
-        f"model_name_or_path: {model_dir('llama')}\ndataset_name: prompts.jsonl\nnum_processes: 1\n"
+        f"model_name_or_path: {model_dir('llama')}\ndataset_name: prompts.jsonl\nnum_processes: 1\nloss_type: dapo\n"
         "per_device_train_batch_size: 4\nnum_generations: 2\nmax_completion_length: 8\nlearning_rate: 0.001\n"
         "max_steps: 3\nreport_to: none\noutput_dir: runs/small\n"
     )

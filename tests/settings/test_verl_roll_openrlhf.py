@@ -219,20 +219,20 @@ def test_a_launch_file_becomes_the_settings_that_its_stack_documents(
 
 
 REFUSED = [
-    ("python -m verl.trainer.main_eval data.path=/d.parquet", "run.sh", "measures answers in a file"),
+    ("python -m verl.trainer.main_eval data.path=/d.parquet", "run.sh", "`slimectl score`"),
     ("python -m verl.trainer.main_generation data.path=/d.parquet", "run.sh", "`slimectl rollout`"),
     ("python -m verl.trainer.main_generation_server data.path=/d.parquet", "run.sh", "`slimectl rollout`"),
-    ("python -m recipe.prime.main_prime data.train_files=/d algorithm.adv_estimator=rloo", "run.sh", "PRIME"),
+    ("python -m recipe.prime.main_prime data.train_files=/d x=rloo", "run.sh", "of single tokens"),
     ("python -m recipe.spin.main_spin data.train_files=/d", "run.sh", "pairs that it samples"),
-    ("deepspeed --module openrlhf.cli.train_kto --pretrain /m --dataset /d", "run.sh", "dpo takes pairs"),
-    ("deepspeed --module openrlhf.cli.train_kd --pretrain /m --dataset /d", "run.sh", "opd asks a teacher"),
-    ("deepspeed --module openrlhf.cli.train_prm --pretrain /m --dataset /d", "run.sh", "rewards single steps"),
+    ("deepspeed --module openrlhf.cli.train_kto --pretrain /m --dataset /d", "run.sh", "learns from pairs"),
+    ("deepspeed --module openrlhf.cli.train_kd --pretrain /m --dataset /d", "run.sh", "asks a teacher"),
+    ("deepspeed --module openrlhf.cli.train_prm --pretrain /m --dataset /d", "run.sh", "grades single steps"),
     ("python -m openrlhf.cli.serve_rm --reward.model_name_or_path /m", "run.sh", "serves a reward model"),
     ("python -m openrlhf.cli.batch_inference --pretrain /m --dataset /d", "run.sh", "`slimectl rollout`"),
     ("python -m openrlhf.cli.lora_combiner --model_path /m --lora_path /l", "run.sh", "`slimectl convert`"),
-    ("python -m openrlhf.cli.interactive_chat --pretrain /m", "run.sh", "`slimectl chat`"),
+    ("python -m openrlhf.cli.interactive_chat --pretrain /m", "run.sh", "samples responses"),
     ("python -m openrlhf.cli.train_xyz --pretrain /m --dataset /d", "run.sh", "openrlhf.cli.train_xyz is not known"),
-    ("python examples/start_distill_pipeline.py --config_path c --config_name n", "run.sh", "responses in a file"),
+    ("python examples/start_distill_pipeline.py --config_path c --config_name n", "run.sh", "distils from a teacher"),
     ("python examples/start_agentic_rollout_pipeline.py --config_path c --config_name n", "run.sh", "trains nothing"),
     (DISTIL, "run.yaml", "student_pretrain has no counterpart"),
 ]  # fmt: skip

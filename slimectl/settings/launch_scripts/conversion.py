@@ -54,8 +54,6 @@ class Dialect:
     """Prefix that turns a switch off (`--no_bf16`)."""
     programs: str = ""
     """Pattern of the names of programs that train, whatever their flags."""
-    absent: Mapping[str, str] = field(default_factory=dict)
-    """Programs without a counterpart by their last name, and their purpose."""
     common: tuple[str, ...] = ()
     """Groups whose flags say nothing of which command trains, as conversions take them too."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -178,6 +176,13 @@ class Conversion:
         self.sources[key] = ", ".join(dict.fromkeys(self._source(name) for name in present or sources[:1]))
         self._names[key] = sources
         self._claims.setdefault(key, {}).update(dict.fromkeys(sources))
+
+    def put_default(self, name: str, key: str, value: Any) -> None:
+        """Set what the other stack does without a flag, unless the flag or the key is there."""
+        row = self.dialect.row(name)
+        names = row.names.split() if row else [name]
+        if key not in self.values and not any(canonical(item) in self.flags for item in names):
+            self.put(key, value, f"the default of {self.dialect.title} for {name}")
 
     def omit_superseded(self) -> None:
         """List the flags whose key another flag has set in the end."""
@@ -348,7 +353,7 @@ REWARDS = ("score.rm_type", "score.rm", "score.custom_rm_path", "rollout.env", "
 def _ask_for_reward(conversion: Conversion) -> None:
     """List the reward first where the algorithm learns from one and the file names none."""
     algorithm = conversion.settings.algorithm
-    is_asked = any(omission.first for omission in conversion.omissions)
+    is_asked = any(item.first or (item.by_hand and item.flag == "algorithm.name") for item in conversion.omissions)
     if is_asked or not getattr(algorithm, "learns_from_rewards", False) or conversion.values.keys() & set(REWARDS):
         return
     conversion.ask_for(

@@ -75,6 +75,15 @@ def options(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
     return flags, loose
 
 
+def expanded(flag: Flag) -> list[Flag]:
+    """An option whose value is a JSON object as an option for each of its keys."""
+    table = _table_of(flag.values[0].text.strip(), flag.values[0]) if len(flag.values) == 1 else None
+    if table is None:
+        return [flag]
+    members = _members(table, flag.name, flag.values[0])
+    return [Flag(name, f"--{name}", fields, flag.place, flag.condition) for name, fields in members]
+
+
 def assignments(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
     """Divide the words behind a script of Hydra into assignments and other words; a deleted key is null."""
     flags: list[Flag] = []

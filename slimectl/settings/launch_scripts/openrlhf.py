@@ -9,17 +9,6 @@ from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, REWARD
 from slimectl.settings.launch_scripts.openrlhf_names import aliases
 from slimectl.settings.launch_scripts.values import secret
 
-ABSENT = {
-    "train_kto": "trains on responses that are each good or bad; dpo takes pairs of them",
-    "train_prm": "trains a model that rewards single steps; reward_model rewards whole responses",
-    "train_kd": "distils from a teacher's responses in a file; opd asks a teacher about the policy's own",
-    "train_es_ray": "trains by evolution strategies, without gradients",
-    "batch_inference": "samples or scores responses; that is `slimectl rollout` and `slimectl score`",
-    "serve_rm": "serves a reward model; score.rm_type = reward_model grades with one",
-    "lora_combiner": "merges an adapter into a model; that is `slimectl convert`",
-    "interactive_chat": "chats with a model; that is `slimectl chat`",
-}
-"""Programs without a counterpart, and their purpose."""
 SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model", "train_opd": "opd"}
 """Programs that train by other algorithms than the flags say."""
 SAMPLING = ("train_ppo_ray", "train_ppo")
@@ -271,7 +260,6 @@ OPENRLHF = Dialect(
     GROUPS,
     settle,
     unlisted,
-    programs=r"(openrlhf|molt)\.cli\.\w+",
-    absent=ABSENT,
+    programs=r"(openrlhf|molt)\.cli\.train_",
     aliases=aliases(),
 )

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert, stem
-from slimectl.settings.launch_scripts.documents import python_flags, yaml_flags
-from slimectl.settings.launch_scripts.flags import Flag, assignments, is_part_of, options
+from slimectl.settings.launch_scripts import foreign
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
+from slimectl.settings.launch_scripts.documents import yaml_flags
+from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, is_part_of, options
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
+from slimectl.settings.launch_scripts.python_files import has_trainer, program_flags, python_flags
 from slimectl.settings.launch_scripts.roll import ROLL
 from slimectl.settings.launch_scripts.shell import Script
 from slimectl.settings.launch_scripts.shell_commands import Command
@@ -37,8 +39,14 @@ STOCK = (
 """Configurations that come with verl."""
 NAMES_OF_FILES = ("config", "config_path", "config_name", "config_dir")
 """Flags that name the file of a configuration, or its folder."""
+YAML = (".yaml", ".yml")
 IDLE = ("--cfg", "--help")
 """Options with which a program prints something in place of training."""
+TELLING_KEYS = {
+    "model_name_or_path", "dataset_name", "datasets", "dataset_mixer", "output_dir", "per_device_train_batch_size",
+    "num_generations", "reward_funcs", "reward_model_path", "use_vllm", "learning_rate",
+}  # fmt: skip
+"""Keys of which a recipe of TRL has one; the others are also in files of other kinds."""
 FEWEST_FLAGS = 3
 """Known flags from which a command, or a document, counts as one of training."""
 
@@ -77,11 +85,13 @@ def read(
     dialects = [DIALECTS[stack]] if stack else list(DIALECTS.values())
     if not path.exists():
         raise SettingsError(f"{path}: no such file; give a launch script, a YAML file or a Python file")
+    if purpose := foreign.file_purpose(path):
+        raise SettingsError(f"{path}: {purpose}")
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
         launch, notes = _document(path, yaml_flags(path, str(path), environ, folder), dialects, stack), list[Note]()
     elif path.suffix == ".py":
-        launch, notes = _document(path, python_flags(path, str(path), environ), dialects, stack), []
+        launch, notes = _document(path, python_flags(path, str(path), environ, line=line), dialects, stack), []
     else:
         script = Script(path, folder, environ)
         script.follow()
@@ -89,27 +99,25 @@ def read(
         if launch.condition and launch.launcher:
             notes.append(Note(launch.launcher.place, f"whether this command is started: {launch.condition}"))
         launch = _with_configuration(launch, path, folder, notes, environ)
+        launch = _with_program(launch, path, folder, environ)
     _check_program(launch)
     return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
 
 
 def _absence(launch: Launch) -> str:
-    """The purpose of a program without a counterpart; empty for one that is read."""
+    """The sentence about a program without a counterpart; empty for one that is read."""
     program = launch.launcher.texts[0] if launch.launcher else ""
-    return launch.dialect.absent.get(stem(program), "")
+    return foreign.absent_program(program, {canonical(flag.name) for flag in launch.flags}) if program else ""
 
 
 def _check_program(launch: Launch) -> None:
     """Raise SettingsError if nothing here does what a command, or the class of a configuration, does."""
-    if (reason := _absence(launch)) and launch.launcher:
-        raise SettingsError(
-            f"{launch.launcher.place}: {launch.launcher.texts[0]} has no counterpart: it {reason} (docs/algorithms.md)"
-        )
+    if (purpose := _absence(launch)) and launch.launcher:
+        raise SettingsError(f"{launch.launcher.place}: {launch.launcher.texts[0]} {purpose}")
     for flag in launch.flags:
         kind = flag.texts[0] if flag.name == "configuration" and flag.texts else ""
-        reason = launch.dialect.absent.get(kind.removesuffix("Config").lower(), "")
-        if reason:
-            raise SettingsError(f"{flag.place}: {kind} has no counterpart: it {reason} (docs/algorithms.md)")
+        if purpose := foreign.absent_algorithm(kind):
+            raise SettingsError(f"{flag.place}: {kind} {purpose}")
 
 
 def _known(dialect: Dialect, flags: Sequence[Flag]) -> int:
@@ -118,10 +126,20 @@ def _known(dialect: Dialect, flags: Sequence[Flag]) -> int:
 
 
 def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack: str | None) -> Launch:
-    """The dialect of a document: the one that knows most of its keys."""
+    """The dialect of a document: the one that knows most of its keys. Raises SettingsError for other documents."""
+    if path.suffix != ".py" and (purpose := foreign.document_purpose({flag.name.partition(".")[0] for flag in flags})):
+        raise SettingsError(f"{path}: {purpose}")
     launches = [Launch(dialect, tuple(flags), _known(dialect, flags)) for dialect in dialects]
     best = max(launches, key=lambda launch: launch.num_known)
-    if best.num_known < (1 if stack else FEWEST_FLAGS):
+    is_named = any(flag.name == "configuration" for flag in flags)
+    if not stack and best.dialect.name == "trl" and not is_named and not {flag.name for flag in flags} & TELLING_KEYS:
+        best = replace(best, num_known=0)
+    has_keys = best.num_known >= (1 if stack else FEWEST_FLAGS)
+    if path.suffix == ".py" and not is_named and (best.dialect.name == "trl" or not has_keys):
+        raise SettingsError(
+            f"{path}: names no trainer, such as GRPOTrainer or GRPOConfig; give the program that trains"
+        )
+    if not has_keys and not is_named:
         raise SettingsError(f"{path}: has no keys of {' or '.join(item.title for item in dialects)}; name it by --from")
     return best
 
@@ -140,7 +158,10 @@ def _training_command(
         best = max(candidates, key=lambda launch: launch.num_known)
         if best.num_known >= (1 if stack or line else FEWEST_FLAGS):
             launches.setdefault(f"{best.launcher} {' '.join(map(str, best.flags))}", best)
+    if not launches and (launch := _bare_program(path, script, dialects, line)):
+        return launch
     if not launches:
+        _refuse_foreign(script)
         names = " or ".join(dialect.title for dialect in dialects)
         unread = "".join(f"; {note.place}: {note.text}" for note in script.notes[:1])
         raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training{unread}")
@@ -158,6 +179,30 @@ def _training_command(
     return main[0]
 
 
+def _bare_program(path: Path, script: Script, dialects: Sequence[Dialect], line: int | None) -> Launch | None:
+    """A command whose program lies there and has a trainer of TRL; its options are few, or none."""
+    trl = next((dialect for dialect in dialects if dialect.name == "trl"), None)
+    for command in script.commands if trl else []:
+        launch = _launch(command, trl) if line in (None, command.place.line) and trl else None
+        program = launch.launcher.texts[0] if launch and launch.launcher else ""
+        document = _document_of(program, path, path.parent) if program.endswith(".py") else None
+        if launch and document and has_trainer(document, program):
+            return launch
+    return None
+
+
+def _refuse_foreign(script: Script) -> None:
+    """Raise SettingsError if a command of a script does something that is known by name."""
+    for command in script.commands:
+        shown = " ".join(field.text for field in command.fields)
+        programs = [
+            field.text for field in command.fields if re.fullmatch(f"{PROGRAM.pattern}|{MODULE.pattern}", field.text)
+        ]
+        purposes = (foreign.absent_program(program) for program in programs)
+        if purpose := foreign.command_purpose(shown) or next(filter(None, purposes), ""):
+            raise SettingsError(f"{command.place}: `{shown if len(shown) <= 60 else f'{shown[:57]}…'}` {purpose}")
+
+
 def _launch(command: Command, dialect: Dialect) -> Launch | None:
     """A command as a dialect reads it: the words behind its program are flags."""
     position = _program(command.fields, dialect)
@@ -165,6 +210,8 @@ def _launch(command: Command, dialect: Dialect) -> Launch | None:
         return None
     arguments = command.fields[position + 1 :]
     flags, loose = options(arguments) if dialect.form == "options" else assignments(arguments)
+    if dialect.name == "trl":
+        flags = [member for flag in flags for member in expanded(flag)]
     before, _ = options(command.fields[:position])
     flags = [flag for flag in before if canonical(flag.name) in OF_LAUNCHERS and _known(dialect, [flag])] + flags
     program = command.fields[position]
@@ -211,6 +258,8 @@ def _with_configuration(
         file, place = f"{folder or '.'}/{name.removesuffix('.yaml')}.yaml", named["config_name"].place
     elif config and config.endswith((".yaml", ".yml")):
         file, place = config, named["config"].place
+    elif launch.dialect.name == "trl" and (recipes := [word for word in _loose(launch) if word.text.endswith(YAML)]):
+        file, place = recipes[0].text, recipes[0].place
     else:
         return launch
     document = _document_of(file, path, root)
@@ -230,6 +279,21 @@ def _with_configuration(
     deleted = [flag.name for flag in own_flags if flag.spelling.startswith("~")]
     base = [flag for flag in base if not any(is_part_of(flag.name, name) for name in deleted)]
     return replace(launch, flags=(*base, *own_flags))
+
+
+def _loose(launch: Launch) -> tuple[Field, ...]:
+    """The words between a program and its options."""
+    return launch.launcher.values[1:] if launch.launcher else ()
+
+
+def _with_program(launch: Launch, path: Path, root: Path, environ: Mapping[str, str]) -> Launch:
+    """Add the configurations of TRL in the Python file that a command starts, before the options of the command."""
+    program = launch.launcher.texts[0] if launch.launcher else ""
+    document = _document_of(program, path, root) if launch.dialect.name == "trl" and program.endswith(".py") else None
+    if document is None:
+        return launch
+    shown = str(path.parent / os.path.relpath(document, path.parent))
+    return replace(launch, flags=tuple(program_flags(document, shown, environ, launch.flags)))
 
 
 def _document_of(file: str, path: Path, root: Path) -> Path | None:

@@ -298,13 +298,6 @@ def _settle_devices(conversion: Conversion) -> None:
 
 ROLES = {"sft_train.": TRAIN, "student_train.": TRAIN, "student_infer.": INFER}
 """Workers of other pipelines, by those of reinforcement learning."""
-ABSENT = {
-    "start_distill_pipeline": FILES,
-    "start_distill_vl_pipeline": FILES,
-    "start_agentic_rollout_pipeline": "samples episodes and trains nothing; that is `slimectl rollout`",
-    "start_reward_fl_pipeline": "trains a model of images or videos by diffusion",
-}
-"""Programs without a counterpart, and their purpose."""
 ROLL = Dialect(
     "roll",
     "ROLL",
@@ -313,6 +306,5 @@ ROLL = Dialect(
     unlisted,
     form="hydra",
     programs=r"start_\w*pipeline",
-    absent=ABSENT,
     aliases=ROLES,
 )

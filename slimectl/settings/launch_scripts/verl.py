@@ -317,14 +317,6 @@ def _settle_engine(conversion: Conversion, kind: str) -> None:
         conversion.settled.add("train.gradient_checkpointing")  # recompute_granularity decides it there
 
 
-SAMPLING = "samples answers and trains nothing; that is `slimectl rollout`"
-ABSENT = {
-    **dict.fromkeys(("main_generation", "main_generation_server"), SAMPLING),
-    "main_eval": "measures answers in a file; that is `slimectl score`",
-    "main_prime": "trains with a reward of every token that it learns (PRIME)",
-    **dict.fromkeys(("main_spin", "main_sppo"), "trains on pairs that it samples; grpo is the nearest"),
-}
-"""Programs without a counterpart, and their purpose."""
 PREFIXES = {"optim.": OPTIM, "model.": "actor_rollout_ref.model."}
 """Tables of the supervised trainers, by those of the others."""
 VERL = Dialect(
@@ -334,7 +326,6 @@ VERL = Dialect(
     settle,
     unlisted,
     form="hydra",
-    programs=r"(^|/)verl[./](trainer|experimental)[./]|(^|/)recipe[./].*main_\w+|main_ppo|fsdp_sft_trainer",
-    absent=ABSENT,
+    programs=r"main_ppo|sft_trainer|fully_async_main|(^|/)recipe[./].*main_\w+",
     aliases=PREFIXES,
 )

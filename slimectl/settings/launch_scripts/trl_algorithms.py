@@ -1,0 +1,153 @@
+"""Finds the algorithm that a file of TRL trains by, and the settings of its loss."""
+
+from __future__ import annotations
+
+from slimectl.errors import SettingsError
+from slimectl.settings.launch_scripts.conversion import Conversion, Omission, stem
+from slimectl.settings.launch_scripts.foreign import algorithms_in, own_algorithm
+
+ROWS = ("sft", "dpo", "reward_model")
+"""Algorithms that read rows, and sample nothing."""
+GROUP_NORMALIZED = ("grpo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo")
+TELLING = {
+    "grpo": "delta scale_rewards importance_sampling_level top_entropy_quantile use_bias_correction_kl entropy_coef "
+    "sapo_temperature_pos sapo_temperature_neg vllm_importance_sampling_correction vllm_importance_sampling_mode "
+    "vllm_importance_sampling_cap vllm_importance_sampling_clip_max off_policy_mask_threshold",
+    "rloo": "reward_clip_range rloo_k",
+    "sft": "packing packing_strategy assistant_only_loss completion_only_loss dataset_text_field",
+    "dpo": "precompute_ref_log_probs f_divergence_type label_smoothing ld_alpha discopop_tau use_weighting rpo_alpha",
+    "reward_model": "center_rewards_coefficient",
+    "ppo": "num_ppo_epochs cliprange cliprange_value vf_coef",
+}
+"""Arguments that one trainer alone has, where neither a class nor a program names it."""
+SAMPLING = {"num_generations", "reward_funcs", "max_completion_length", "reward_weights", "use_vllm"}
+"""Arguments of the trainers that sample, which are GRPO and RLOO."""
+LOSSES = {
+    **dict.fromkeys(("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"), "grpo"),
+    **dict.fromkeys(("nll", "chunked_nll", "dft"), "sft"),
+    "sigmoid": "dpo",
+}
+SERVED_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "nll", "chunked_nll", "sigmoid")
+
+
+def class_of(conversion: Conversion) -> str:
+    """The class of the configuration; empty where none is named."""
+    return conversion.text("configuration").replace("Trainer", "Config")
+
+
+def settle_algorithm(conversion: Conversion) -> tuple[str, bool]:
+    """Set the algorithm that a class, a subcommand, a script, or else an argument names.
+
+    Return it, and whether it is named; if not, it is grpo.
+    """
+    name, source = own_algorithm(conversion.text("configuration")), "configuration"
+    if not name:
+        served, absent = algorithms_in(stem(conversion.text("launcher")))
+        names = {own_algorithm(word) for word in served}
+        name, source = (names.pop() if len(names) == 1 and not absent else ""), "launcher"
+    argument = ""
+    if not name:
+        name, argument = _told(conversion)
+    if name == "dapo":  # a script of that name may train by any loss_type
+        name = ""
+    if name and not (argument and name == "grpo"):
+        conversion.put("algorithm.name", name, argument or source)
+    if class_of(conversion) == "AsyncGRPOConfig":
+        conversion.put("run.async_level", 1, "AsyncGRPOConfig samples while it trains")
+    return ("grpo" if name in ("", "gspo") else name), bool(name)
+
+
+def _told(conversion: Conversion) -> tuple[str, str]:
+    """The algorithm that arguments of one trainer alone tell, and the argument; empty if there is none, or several."""
+    sources = {
+        name: argument for name, row in TELLING.items() for argument in row.split() if argument in conversion.flags
+    }
+    if loss := LOSSES.get(conversion.text("loss_type")):
+        sources.setdefault(loss, "loss_type")
+    return next(iter(sources.items())) if len(sources) == 1 else ("", "")
+
+
+def require_algorithm(conversion: Conversion) -> None:
+    """Ask for the algorithm before all else where the file does not name it."""
+    place = str(next(iter(conversion.flags.values())).place) if conversion.flags else ""
+    is_sampled = conversion.flags.keys() & SAMPLING
+    candidates = "grpo (as written here) or rloo" if is_sampled else "sft, dpo, reward_model, grpo or rloo"
+    reason = f"neither a class nor a program in this file names it: set it by hand, {candidates}"
+    conversion.omissions.insert(0, Omission("algorithm.name", place, reason, by_hand=True, first=True))
+
+
+def settle_loss(conversion: Conversion, name: str) -> None:
+    """Reduction, clipping, normalization and divergence of the loss."""
+    values, losses = conversion.values, conversion.flags["loss_type"].texts if "loss_type" in conversion.flags else []
+    loss = ", ".join(losses)
+    if loss and loss not in SERVED_LOSSES:
+        raise SettingsError(
+            f"{conversion.flags['loss_type'].place}: loss_type {loss} has no counterpart. Give one of "
+            f"{', '.join(SERVED_LOSSES)}, or your own by train.custom_loss_function_path"
+        )
+    if name in (*ROWS, "rloo", "ppo"):
+        values.pop("algorithm.calculate_per_token_loss", None)
+        conversion.settled |= {"algorithm.calculate_per_token_loss", "algorithm.grpo_std_normalization"}
+    _settle_divergence(conversion, name)
+    if name != "grpo":
+        if name == "gmpo":
+            values.pop("algorithm.calculate_per_token_loss", None)
+            conversion.settled |= {"algorithm.eps_clip", "algorithm.calculate_per_token_loss"}
+        return
+    _settle_scale(conversion)
+    if loss in ("dr_grpo", "cispo", "sapo"):
+        conversion.put("algorithm.name", loss, "loss_type")
+        values.pop("algorithm.calculate_per_token_loss", None)
+    if loss == "dr_grpo":
+        conversion.put("algorithm.fixed_length", conversion.number("max_completion_length", 512), "loss_type")
+    if loss == "cispo":
+        _settle_cispo(conversion)
+    elif conversion.text("importance_sampling_level") == "sequence":
+        conversion.put("algorithm.name", "gspo", "importance_sampling_level")
+    elif "importance_sampling_level" in conversion.flags:
+        conversion.put("algorithm.name", values.get("algorithm.name", "grpo"), "importance_sampling_level")
+    if values.get("algorithm.name") == "gspo" and "epsilon_high" not in conversion.flags:
+        epsilon = conversion.real("epsilon", 0.2)
+        conversion.put(
+            "algorithm.eps_clip_high", epsilon, "epsilon" if "epsilon" in conversion.flags else "epsilon_high"
+        )
+
+
+def _settle_scale(conversion: Conversion) -> None:
+    """Divisors of advantages other than the group's standard deviation."""
+    scale = conversion.text("scale_rewards")
+    if scale == "mean":
+        conversion.values.pop("algorithm.grpo_std_normalization", None)
+        conversion.settled.add("algorithm.grpo_std_normalization")
+        conversion.put("algorithm.name", "maxrl", "scale_rewards")
+    elif scale == "batch":
+        reason = "divides by the deviation of the batch there, and of the group here; set algorithm.name by hand"
+        conversion.omit(conversion.flags["scale_rewards"], reason, by_hand=True)
+
+
+def _settle_cispo(conversion: Conversion) -> None:
+    """CISPO there bounds the ratio itself by epsilon_high, and not from below."""
+    bound = conversion.real("epsilon_high", conversion.real("epsilon", 0.2))
+    conversion.values.pop("algorithm.eps_clip_high", None)
+    conversion.put("algorithm.eps_clip", 1.0, "CISPO there has no lower bound")
+    if bound > 1:
+        conversion.put("algorithm.eps_clip_high", bound - 1, "epsilon_high")
+        return
+    place = str(conversion.flags["loss_type"].place)
+    reason = f"the ratio is bounded by {bound:g} there, below 1; set epsilon_high less 1 by hand"
+    conversion.omissions.append(Omission("algorithm.eps_clip_high", place, reason, by_hand=True))
+
+
+def _settle_divergence(conversion: Conversion, name: str) -> None:
+    """`beta` is in the loss of grpo, in the reward of rloo, and the strength of the reference of dpo."""
+    key = {"dpo": "algorithm.beta", "rloo": "algorithm.kl_coef"}.get(name)
+    if key and "algorithm.kl_loss_coef" in conversion.values:
+        conversion.put(key, conversion.values.pop("algorithm.kl_loss_coef"), "beta")
+    if conversion.switch("sync_ref_model"):
+        conversion.put_default("ref_model_sync_steps", "algorithm.ref_update_interval", 512)
+    else:
+        conversion.take_back("algorithm.ref_update_interval", "has no effect there without sync_ref_model")
+    if name not in GROUP_NORMALIZED or not conversion.real("beta", 0.0):
+        conversion.values.pop("algorithm.use_unbiased_kl", None)
+    elif name != "gmpo":
+        conversion.put_default("use_bias_correction_kl", "algorithm.use_unbiased_kl", True)
