@@ -638,6 +638,9 @@ class StepReport:
     samples: list[Sample] = field(default_factory=list, repr=False)
     """Samples of the round, for records and statistics; not part of the JSON form."""
 
+    rewards: list[float] = field(default_factory=list, repr=False)
+    """Rewards of the round, for histograms; not part of the JSON form."""
+
     timings: Metrics = field(default_factory=dict)
     """Written to perf.jsonl."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimectl.algorithms.baselines import has_signal, normalize_rewards
 from slimectl.algorithms.kl import kl_estimate
-from slimectl.algorithms.metrics import mean_max_min
+from slimectl.algorithms.metrics import mean_and_spread
 from slimectl.algorithms.value_loss import generalized_advantages
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.settings.policy_gradient import PolicyGradient
@@ -82,7 +82,7 @@ def estimate_advantages(
     advantages = estimator(batch, algorithm)
     metrics: Metrics = {}
     if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef:
-        metrics = mean_max_min("rollout/penalized_rewards", penalized_rewards(batch, algorithm))
+        metrics = mean_and_spread("rollout/penalized_rewards", penalized_rewards(batch, algorithm))
     if Need.CRITIC in algorithm.needs:
         for row, advantages_T in zip(batch.rows, advantages, strict=True):
             row.returns = (advantages_T + _column(row.values)).tolist()

@@ -13,9 +13,38 @@ from typing import Any
 from slimectl.types import Metrics, Sample, Status
 
 
-def mean_max_min(name: str, values: Sequence[float]) -> Metrics:
-    """Return the mean of values under a name, and the largest and smallest under names below it."""
-    return {name: statistics.fmean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
+def standard_deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of all values, which divides by their number.
+
+    >>> standard_deviation([1.0, 1.0, 3.0, 3.0])
+    1.0
+    """
+    mean = fmean(values)
+    return math.sqrt(fmean((value - mean) ** 2 for value in values))
+
+
+def mean_and_spread(name: str, values: Sequence[float]) -> Metrics:
+    """Return the mean of values under a name, and their deviation, maximum and minimum under names below it."""
+    spread = {"std": standard_deviation(values), "max": float(max(values)), "min": float(min(values))}
+    return {name: fmean(values), **{f"{name}/{part}": value for part, value in spread.items()}}
+
+
+QUANTILES = (10, 25, 50, 75, 90)
+"""Percentiles of a round's rewards."""
+
+
+def quantiles(name: str, values: Sequence[float]) -> Metrics:
+    """Return the percentiles of values under names below `name`, linear between neighbors as in numpy.
+
+    >>> quantiles("reward", [0.0, 1.0, 2.0, 3.0, 4.0])["reward/p90"]
+    3.6
+    """
+    ordered, metrics = sorted(values), Metrics()
+    for percentile in QUANTILES:
+        place = (len(ordered) - 1) * percentile / 100
+        below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+        metrics[f"{name}/p{percentile}"] = below + (above - below) * (place % 1)
+    return metrics
 
 
 def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metrics:
@@ -32,6 +61,8 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metr
         metrics["rollout/raw_reward"] = statistics.fmean(rewards)
         metrics["rollout/max_reward"] = max(rewards)
         metrics["rollout/min_reward"] = min(rewards)
+        metrics["rollout/std_reward"] = standard_deviation(rewards)
+        metrics |= quantiles("rollout/reward_quantiles", rewards)
     log_probs = [
         p for s in samples if s.rollout_log_probs for p, m in zip(s.rollout_log_probs, s.mask(), strict=True) if m
     ]

@@ -76,6 +76,7 @@ _NAMES = {
         "evaluation_trackers",
         "flush_trackers",
         "identity",
+        "log_rewards",
         "log_samples",
         "sample_table",
         "start_trackers",

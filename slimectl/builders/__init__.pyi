@@ -62,6 +62,7 @@ from slimectl.builders.trackers import check_trackers as check_trackers
 from slimectl.builders.trackers import evaluation_trackers as evaluation_trackers
 from slimectl.builders.trackers import flush_trackers as flush_trackers
 from slimectl.builders.trackers import identity as identity
+from slimectl.builders.trackers import log_rewards as log_rewards
 from slimectl.builders.trackers import log_samples as log_samples
 from slimectl.builders.trackers import sample_table as sample_table
 from slimectl.builders.trackers import start_trackers as start_trackers

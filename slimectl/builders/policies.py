@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
 from slimectl.builders.models import device, is_gguf, model_folder
-from slimectl.builders.trainers import Role, policy_backend
+from slimectl.builders.trainers import Role, check_deterministic, policy_backend
 from slimectl.errors import SlimectlError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
 from slimectl.protocols import NO_PROGRESS, Progress
@@ -121,6 +121,7 @@ def check_training(settings: Settings) -> None:
         steps = settings.train.lr_decay_iters or total_steps(settings)
         lr = settings.train.lr if steps is None else None  # the end of a schedule may follow from a file of samples
         options = _options(settings, folder, steps, lr, True)
+        check_deterministic(settings, folder)
         policy_backend(settings).check_training(settings, folder, options)
 
 
@@ -262,6 +263,7 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = N
     from slimectl.policies.optimizer import OptimizerOptions
 
     train = settings.train
+    steps = train.lr_decay_iters or total_steps
     return OptimizerOptions(
         lr=train.lr if lr is None else lr,
         betas=(train.adam_beta1, train.adam_beta2),
@@ -269,9 +271,11 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = N
         weight_decay=train.weight_decay,
         clip_grad=train.clip_grad,
         schedule=train.lr_decay_style if lr is None else "constant",
-        warmup_steps=train.lr_warmup_iters if lr is None else 0,
-        decay_steps=train.lr_decay_iters or total_steps,
+        warmup_steps=train.warmup_steps(steps) if lr is None else 0,
+        decay_steps=steps,
         min_lr=train.min_lr if lr is None else 0.0,
+        wsd_steps=train.lr_wsd_decay_iters or -(-(steps or 0) // 10),
+        wsd_style=train.lr_wsd_decay_style,
         state_dtype=train.optimizer_state_dtype,
     )
 

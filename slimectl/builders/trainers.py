@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from slimectl.architectures import cards
 from slimectl.architectures.parallel import ParallelLayout, prefix_obstacle, problems
 from slimectl.builders.backends import backend
-from slimectl.builders.models import is_gguf, model_folder
+from slimectl.builders.models import device, is_gguf, model_folder
 from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.registry import POLICIES
@@ -105,7 +106,8 @@ class FsdpBackend(PolicyBackend):
         from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 
         cls: Any = {"policy": FsdpPolicy, "critic": FsdpCritic, "actor_critic": FsdpActorCritic}[role]
-        return cls(
+        kernels = _kernels(settings, folder)
+        trainer = cls(
             folder,
             checkpoint or ModelCheckpoint(),
             recompute=_recompute(settings),
@@ -115,6 +117,8 @@ class FsdpBackend(PolicyBackend):
             freeze_vision_tower=settings.train.freeze_vision_tower,
             **options,
         )
+        trainer.kernels = kernels
+        return trainer
 
 
 class MegatronBackend(PolicyBackend):
@@ -156,7 +160,7 @@ class MegatronBackend(PolicyBackend):
         check_training(
             folder,
             layout=layout(settings),
-            args=settings.megatron.args,
+            args=_megatron_args(settings),
             recompute=_recompute(settings),
             distributed_optimizer=settings.megatron.use_distributed_optimizer,
             optimizer_cpu_offload=_offloads_optimizer(settings),
@@ -190,7 +194,8 @@ class MegatronBackend(PolicyBackend):
 
         megatron = settings.megatron
         cls: Any = {"policy": MegatronPolicy, "critic": MegatronCritic, "actor_critic": MegatronActorCritic}[role]
-        return cls(
+        kernels = _kernels(settings, folder)
+        trainer = cls(
             folder,
             checkpoint or ModelCheckpoint(),
             layout=layout(settings),
@@ -201,10 +206,38 @@ class MegatronBackend(PolicyBackend):
             routing_replay=megatron.use_routing_replay,
             rollout_routing_replay=_replays_rollouts(settings, role, options),
             user_functions=_user_functions(settings, store_prefix),
-            args=megatron.args,
+            args=_megatron_args(settings),
             save_format="hf" if role == "critic" else megatron.save_format,
             **options,
         )
+        trainer.kernels = kernels
+        return trainer
+
+
+def _megatron_args(settings: Settings) -> dict[str, Any]:
+    """Return megatron.args, with Megatron-core's own switch of train.deterministic."""
+    return settings.megatron.args | ({"deterministic_mode": True} if settings.deterministic else {})
+
+
+def _kernels(settings: Settings, folder: Path) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context of a trainer's computations, and prepare this process for it, before its model is made."""
+    from slimectl.policies.determinism import deterministic_kernels, gpu_is_used, prepare_gpu
+
+    if not settings.deterministic:
+        return nullcontext
+    check_deterministic(settings, folder)
+    if device(settings.train.device) == "cuda":
+        prepare_gpu(used=gpu_is_used())
+    return deterministic_kernels
+
+
+def check_deterministic(settings: Settings, folder: Path) -> None:
+    """Raise SettingsError for a model that train.deterministic cannot train on its device."""
+    from slimectl.architectures.config import read_config
+    from slimectl.policies.determinism import check_model
+
+    if settings.deterministic:
+        check_model(read_config(folder), device=device(settings.train.device), backend=settings.train.backend)
 
 
 def _replays_rollouts(settings: Settings, role: Role, options: Mapping[str, Any]) -> bool:

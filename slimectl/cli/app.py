@@ -143,5 +143,7 @@ settings_app = typer.Typer(
     no_args_is_help=True, help="Show, check and explain settings, or take them from another stack."
 )
 for command in settings:
-    settings_app.command(name=NAMES.get(command.__name__))(guarded(with_messages(command)))
+    # `explain --eps-clip`: an option of another program is a name to look up.
+    context = {"ignore_unknown_options": True} if command.__name__ == "explain" else None
+    settings_app.command(name=NAMES.get(command.__name__), context_settings=context)(guarded(with_messages(command)))
 app.add_typer(settings_app, name="settings", rich_help_panel=ABOUT)

@@ -81,31 +81,42 @@ def schema() -> None:
 
 
 def explain(
-    key: Annotated[str, typer.Argument(help="A key such as train.lr or lr, a section such as train, or a word")],
+    key: Annotated[
+        str,
+        typer.Argument(help="A key such as train.lr or lr, a section, a flag of another stack (--eps-clip), or a word"),
+    ],
 ) -> None:
-    """Say what a setting means, its type and its default.
+    """Say what a setting means, its type and its default, and which flags of other stacks become it.
+
+    A name of slime, verl, TRL, OpenRLHF or ROLL is explained by the setting that it becomes.
 
     Example:
 
         slimectl settings explain rollout.temperature
+        slimectl settings explain --rollout-batch-size
     """
     from slimectl.hooks import HOOKS
     from slimectl.settings import aliases
+    from slimectl.settings.launch_scripts.lookup import counterparts
     from slimectl.settings.reference import entries
     from slimectl.settings.run import CustomSettings
 
     if key.partition(".")[0] == "custom":
         print(f"custom.NAME = VALUE  (any)\n    {CustomSettings.__doc__}")
         return
-    name, every = aliases.current_name(key), list(entries())
+    is_flag = key.startswith("-")
+    key = key.lstrip("-").replace("-", "_") if is_flag else key
+    name, every, stacks = aliases.current_name(key), list(entries()), counterparts(key)
     matches = [entry for entry in every if entry.key == name or entry.key.startswith(f"{name}.")]
-    matches = matches or _search(key, every)
+    matches = matches or _search(key, every, [flag.key for flag in stacks], is_flag=is_flag)
     if name != key:
         stdio.note(f"{key} is now {name}" + (", with the opposite meaning" if key in aliases.INVERTED else ""))
     for entry in matches:
         print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
         if point := HOOKS.get(entry.key):
             print(f"    {point.shape()} (docs/hooks.md)")
+    for flag in stacks:
+        print(flag.line)
 
 
 def from_(
@@ -153,7 +164,7 @@ def from_(
         write_text(Path(out), text)
     for omission in conversion.omissions:
         if omission.by_hand:
-            stdio.logger.warning(f"{omission.place}: {omission.flag}: {omission.reason}")
+            stdio.logger.warning(f"{omission.place or file}: {omission.flag}: {omission.reason}")
     for problem in conversion.problems:
         stdio.logger.warning(f"to be settled: {problem}")
     stdio.note(
@@ -163,21 +174,25 @@ def from_(
     )
 
 
-def _search(word: str, every: Sequence[Entry]) -> list[Entry]:
-    """Return the settings whose last part is `word`, else the one that it most likely means, else all that mention it.
+def _search(word: str, every: Sequence[Entry], of_stacks: Sequence[str], *, is_flag: bool) -> list[Entry]:
+    """Return the settings whose last part is `word`, and those that it means in other stacks.
 
-    Raises SettingsError if there is none.
+    Without any, return the setting that it most likely means, and all that mention it. Raises SettingsError if there is
+    none.
     """
     from slimectl.settings import aliases
     from slimectl.settings.keys import keys_of_leaf, sections, suggestion
+    from slimectl.settings.launch_scripts.lookup import near_names
 
     by_key = {entry.key: entry for entry in every}
-    if leaves := keys_of_leaf(word, list(by_key)):
-        return [by_key[key] for key in leaves]
-    near = suggestion(word, [*by_key, *aliases.old_names(sections())])
-    mentions = [entry for entry in every if entry.key.count(".") == 1 and _mentions(entry, word)]
+    if of_stacks or keys_of_leaf(word, list(by_key)):
+        keys = dict.fromkeys([*keys_of_leaf(word.replace("-", "_"), list(by_key)), *of_stacks])
+        return [by_key[key] for key in keys if key in by_key]
+    near = None if is_flag else suggestion(word, [*by_key, *aliases.old_names(sections())])
+    mentions = [entry for entry in every if not is_flag and entry.key.count(".") == 1 and _mentions(entry, word)]
     if "." in word or not (mentions or near):
-        hint = f"did you mean {near}?" if near else "`slimectl settings show` lists all"
+        names = [near] if near else near_names(word)
+        hint = f"did you mean {' or '.join(names)}?" if names else "`slimectl settings show` lists all"
         raise SettingsError(f"{word}: unknown setting; {hint}")
     return ([by_key[near]] if near in by_key else []) + [entry for entry in mentions if entry.key != near]
 

@@ -75,7 +75,11 @@ class RunRecorder:
         if (point := progress(report.metrics)) is not None:
             self.scores.append((report.rollout_id, point[1]))
         tracked = report.metrics | report.timings
-        self._track(self.hooks.log_rollout(report, tracked) if report.samples else tracked, report.step, again=again)
+        tracked = self.hooks.log_rollout(report, tracked) if report.samples else tracked
+        self._track(tracked, report.step, again=again)
+        if report.samples and "rollout/raw_reward" in tracked:
+            step = report.step if self.settings.track.always_use_train_step else report.rollout_id
+            builders.log_rewards(self._trackers_of(again), report.rewards, step=step)
 
     def record_evaluation(
         self,

@@ -10,7 +10,7 @@ from slimectl.settings.effects import ineffective
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.root import Settings
-from slimectl.settings.run import RunSettings
+from slimectl.settings.run import KEY_VARIABLES, RunSettings
 from slimectl.settings.train import megatron_conflicts, offload_conflicts
 
 OF_ATTEMPTS = ("env", "agent", "custom_generate_function_path", "function_path")
@@ -67,6 +67,12 @@ def conflicts(settings: Settings) -> Iterator[str]:
             f"not count the tokens from before the interruption. Drop one."
         )
     yield from _greedy_repeats(settings.eval, rollout)
+    if train.lr_warmup_iters and train.lr_warmup_fraction:
+        yield "train.lr_warmup_iters and train.lr_warmup_fraction exclude each other; give one of them"
+    if train.deterministic and settings.megatron.args.get("deterministic_mode") is False:
+        yield "train.deterministic: true contradicts megatron.args.deterministic_mode = false; drop one"
+    if train.deterministic and train.backend not in ("fsdp", "megatron"):
+        yield f"train.deterministic: {train.backend} has no such switch; set it to false"
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
     ages = run.async_level or rollout.partial_rollout or rollout.over_sampling_batch_size
@@ -78,6 +84,12 @@ def conflicts(settings: Settings) -> Iterator[str]:
         yield f"train.balance_by_flops needs train.{lacking} = true; set it or drop train.balance_by_flops"
     if train.freeze_params_name_list and train.only_train_params_name_list:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
+    accounts = [name for name in settings.track.with_ if name in KEY_VARIABLES]
+    if settings.track.api_key is not None and len(accounts) > 1:
+        yield (
+            f"track.api_key: {' and '.join(accounts)} are different accounts; give "
+            f"{' and '.join(f'track.kwargs.{name}.api_key' for name in accounts)} in its place"
+        )
     if settings.track.mode == "shared" and "wandb" not in settings.track.with_:
         yield "track.mode: shared is a mode of wandb alone; add wandb to track.with, or set another mode"
     yield from _placement_contradictions(settings)

@@ -104,15 +104,21 @@ class Settings(Section):
         return max(len(self.engine.url) * self.cluster.rollout_num_gpus_per_engine, sum(self.engine_gpus))
 
     @property
+    def uses_servers(self) -> bool:
+        """Whether engines are HTTP servers, rather than in the process of their caller."""
+        in_process = ENGINES.fact(self.engine.backend, "in_process", False)
+        return not in_process or bool(self.engine.url) or self.num_engines > 1
+
+    @property
     def stage_uses_servers(self) -> bool:
         """Whether engines of a stage outside a run are servers. On a cluster one engine is, as the stage runs here."""
         return self.uses_servers or self.cluster.executor != "local"
 
     @property
-    def uses_servers(self) -> bool:
-        """Whether engines are HTTP servers, rather than in the process of their caller."""
-        in_process = ENGINES.fact(self.engine.backend, "in_process", False)
-        return not in_process or bool(self.engine.url) or self.num_engines > 1
+    def deterministic(self) -> bool:
+        """Whether the trainer takes deterministic kernels, under either of its keys."""
+        is_mode = self.train.backend == "megatron" and bool(self.megatron.args.get("deterministic_mode"))
+        return self.train.deterministic or is_mode
 
     @property
     def recompute_granularity(self) -> Granularity | None:

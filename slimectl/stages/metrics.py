@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from slimectl.algorithms.metrics import mean_max_min, pass_at_k, pass_k_values, rollout_metrics
+from slimectl.algorithms.metrics import mean_and_spread, pass_at_k, pass_k_values, rollout_metrics
 from slimectl.settings import Settings
 from slimectl.settings.run import TrackSettings
 from slimectl.stages.score import reward_number
@@ -25,11 +25,16 @@ REPETITIVE = 10
 
 def batch_metrics(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> Metrics:
     """Return the metrics of a round's samples and of the rows made of them, before its first step."""
-    rewards = batch.reported_rewards
-    if rewards is None:
-        rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
+    rewards = round_rewards(samples, batch, settings)
     details = round_metrics(samples, rewards, batch.normalized_rewards, settings) | row_metrics(batch.rows)
     return rollout_metrics(samples, rewards) | details
+
+
+def round_rewards(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> list[float]:
+    """Return the rewards of a round that its metrics describe: those that a function of the user's reports, if any."""
+    if batch.reported_rewards is not None:
+        return batch.reported_rewards
+    return [reward_number(sample, settings.score.reward_key) for sample in samples if sample.reward is not None]
 
 
 def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
@@ -47,7 +52,7 @@ def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
     metrics: Metrics = {}
     for name in ("advantages", "returns", "values"):
         if columns.get(name):
-            metrics |= mean_max_min(f"rollout/{name}", columns[name])
+            metrics |= mean_and_spread(f"rollout/{name}", columns[name])
     for name, column in (("log_probs", "old_log_probs"), ("ref_log_probs", "ref_log_probs")):
         if columns.get(column):
             metrics[f"rollout/{name}"] = statistics.fmean(columns[column])
@@ -75,7 +80,7 @@ def round_metrics(
     if not rewards or len(rewards) != len(rewarded):
         return metrics | optional_metrics("rollout/", samples, None, [], track) if details else metrics
     metrics["rollout/avg_reward"] = statistics.fmean(rewards)
-    metrics |= mean_max_min("rollout/rewards", normalized_rewards) if normalized_rewards else {}
+    metrics |= mean_and_spread("rollout/rewards", normalized_rewards) if normalized_rewards else {}
     right = [reward >= settings.eval.success_threshold for reward in rewards]
     if track.log_passrate:
         metrics |= pass_rates("passrate/", [sample.group_index for sample in rewarded], right)

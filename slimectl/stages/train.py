@@ -10,7 +10,7 @@ from slimectl.protocols import NO_PROGRESS, Critic, Policy, Progress
 from slimectl.settings import Settings
 from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
 from slimectl.stages.hooks import NO_HOOKS, Hooks
-from slimectl.stages.metrics import batch_metrics
+from slimectl.stages.metrics import batch_metrics, round_rewards
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.stages.optimizer_step import StepIndex, optimizer_step, rollouts_of
 from slimectl.stages.recorded_rounds import sample_batches
@@ -135,7 +135,7 @@ def _train_batch(
         report = _step_report(minibatch, models, settings, hooks, state, step_in_round=i)
         if i == 0:
             report.metrics = metrics | report.metrics | {"rollout/step": float(state.rollout_id)} | batch.metrics
-            report.samples = batch.samples
+            report.samples, report.rewards = batch.samples, round_rewards(batch.samples, data, settings)
             report.timings |= batch.timings
         report.sampling = batch.state
         report.last_step_of_round = i == max(0, len(minibatches) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,17 @@ class TrackedRun:
     progress: Progress = NO_PROGRESS
 
 
+MODE_VARIABLES = {"wandb": "WANDB_MODE", "swanlab": "SWANLAB_MODE"}
+OFFLINE = ("offline", "dryrun", "disabled", "local")
+"""Modes in which a tracker sends nothing; dryrun is an older name at wandb, local a mode of SwanLab."""
+
+
+def is_offline(tracker: str, mode: str | None) -> bool:
+    """Return whether a tracker sends nothing in this mode, or without one in the mode of its environment variable."""
+    variable = MODE_VARIABLES.get(tracker)
+    return variable is not None and (mode or os.environ.get(variable)) in OFFLINE
+
+
 def is_cut_back(tracker: Tracker) -> bool:
     """Return whether a resume truncates what the tracker has written; its attribute `cut_back` says so."""
     return bool(getattr(tracker, "cut_back", False))
@@ -73,6 +85,12 @@ def flush(tracker: Tracker) -> None:
     """Let a tracker write down what its library holds back, if it has a method `flush`."""
     if callable(method := getattr(tracker, "flush", None)):
         method()
+
+
+def log_histogram(tracker: Tracker, name: str, values: Sequence[float], *, step: int) -> None:
+    """Log a histogram of values to a tracker that draws one: it has a method `histogram`."""
+    if callable(method := getattr(tracker, "histogram", None)):
+        method(name, values, step=step)
 
 
 def shown_rows(tracker: Tracker) -> int:
@@ -108,6 +126,10 @@ class FaultTolerantTracker:
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         with self._contain_errors(f"at step {step}"):
             self.tracker.table(name, rows, step=step)
+
+    def histogram(self, name: str, values: Sequence[float], *, step: int) -> None:
+        with self._contain_errors(f"at step {step}"):
+            log_histogram(self.tracker, name, values, step=step)
 
     def flush(self) -> None:
         with self._contain_errors("when a checkpoint was saved"):

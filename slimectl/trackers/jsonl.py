@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slimectl.data.atomic_replace import storage_errors
 from slimectl.trackers.base import TrackedRun
 from slimectl.types import TableRow
@@ -31,6 +33,13 @@ class JsonlTracker:
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Append a line with empty metrics and "table": name, "rows": […]."""
         self._append({"step": step, "metrics": {}, "table": name, "rows": list(rows)})
+
+    def histogram(self, name: str, values: Sequence[float], *, step: int) -> None:
+        """Append a line with empty metrics and "histogram": name, "counts": […] of ten bins, "edges": […]."""
+        counts, edges = np.histogram(values, bins=10)
+        self._append(
+            {"step": step, "metrics": {}, "histogram": name, "counts": counts.tolist(), "edges": edges.tolist()}
+        )
 
     def _append(self, line: dict[str, Any]) -> None:
         with storage_errors(self.path):

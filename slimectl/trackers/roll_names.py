@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from slimectl.data.metrics_catalogue import MOVES, PHASES, ROLL_NAMES
 from slimectl.protocols import Tracker
-from slimectl.trackers.base import flush, is_cut_back, keeps_lines, skips_held
+from slimectl.trackers.base import flush, is_cut_back, keeps_lines, log_histogram, skips_held
 from slimectl.types import Metrics, TableRow
 
 EXTREMES = {"score/mean": "", "score/max": "_max_reward", "score/min": "_min_reward"}
@@ -22,7 +22,7 @@ def roll_named(metrics: Mapping[str, float], *, prompts_per_round: int) -> Metri
     """Metrics that ROLL has, under its names; the axes (…/step) and the memory of phases have them already."""
     renamed = {name: value for name, value in metrics.items() if name.endswith("/step") or name.startswith("memory/")}
     renamed |= {ROLL_NAMES[name]: value for name, value in metrics.items() if name in ROLL_NAMES}
-    for part in ("", "/max", "/min"):
+    for part in ("", "/std", "/max", "/min"):
         if (value := metrics.get(f"rollout/penalized_rewards{part}")) is not None:
             renamed[ROLL_NAMES[f"rollout/rewards{part}"]] = value
     if "train/ppo_kl" in metrics:
@@ -104,6 +104,9 @@ class Renamed:
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         self.tracker.table(name, rows, step=step)
+
+    def histogram(self, name: str, values: Sequence[float], *, step: int) -> None:
+        log_histogram(self.tracker, name, values, step=step)
 
     def flush(self) -> None:
         flush(self.tracker)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
 from slimectl.trackers.arguments import Accepted, parameters
@@ -57,6 +59,10 @@ class TensorboardTracker:
         lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         self._writer.add_text(name, text, global_step=step)
+        self._writer.flush()
+
+    def histogram(self, name: str, values: Sequence[float], *, step: int) -> None:
+        self._writer.add_histogram(name, np.array(values), global_step=step)
         self._writer.flush()
 
     def close(self) -> None:

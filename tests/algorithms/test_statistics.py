@@ -1,11 +1,14 @@
 """A round of three samples in numbers."""
 
+import numpy as np
 import pytest
 
 from slimectl.algorithms.metrics import (
     agent_metrics,
     count_failures,
     environment_metrics,
+    mean_and_spread,
+    quantiles,
     rollout_metrics,
     zero_std_groups,
 )
@@ -28,6 +31,12 @@ def test_lengths_rewards_and_failures_of_a_round():
             "rollout/raw_reward": 1.25,
             "rollout/max_reward": 2.0,
             "rollout/min_reward": 0.5,
+            "rollout/std_reward": 0.75,
+            "rollout/reward_quantiles/p10": 0.65,  # 0.5 + 0.1 * 1.5
+            "rollout/reward_quantiles/p25": 0.875,
+            "rollout/reward_quantiles/p50": 1.25,
+            "rollout/reward_quantiles/p75": 1.625,
+            "rollout/reward_quantiles/p90": 1.85,
             "rollout/error/OSError": 1.0,
         }
     )
@@ -98,3 +107,12 @@ def test_episodes_are_averaged_and_their_turns_have_a_reward_each():
         "rollout/env/failures": 0.5, "rollout/env/timeouts": 0.5, "rollout/env/turn_reward": 0.0,
     }  # fmt: skip
     assert environment_metrics(episodes[3:]) == {}
+
+
+def test_deviation_and_percentiles_are_those_of_numpy():
+    values = [0.25, -3.0, 8.5, 2.0, 2.0, -0.125, 7.0]
+    found = mean_and_spread("a", values) | quantiles("a", values)
+    assert found["a/std"] == pytest.approx(np.std(values))
+    for percentile in (10, 25, 50, 75, 90):
+        assert found[f"a/p{percentile}"] == pytest.approx(np.percentile(values, percentile))
+    assert quantiles("a", [4.0]) == {f"a/p{percentile}": 4.0 for percentile in (10, 25, 50, 75, 90)}

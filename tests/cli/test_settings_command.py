@@ -65,6 +65,51 @@ def test_a_key_is_explained_by_its_last_part_by_the_name_of_another_program_or_b
     assert explained[: len(keys)] == keys
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "lines"),
+    [
+        ("--rollout-batch-size", "run.rollout_batch_size", ["slime: --rollout-batch-size is run.rollout_batch_size"]),
+        ("rollout_batch_size", "run.rollout_batch_size", ["ROLL: rollout_batch_size is run.rollout_batch_size"]),
+        ("eps-clip", "algorithm.eps_clip", ["slime: --eps-clip is algorithm.eps_clip: 0.2 there if it is not given"]),
+        (
+            "--disable-grpo-std-normalization",
+            "algorithm.grpo_std_normalization",
+            ["slime: --disable-grpo-std-normalization is algorithm.grpo_std_normalization: the opposite"],
+        ),
+        (
+            "ppo_mini_batch_size",
+            "train.global_batch_size",
+            ["verl: actor_rollout_ref.actor.ppo_mini_batch_size is train.global_batch_size: prompts there"],
+        ),
+        ("actor_train.training_args.learning_rate", "train.lr", ["ROLL: actor_train.training_args.learning_rate is"]),
+        ("--actor_learning_rate", "train.lr", ["OpenRLHF: --actor_learning_rate is train.lr"]),
+        ("num_generations", "rollout.n_samples_per_prompt", ["TRL: num_generations is rollout.n_samples_per_prompt"]),
+        (
+            "--sglang-mem-fraction-static",
+            "",
+            ["slime: --sglang-mem-fraction-static is sglang.args.mem_fraction_static"],
+        ),
+        ("--optimizer", "", ["slime: --optimizer has no setting: the optimizer is AdamW"]),
+    ],
+)
+def test_a_name_of_another_stack_is_explained_by_its_setting(name: str, key: str, lines: list[str]):
+    code, out, err = answer("settings", "explain", name)
+    assert (code, err) == (0, "")
+    explained = [line.split(" = ")[0] for line in out.splitlines() if " = " in line and not line.startswith(" ")]
+    assert explained == ([key] if key else [])
+    for line in lines:
+        assert line in out
+
+
+def test_an_unknown_flag_names_the_nearest_ones():
+    assert answer("settings", "explain", "--n-samples-per-promt") == (
+        2, "", "slimectl: n_samples_per_promt: unknown setting; did you mean n_samples_per_prompt?\n"
+    )  # fmt: skip
+    assert answer("settings", "explain", "--zzz") == (
+        2, "", "slimectl: zzz: unknown setting; `slimectl settings show` lists all\n"
+    )  # fmt: skip
+
+
 def test_a_word_of_no_setting_is_an_error():
     assert answer("settings", "explain", "xyzzy") == (
         2, "", "slimectl: xyzzy: unknown setting; `slimectl settings show` lists all\n"

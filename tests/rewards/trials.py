@@ -30,6 +30,7 @@ STUCK_S = 60.0
 
 CHOICES = ["5", "42", "x", "yes"]
 OPTIONS: dict[str, dict[str, object]] = {
+    "by_column": {"column": "choices", "types": {"*": "math"}},
     "length_penalty": {"limit": 100},
     "overlong": {"limit": 100, "buffer": 50},
     "regex": {"pattern": r"Answer:\s*(.*)"},

@@ -26,6 +26,7 @@ def test_rows_count_only_the_tokens_that_are_trained_on():
     found = row_metrics([row([1.0, 5.0], [1.0, 0.0]), row([-2.0, -4.0], [1.0, 1.0])])
     assert found == {
         "rollout/advantages": pytest.approx(-5 / 3),  # (1 - 2 - 4) / 3; the 5 has no weight
+        "rollout/advantages/std": pytest.approx(38**0.5 / 3),  # of the squares 64/9, 1/9 and 49/9
         "rollout/advantages/max": 1.0,
         "rollout/advantages/min": -4.0,
     }
@@ -65,6 +66,7 @@ def test_what_every_round_tells():
         "rollout/prompt_len/min": 3.0,
         "rollout/avg_reward": 0.5,
         "rollout/rewards": 0.0,
+        "rollout/rewards/std": 0.5,
         "rollout/rewards/max": 0.5,
         "rollout/rewards/min": -0.5,
     }

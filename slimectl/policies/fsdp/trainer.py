@@ -36,6 +36,7 @@ from slimectl.policies.checkpoint import (
     write_float32,
     write_trainer,
 )
+from slimectl.policies.determinism import in_kernels
 from slimectl.policies.fsdp.lora import Adapters
 from slimectl.policies.fsdp.master_weights import DTYPES, MasterWeights, adamw, clip, local_part, squared_norm
 from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model, rope_limit
@@ -64,6 +65,9 @@ class FsdpTrainer:
     a subclass adds to the model; `freeze` and `train_only` are ignored. `offload` is that of MasterWeights. With
     `rollout_routing_replay` every row has the experts of its tokens, and rows share tokens of equal experts only.
     """
+
+    kernels: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of every computation."""
 
     def __init__(
         self,
@@ -157,6 +161,7 @@ class FsdpTrainer:
             rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=values_R, entropy_R=entropy_R
         )
 
+    @in_kernels
     def of_rows(self, rows: Sequence[TrainingSample]) -> list[list[Any]]:
         """Output of the model for every response token, without gradients, on every rank; R entries per row."""
         self.memory.wake()
@@ -173,6 +178,7 @@ class FsdpTrainer:
             outputs |= part
         return [outputs[i] for i in range(len(rows))]
 
+    @in_kernels
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         self.memory.wake()
         if self.replay is not None:
@@ -197,6 +203,7 @@ class FsdpTrainer:
         self.model.gives_logits = False
         return merge_metrics(self._gather_ranks(read_metrics(sums)))
 
+    @in_kernels
     def optim_step(self) -> Metrics:
         """Update the weights; skips an update whose gradient is zero or not finite, which grad_norm shows.
 

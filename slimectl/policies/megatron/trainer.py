@@ -24,6 +24,7 @@ from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.errors import SettingsError
 from slimectl.policies.checkpoint import read_trainer
+from slimectl.policies.determinism import in_kernels
 from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of
 from slimectl.policies.megatron import checkpoint, model, optimizer, parallel, parameters
@@ -69,6 +70,9 @@ class MegatronTrainer:
     have the files of the FSDP policy: either loads them, at any layout. With `lora` the base model is frozen, as with
     the FSDP policy; `freeze` and `train_only` are ignored.
     """
+
+    kernels: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of every computation."""
 
     def __init__(
         self,
@@ -223,6 +227,7 @@ class MegatronTrainer:
     def weight_version(self) -> str:
         return str(self.step)
 
+    @in_kernels
     def run(self, rows: Sequence[TrainingSample], finish: parallel.Finish, *, forward_only: bool) -> list[Any]:
         """Outputs of `finish` for this rank's share of the rows, on the last stage; see parallel.run.
 
@@ -293,6 +298,7 @@ class MegatronTrainer:
                 rollout_id, step_id, model=self.chunks, optimizer=self.optimizer, scheduler=schedule
             )  # fmt: skip
 
+    @in_kernels
     def optim_step(self) -> Metrics:
         """Update the weights; skips an update whose gradient is zero or not finite, which grad_norm shows.
 

@@ -62,12 +62,13 @@ ARGUMENTS = (
             "moe-router-load-balancing-type", "moe-router-bias-update-rate", "moe-router-dtype", "moe-input-jitter-eps",
             "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity", "moe-token-drop-policy",
             "moe-shared-expert-overlap", "moe-permute-fusion", "moe-router-fusion", "fp32-residual-connection",
-            "deterministic-mode", "optimizer-offload-fraction", "overlap-cpu-optimizer-d2h-h2d",
+            "optimizer-offload-fraction", "overlap-cpu-optimizer-d2h-h2d",
             "use-torch-optimizer-for-cpu-offload", "num-distributed-optimizer-instances",
             "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "check-for-large-grads",
             "moe-router-force-load-balancing", "apply-wd-to-qk-layernorm", "config-logger-dir", "softmax-scale",
         ),
     ),
+    Row("deterministic-mode", "train.deterministic", convert=on),
     Row("use-precision-aware-optimizer", text="moments are float32, as there by default: train.optimizer_state_dtype"),
     Row("exp-avg-dtype", "train.optimizer_state_dtype", "fp32 is the default", choice(
         fp32="float32", bf16="bfloat16")),
@@ -90,7 +91,7 @@ ARGUMENTS = (
         "ckpt-fully-parallel-save dist-ckpt-strictness no-ckpt-fully-parallel-save ckpt-convert-format",
         text="checkpoints have the layout of megatron.save_format"),
     Row("train-iters exit-interval log-interval log-throughput log-timers-to-tensorboard timing-log-level "
-        "tensorboard-log-interval train-samples eval-iters lr-decay-samples lr-wsd-decay-style lr-wsd-decay-iters "
+        "tensorboard-log-interval train-samples eval-iters lr-decay-samples "
         "save-retain-interval", text="a run has rounds (run.num_rollout), and reports every step"),
     Row("data-cache-path num-workers no-create-attention-mask-in-dataloader variable-seq-lengths split",
         text="prompts are read by rollout.data; packs have any lengths"),

@@ -12,7 +12,7 @@ from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import foreign
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
 from slimectl.settings.launch_scripts.documents import yaml_flags
-from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, options
+from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, is_part_of, options
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
 from slimectl.settings.launch_scripts.python_files import has_trainer, program_flags, python_flags
 from slimectl.settings.launch_scripts.roll import ROLL
@@ -89,7 +89,7 @@ def read(
         raise SettingsError(f"{path}: {purpose}")
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
-        launch, notes = _document(path, yaml_flags(path, str(path), environ), dialects, stack), list[Note]()
+        launch, notes = _document(path, yaml_flags(path, str(path), environ, folder), dialects, stack), list[Note]()
     elif path.suffix == ".py":
         launch, notes = _document(path, python_flags(path, str(path), environ, line=line), dialects, stack), []
     else:
@@ -275,7 +275,9 @@ def _with_configuration(
     else:
         relative = os.path.relpath(document, path.parent)
         shown = str(document) if relative.startswith("..") else str(path.parent / relative)
-        base = yaml_flags(document, shown, environ)
+        base = yaml_flags(document, shown, environ, root)
+    deleted = [flag.name for flag in own_flags if flag.spelling.startswith("~")]
+    base = [flag for flag in base if not any(is_part_of(flag.name, name) for name in deleted)]
     return replace(launch, flags=(*base, *own_flags))
 
 

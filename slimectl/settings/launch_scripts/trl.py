@@ -220,16 +220,17 @@ def _settle_intervals(conversion: Conversion, steps: int) -> None:
 
 def _settle_schedule(conversion: Conversion) -> None:
     """Warm-up and final learning rate, which may be shares there."""
-    share, total = conversion.values.pop("train.lr_warmup_iters", None), conversion.number("max_steps", -1)
+    share = conversion.values.pop("train.lr_warmup_iters", None)
     argument = "warmup_ratio" if conversion.real("warmup_ratio", 0.0) else "warmup_steps"
     share = conversion.converted(argument) if share is not None else None
     if share is not None and share >= 1:
         conversion.put("train.lr_warmup_iters", int(share), argument)
-    elif share and total > 0:
-        conversion.put("train.lr_warmup_iters", math.ceil(share * total), argument, "max_steps")
     elif share:
-        reason = "is a share of all steps, which this file does not tell; set train.lr_warmup_iters by hand"
-        conversion.omit(conversion.flags[argument], reason, by_hand=True)
+        conversion.put("train.lr_warmup_fraction", share, argument)
+    elif conversion.values.get("train.lr_decay_style") == "inverse-square-root":
+        conversion.take_back(
+            "train.lr_decay_style", "falls slowly there without a warm-up. Set train.lr_decay_style and a warm-up"
+        )
     rate = conversion.converted("lr_scheduler_kwargs.min_lr_rate")
     if rate is not None:
         peak = conversion.real("learning_rate", 1e-6)

@@ -73,7 +73,7 @@ def require_algorithm(conversion: Conversion) -> None:
     is_sampled = conversion.flags.keys() & SAMPLING
     candidates = "grpo (as written here) or rloo" if is_sampled else "sft, dpo, reward_model, grpo or rloo"
     reason = f"no class and no program in this file names it. Set it by hand: {candidates}"
-    conversion.omissions.insert(0, Omission("algorithm.name", place, reason, by_hand=True))
+    conversion.omissions.insert(0, Omission("algorithm.name", place, reason, by_hand=True, first=True))
 
 
 def settle_loss(conversion: Conversion, name: str) -> None:

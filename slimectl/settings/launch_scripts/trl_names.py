@@ -211,6 +211,8 @@ TRAINING = (
             cosine="cosine",
             constant="constant",
             constant_with_warmup="constant",
+            inverse_sqrt="inverse-square-root",
+            warmup_stable_decay="WSD",
             cosine_with_min_lr="cosine",
         ),
         default="linear",
@@ -218,7 +220,16 @@ TRAINING = (
     Row("warmup_steps warmup_ratio", "train.lr_warmup_iters", "a share is times max_steps", number),
     Row("lr_scheduler_kwargs.min_lr", "train.min_lr"),
     Row("lr_scheduler_kwargs.min_lr_rate", "train.min_lr", "times learning_rate", number),
+    Row("lr_scheduler_kwargs.num_decay_steps", "train.lr_wsd_decay_iters"),
+    Row(
+        "lr_scheduler_kwargs.decay_type",
+        "train.lr_wsd_decay_style",
+        convert=choice(linear="linear", cosine="cosine", **{"1_sqrt": "minus_sqrt"}),
+        default="cosine",
+    ),
     Row("lr_scheduler_kwargs lr_scheduler_kwargs.NAME", text="set train.min_lr"),
+    Row("full_determinism", "train.deterministic", convert=on),
+    Row("repetition_penalty", "rollout.repetition_penalty", "only vLLM also counts the prompt here"),
     Row("weight_decay", "train.weight_decay"),
     Row("adam_beta1", "train.adam_beta1"),
     Row("adam_beta2", "train.adam_beta2", default=0.999),
@@ -247,7 +258,7 @@ TRAINING = (
     Row(
         "gradient_checkpointing_kwargs gradient_checkpointing_kwargs.NAME torch_compile torch_compile_backend "
         "torch_compile_mode use_cpu liger_kernel_config length_column_name "
-        "torch_empty_cache_steps auto_find_batch_size group_by_length full_determinism activation_offloading",
+        "torch_empty_cache_steps auto_find_batch_size group_by_length activation_offloading",
         text=KERNELS,
     ),
     Row(

@@ -45,7 +45,7 @@ def settle_rewards(conversion: Conversion) -> None:
         reason = "; ".join(dict.fromkeys(unknown))
         beside = f" (beside score.rm = {inline(parts)})" if parts else ""
         reason = f"{reason}. Set score.custom_rm_path or score.rm by hand{beside}" if reason else UNNAMED
-        conversion.omissions.insert(0, Omission(shown, place, reason, by_hand=True))
+        conversion.omissions.insert(0, Omission(shown, place, reason, by_hand=True, first=True))
     else:
         _put(conversion, parts, sources)
 

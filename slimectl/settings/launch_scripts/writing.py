@@ -121,10 +121,15 @@ def flag_table(dialect: Dialect) -> str:
     )
 
 
-def _row(dialect: Dialect, row: Row) -> str:
+def flag_name(dialect: Dialect, name: str) -> str:
+    """Return a name as the stack writes it: slime's flags and OpenRLHF's have dashes before them."""
     dashes = "--" if dialect.form == "options" and dialect.name in ("slime", "openrlhf") else ""
+    return dashes + (name.replace("_", "-") if dialect.name == "slime" else name)
+
+
+def _row(dialect: Dialect, row: Row) -> str:
     aliases = [alias for alias, name in dialect.aliases.items() if name in map(canonical, row.names.split())]
-    names = ", ".join(f"{dashes}{name}" for name in [*row.names.split(), *aliases])
+    names = ", ".join(flag_name(dialect, name) for name in [*row.names.split(), *aliases])
     text = row.text.replace("|", r"\|")
     if row.default is not None:
         default = f"{inline(row.default)} there where it is not given"

@@ -1,0 +1,103 @@
+"""Deterministic kernels: the same rows on the same GPUs and libraries give the same bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from slimectl.errors import SettingsError
+
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+"""Variables that cuBLAS, FlashAttention, NCCL and TransformerEngine read once a process."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Let torch run deterministic kernels only, and restore its choices at the end.
+
+    An operation without such a kernel raises RuntimeError. Of scaled dot-product attention cuDNN's is turned off, and
+    the others take their deterministic backward pass.
+    """
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    memory: Any = torch.utils.deterministic  # whose attribute has no type
+    mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    before = cudnn.deterministic, cudnn.benchmark, cuda.cudnn_sdp_enabled()
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # it costs time, and no kernel here reads such memory
+    _choose(deterministic=True, benchmark=False, cudnn_attention=False)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = fills
+        _choose(deterministic=before[0], benchmark=before[1], cudnn_attention=before[2])
+
+
+def _choose(*, deterministic: bool, benchmark: bool, cudnn_attention: bool) -> None:
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, benchmark
+    torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
+
+
+def in_kernels(
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Result]:
+    """Run a method of a trainer in its `kernels`, a function that returns a context."""
+
+    @wraps(method)
+    def call(trainer: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with trainer.kernels():
+            return method(trainer, *args, **kwargs)
+
+    return call
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of config.json with the number of experts."""
+
+
+def check_model(config: Mapping[str, Any], *, device: str, backend: str) -> None:
+    """Raise SettingsError for a model of which a GPU has no deterministic kernels. `config` is its config.json."""
+    if device != "cuda":
+        return
+    if "linear_attention" in (config.get("layer_types") or ()):
+        raise SettingsError(
+            "train.deterministic: linear attention sums with torch.cumsum, which has no deterministic kernel on a GPU."
+            ' Set train.deterministic = false, or train.device = "cpu".'
+        )
+    if backend == "fsdp" and any(config.get(key) for key in EXPERTS):
+        raise SettingsError(
+            "train.deterministic: transformers counts the tokens of experts with torch.histc, which has no"
+            ' deterministic kernel on a GPU. Set train.backend = "megatron", or train.deterministic = false.'
+        )
+
+
+def prepare_gpu(*, used: bool) -> None:
+    """Set the variables of a process for its GPU; those that are set already stay.
+
+    Raises SettingsError if the process has `used` the GPU, and cuBLAS may have read its variable.
+    """
+    if used and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        raise SettingsError(
+            "train.deterministic: this process has used the GPU before, and cuBLAS has chosen its workspace. Set"
+            " CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment and start again."
+        )
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def gpu_is_used() -> bool:
+    """Return whether this process has allocated memory on a GPU."""
+    return torch.cuda.is_initialized() and bool(torch.cuda.memory_stats().get("allocation.all.allocated"))
