@@ -86,9 +86,9 @@ def explain(
         typer.Argument(help="A key such as train.lr or lr, a section, a flag of another stack (--eps-clip), or a word"),
     ],
 ) -> None:
-    """Say what a setting means, its type and its default, and which flags of other stacks become it.
+    """Explain a setting: meaning, type, default, and the flags of other stacks that become it.
 
-    A name of slime, verl, TRL, OpenRLHF or ROLL is explained by the setting that it becomes.
+    Give a flag of slime, verl, TRL, OpenRLHF or ROLL to see which setting it becomes.
 
     Example:
 

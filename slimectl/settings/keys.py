@@ -121,6 +121,8 @@ OTHER_NAMES = {
     "train.lr": ("learning_rate", "learningrate", "actor_learning_rate"),
     "train.lr_decay_style": ("lr_scheduler_type", "lr_scheduler", "scheduler"),
     "train.lr_warmup_iters": ("warmup_steps", "lr_warmup_steps", "num_warmup_steps"),
+    "train.lr_warmup_fraction": ("warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio"),
+    "train.deterministic": ("full_determinism", "deterministic_mode"),
     "train.micro_batch_size": ("per_device_train_batch_size", "micro_train_batch_size"),
 }  # fmt: skip
 """Setting -> its names in other programs (TRL, verl, OpenRLHF, transformers)."""

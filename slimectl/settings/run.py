@@ -167,8 +167,9 @@ class TrackSettings(Section):
     """Runs of one group are shown together."""
 
     mode: Literal["online", "offline", "disabled", "shared"] | None = None
-    """Whether wandb and SwanLab send what they get; as their environment variables say (WANDB_MODE) where not given.
-    shared is wandb's alone, and online: the trainer's ranks write into the same run, each under a label of its own."""
+    """Whether wandb and SwanLab send metrics. Default: their environment variables (WANDB_MODE, SWANLAB_MODE). offline
+    and disabled send nothing and need no key. shared works with wandb online only: the trainer's ranks write into the
+    same run, each under its own label."""
 
     dir: str | None = None
     """Folder where they write; the run's own where not given."""

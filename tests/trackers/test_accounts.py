@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -204,9 +206,13 @@ tracker_kwargs:
             "experiment_name: '${exp_name}_swanlab', tags: [x, y]}",
         ),
         ("tensorboard", "{log_dir: 'curves/${exp_name}'}"),
+        ("trackio", "{project: ours, name: '${exp_name}_trackio', tags: [x, y]}\ntrackio_max_traces_per_step: 32"),
     ],
 )
-def test_a_tracker_of_a_file_of_roll_tracks_a_run_offline(tracker: str, arguments: str, workshop: Workshop):
+def test_a_tracker_of_a_file_of_roll_tracks_a_run_offline(
+    tracker: str, arguments: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TRACKIO_DIR", str(workshop.folder / "trackio"))
     file = workshop.folder / "roll.yaml"
     file.write_text(ROLL.format(model=workshop.model, tracker=tracker, arguments=arguments))
     conversion = read(file, environ={"MY_KEY": "a_key_of_mine"}).conversion
@@ -214,7 +220,7 @@ def test_a_tracker_of_a_file_of_roll_tracks_a_run_offline(tracker: str, argument
     assert "a_key_of_mine" not in written
     [track] = [section for section in written.split("\n\n") if section.startswith("[track]")]
     (workshop.folder / "track.toml").write_text(written[written.index(track) :])
-    mode = () if tracker == "tensorboard" else ("-s", "track.mode=offline")
+    mode = () if tracker in ("tensorboard", "trackio") else ("-s", "track.mode=offline")
     workshop.slimectl(
         "run", "-c", "slimectl.toml", "-c", "track.toml", "--name", "words", "-s", "run.num_rollout=1", *mode
     )
@@ -225,5 +231,9 @@ def test_a_tracker_of_a_file_of_roll_tracks_a_run_offline(tracker: str, argument
     elif tracker == "swanlab":
         [start] = [record.start for record in swanlab_records(folder / "swanlab") if record.HasField("start")]
         assert (start.project, start.name, list(start.tags)) == ("ours", "words_swanlab", ["x", "y"])
+    elif tracker == "trackio":
+        with sqlite3.connect(workshop.folder / "trackio" / "ours.db") as database:
+            [(name, config)] = database.execute("SELECT run_name, config FROM configs")
+        assert (name, json.loads(config)["tags"]) == ("words_trackio", ["x", "y"])
     else:
         assert list((workshop.folder / "curves" / "words").glob("events.out.tfevents.*"))
