@@ -154,6 +154,8 @@ def from_(
     for omission in conversion.omissions:
         if omission.by_hand:
             stdio.logger.warning(f"{omission.place}: {omission.flag}: {omission.reason}")
+    for remark in reading.notes:
+        stdio.logger.warning(f"{remark.place}: {remark.text}")
     for problem in conversion.problems:
         stdio.logger.warning(f"to be settled: {problem}")
     stdio.note(

@@ -142,7 +142,7 @@ def _training_command(
             launches.setdefault(f"{best.launcher} {' '.join(map(str, best.flags))}", best)
     if not launches:
         names = " or ".join(dialect.title for dialect in dialects)
-        unread = "".join(f"; {note.place}: {note.text}" for note in script.notes[:1])
+        unread = "".join(f"; {note.place}: {note.text}" for note in [*script.notes, *script.unread][:1])
         raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training{unread}")
     present = [launch for launch in launches.values() if not _absence(launch)] or list(launches.values())
     highest = max(launch.num_known for launch in present)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_commands import NOT_EXECUTED, RUNNERS, Commands, Leave
+from slimectl.settings.launch_scripts.shell_commands import NOT_EXECUTED, Commands, Leave
 from slimectl.settings.launch_scripts.shell_conditions import Condition
 from slimectl.settings.launch_scripts.shell_filters import filtered
+from slimectl.settings.launch_scripts.shell_programs import RUNNERS
 from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
-from slimectl.settings.launch_scripts.shell_words import Place, Substitution, read_text
+from slimectl.settings.launch_scripts.shell_words import Place, Substitution
 
 
 class Script(Commands):
@@ -20,7 +21,7 @@ class Script(Commands):
         """Follow the whole script."""
         path = self._files[0]
         try:
-            self._run_all(syntax.parse(read_text(path, str(path)), str(path)))
+            self._run_all(self._parsed(path, str(path)))
         except Leave:
             pass
         except RecursionError:
