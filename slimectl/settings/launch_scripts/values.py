@@ -125,6 +125,16 @@ def addresses(flag: Flag) -> list[str]:
     return [text if "://" in text else f"http://{text}" for text in comma_separated(flag)]
 
 
+def verifier(flag: Flag) -> str:
+    """The name of a verifier, which may stand behind `boxed_`. Raises ValueError for one that there is not."""
+    from slimectl.registry import VERIFIERS
+
+    name = flag.text.strip()
+    if name.removeprefix("boxed_") not in VERIFIERS.names():
+        raise ValueError(f"{name} is not a verifier here; set score.rm_type to one, or score.custom_rm_path")
+    return name
+
+
 def secret(variable: str) -> Callable[[Flag], str]:
     """A reference to a variable of the environment; a key itself is never copied."""
 
@@ -191,5 +201,5 @@ def trackers(flag: Flag) -> list[str]:
 __all__ = [
     "Always", "addresses", "ahead", "bounds", "choice", "comma_separated", "dataset_name", "dataset_pairs",
     "function_path", "function_paths", "integer", "json_object", "mib", "named_datasets", "number", "off", "on",
-    "plain", "positive", "secret", "texts", "trackers",
+    "plain", "positive", "secret", "texts", "trackers", "verifier",
 ]  # fmt: skip
