@@ -153,7 +153,7 @@ def from_(
         write_text(Path(out), text)
     for omission in conversion.omissions:
         if omission.by_hand:
-            stdio.logger.warning(f"{omission.place}: {omission.flag}: {omission.reason}")
+            stdio.logger.warning(f"{omission.place or file}: {omission.flag}: {omission.reason}")
     for remark in reading.notes:
         stdio.logger.warning(f"{remark.place}: {remark.text}")
     for problem in conversion.problems:

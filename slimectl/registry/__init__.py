@@ -178,6 +178,7 @@ VERIFIERS = Registry(
     "verifier",
     "slimectl.verifiers",
     {
+        "by_column": Part("slimectl.rewards.by_column:ByColumn"),
         "code": Part("slimectl.rewards.code:Code"),
         "contains": Part("slimectl.rewards.text:Contains"),
         "dapo": Part("slimectl.rewards.math.dapo:Dapo"),

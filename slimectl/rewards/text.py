@@ -149,11 +149,21 @@ class Numeric(Verifier):
     >>> Numeric()(Sample(response=r"It is \frac{1}{2} m/s^2.", label="0.5"))
     1.0
 
-    `tolerance` is the largest accepted absolute difference. Raises RecordError for a label without a number.
+    `tolerance` is the largest accepted absolute difference. With `pattern` only what the first group of its last match
+    captures is read, as in `####(.*)`. Raises RecordError for a label without a number.
     """
 
     source: Source = "response"
     tolerance: float = 0.0
+    pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            groups = re.compile(self.pattern or "()").groups
+        except re.error as error:
+            raise SettingsError(f"score.rm_options.pattern: no regular expression: {error}") from None
+        if not groups:
+            raise SettingsError(f"score.rm_options.pattern: {self.pattern!r} has no group. Put the number into ( )")
 
     def explain(self, sample: Sample) -> Grade:
         label = label_text(sample, "numeric")
@@ -163,8 +173,9 @@ class Numeric(Verifier):
         source = f"last number of the {SOURCE_WORDS[self.source]}"
         answer = self._find(sample)
         if answer is None:
-            absent = find(sample, self.source) is None
-            return no_answer(source, missing(sample, self.source) if absent else "no number there")
+            part = find(sample, self.source)
+            reason = "no number there" if self.pattern is None else f"no number at {quote(self.pattern)}"
+            return no_answer(source, missing(sample, self.source) if part is None else reason)
         value = written_number(answer.text)
         right = value is not None and abs(value - expected) <= Fraction(self.tolerance)
         return binary_grade(right, source, answer, label)
@@ -177,6 +188,11 @@ class Numeric(Verifier):
 
     def _find(self, sample: Sample) -> Span | None:
         part = find(sample, self.source)
+        if part and self.pattern is not None:
+            matches = deque(re.finditer(self.pattern, part.text), maxlen=1)
+            if not matches or matches[0].start(1) < 0:
+                return None
+            part = Span(matches[0][1], part.start + matches[0].start(1))
         number = find_last_number(part.text) if part else None
         return Span(number.text, part.start + number.start) if part and number else None
 

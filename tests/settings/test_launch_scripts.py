@@ -230,7 +230,7 @@ def test_what_the_script_alone_does_not_tell_is_named_and_left_to_the_user(
     script: str, line: int, reason: str, tmp_path: Path
 ):
     conversion = reading(tmp_path, script.replace("{}", TRAIN)).conversion
-    (omission,) = [omission for omission in conversion.omissions if omission.by_hand]
+    (omission,) = [omission for omission in conversion.omissions if omission.by_hand and not omission.first]
     assert omission.place == f"{tmp_path / 'run.sh'}:{line}"
     assert omission.reason.startswith(reason)
     assert omission.reason.endswith("; set run.num_rollout by hand")
@@ -279,7 +279,7 @@ def test_merged_mappings_and_variables_of_the_environment_in_yaml_are_followed(t
     assert [settings[name] for name in names] == ["/m", 4096, 2e-5, 20]
     conversion = reading(tmp_path, YAML, "run.yaml", environ={"RESPONSE": "512"}).conversion
     assert conversion.settings.rollout.max_response_len == 512
-    (omission,) = [omission for omission in conversion.omissions if omission.by_hand]
+    (omission,) = [omission for omission in conversion.omissions if omission.by_hand and not omission.first]
     assert omission.reason == "${oc.env:MODEL} is resolved when that program runs; set model.path by hand"
 
 

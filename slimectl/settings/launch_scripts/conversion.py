@@ -35,7 +35,7 @@ class Row:
     secret: bool = False
     """Whether the value is a secret, which no line shows."""
     default: Any = None
-    """The default there, where it is another than here: it is set if the flag is not given."""
+    """The default there, where it differs from the one here: set if the flag is not given. Without a key, listed."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,8 @@ class Omission:
     reason: str
     by_hand: bool = False
     """Whether the setting is there, but its value must come from the user."""
+    first: bool = False
+    """Whether it precedes all others: a run learns nothing without it."""
 
 
 @dataclass
@@ -126,6 +128,8 @@ class Conversion:
     settings: Settings = field(default_factory=Settings)
     settled: set[str] = field(default_factory=set)
     """Keys that take no default of the other stack."""
+    program_defaults: dict[str, Any] = field(default_factory=dict)
+    """Defaults of the program that is started, by the first name of a row. They replace the row's own; None is none."""
     _names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The names of the flags that set each key in the end."""
     _claims: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -200,8 +204,12 @@ class Conversion:
         """Take a flag from the list of those without a counterpart: with another flag it has one."""
         self.omissions = [item for item in self.omissions if item.flag != str(self.flags[name])]
 
-    def omit(self, flag: Flag, reason: str, *, by_hand: bool = False) -> None:
-        self.omissions.append(Omission(str(flag), str(flag.place), reason, by_hand))
+    def omit(self, flag: Flag, reason: str, *, by_hand: bool = False, first: bool = False) -> None:
+        self.omissions.append(Omission(str(flag), str(flag.place), reason, by_hand or first, first))
+
+    def ask_for(self, key: str, reason: str) -> None:
+        """List a setting first among those that the user must set."""
+        self.omissions.append(Omission(key, "", reason, by_hand=True, first=True))
 
 
 def is_on(flag: Flag) -> bool:
@@ -240,6 +248,8 @@ def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = Non
     conversion.omit_superseded()
     _take_defaults(conversion)
     _check(conversion)
+    _ask_for_reward(conversion)
+    conversion.omissions.sort(key=lambda omission: not omission.first)
     return conversion
 
 
@@ -305,7 +315,12 @@ def _take_defaults(conversion: Conversion) -> None:
     for name, row in conversion.dialect.rows.items():
         is_first = name == canonical(row.names.split()[0])
         is_given = any(canonical(item) in conversion.flags for item in row.names.split())
-        if row.default is None or not is_first or is_given or row.key in conversion.values:
+        default = conversion.program_defaults.get(name, row.default)
+        if default is None or not is_first or is_given or row.key in conversion.values:
+            continue
+        source = f"the default of {conversion.dialect.title} for {row.names.split()[0]}"
+        if not row.key:
+            conversion.omissions.append(Omission(f"{source}, {default}", "", row.text))
             continue
         section, _, key = row.key.partition(".")
         if section == "algorithm" and key not in _algorithm_keys(conversion):
@@ -315,7 +330,23 @@ def _take_defaults(conversion: Conversion) -> None:
         alternatives = ALTERNATIVES.get(section, ()) if key in ALTERNATIVES.get(section, ()) else ()
         if row.key in conversion.settled or any(f"{section}.{item}" in conversion.values for item in alternatives):
             continue
-        conversion.put(row.key, row.default, f"the default of {conversion.dialect.title} for {row.names.split()[0]}")
+        conversion.put(row.key, default, source)
+
+
+REWARDS = ("score.rm_type", "score.rm", "score.custom_rm_path", "rollout.env", "rollout.function_path")
+"""Settings that name a reward, or what brings one."""
+
+
+def _ask_for_reward(conversion: Conversion) -> None:
+    """List the reward first where the algorithm learns from one and the file names none."""
+    algorithm = conversion.settings.algorithm
+    is_asked = any(omission.first for omission in conversion.omissions)
+    if is_asked or not getattr(algorithm, "learns_from_rewards", False) or conversion.values.keys() & set(REWARDS):
+        return
+    conversion.ask_for(
+        "score.rm_type", "the file names no reward. Set a verifier, or a function as score.custom_rm_path "
+        "(docs/verifiers.md)"
+    )  # fmt: skip
 
 
 def _algorithm_keys(conversion: Conversion) -> list[str]:
