@@ -184,7 +184,8 @@ def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
     """The position of the word that names the training program, if the command is one of Python."""
     for position, field in enumerate(fields):
         before = fields[position - 1].text if position else ""
-        if "convert" in field.text and PROGRAM.fullmatch(field.text):
+        is_conversion = "convert" in field.text and stem(field.text) not in dialect.absent
+        if is_conversion and PROGRAM.fullmatch(field.text):
             return None
         if PROGRAM.fullmatch(field.text) or (before in ("-m", "--module") and MODULE.fullmatch(field.text)):
             module = field.text.removesuffix(".py").replace("/", ".")

@@ -48,7 +48,10 @@ CLUSTER = (
     Row("colocate", "cluster.colocate", "engines share all GPUs of the trainer", on),
     Row("offload offload-train", "cluster.offload_train", convert=on),
     Row("no-offload-train", "cluster.offload_train", "the opposite", off),
-    Row("offload-rollout no-offload-rollout", text="with cluster.colocate, engines always free their memory while the trainer works"),
+    Row(
+        "offload-rollout no-offload-rollout",
+        text="with cluster.colocate, engines always free their memory while the trainer works",
+    ),
     Row("distributed-backend", text="train.device decides it: nccl on GPUs, gloo on CPUs"),
     Row("distributed-timeout-minutes", text="not a setting; sync.timeout_s limits a weight update"),
     Row("critic-num-nodes critic-num-gpus-per-node", text="the critic shares the trainer's GPUs"),
@@ -100,7 +103,12 @@ TRAINING = (
     Row("lora-load", "train.lora_load"),
     Row("lora-learning-rate", "train.lr"),
     Row("lora-weight-decay", "train.weight_decay"),
-    Row("lora-target-modules", "train.lora_targets", "the last part of each module's name, as in Hugging Face models", texts),
+    Row(
+        "lora-target-modules",
+        "train.lora_targets",
+        "the last part of each module's name, as in Hugging Face models",
+        texts,
+    ),
     Row("lora-target-preset", text="set train.lora_targets to module names"),
     Row("save-lora lora-save-merged-hf", text="checkpoints hold the adapter; `slimectl convert` merges it"),
     Row("lora-dropout", text="LoRA has no dropout here"),
@@ -118,7 +126,10 @@ TRAINING = (
         text="train.device decides kernels and backends",
     ),
     Row("qkv-format", text="sequences are packed without padding (thd)"),
-    Row("int4-params-rollout", text="weights cannot be pushed as int4; the engine samples in engine.dtype, or in fp8 with engine.load"),
+    Row(
+        "int4-params-rollout",
+        text="weights cannot be pushed as int4; the engine samples in engine.dtype, or in fp8 with engine.load",
+    ),
     Row(
         "delta-compression delta-dtype delta-full-interval",
         text="deltas are exact here: sync.update_weight_delta_encoding",
@@ -161,7 +172,12 @@ ROLLOUT = (
     Row("custom-rollout-log-function-path", "track.custom_rollout_log_function_path", convert=function_path),
     Row("custom-eval-rollout-log-function-path", "track.custom_eval_rollout_log_function_path", convert=function_path),
     Row("buffer-filter-path", "rollout.buffer_filter_path", convert=function_path),
-    Row("update-weight-buffer-size update-weights-bucket-size", "sync.update_weight_buffer_size", "bytes become MiB", mib),
+    Row(
+        "update-weight-buffer-size update-weights-bucket-size",
+        "sync.update_weight_buffer_size",
+        "bytes become MiB",
+        mib,
+    ),
     Row("update-weights-interval", "sync.update_weights_interval"),
     Row("keep-old-actor", text="old log-probabilities always use the weights before the steps of a round"),
     Row("rollout-data-postprocess-path", "rollout.data_postprocess_path", convert=function_path),
@@ -211,7 +227,12 @@ DATA = (
 EVALUATION = (
     Row("eval-function-path", text="set custom_generate_function_path in [eval.data.NAME]"),
     Row("eval-interval", "eval.interval"),
-    Row("eval-prompt-data", "eval.data", "NAME PATH pairs become a table; a path without a name is called aime", dataset_pairs),
+    Row(
+        "eval-prompt-data",
+        "eval.data",
+        "NAME PATH pairs become a table; a path without a name is called aime",
+        dataset_pairs,
+    ),
     Row("eval-config", text="pass the same file to `slimectl run --eval-config FILE`"),
     Row("skip-eval-before-train", "eval.before_train", "the opposite", off),
     Row("eval-input-key", text="set input_key in [eval.data.NAME]"),
@@ -228,9 +249,7 @@ EVALUATION = (
 )
 ALGORITHM = (
     Row("ref-load", "algorithm.ref_load", "must be a Hugging Face directory; without it the reference is model.path"),
-    Row(
-        "ref-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.ref_load"
-    ),
+    Row("ref-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.ref_load"),
     Row("load", text=CHECKPOINT),
     Row("ckpt-step", text=CHECKPOINT),
     Row("save", "run.dir", "its parent becomes run.dir, its name run.name"),
@@ -261,7 +280,9 @@ ALGORITHM = (
     Row("num-critic-only-steps", "algorithm.num_critic_only_steps"),
     Row("critic-lr", "algorithm.critic_lr"),
     Row("critic-load", "algorithm.critic_load"),
-    Row("critic-save critic-lr-warmup-iters", text="the critic is saved with the policy; its learning rate is constant"),
+    Row(
+        "critic-save critic-lr-warmup-iters", text="the critic is saved with the policy; its learning rate is constant"
+    ),
     Row("megatron-config-path", text="write its keys into [megatron] and [megatron.args]"),
     Row("eps-clip", "algorithm.eps_clip", default=0.2),
     Row("eps-clip-high", "algorithm.eps_clip_high"),
@@ -295,7 +316,9 @@ ALGORITHM = (
             on_policy_distillation="opd",
         ),
     ),
-    Row("disable-compute-advantages-and-returns", text="set train.custom_advantage_function_path to your own estimator"),
+    Row(
+        "disable-compute-advantages-and-returns", text="set train.custom_advantage_function_path to your own estimator"
+    ),
     Row("custom-advantage-function-path", "train.custom_advantage_function_path", convert=function_path),
     Row("use-kl-loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on; without this flag it is 0"),
     Row("kl-loss-coef", "algorithm.kl_loss_coef"),
@@ -313,7 +336,10 @@ ALGORITHM = (
     Row("use-rollout-entropy", "algorithm.report_entropy", "entropy is measured in every step", on),
     Row("get-mismatch-metrics", text="trainer and engine are always compared (docs/metrics.md)"),
     Row("reset-optimizer-states", text="the optimizer keeps its state between rounds"),
-    Row("use-stateless-adam", text="AdamW keeps both moments; train.optimizer_state_dtype = bfloat16 halves their memory"),
+    Row(
+        "use-stateless-adam",
+        text="AdamW keeps both moments; train.optimizer_state_dtype = bfloat16 halves their memory",
+    ),
     Row("use-rollout-logprobs", "algorithm.use_rollout_logprobs", convert=on),
     Row("use-tis", "algorithm.use_tis", convert=on),
     Row("tis-clip tis-threshold", "algorithm.tis_clip"),
@@ -326,7 +352,12 @@ ALGORITHM = (
         "pg-loss-type use-score-centering score-centering-top-k",
         text="the objective follows from algorithm.name; there is no score centering",
     ),
-    Row("use-rollout-routing-replay", "train.use_rollout_routing_replay", "takes precedence over --use-routing-replay", on),
+    Row(
+        "use-rollout-routing-replay",
+        "train.use_rollout_routing_replay",
+        "takes precedence over --use-routing-replay",
+        on,
+    ),
     Row("use-opsm", "algorithm.use_opsm", convert=on),
     Row("opsm-delta", "algorithm.opsm_delta"),
 )
@@ -346,7 +377,13 @@ TRACKING = (
     Row("use-wandb", "track.with", "wandb is added to the list", Always(["stdout", "wandb"])),
     Row("wandb-mode", "track.mode"),
     Row("wandb-dir", "track.dir"),
-    Row("wandb-key", "track.api_key", "becomes a reference to the environment; the key is not copied", secret("WANDB_API_KEY"), secret=True),
+    Row(
+        "wandb-key",
+        "track.api_key",
+        "becomes a reference to the environment; the key is not copied",
+        secret("WANDB_API_KEY"),
+        secret=True,
+    ),
     Row("wandb-host", "track.host"),
     Row("wandb-team", "track.entity"),
     Row("wandb-group", "track.group"),
@@ -363,9 +400,7 @@ TRACKING = (
 )
 DEBUGGING = (
     Row("save-debug-rollout-data", "run.keep_samples", "samples are kept in the run directory", Always(True)),
-    Row(
-        "save-debug-train-data", "run.keep_samples", "training data are kept in the run directory", Always("train")
-    ),
+    Row("save-debug-train-data", "run.keep_samples", "training data are kept in the run directory", Always("train")),
     Row("dump-details", "run.keep_samples", "as for --save-debug-train-data", Always("train")),
     Row(
         "memory-snapshot-dir memory-snapshot-num-steps memory-recorder record-memory-history profile-target "
@@ -432,7 +467,10 @@ OTHERS = (
     ),
     Row("ci-train-rollout-logprob-abs-diff-threshold", "run.max_logprob_mismatch"),
     Row("custom-config-path", text="pass the same file to `slimectl run --custom-config FILE`"),
-    Row("padded-vocab-size make-vocab-size-divisible-by", text="the parallel layout decides the padding of the vocabulary"),
+    Row(
+        "padded-vocab-size make-vocab-size-divisible-by",
+        text="the parallel layout decides the padding of the vocabulary",
+    ),
 )
 ROUTER = (
     Row("sglang-router-ip sglang-router-port", "engine.url", "IP and port together become an address"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 from slimectl.settings.launch_scripts.conversion import Conversion
 
@@ -19,7 +17,7 @@ NATIVE = (
 FULL = re.compile(r"(?i)[-_.](bf16|bfloat16|fp16|fp32)(?=$|[-_.])")
 MEGATRON = re.compile(r"(?i)(?:torch[-_]?dist|[-_](?:dist|mcore|megatron))$|^iter_\d+$|^release$")
 """Last part of the path of a checkpoint of Megatron."""
-SUFFIX = re.compile(r"(?i)[-_.]+(?:torch[-_]?dist|dist|mcore|megatron|hf|bf16|fp8|int4|nvfp4|mxfp4|mxfp8)$")
+SUFFIX = re.compile(r"(?i)[-_.]+(?:torch[-_]?dist|dist|mcore|megatron|slime|hf|bf16|fp8|int4|nvfp4|mxfp4|mxfp8)$")
 PUSHED = ("fp8",)
 """Quantizations that pushes of weights can make."""
 CHECKPOINTS = {"algorithm.opd_teacher_load": "opd_teacher_load", "algorithm.critic_load": "critic_load"}
@@ -35,18 +33,12 @@ def is_megatron(path: str) -> bool:
 
 
 def scheme_of(path: str) -> str:
-    """Return the quantization of a model's folder, by its config.json or else by its name; empty for none.
+    """Return the quantization of a model's folder, by its name; empty for none.
 
     >>> scheme_of("/root/Qwen3-30B-A3B-FP8/"), scheme_of("/root/DeepSeek-R1"), scheme_of("/root/DeepSeek-R1-bf16")
     ('fp8', 'fp8', '')
     """
     name = last_part(path)
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-        quantization = config.get("quantization_config") or {}
-        return str(quantization.get("quant_method", ""))
-    except (OSError, ValueError, AttributeError):
-        pass
     if (match := SCHEME.search(name)) is not None:
         return match[1].lower()
     return "" if FULL.search(name) else next((scheme for scheme, names in NATIVE if names.search(name)), "")
@@ -120,6 +112,8 @@ def _settle_model(conversion: Conversion, folder: str, start: str, scheme: str) 
         return
     conversion.values.pop("model.path", None)
     conversion.sources.pop("model.path", None)
+    if name == "load":
+        conversion.unlist(name)
     tokenizer = f"only the tokenizer{' and the engine' if scheme else ''} of {last_part(folder)}"
     conversion.omit(
         flag,
@@ -142,7 +136,8 @@ def _settle_reference(conversion: Conversion, folder: str, start: str) -> None:
 
 def _compares(conversion: Conversion) -> bool:
     """Whether the algorithm has a divergence from a reference."""
-    return any(float(conversion.values.get(f"algorithm.{key}") or 0) for key in ("kl_coef", "kl_loss_coef"))
+    in_loss = conversion.switch("use_kl_loss") and conversion.real("kl_loss_coef", 0.0) > 0
+    return in_loss or conversion.real("kl_coef", 0.0) > 0
 
 
 def _ask_to_convert(conversion: Conversion, key: str, name: str) -> None:
