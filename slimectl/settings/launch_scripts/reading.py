@@ -13,6 +13,7 @@ from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, can
 from slimectl.settings.launch_scripts.documents import python_flags, yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, options
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
+from slimectl.settings.launch_scripts.python_launcher import launched
 from slimectl.settings.launch_scripts.roll import ROLL
 from slimectl.settings.launch_scripts.shell import Script
 from slimectl.settings.launch_scripts.shell_commands import Command
@@ -80,11 +81,12 @@ def read(
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
         launch, notes = _document(path, yaml_flags(path, str(path), environ), dialects, stack), list[Note]()
-    elif path.suffix == ".py":
+    elif path.suffix == ".py" and (script := launched(path, folder, environ)) is None:
         launch, notes = _document(path, python_flags(path, str(path), environ), dialects, stack), []
     else:
-        script = Script(path, folder, environ)
-        script.follow()
+        if path.suffix != ".py":
+            script = Script(path, folder, environ)
+            script.follow()
         launch, notes = _training_command(path, script, dialects, stack, line), script.notes
         if launch.condition and launch.launcher:
             notes.append(Note(launch.launcher.place, f"whether this command is started: {launch.condition}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
@@ -26,6 +27,15 @@ class Script(Commands):
             pass
         except RecursionError:
             raise SettingsError(f"{path}: is nested too deeply; write it flat") from None
+
+    def follow_text(self, text: str, name: str) -> None:
+        """Follow a text, which may have marks for what is not known in it."""
+        with suppress(Leave):
+            self._run_all(syntax.parse(text, name))
+
+    def mark(self, field: Field) -> str:
+        """A text that stands for a field which is not known."""
+        return self._mark(field).text
 
     def _run_all(self, statements: Sequence[syntax.Statement]) -> bool | None:
         status: bool | None = True

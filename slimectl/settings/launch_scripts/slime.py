@@ -11,7 +11,7 @@ from slimectl.settings.launch_scripts.slime_weights import settle_weights
 
 FSDP_DEFAULTS = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.95}
 """Defaults of slime's FSDP trainer, where they differ from those of Megatron. It has no dropout."""
-NO_LIMIT = "is not given, so slime lets a response grow to the end of the model's context. Set rollout.max_response_len by hand"
+NO_LIMIT = "is not given, so responses end only with the context of the model. Set rollout.max_response_len by hand"
 ABSENT = {
     **dict.fromkeys(
         ("convert_hf_to_torch_dist", "convert_torch_dist_to_hf", "convert_torch_dist_to_hf_bridge", "convert_to_hf",

@@ -59,9 +59,10 @@ CLUSTER = (
 TRAINING = (
     Row("force-fp8-ue8m0-scale", text="scales of pushed fp8 weights are float32 numbers"),
     Row(
-        "offload-train-mode post-self-attn-layernorm post-mlp-layernorm disable-weights-backuper",
-        text="config.json names the layers; cluster.offload_train frees the trainer's memory",
+        "offload-train-mode disable-weights-backuper",
+        text="cluster.offload_train moves weights and optimizer to the CPU",
     ),
+    Row("post-self-attn-layernorm post-mlp-layernorm", text="config.json names the layers"),
     Row("qwen-gdn-backend", text="there is one implementation of linear attention"),
     Row("train-env-vars", text="export the variables before `slimectl run`; ranks inherit them"),
     Row(
@@ -331,7 +332,7 @@ ALGORITHM = (
     Row("disable-grpo-std-normalization", "algorithm.grpo_std_normalization", "the opposite", off),
     Row(
         "disable-rewards-normalization",
-        text="grpo always compares the responses to a prompt; algorithm.name = reinforce_plus_plus uses rewards as they are",
+        text="grpo always compares the responses to a prompt; reinforce_plus_plus uses rewards as they are",
     ),
     Row("use-rollout-entropy", "algorithm.report_entropy", "entropy is measured in every step", on),
     Row("get-mismatch-metrics", text="trainer and engine are always compared (docs/metrics.md)"),
