@@ -39,17 +39,15 @@ class ByColumn(Verifier):
     [1.0, 0.0]
 
     A key of `types` is a value, or a pattern with `*`. The first that matches counts. An entry is the name of a
-    verifier, or a table of its `type` and options. Without `types` the column is verl's data_source. Metadata may have
-    the column too. A label that holds tests is `metadata.tests` of a `code` entry, and the `target` of a label is the
-    label. Raises RecordError for a row without the column, or with a value that has no verifier.
+    verifier, or a table of its `type` and options. Without `types` the values are those of verl's data_source. Metadata
+    may have the column too. A label that holds tests is `metadata.tests` of a `code` entry. The `target` of a label is
+    the label. Raises RecordError for a row without the column, or with a value that has no verifier.
     """
 
     column: str = "data_source"
     types: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.types and self.column != "data_source":
-            raise SettingsError("score.rm_options.types: missing. Give a verifier for each value of the column")
         _ = self._verifiers  # an unknown type or option is refused here
 
     @cached_property

@@ -64,7 +64,6 @@ def test_a_row_that_no_verifier_grades_is_an_error_that_names_it(row: dict[str, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"column": "tag"}, "score.rm_options.types: missing"),
         ({"types": {"a": "mathh"}}, "no verifier 'mathh'"),
         ({"types": {"a": {"tolerance": 1}}}, "score.rm_options.types.a: {'tolerance': 1} names no verifier"),
         ({"types": {"a": "by_column"}}, "score.rm_options.types.a: 'by_column' names no verifier"),

@@ -25,7 +25,7 @@ def reading(folder: Path, text: str, name: str = "run.sh", **options: Any) -> Re
 
 def by_hand(result: Reading) -> dict[str, str]:
     """The flags whose values the user sets, with the reasons."""
-    return {item.flag: item.reason for item in result.conversion.omissions if item.by_hand}
+    return {item.flag: item.reason for item in result.conversion.omissions if item.by_hand and not item.first}
 
 
 @pytest.mark.parametrize(

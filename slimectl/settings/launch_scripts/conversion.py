@@ -207,6 +207,10 @@ class Conversion:
     def omit(self, flag: Flag, reason: str, *, by_hand: bool = False, first: bool = False) -> None:
         self.omissions.append(Omission(str(flag), str(flag.place), reason, by_hand or first, first))
 
+    def note_default(self, name: str, value: Any, reason: str) -> None:
+        """List a default of the other stack that no setting takes over."""
+        self.omissions.append(Omission(f"the default of {self.dialect.title} for {name}, {value}", "", reason))
+
     def ask_for(self, key: str, reason: str) -> None:
         """List a setting first among those that the user must set."""
         self.omissions.append(Omission(key, "", reason, by_hand=True, first=True))
@@ -320,7 +324,7 @@ def _take_defaults(conversion: Conversion) -> None:
             continue
         source = f"the default of {conversion.dialect.title} for {row.names.split()[0]}"
         if not row.key:
-            conversion.omissions.append(Omission(f"{source}, {default}", "", row.text))
+            conversion.note_default(row.names.split()[0], default, row.text)
             continue
         section, _, key = row.key.partition(".")
         if section == "algorithm" and key not in _algorithm_keys(conversion):

@@ -6,12 +6,14 @@ import ast
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.flags import Flag, texts_of
+from slimectl.settings.launch_scripts.hydra_defaults import with_defaults
 from slimectl.settings.launch_scripts.shell_values import Field, checked
 from slimectl.settings.launch_scripts.shell_variables import is_secret_variable
 from slimectl.settings.launch_scripts.shell_words import Place, read_text
@@ -22,14 +24,38 @@ MAX_BRACKETS = 100
 MAX_STEPS = 20_000
 MAX_EXPONENT = 64
 MAX_MERGED = 100
+MAX_DEFAULTS = 8
 """Mappings that `<<` takes over in one place."""
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+SELECTION = re.compile(r"\$\{oc\.select:\s*([\w.]+)\s*(?:,([^${}]*))?\}")
+"""OmegaConf's reference to a key that may be missing, and its default."""
 ENVIRONMENT = re.compile(r"\$\{(?:oc\.)?env:(\w+)(?:,([^${}]*))?\}")
 """OmegaConf's reference to a variable of the environment, and its default."""
 
 
-def yaml_flags(path: Path, name: str, environ: Mapping[str, str] = MappingProxyType({})) -> list[Flag]:
-    """Every value of a YAML file as a flag with a dotted name. Raises SettingsError with the line of an error."""
+def yaml_flags(
+    path: Path, name: str, environ: Mapping[str, str] = MappingProxyType({}), root: Path | None = None
+) -> list[Flag]:
+    """Return every value of a YAML file as a flag with a dotted name, and those of the files that its defaults name.
+
+    Raises SettingsError with the line of an error.
+    """
+    return _resolved(_joined(path, name, root or path.parent, 0), environ)
+
+
+def _joined(path: Path, name: str, root: Path, depth: int) -> list[Flag]:
+    """Return the unresolved values of a YAML file and of its list of defaults."""
+    if depth > MAX_DEFAULTS:
+        raise SettingsError(f"{name}: defaults name one another more than {MAX_DEFAULTS} deep; write them flat")
+
+    def read(file: Path, shown: str) -> list[Flag]:
+        return _joined(file, shown, root, depth + 1)
+
+    return with_defaults(_values(path, name), path, name, root, read)
+
+
+def _values(path: Path, name: str) -> list[Flag]:
+    """Return the values of a YAML file as they stand."""
     import yaml
 
     text = read_text(path, name)
@@ -48,7 +74,7 @@ def yaml_flags(path: Path, name: str, environ: Mapping[str, str] = MappingProxyT
         flags.append(flag)
         if len(flags) > MAX_KEYS:
             raise SettingsError(f"{flag.place}: more than {MAX_KEYS} values; give a configuration")
-    return _resolved(flags, environ)
+    return flags
 
 
 def _refuse_nesting(text: str, name: str) -> None:
@@ -130,8 +156,8 @@ def _scalar(node: Any) -> list[str]:
 
 
 def _resolved(flags: list[Flag], environ: Mapping[str, str]) -> list[Flag]:
-    """Replace `${key}` by the value of that key, `${oc.env:NAME,DEFAULT}` by the variable's; other resolvers are
-    unknown, and nulls are left out.
+    """Replace `${key}` and `${.key}` by the value of that key, `${oc.select:KEY,DEFAULT}` by that or the default, and
+    `${oc.env:NAME,DEFAULT}` by the variable's; other resolvers are unknown, and nulls are left out.
     """
     by_name = {flag.name: flag for flag in flags}
     resolved: dict[str, Field] = {}
@@ -141,14 +167,19 @@ def _resolved(flags: list[Flag], environ: Mapping[str, str]) -> list[Flag]:
         known = _variable(name, environ, None if default is None else default.strip(" '\""))
         return match[0] if known is None else known
 
-    def value(field: Field, depth: int = 0) -> Field:
-        full = checked(ENVIRONMENT.sub(variable, field.text), field.place)
+    def selection(match: re.Match[str]) -> str:
+        target = by_name.get(match[1])
+        return f"${{{match[1]}}}" if target and target.values else (match[2] or "null").strip(" '\"")
+
+    def value(owner: str, field: Field, depth: int = 0) -> Field:
+        full = SELECTION.sub(selection, ENVIRONMENT.sub(variable, field.text))
+        full = checked(REFERENCE.sub(lambda match: f"${{{_absolute(match[1], owner)}}}", full), field.place)
         for name in REFERENCE.findall(full)[:MAX_DEPTH]:
             target = by_name.get(name)
             if target is None or len(target.values) != 1 or depth > MAX_DEPTH:
                 return Field(full, field.place, f"{full} refers to what is not in this file")
             if name not in resolved:
-                resolved[name] = value(target.values[0], depth + 1)
+                resolved[name] = value(name, target.values[0], depth + 1)
             if resolved[name].unknown:
                 return resolved[name]
             full = checked(full.replace(f"${{{name}}}", resolved[name].text), field.place)
@@ -157,7 +188,15 @@ def _resolved(flags: list[Flag], environ: Mapping[str, str]) -> list[Flag]:
         return Field(full, field.place, field.unknown)
 
     present = [flag for flag in flags if flag.condition != NULL]
-    return [Flag(flag.name, flag.spelling, tuple(value(item) for item in flag.values), flag.place) for flag in present]
+    values = [(flag, tuple(value(flag.name, item) for item in flag.values)) for flag in present]
+    return [replace(flag, values=fields) for flag, fields in values if [field.text for field in fields] != ["null"]]
+
+
+def _absolute(reference: str, owner: str) -> str:
+    """Return the whole name of a reference; a dot at its start is the table of `owner`, each further one that above."""
+    name = reference.lstrip(".")
+    dots = len(reference) - len(name)
+    return name if not dots else ".".join([*owner.split(".")[:-dots], name])
 
 
 def _variable(name: str, environ: Mapping[str, str], default: Any) -> Any:

@@ -11,7 +11,9 @@ from slimectl.settings.launch_scripts.shell_values import Field
 from slimectl.settings.launch_scripts.shell_words import Place
 
 OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?\Z", re.DOTALL)
-ASSIGNMENT = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)\Z", re.DOTALL)
+ASSIGNMENT = re.compile(r"(\+\+|\+)?([A-Za-z_][\w./@-]*)=(.*)\Z", re.DOTALL)
+DELETION = re.compile(r"~([A-Za-z_][\w./@-]*)(?:=.*)?\Z", re.DOTALL)
+"""A key that Hydra takes out of the configuration: `~trainer.logger`."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,15 @@ def options(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
 
 
 def assignments(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
-    """Divide the words behind a script of Hydra into assignments and other words."""
-    flags, loose = [], []
+    """Divide the words behind a script of Hydra into assignments and other words; a deleted key is null."""
+    flags: list[Flag] = []
+    loose: list[Field] = []
     for field in fields:
+        if deletion := DELETION.match(field.text):
+            name = deletion[1]
+            flags = [flag for flag in flags if not is_part_of(flag.name, name)]
+            flags.append(Flag(name, f"~{name}", (replace(field, text="null"),), field.place))
+            continue
         match = ASSIGNMENT.match(field.text)
         if match is None:
             loose.append(field)
@@ -86,6 +94,11 @@ def assignments(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
         members = {name: hydra_values(text, field)} if table is None else dict(_members(table, name, field))
         flags += [Flag(key, f"{key} =", values, field.place) for key, values in members.items()]
     return flags, loose
+
+
+def is_part_of(name: str, table: str) -> bool:
+    """Whether a dotted name is that of a table, or of a key below it."""
+    return name == table or name.startswith(f"{table}.")
 
 
 def _table_of(text: str, field: Field) -> dict[Any, Any] | None:

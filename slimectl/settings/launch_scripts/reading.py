@@ -11,7 +11,7 @@ from pathlib import Path
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert, stem
 from slimectl.settings.launch_scripts.documents import python_flags, yaml_flags
-from slimectl.settings.launch_scripts.flags import Flag, assignments, options
+from slimectl.settings.launch_scripts.flags import Flag, assignments, is_part_of, options
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
 from slimectl.settings.launch_scripts.python_launcher import launched
 from slimectl.settings.launch_scripts.roll import ROLL
@@ -80,7 +80,7 @@ def read(
         raise SettingsError(f"{path}: no such file; give a launch script, a YAML file or a Python file")
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
-        launch, notes = _document(path, yaml_flags(path, str(path), environ), dialects, stack), list[Note]()
+        launch, notes = _document(path, yaml_flags(path, str(path), environ, folder), dialects, stack), list[Note]()
     elif path.suffix == ".py" and (script := launched(path, folder, environ)) is None:
         launch, notes = _document(path, python_flags(path, str(path), environ), dialects, stack), []
     else:
@@ -229,7 +229,9 @@ def _with_configuration(
     else:
         relative = os.path.relpath(document, path.parent)
         shown = str(document) if relative.startswith("..") else str(path.parent / relative)
-        base = yaml_flags(document, shown, environ)
+        base = yaml_flags(document, shown, environ, root)
+    deleted = [flag.name for flag in own_flags if flag.spelling.startswith("~")]
+    base = [flag for flag in base if not any(is_part_of(flag.name, name) for name in deleted)]
     return replace(launch, flags=(*base, *own_flags))
 
 

@@ -8,6 +8,7 @@ from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, typ
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.megatron import hand_over
 from slimectl.settings.launch_scripts.verl_keys import ACTOR, GROUPS, OPTIM, ROLLOUT
+from slimectl.settings.launch_scripts.verl_rewards import ARGUMENTS, settle_reward
 
 TABLES = {
     "actor_rollout_ref.rollout.engine_kwargs.vllm.": "vllm.args.",
@@ -25,7 +26,9 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         hand_over(conversion, flag, flag.name.removeprefix(table))
         return
     prefix = next((prefix for prefix in TABLES if flag.name.startswith(prefix)), None)
-    if prefix is None:
+    if flag.name.startswith(ARGUMENTS):
+        conversion.omit(flag, "make it the default of a parameter of the reward function", by_hand=True)
+    elif prefix is None:
         conversion.omit(flag, "is no key that this table knows; look for the setting by `slimectl settings explain`")
     elif flag.problem:
         conversion.omit(flag, f"{flag.problem}; set {TABLES[prefix]}… by hand", by_hand=True)
@@ -33,43 +36,68 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         conversion.put(f"{TABLES[prefix]}{flag.name.removeprefix(prefix)}", typed(flag), flag.name)
 
 
+PROGRAMS = (("sft", r"sft"), ("fully_async", r"fully_async"), ("one_step_off", r"one_step_off"))
+"""Programs by a pattern of their command, which names a module or a configuration."""
+
+
+def program(conversion: Conversion) -> str:
+    """The program of verl that the command starts, or whose configuration it is: ppo if nothing says another."""
+    launcher = conversion.flags.get("launcher")
+    command = " ".join(launcher.texts) if launcher else ""
+    if kind := next((kind for kind, pattern in PROGRAMS if re.search(pattern, command)), ""):
+        return kind
+    if any(name.startswith("async_training.") for name in conversion.flags):
+        return "fully_async"
+    is_supervised = any(
+        flag.spelling.startswith(("optim.", "model.partial_pretrain")) for flag in conversion.flags.values()
+    )
+    return "sft" if is_supervised and not command else "ppo"
+
+
 def settle(conversion: Conversion) -> None:
     """Join what verl decides by several keys together."""
-    values, text = conversion.values, conversion.text
-    if "sft" in text("launcher"):
+    values = conversion.values
+    kind = program(conversion)
+    conversion.put("train.dtype", "bfloat16", "verl computes in bfloat16")
+    _settle_optimizer(conversion, kind)
+    _settle_run(conversion)
+    if kind == "sft":
         _settle_sft(conversion)
         return
     if "algorithm.adv_estimator" not in conversion.flags and "algorithm.name" not in values:
         conversion.put("algorithm.name", "ppo", "the default of verl for algorithm.adv_estimator")
     _settle_algorithm(conversion)
-    _settle_divergence(conversion, f"{ACTOR}use_kl_loss", f"{ACTOR}kl_loss_coef", "algorithm.kl_loss_coef")
-    _settle_divergence(conversion, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef")
-    mode = text(f"{ACTOR}loss_agg_mode")
-    if mode == "seq-mean-token-sum":
-        conversion.put("algorithm.fixed_length", 1, f"{ACTOR}loss_agg_mode")
-    elif mode == "seq-mean-token-sum-norm":
-        conversion.put("algorithm.fixed_length", values.get("rollout.max_response_len", 512), f"{ACTOR}loss_agg_mode")
-    if values.get("algorithm.tis_clip") and f"{ACTOR}tis_imp_ratio_cap" in conversion.flags:
-        conversion.put("algorithm.use_tis", True, f"{ACTOR}tis_imp_ratio_cap")
+    _settle_loss(conversion)
     _settle_sizes(conversion)
     _settle_correction(conversion)
-    if conversion.switch("distillation.enabled"):
-        conversion.put("algorithm.name", "opd", "distillation.enabled")
-        teacher = next((name for name in conversion.flags if re.fullmatch(r"distillation\..*model_path", name)), None)
-        if teacher is not None and not conversion.flags[teacher].problem:
-            conversion.put("algorithm.opd_teacher_load", conversion.text(teacher), teacher)
-            conversion.unlist(teacher)
-    if any(name.startswith("async_training.") for name in conversion.flags):
+    _settle_teacher(conversion)
+    settle_reward(conversion)
+    if kind == "fully_async":
         _settle_asynchronous(conversion)
-    _settle_engine(conversion)
-    conversion.put("train.dtype", "bfloat16", "verl computes in bfloat16")
+    elif kind == "one_step_off":
+        conversion.put("run.async_level", 1, "one_step_off_policy samples one step ahead")
+    if kind != "ppo":
+        _settle_separate_engines(conversion)
+    _settle_engine(conversion, kind)
+    _settle_evaluation(conversion)
     conversion.put("rollout.label_key", "reward_model.ground_truth", "verl's rows have their label there")
+
+
+def _settle_run(conversion: Conversion) -> None:
+    """Settings of the run: its length, its folder, its checkpoints and trackers."""
+    values = conversion.values
+    if "run.num_rollout" in values:
+        conversion.take_back("run.num_epoch", "trainer.total_training_steps goes before it")
+    if conversion.text("trainer.total_training_steps", "null") not in ("null", "none", "None"):
+        conversion.settled.add("run.num_epoch")
+    if "run.save_interval" in values and "run.keep_checkpoints" not in values:
+        conversion.put("run.keep_checkpoints", None, "the default of verl for trainer.max_actor_ckpt_to_keep")
+    if "trainer.logger" not in conversion.flags:
+        conversion.note_default("trainer.logger", "console and wandb", 'add "wandb" to track.with')
     if conversion.switch(f"{ACTOR}fsdp_config.param_offload"):
         conversion.put(
             "train.offload", "parameters", f"{ACTOR}fsdp_config.param_offload", f"{ACTOR}fsdp_config.optimizer_offload"
         )
-    if "run.num_rollout" in values:
-        conversion.take_back("run.num_epoch", "trainer.total_training_steps goes before it")
     if conversion.number("trainer.nnodes", 1) > 1:
         conversion.put("cluster.executor", "ray", "trainer.nnodes")
     if isinstance(values.get("run.dir"), str):
@@ -79,17 +107,86 @@ def settle(conversion: Conversion) -> None:
             conversion.put("run.name", name, "trainer.default_local_dir")
 
 
+def _settle_optimizer(conversion: Conversion, kind: str) -> None:
+    """Settings of AdamW. The supervised trainers have defaults of their own, fsdp_sft_trainer others than its heir."""
+    is_first_version = "fsdp_sft_trainer" in conversion.text("launcher")
+    if kind == "sft":
+        conversion.program_defaults |= {f"{OPTIM}lr": 1e-5 if is_first_version else 1e-3, f"{ROLLOUT}seed": 1,
+                                        "trainer.total_epochs": 4}  # fmt: skip
+    if is_first_version:
+        conversion.program_defaults |= {f"{OPTIM}lr_scheduler_type": "cosine", f"{OPTIM}lr_warmup_steps_ratio": 0.1}
+    if f"{OPTIM}min_lr_ratio" in conversion.flags and "train.min_lr" in conversion.values:
+        rate = conversion.real(f"{OPTIM}min_lr_ratio", 0.0) * conversion.real(f"{OPTIM}lr", 1e-6)
+        conversion.put("train.min_lr", rate, f"{OPTIM}min_lr_ratio", f"{OPTIM}lr")
+    betas = conversion.flags.get(f"{OPTIM}betas")
+    pair = " ".join(betas.texts).strip("[]").replace(",", " ").split() if betas and not betas.problem else []
+    if len(pair) == 2:
+        conversion.put("train.adam_beta1", pair[0], f"{OPTIM}betas")
+        conversion.put("train.adam_beta2", pair[1], f"{OPTIM}betas")
+    elif betas is None:
+        second = 0.95 if is_first_version else 0.999
+        conversion.put("train.adam_beta2", second, "the default of verl for actor.optim.betas")
+    if "train.lora_rank" in conversion.values and "train.lora_alpha" not in conversion.values:
+        is_merged = "actor_rollout_ref.model.lora.rank" in conversion.flags
+        conversion.put("train.lora_alpha", 32 if is_merged else 16, "the default of verl for lora_alpha")
+
+
 def _settle_sft(conversion: Conversion) -> None:
     """The supervised trainer of verl has no engine, and counts a step in rows."""
     conversion.put("algorithm.name", "sft", "launcher")
-    conversion.put("train.dtype", "bfloat16", "verl computes in bfloat16")
     conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
     conversion.settled |= {"engine.backend", "engine.dtype", "cluster.rollout_num_gpus_per_engine", "eval.temperature"}
-    conversion.settled.add("cluster.actor_num_gpus_per_node")
-    conversion.settled |= {"train.global_batch_size", "run.rollout_batch_size"}
-    if "run.rollout_batch_size" in conversion.values:
-        rows = conversion.values.pop("run.rollout_batch_size")
-        conversion.put("train.global_batch_size", rows, "data.train_batch_size")
+    conversion.settled |= {"cluster.actor_num_gpus_per_node", "train.global_batch_size", "run.rollout_batch_size"}
+    rows = conversion.values.pop("run.rollout_batch_size", None)
+    source = "data.train_batch_size" if rows else "the default of verl for data.train_batch_size"
+    if not conversion.is_unknown("data.train_batch_size"):
+        conversion.put("train.global_batch_size", rows or 256, source)
+
+
+def _settle_loss(conversion: Conversion) -> None:
+    """The sum over tokens, its bounds and its divergences."""
+    _settle_divergence(conversion, f"{ACTOR}use_kl_loss", f"{ACTOR}kl_loss_coef", "algorithm.kl_loss_coef")
+    _settle_divergence(conversion, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef")
+    values = conversion.values
+    mode = conversion.text(f"{ACTOR}loss_agg_mode")
+    factor = values.get("algorithm.fixed_length")
+    if mode == "seq-mean-token-sum-norm":
+        length = factor or values.get("rollout.max_response_len", 512)
+        conversion.put("algorithm.fixed_length", length, f"{ACTOR}loss_agg_mode", f"{ACTOR}loss_scale_factor")
+    else:
+        conversion.take_back("algorithm.fixed_length", "only loss_agg_mode = seq-mean-token-sum-norm divides by it")
+    if mode == "seq-mean-token-sum":
+        conversion.put("algorithm.fixed_length", 1, f"{ACTOR}loss_agg_mode")
+    if values.get("algorithm.tis_clip") and f"{ACTOR}tis_imp_ratio_cap" in conversion.flags:
+        conversion.put("algorithm.use_tis", True, f"{ACTOR}tis_imp_ratio_cap")
+    own_bounds = values.get("algorithm.name") in ("gspo", "cispo", "gmpo", "dapo")
+    is_open = not {f"{ACTOR}clip_ratio_high", f"{ACTOR}clip_ratio"} & conversion.flags.keys()
+    if is_open and (own_bounds or "algorithm.eps_clip" in values):
+        conversion.put("algorithm.eps_clip_high", 0.2, "the default of verl for actor.clip_ratio_high")
+
+
+def _settle_teacher(conversion: Conversion) -> None:
+    """Distillation from a teacher is an algorithm of its own here."""
+    if not conversion.switch("distillation.enabled"):
+        return
+    conversion.put("algorithm.name", "opd", "distillation.enabled")
+    rewards = "distillation.distillation_loss.use_task_rewards"
+    if rewards not in conversion.flags:
+        conversion.note_default(rewards, "true", "opd learns from the teacher only")
+    teacher = next((name for name in conversion.flags if re.fullmatch(r"distillation\..*model_path", name)), None)
+    if teacher is not None and not conversion.flags[teacher].problem:
+        conversion.put("algorithm.opd_teacher_load", conversion.text(teacher), teacher)
+        conversion.unlist(teacher)
+
+
+def _settle_evaluation(conversion: Conversion) -> None:
+    """Evaluations do not take the sampling of the training there."""
+    if not any(key.startswith("eval.data.") for key in conversion.values):
+        return
+    for name, default in (("top_p", 1.0), ("top_k", -1)):
+        is_given = f"{ROLLOUT}val_kwargs.{name}" in conversion.flags
+        if f"rollout.{name}" in conversion.values and not is_given:
+            conversion.put(f"eval.{name}", default, f"the default of verl for rollout.val_kwargs.{name}")
 
 
 def _settle_algorithm(conversion: Conversion) -> None:
@@ -119,15 +216,6 @@ def _settle_sizes(conversion: Conversion) -> None:
     problems = [conversion.flags[name] for name in names if conversion.flags[name].problem]
     if not problems:
         conversion.put("train.global_batch_size", prompts * samples, *source)
-    if f"{OPTIM}min_lr_ratio" in conversion.flags and "train.min_lr" in conversion.values:
-        rate = conversion.real(f"{OPTIM}min_lr_ratio", 0.0) * conversion.real(f"{OPTIM}lr", 1e-6)
-        conversion.put("train.min_lr", rate, f"{OPTIM}min_lr_ratio", f"{OPTIM}lr")
-    betas = conversion.flags.get(f"{OPTIM}betas")
-    if betas is not None and len(betas.values) == 2 and not betas.problem:
-        conversion.put("train.adam_beta1", betas.texts[0], f"{OPTIM}betas")
-        conversion.put("train.adam_beta2", betas.texts[1], f"{OPTIM}betas")
-    elif betas is None:
-        conversion.put("train.adam_beta2", 0.999, "the default of verl for actor.optim.betas")
 
 
 def _settle_correction(conversion: Conversion) -> None:
@@ -142,25 +230,40 @@ def _settle_correction(conversion: Conversion) -> None:
 
 
 def _settle_asynchronous(conversion: Conversion) -> None:
-    """The asynchronous trainer counts rounds by its pushes of weights, and has engines on GPUs of their own."""
-    sizes = ("async_training.trigger_parameter_sync_step", "async_training.require_batches")
+    """The asynchronous trainer counts rounds by its pushes of weights."""
+    sizes = {"async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 1}
     prompts = conversion.number(f"{ACTOR}ppo_mini_batch_size", 256)
-    for name in sizes:
-        prompts *= conversion.number(name, 1)
+    for name, default in sizes.items():
+        prompts *= conversion.number(name, default)
     if not conversion.is_unknown(*sizes, f"{ACTOR}ppo_mini_batch_size"):
         conversion.put("run.rollout_batch_size", prompts, *sizes, f"{ACTOR}ppo_mini_batch_size")
     conversion.take_back("rollout.over_sampling_batch_size", "prompts are drawn one by one in any case")
+    if "async_training.staleness_threshold" not in conversion.flags:
+        conversion.put("run.async_level", 1, "the default of verl for async_training.staleness_threshold")
     if "run.async_level" in conversion.values:
         conversion.take_back("rollout.partial_rollout", "answers under way at a push of weights go on by themselves")
-    total = conversion.number("rollout.total_rollout_steps", 0)
-    if total and not conversion.is_unknown("rollout.total_rollout_steps"):
+    elif "async_training.partial_rollout" not in conversion.flags:
+        conversion.put("rollout.partial_rollout", True, "the default of verl for async_training.partial_rollout")
+    is_endless = conversion.text("rollout.total_rollout_steps").lower() in ("null", "none")
+    if not is_endless and not conversion.is_unknown("rollout.total_rollout_steps"):
+        total = conversion.number("rollout.total_rollout_steps", 100)
         conversion.put("run.num_rollout", max(1, total // prompts), "rollout.total_rollout_steps")
+        conversion.settled.add("run.num_epoch")
+        conversion.take_back("run.num_epoch", "rollout.total_rollout_steps goes before it")
+
+
+def _settle_separate_engines(conversion: Conversion) -> None:
+    """Engines on GPUs of their own, whose log-probabilities the loss takes."""
     if not conversion.is_unknown("rollout.nnodes", "rollout.n_gpus_per_node"):
         gpus = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
         conversion.put("cluster.rollout_num_gpus", gpus, "rollout.nnodes", "rollout.n_gpus_per_node")
+    names = ("algorithm.rollout_correction.bypass_mode", "async_training.use_rollout_log_probs",
+             "async_training.compute_prox_log_prob")  # fmt: skip
+    if not any(name in conversion.flags for name in names):
+        conversion.put("algorithm.use_rollout_logprobs", True, "the default of verl for rollout_correction.bypass_mode")
 
 
-def _settle_engine(conversion: Conversion) -> None:
+def _settle_engine(conversion: Conversion, kind: str) -> None:
     values = conversion.values
     memory = f"{ROLLOUT}gpu_memory_utilization"
     if values.get("engine.backend") == "sglang":
@@ -168,7 +271,11 @@ def _settle_engine(conversion: Conversion) -> None:
             conversion.put("sglang.args.mem_fraction_static", values.pop("vllm.args.gpu_memory_utilization"), memory)
         for key in [key for key in values if key.startswith("vllm.args.")]:
             conversion.take_back(key, "is an argument of vLLM, and the engine is SGLang")
-    if "actor_rollout_ref.hybrid_engine" not in conversion.flags:
+    if memory not in conversion.flags:
+        engine = "sglang" if values.get("engine.backend") == "sglang" else "vllm"
+        argument = "mem_fraction_static" if engine == "sglang" else "gpu_memory_utilization"
+        conversion.put(f"{engine}.args.{argument}", 0.5, f"the default of verl for {memory}")
+    if kind == "ppo" and "actor_rollout_ref.hybrid_engine" not in conversion.flags:
         conversion.put("cluster.colocate", True, "verl's engines share the trainer's GPUs")
     if values.get("cluster.colocate") and not conversion.is_unknown("trainer.nnodes", "trainer.n_gpus_per_node"):
         gpus = conversion.number("trainer.nnodes", 1) * conversion.number("trainer.n_gpus_per_node", 8)
@@ -181,6 +288,8 @@ def _settle_engine(conversion: Conversion) -> None:
         conversion.put(
             "train.backend", "megatron", *[name for name in conversion.flags if f"{ACTOR}megatron." in name][:1]
         )
+    if values.get("train.backend") == "megatron":
+        conversion.settled.add("train.gradient_checkpointing")  # recompute_granularity decides it there
 
 
 SAMPLING = "samples answers and trains nothing; that is `slimectl rollout`"
@@ -191,4 +300,6 @@ ABSENT = {
     **dict.fromkeys(("main_spin", "main_sppo"), "trains on pairs that it samples; grpo is the nearest"),
 }
 """Programs without a counterpart, and their purpose."""
-VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra", absent=ABSENT)
+PREFIXES = {"optim.": OPTIM, "model.": "actor_rollout_ref.model."}
+"""Tables of the supervised trainers, by those of the others."""
+VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra", absent=ABSENT, aliases=PREFIXES)

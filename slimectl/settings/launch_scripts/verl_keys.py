@@ -51,8 +51,9 @@ DATA = (
         "data.truncation data.filter_overlong_prompts data.filter_overlong_prompts_workers "
         "actor_rollout_ref.rollout.prompt_length",
         text="prompts above rollout.max_prompt_len are left out and counted",
+        default="error",
     ),
-    Row("data.reward_fn_key", text="a row names its verifier in metadata.rm_type; all others have score.rm_type"),
+    Row("data.reward_fn_key", "score.rm_options.column", "with score.rm_type = by_column"),
     Row(
         "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt data.tokenizer data.use_shm "
         "data.dataloader_num_workers data.trust_remote_code data.return_multi_modal_inputs",
@@ -74,31 +75,20 @@ SUPERVISED = (
     Row("data.messages_key data.multiturn.messages_key", "rollout.input_key"),
     Row("data.tools_key data.multiturn.tools_key", "rollout.tool_key"),
     Row("data.micro_batch_size_per_gpu data.micro_batch_size", "train.micro_batch_size"),
+    Row("data.num_workers data.ignore_input_ids_mismatch data.enable_thinking_key data.enable_thinking_default",
+        text="rows are rendered by the model's chat template; rollout.apply_chat_template_kwargs sets its arguments"),
     Row("data.max_length data.multiturn.NAME data.balance_dp_token data.pad_mode data.prompt_dict_keys "
         "data.response_dict_keys data.response_key",
         text="rows are messages, or prompt and label, in packs of train.max_tokens_per_gpu (docs/records.md)"),
     Row("data.max_token_len_per_gpu", "train.max_tokens_per_gpu"),
     Row("data.use_dynamic_bsz", "train.use_dynamic_batch_size", convert=on),
-    Row("model.strategy", "train.backend", "fsdp2 is fsdp", choice(fsdp="fsdp", fsdp2="fsdp", megatron="megatron")),
-    Row("model.enable_gradient_checkpointing", "train.gradient_checkpointing", convert=on),
-    Row("model.lora_rank", "train.lora_rank", "0 is none", positive),
-    Row("model.lora_alpha", "train.lora_alpha"),
-    Row("model.target_modules", "train.lora_targets", "all-linear is the default here", texts),
-    Row("optim.lr_scheduler", "train.lr_decay_style", convert=choice(cosine="cosine", constant="constant",
-        linear="linear")),
-    Row("optim.clip_grad", "train.clip_grad"),
-    Row("optim.lr_scheduler_type optim.warmup_style", "train.lr_decay_style", convert=choice(cosine="cosine",
-        constant="constant", linear="linear")),
-    Row("optim.lr_warmup_steps", "train.lr_warmup_iters", "negative is none", positive),
-    Row("model.exclude_modules model.lora_adapter_path", text="set train.lora_targets, train.lora_load"),
-    Row("optim.betas optim.warmup_steps_ratio optim.lr_warmup_steps_ratio optim.min_lr_ratio",
-        text="set train.adam_beta1, adam_beta2, lr_warmup_iters and min_lr"),
     Row("ulysses_sequence_parallel_size", text=SEQUENCE),
-    Row("use_remove_padding model.use_liger model.fsdp_config.NAME model.trust_remote_code engine.NAME", text=KERNELS),
+    Row("use_remove_padding actor_rollout_ref.model.fsdp_config.NAME engine.NAME checkpoint.NAME", text=KERNELS),
 )  # fmt: skip
 MODEL = (
-    Row("actor_rollout_ref.model.path model.partial_pretrain model.path", "model.path"),
-    Row("actor_rollout_ref.model.enable_gradient_checkpointing", "train.gradient_checkpointing", convert=on),
+    Row("actor_rollout_ref.model.path actor_rollout_ref.model.partial_pretrain", "model.path"),
+    Row("actor_rollout_ref.model.enable_gradient_checkpointing", "train.gradient_checkpointing", convert=on,
+        default=True),
     Row("actor_rollout_ref.model.lora_rank actor_rollout_ref.model.lora.rank", "train.lora_rank", "0 is none",
         positive),
     Row("actor_rollout_ref.model.lora_alpha actor_rollout_ref.model.lora.alpha", "train.lora_alpha"),
@@ -115,17 +105,20 @@ MODEL = (
                  "fused_kernel_options.impl_backend enable_activation_offload use_rmpad use_prefix_grouper "
                  "tiled_mlp.NAME"), text=KERNELS),
     Row(prefixed("actor_rollout_ref.model.", "trust_remote_code external_lib tokenizer_path hf_config_path "
-                 "exclude_modules custom_chat_template"),
+                 "custom_chat_template"),
         text="the folder of model.path is the model; code in it is never run"),
+    Row("actor_rollout_ref.model.exclude_modules", text="name the layers with an adapter in train.lora_targets"),
     Row("actor_rollout_ref.hybrid_engine", "cluster.colocate", "engines and trainer share GPUs", on),
 )  # fmt: skip
 POLICY = (
-    Row(f"{ACTOR}strategy", "train.backend", "fsdp2 is fsdp", choice(fsdp="fsdp", fsdp2="fsdp", megatron="megatron")),
+    Row(f"{ACTOR}strategy actor_rollout_ref.model.strategy", "train.backend", "fsdp2 is fsdp",
+        choice(fsdp="fsdp", fsdp2="fsdp", megatron="megatron")),
     Row(f"{ACTOR}ppo_mini_batch_size", "train.global_batch_size", "prompts there, samples here: times rollout.n",
         default=256),
     Row(f"{ACTOR}ppo_micro_batch_size_per_gpu {ACTOR}ppo_micro_batch_size", "train.micro_batch_size"),
     Row(f"{ACTOR}use_dynamic_bsz", "train.use_dynamic_batch_size", convert=on),
     Row(f"{ACTOR}ppo_max_token_len_per_gpu", "train.max_tokens_per_gpu"),
+    Row(f"{ACTOR}loss_scale_factor", "algorithm.fixed_length", "with loss_agg_mode = seq-mean-token-sum-norm"),
     Row(f"{ACTOR}ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
     Row(f"{ACTOR}shuffle {ACTOR}data_loader_seed", text="samples are dealt to steps in their order"),
     Row(f"{ACTOR}grad_clip", "train.clip_grad"),
@@ -145,19 +138,20 @@ POLICY = (
     Row(f"{ACTOR}kl_loss_type", "algorithm.kl_loss_type", "kl is k1, mse is k2",
         choice(kl="k1", k1="k1", mse="k2", k2="k2", k3="k3", low_var_kl="low_var_kl")),
     Row(f"{ACTOR}tis_imp_ratio_cap", "algorithm.tis_clip", "above 0 also algorithm.use_tis", positive),
-    Row(f"{ACTOR}freeze_vision_tower", "train.freeze_vision_tower", "where it is not given verl trains the tower", on),
-    Row(f"{OPTIM}lr optim.lr", "train.lr"),
+    Row(f"{ACTOR}freeze_vision_tower", "train.freeze_vision_tower", convert=on, default=False),
+    Row(f"{OPTIM}lr", "train.lr"),
     Row(f"{OPTIM}lr_warmup_steps", "train.lr_warmup_iters", "negative is none", positive),
-    Row(f"{OPTIM}warmup_style {OPTIM}lr_scheduler_type {OPTIM}lr_decay_style", "train.lr_decay_style",
+    Row(prefixed(OPTIM, "lr_scheduler_type warmup_style lr_scheduler lr_decay_style"), "train.lr_decay_style",
         convert=choice(constant="constant", cosine="cosine", linear="linear")),
     Row(f"{OPTIM}min_lr_ratio", "train.min_lr", "times the learning rate"),
     Row(f"{OPTIM}min_lr", "train.min_lr"),
-    Row(f"{OPTIM}weight_decay optim.weight_decay", "train.weight_decay", default=0.01),
+    Row(f"{OPTIM}weight_decay", "train.weight_decay", default=0.01),
     Row(f"{OPTIM}betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
     Row(f"{OPTIM}clip_grad", "train.clip_grad"),
-    Row(f"{OPTIM}lr_warmup_steps_ratio", text="set train.lr_warmup_iters, in steps"),
+    Row(f"{OPTIM}lr_warmup_steps_ratio {OPTIM}warmup_steps_ratio", text="set train.lr_warmup_iters, in steps"),
     Row(f"{OPTIM}lr_decay_steps", "train.lr_decay_iters"),
-    Row(f"{OPTIM}total_training_steps {OPTIM}num_cycles {OPTIM}optimizer {OPTIM}lr_warmup_init",
+    Row(f"{OPTIM}total_training_steps {OPTIM}num_cycles {OPTIM}optimizer {OPTIM}optimizer_impl {OPTIM}lr_warmup_init "
+        f"{OPTIM}zero_indexed_step",
         text="the optimizer is AdamW, whose schedule ends with the run"),
     Row(f"{ACTOR}fsdp_config.param_offload", "train.offload", convert=Always("parameters")),
     Row(f"{ACTOR}fsdp_config.optimizer_offload {ACTOR}fsdp_config.offload_policy", "train.offload",
@@ -224,6 +218,9 @@ ENGINE = (
         f"{ROLLOUT}free_cache_engine {ROLLOUT}skip_tokenizer_init {ROLLOUT}update_weights_bucket_megabytes "
         f"{ROLLOUT}swap_space {ROLLOUT}do_sample {ROLLOUT}use_fire_sampling",
         text="engines are servers that get weights in memory, and free it in turn with cluster.colocate"),
+    Row(f"{ROLLOUT}seed trainer.seed", "run.seed", default=42),
+    Row(f"{ROLLOUT}full_determinism {ACTOR}fsdp_config.full_determinism",
+        text="on a CPU the same seed gives the same run; on GPUs kernels may differ"),
     Row(f"{ROLLOUT}prometheus.NAME {ROLLOUT}trace.NAME", text="track.prometheus_port serves metrics of the run; "
         "engines serve their own"),
     Row(f"{ROLLOUT}quantization {ROLLOUT}quantization_config_file {ROLLOUT}checkpoint_engine.NAME "
@@ -248,7 +245,8 @@ ENGINE = (
 )  # fmt: skip
 ALGORITHM = (
     Row("algorithm.adv_estimator", "algorithm.name", "gae is ppo", choice(
-        gae="ppo", grpo="grpo", rloo="rloo", opo="opo", reinforce_plus_plus="reinforce_plus_plus",
+        gae="ppo", grpo="grpo", grpo_vectorized="grpo", rloo="rloo", rloo_vectorized="rloo", opo="opo",
+        reinforce_plus_plus="reinforce_plus_plus",
         reinforce_plus_plus_baseline="reinforce_plus_plus_baseline")),
     Row("algorithm.gamma", "algorithm.gamma"),
     Row("algorithm.lam", "algorithm.lambd", default=1.0),
@@ -294,22 +292,27 @@ ALGORITHM = (
                  "ulysses_sequence_parallel_size loss_agg_mode NAME"),
         text="all but its learning rate is as the policy's"),
 )  # fmt: skip
+OVERLONG = ("reward_model.overlong_buffer", "custom_reward_function.overlong_buffer",
+            "reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg")  # fmt: skip
+"""Tables of DAPO's soft punishment of long responses, in different versions."""
 REWARD = (
-    Row("custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path "
-        "reward.custom_reward_function.name",
-        text="verl's function runs as it is: score.custom_rm_path = PATH:NAME (docs/verifiers.md)"),
+    Row("custom_reward_function.path reward.custom_reward_function.path", "score.custom_rm_path",
+        "FILE.py:NAME, unchanged; without it score.rm_type = by_column, which reads data_source (docs/verifiers.md)"),
+    Row("custom_reward_function.name reward.custom_reward_function.name", "score.custom_rm_path",
+        "the NAME; compute_score without it"),
     Row("reward.NAME", text="verifiers grade in worker processes, score.workers (docs/verifiers.md)"),
-    Row("reward_model.reward_manager reward.reward_manager.name", "score.rm_type", "dapo; naive picks by data_source",
-        choice(dapo="dapo")),
-    Row(prefixed("reward_model.", "enable model.path strategy micro_batch_size_per_gpu model.input_tokenizer "
+    Row("reward_model.reward_manager reward.reward_manager.name",
+        text="each manager calls the function of custom_reward_function, or the verifier of the data_source"),
+    Row("reward_model.model.path reward.reward_model.model_path reward.reward_model.model.path",
+        "score.rm_options.path", "with reward_model.enable, also score.rm_type = reward_model"),
+    Row(prefixed("reward_model.", "enable strategy micro_batch_size_per_gpu model.input_tokenizer "
                  "model.fsdp_config.param_offload model.use_remove_padding max_length use_dynamic_bsz "
                  "launch_reward_fn_async enable_resource_pool n_gpus_per_node nnodes NAME"), text=REWARD_MODEL),
-    Row(" ".join(f"{place}.overlong_buffer.{name}" for place in ("reward_model", "custom_reward_function",
-        "reward_model.reward_kwargs.overlong_buffer_cfg") for name in ("enable", "len", "penalty_factor", "log")),
-        text='write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'),
-    Row(prefixed("reward_model.reward_kwargs.", "overlong_buffer_cfg.enable overlong_buffer_cfg.len "
-                 "overlong_buffer_cfg.penalty_factor overlong_buffer_cfg.log max_resp_len"),
-        text='write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'),
+    Row(" ".join(f"{place}.{name}" for place in OVERLONG for name in ("enable", "len", "penalty_factor", "log")),
+        "score.rm", "a sum of the reward and overlong"),
+    Row("reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len", "score.rm",
+        "the limit of overlong; rollout.max_response_len without it"),
+    Row("reward_model.sandbox_fusion.NAME sandbox_fusion.NAME", text="programs run in the sandbox of this machine"),
 )  # fmt: skip
 ASYNCHRONOUS = (
     Row(
@@ -330,7 +333,7 @@ ASYNCHRONOUS = (
     Row("rollout.test_freq", "eval.interval", "pushes of weights, which are rounds; negative is none", positive),
 )
 TRAINER = (
-    Row("trainer.total_epochs", "run.num_epoch"),
+    Row("trainer.total_epochs", "run.num_epoch", default=30),
     Row("trainer.total_training_steps", "run.num_rollout"),
     Row("trainer.nnodes", "cluster.actor_num_nodes"),
     Row("trainer.n_gpus_per_node", "cluster.actor_num_gpus_per_node", default=8),
@@ -338,13 +341,18 @@ TRAINER = (
     Row("trainer.test_freq", "eval.interval", "negative is none", positive),
     Row("trainer.val_before_train", "eval.before_train", convert=on),
     Row("trainer.val_only", text="`slimectl eval` evaluates alone"),
-    Row("trainer.logger", "track.with", "console is stdout", trackers),
+    Row("trainer.logger", "track.with", "console is stdout; console and wandb there, only stdout here", trackers),
     Row("trainer.project_name", "track.project"),
     Row("trainer.experiment_name", "run.name"),
     Row("trainer.default_local_dir", "run.dir", "its last part is run.name"),
     Row("trainer.balance_batch", "train.balance_data", convert=on),
     Row("trainer.critic_warmup", "algorithm.num_critic_only_steps"),
-    Row("trainer.max_actor_ckpt_to_keep", "run.keep_checkpoints", convert=positive),
+    Row(
+        "trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep",
+        "run.keep_checkpoints",
+        "all there without it",
+        positive,
+    ),
     Row("trainer.log_val_generations", "track.samples"),
     Row("trainer.rollout_data_dir", "run.keep_samples", "samples are kept in the run's folder", Always(True)),
     Row("trainer.validation_data_dir", "eval.keep_samples", "kept in the run's folder", Always(True)),
