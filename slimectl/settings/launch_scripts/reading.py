@@ -12,8 +12,8 @@ from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert, stem
 from slimectl.settings.launch_scripts.documents import python_flags, yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, is_part_of, options
+from slimectl.settings.launch_scripts.launcher import launched
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
-from slimectl.settings.launch_scripts.python_launcher import launched
 from slimectl.settings.launch_scripts.roll import ROLL
 from slimectl.settings.launch_scripts.shell import Script
 from slimectl.settings.launch_scripts.shell_commands import Command

@@ -9,8 +9,8 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slimectl.settings.launch_scripts.python_expressions import READABLE, Expressions
-from slimectl.settings.launch_scripts.python_values import (
+from slimectl.settings.launch_scripts.launcher_expressions import READABLE, Expressions
+from slimectl.settings.launch_scripts.launcher_values import (
     Function,
     Instance,
     Leave,

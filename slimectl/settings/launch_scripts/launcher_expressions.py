@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slimectl.settings.launch_scripts.python_values import (
+from slimectl.settings.launch_scripts.launcher_values import (
     COMPARISONS,
     FUNCTIONS,
     MAX_MEMBERS,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.python_expressions import MAX_STEPS
-from slimectl.settings.launch_scripts.python_program import Program
-from slimectl.settings.launch_scripts.python_values import (
+from slimectl.settings.launch_scripts.launcher_expressions import MAX_STEPS
+from slimectl.settings.launch_scripts.launcher_program import Program
+from slimectl.settings.launch_scripts.launcher_values import (
     Function,
     Instance,
     Leave,
