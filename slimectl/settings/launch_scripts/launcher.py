@@ -46,10 +46,13 @@ CLASSES = ("ExecuteTrainConfig",)
 TRACKING = "adds wandb flags if WANDB_API_KEY is set in the environment; set track.with by hand"
 
 
-def launched(path: Path, root: Path, environ: Mapping[str, str], arguments: Sequence[Field] = ()) -> Script | None:
+def launched(
+    path: Path, root: Path, environ: Mapping[str, str], arguments: Sequence[Field] = (), *, depth: int = 0
+) -> Script | None:  # fmt: skip
     """Follow a Python launcher; return the commands that it starts as a script, None if it starts none.
 
-    `arguments` are those of the command line. Raises SettingsError with the line of a syntax error.
+    `arguments` are those of the command line; `depth` counts the launchers that started this one. Raises SettingsError
+    with the line of a syntax error.
     """
     name = str(path)
     text = read_text(path, name)
@@ -57,7 +60,7 @@ def launched(path: Path, root: Path, environ: Mapping[str, str], arguments: Sequ
         return None
     launcher = Launcher(_parsed(text, name), name, environ, arguments)
     launcher.follow_all()
-    script = Script(path, root, environ)
+    script = Script(path, root, environ, depth=depth)
     script.notes += launcher.notes
     for command in launcher.commands:
         _add(script, command, text.split("\n"), name)
@@ -86,11 +89,12 @@ class Launcher(Program):
         self._options = _options(arguments)
         self._entries: list[Function] = []
         """Functions that a command line of typer starts."""
+        self._may_continue = True
 
     def follow_all(self) -> None:
         """Follow the module, then, if it starts nothing by itself, its functions that start training."""
         self._guarded(lambda: self.run(self._tree.body))
-        if self.commands:
+        if self.commands or not self._may_continue:
             return
         for node in self._tree.body:
             if isinstance(node, ast.FunctionDef) and STARTS.search(ast.unparse(node)):
@@ -100,8 +104,10 @@ class Launcher(Program):
         try:
             follow()
         except Leave as leave:
-            if leave.kind == "limit":
-                raise SettingsError(f"{self._name}: takes more than {MAX_STEPS} steps; take out the loop") from None
+            if leave.kind == "limit" and not self.commands:
+                self._may_continue = False
+                if "execute_train(" in ast.unparse(self._tree):
+                    raise SettingsError(f"{self._name}: takes more than {MAX_STEPS} steps; take out the loop") from None
         except RecursionError:
             raise SettingsError(f"{self._name}: is nested too deeply for a launcher") from None
         self._frames.clear()
@@ -177,6 +183,8 @@ class Launcher(Program):
         return super().parameter(parameter, default)
 
     def _attribute(self, owner: Any, name: str) -> Any:
+        if isinstance(owner, Reference) and f"{owner.name}.{name}" == "sys.executable":
+            return Text((Piece("python3", (1, 1)),))
         try:
             return super()._attribute(owner, name)
         except Unreadable:
@@ -196,12 +204,8 @@ class Launcher(Program):
         """Note the command that `execute_train` would start."""
         flags = arguments[0] if arguments else keywords.get("train_args", Text())
         program = str(plain(keywords.get("train_script", lifted("train.py", lines))))
-        model = keywords.get("megatron_model_type") or keywords.get("model_type")
-        shape = f"{{ source scripts/models/{model}.sh; }} && " if isinstance(model, Text) and not model.unknown else ""
-        shape_flags = "${MODEL_ARGS[@]} " if shape else ""
-        self.commands.append(
-            joined([to_text(lifted(f"{shape}python3 {program} {shape_flags}", lines), lines), to_text(flags, lines)])
-        )
+        start = Text((Piece(f"python3 {program} ", lines),))
+        self.commands.append(joined([start, to_text(flags, lines)]))
 
     def _start(self, arguments: list[Any], keywords: dict[str, Any], lines: tuple[int, int]) -> None:
         """Note a command that is given as a text or as a list of words."""

@@ -81,7 +81,7 @@ def read(
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
         launch, notes = _document(path, yaml_flags(path, str(path), environ, folder), dialects, stack), list[Note]()
-    elif path.suffix == ".py" and (script := launched(path, folder, environ)) is None:
+    elif path.suffix == ".py" and (script := _launcher(path, folder, environ, dialects)) is None:
         launch, notes = _document(path, python_flags(path, str(path), environ), dialects, stack), []
     else:
         if path.suffix != ".py":
@@ -93,6 +93,13 @@ def read(
         launch = _with_configuration(launch, path, folder, notes, environ)
     _check_program(launch)
     return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
+
+
+def _launcher(path: Path, root: Path, environ: Mapping[str, str], dialects: Sequence[Dialect]) -> Script | None:
+    """The commands of a Python launcher; None for a file that starts no training command."""
+    script = launched(path, root, environ)
+    launches = [_launch(command, dialect) for command in script.commands for dialect in dialects] if script else []
+    return script if any(launch and launch.num_known >= FEWEST_FLAGS for launch in launches) else None
 
 
 def _absence(launch: Launch) -> str:
@@ -186,8 +193,7 @@ def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
     """The position of the word that names the training program, if the command is one of Python."""
     for position, field in enumerate(fields):
         before = fields[position - 1].text if position else ""
-        is_conversion = "convert" in field.text and stem(field.text) not in dialect.absent
-        if is_conversion and PROGRAM.fullmatch(field.text):
+        if "convert" in field.text and PROGRAM.fullmatch(field.text):
             return None
         if PROGRAM.fullmatch(field.text) or (before in ("-m", "--module") and MODULE.fullmatch(field.text)):
             module = field.text.removesuffix(".py").replace("/", ".")

@@ -7,10 +7,10 @@ from contextlib import suppress
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_commands import NOT_EXECUTED, Commands, Leave
+from slimectl.settings.launch_scripts.shell_commands import MAX_CALLS, NOT_EXECUTED, Commands, Leave
 from slimectl.settings.launch_scripts.shell_conditions import Condition
 from slimectl.settings.launch_scripts.shell_filters import filtered
-from slimectl.settings.launch_scripts.shell_programs import RUNNERS
+from slimectl.settings.launch_scripts.shell_programs import RUNNERS, inner_script
 from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution
 
@@ -36,6 +36,23 @@ class Script(Commands):
     def mark(self, field: Field) -> str:
         """A text that stands for a field which is not known."""
         return self._mark(field).text
+
+    def _external(self, fields: list[Field], command: syntax.Simple) -> bool | None:
+        """Follow a Python launcher that a command starts; else what the command is."""
+        position = next((number for number, field in enumerate(fields) if field.text.endswith(".py")), None)
+        path = None if position is None else self._readable(fields[position])
+        if position is None or path is None or self._calls >= MAX_CALLS or inner_script(fields) is not None:
+            return super()._external(fields, command)
+        from slimectl.settings.launch_scripts.launcher import launched
+
+        variables = {name: value.text for name, value in self._variables.items() if isinstance(value, Field)}
+        environ = {**self._environ, **variables}
+        script = launched(path, self._root, environ, fields[position + 1 :], depth=self._calls + 1)
+        if script is None:
+            return super()._external(fields, command)
+        self.commands += script.commands
+        self.notes += script.notes
+        return None
 
     def _run_all(self, statements: Sequence[syntax.Statement]) -> bool | None:
         status: bool | None = True

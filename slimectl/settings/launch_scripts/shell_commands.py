@@ -55,14 +55,14 @@ class Leave(Exception):
 class Commands(Variables):
     """The commands of a script: those that it would start, and the effect of built-in ones."""
 
-    def __init__(self, path: Path, root: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, root: Path, environ: Mapping[str, str], *, depth: int = 0) -> None:
         super().__init__(path, environ)
         self.commands: list[Command] = []
         self._root = root.resolve()
         self._functions: dict[str, tuple[syntax.Statement, ...]] = {}
         self._outputs: list[list[Field]] = []
         self._condition = ""
-        self._calls = 0
+        self._calls = depth
         self._names = {path.resolve(): str(path)}
         self._texts: dict[Path, str] = {}
         self.unread: list[Note] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slimectl.errors import SettingsError
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.keys import DEFAULT_ALGORITHM
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, canonical, stem, typed
@@ -12,23 +13,8 @@ from slimectl.settings.launch_scripts.slime_weights import settle_weights
 FSDP_DEFAULTS = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.95}
 """Defaults of slime's FSDP trainer, where they differ from those of Megatron. It has no dropout."""
 NO_LIMIT = "is not given, so responses end only with the context of the model. Set rollout.max_response_len by hand"
-ABSENT = {
-    **dict.fromkeys(
-        ("convert_hf_to_torch_dist", "convert_torch_dist_to_hf", "convert_torch_dist_to_hf_bridge", "convert_to_hf",
-         "convert_torch_dist_to_hf_parallel"),
-        "converts a checkpoint. Use `slimectl convert`",
-    ),
-    **dict.fromkeys(
-        ("convert_hf_to_fp8", "convert_hf_to_int4", "convert_hf_to_int4_direct", "convert_hf_to_nvfp4",
-         "convert_hf_to_hf_int4"),
-        "quantizes a model. Use `slimectl convert --quantize`",
-    ),
-    **dict.fromkeys(
-        ("eval", "evaluate", "run_eval", "generate", "inference"), "trains nothing. Use `slimectl evaluate`"
-    ),
-    "fp8_cast_bf16": "turns fp8 weights into bfloat16. Use `slimectl convert --dtype bfloat16`",
-}  # fmt: skip
-"""Programs of slime that train nothing, and what to use."""
+EVALUATIONS = ("eval", "evaluate", "run_eval", "inference", "generate")
+"""Names of programs that train nothing."""
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
@@ -49,7 +35,10 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
 
 def settle(conversion: Conversion) -> None:
     """Join what slime decides by several flags together."""
-    values = conversion.values
+    values, program = conversion.values, stem(conversion.text("launcher"))
+    if program in EVALUATIONS:
+        place = conversion.flags["launcher"].place
+        raise SettingsError(f"{place}: {program}.py evaluates a model and trains nothing. Use `slimectl evaluate`")
     conversion.put("engine.backend", "sglang", "slime's engine is SGLang")
     values.setdefault("engine.dtype", "bfloat16")
     conversion.sources.setdefault("engine.dtype", "the default of slime for its engine")
@@ -62,7 +51,7 @@ def settle(conversion: Conversion) -> None:
     _settle_tracking(conversion)
     if values.get("score.custom_rm_path"):
         conversion.take_back("score.rm_type", "--custom-rm-path takes precedence")
-    if "async" in stem(conversion.text("launcher")):
+    if "async" in program:
         values.setdefault("run.async_level", 1)
         conversion.sources.setdefault("run.async_level", str(conversion.flags["launcher"]))
 
@@ -200,7 +189,4 @@ def _settle_distillation(conversion: Conversion) -> None:
         conversion.take_back(key, "algorithm.opd_teacher_url asks the teacher")
 
 
-SLIME = Dialect(
-    "slime", "slime", GROUPS, settle, unlisted, common=("Megatron's arguments", "Megatron's model shape"),
-    programs=rf"(?:^|/)(?:{'|'.join(ABSENT)})\.py$", absent=ABSENT,
-)  # fmt: skip
+SLIME = Dialect("slime", "slime", GROUPS, settle, unlisted, common=("Megatron's arguments", "Megatron's model shape"))
