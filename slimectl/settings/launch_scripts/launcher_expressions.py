@@ -147,7 +147,7 @@ class Expressions(ABC):
             return to_text(value, lines)
         spec = str(plain(self.value(part.format_spec)))
         if SPEC.fullmatch(spec) is None:
-            raise Unreadable("its format is not read")
+            return to_text(Unknown(ast.unparse(part.value), "its format is not read"), lines)
         return to_text(lifted(format(plain(value), spec), lines), lines)
 
     def _spread(self, members: Sequence[ast.expr]) -> Iterator[Any]:

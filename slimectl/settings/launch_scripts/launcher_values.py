@@ -201,8 +201,12 @@ def _members(branches: Sequence[Sequence[Any]], uncertain: Callable[[Any], Any])
 
 def calculated(first: Any, operator: ast.operator, second: Any) -> Any:
     """The result of an operator. Raises Unreadable where it is not known or not read."""
-    if isinstance(operator, ast.Add) and isinstance(first, Text) and isinstance(second, Text):
-        return joined([first, second])
+    if isinstance(operator, ast.Add) and Text in (type(first), type(second)):
+        pieces = (first if isinstance(first, Text) else second).pieces
+        lines = pieces[0].lines if pieces else (1, 1)
+        sides = [to_text(side, lines) for side in (first, second) if isinstance(side, Text | Unknown)]
+        if len(sides) == 2:
+            return joined(sides)
     if isinstance(operator, ast.Add) and isinstance(first, list) and isinstance(second, list):
         return bounded([*first[:MAX_MEMBERS], *second[:MAX_MEMBERS]])
     if isinstance(operator, ast.BitOr) and isinstance(first, dict) and isinstance(second, dict):

@@ -13,6 +13,8 @@ from slimectl.settings.launch_scripts.slime_weights import settle_weights
 FSDP_DEFAULTS = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.95}
 """Defaults of slime's FSDP trainer, where they differ from those of Megatron. It has no dropout."""
 NO_LIMIT = "is not given, so responses end only with the context of the model. Set rollout.max_response_len by hand"
+NORMALIZED = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Algorithms that need normalized advantages here."""
 EVALUATIONS = ("eval", "evaluate", "run_eval", "inference", "generate")
 """Names of programs that train nothing."""
 
@@ -80,6 +82,10 @@ def _settle_algorithm(conversion: Conversion) -> None:
     if values.get("algorithm.name") == "ppo" and "critic_lr" not in conversion.flags:
         rate = conversion.text("lr", "1e-6")
         conversion.put("algorithm.critic_lr", rate, "the default of slime for critic-lr is lr")
+    if values.get("algorithm.name") in NORMALIZED and "normalize_advantages" not in conversion.flags:
+        conversion.settled.add("algorithm.normalize_advantages")
+        reason = f"{values['algorithm.name']} always normalizes advantages here"
+        conversion.omissions.append(Omission("the default of slime for normalize-advantages, false", "", reason))
     if conversion.switch("use_kl_loss") and "kl_loss_coef" not in conversion.flags:
         values.pop("algorithm.kl_loss_coef", None)
         conversion.omit(conversion.flags["use_kl_loss"], "its coefficient is 0, as --kl-loss-coef is not given")
@@ -132,6 +138,8 @@ def _settle_training(conversion: Conversion) -> None:
         conversion.take_back("megatron.args.fp8_recipe", "has no effect without --fp8-format")
     if conversion.values.get("train.use_rollout_routing_replay"):
         conversion.take_back("megatron.use_routing_replay", "--use-rollout-routing-replay takes precedence")
+    if "num_rollout" in conversion.flags:
+        conversion.take_back("run.num_epoch", "--num-rollout takes precedence")
     if conversion.values.get("train.balance_by_flops"):
         conversion.settled.add("train.balance_data")
 

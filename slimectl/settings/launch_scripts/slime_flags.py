@@ -20,6 +20,7 @@ from slimectl.settings.launch_scripts.values import (
     off,
     on,
     positive,
+    rounds,
     secret,
     texts,
     verifier,
@@ -201,7 +202,7 @@ FAULTS = (
     Row("rollout-health-check-first-wait", "engine.health_check_first_wait"),
 )
 DATA = (
-    Row("num-rollout", "run.num_rollout"),
+    Row("num-rollout", "run.num_rollout", "0 only evaluates there: use `slimectl evaluate`", rounds),
     Row("num-epoch", "run.num_epoch"),
     Row("disable-rollout-global-dataset", text="set rollout.data_source_path to your own source"),
     Row("data-source-path", "rollout.data_source_path", convert=function_path),

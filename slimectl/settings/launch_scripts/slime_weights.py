@@ -96,7 +96,10 @@ def _settle_engine(conversion: Conversion, folder: str, scheme: str) -> None:
             f"or set it to a folder that `slimectl convert MODEL DIR --quantize fp8` makes",
             by_hand=True,
         )
-    elif not flag.problem:
+    elif flag.problem:
+        conversion.unlist("hf_checkpoint")
+        conversion.omit(flag, f"{flag.problem}; set engine.load by hand", by_hand=True)
+    else:
         conversion.put("engine.load", folder, "hf_checkpoint")
 
 
@@ -112,8 +115,7 @@ def _settle_model(conversion: Conversion, folder: str, start: str, scheme: str) 
         return
     conversion.values.pop("model.path", None)
     conversion.sources.pop("model.path", None)
-    if name == "load":
-        conversion.unlist(name)
+    conversion.unlist(name)
     tokenizer = f"only the tokenizer{' and the engine' if scheme else ''} of {last_part(folder)}"
     conversion.omit(
         flag,

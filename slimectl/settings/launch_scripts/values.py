@@ -74,6 +74,13 @@ def positive(flag: Flag) -> int:
     return value
 
 
+def rounds(flag: Flag) -> str:
+    """A number of rounds. Raises ValueError for none."""
+    if integer(flag) <= 0:
+        raise ValueError("trains nothing and only evaluates. Use `slimectl evaluate`")
+    return flag.text
+
+
 def mib(flag: Flag) -> int:
     """Bytes to MiB."""
     return max(1, integer(flag) >> 20)
@@ -201,5 +208,5 @@ def trackers(flag: Flag) -> list[str]:
 __all__ = [
     "Always", "addresses", "ahead", "bounds", "choice", "comma_separated", "dataset_name", "dataset_pairs",
     "function_path", "function_paths", "integer", "json_object", "mib", "named_datasets", "number", "off", "on",
-    "plain", "positive", "secret", "texts", "trackers", "verifier",
+    "plain", "positive", "rounds", "secret", "texts", "trackers", "verifier",
 ]  # fmt: skip
