@@ -47,7 +47,7 @@ TRACKING = "adds wandb flags if WANDB_API_KEY is set in the environment; set tra
 
 
 def launched(
-    path: Path, root: Path, environ: Mapping[str, str], arguments: Sequence[Field] = (), *, depth: int = 0
+    path: Path, root: Path, environ: Mapping[str, str], arguments: Sequence[Field] = (), depth: int = 0
 ) -> Script | None:  # fmt: skip
     """Follow a Python launcher; return the commands that it starts as a script, None if it starts none.
 
@@ -61,6 +61,7 @@ def launched(
     launcher = Launcher(_parsed(text, name), name, environ, arguments)
     launcher.follow_all()
     script = Script(path, root, environ, depth=depth)
+    script.launched = launched
     script.notes += launcher.notes
     for command in launcher.commands:
         _add(script, command, text.split("\n"), name)
@@ -98,7 +99,7 @@ class Launcher(Program):
             return
         for node in self._tree.body:
             if isinstance(node, ast.FunctionDef) and STARTS.search(ast.unparse(node)):
-                self._guarded(lambda node=node: self.follow(Function(node), [], {}))  # type: ignore[misc]
+                self._guarded(lambda node=node: self.follow(Function(node), [], {}))
 
     def _guarded(self, follow: Any) -> None:
         try:

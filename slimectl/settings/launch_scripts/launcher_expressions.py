@@ -12,7 +12,6 @@ from slimectl.settings.launch_scripts.launcher_values import (
     COMPARISONS,
     FUNCTIONS,
     MAX_MEMBERS,
-    MAX_TEXT,
     TEXT_METHODS,
     Function,
     Instance,
@@ -30,6 +29,7 @@ from slimectl.settings.launch_scripts.launcher_values import (
     to_text,
     truth,
 )  # fmt: skip
+from slimectl.settings.launch_scripts.shell_values import MAX_TEXT
 from slimectl.settings.launch_scripts.shell_variables import is_secret_variable
 
 MAX_STEPS = 30_000

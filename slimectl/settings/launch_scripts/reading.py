@@ -81,12 +81,9 @@ def read(
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
         launch, notes = _document(path, yaml_flags(path, str(path), environ, folder), dialects, stack), list[Note]()
-    elif path.suffix == ".py" and (script := _launcher(path, folder, environ, dialects)) is None:
+    elif (script := _script(path, folder, environ, dialects)) is None:
         launch, notes = _document(path, python_flags(path, str(path), environ), dialects, stack), []
     else:
-        if path.suffix != ".py":
-            script = Script(path, folder, environ)
-            script.follow()
         launch, notes = _training_command(path, script, dialects, stack, line), script.notes
         if launch.condition and launch.launcher:
             notes.append(Note(launch.launcher.place, f"whether this command is started: {launch.condition}"))
@@ -95,11 +92,16 @@ def read(
     return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
 
 
-def _launcher(path: Path, root: Path, environ: Mapping[str, str], dialects: Sequence[Dialect]) -> Script | None:
-    """The commands of a Python launcher; None for a file that starts no training command."""
-    script = launched(path, root, environ)
-    launches = [_launch(command, dialect) for command in script.commands for dialect in dialects] if script else []
-    return script if any(launch and launch.num_known >= FEWEST_FLAGS for launch in launches) else None
+def _script(path: Path, root: Path, environ: Mapping[str, str], dialects: Sequence[Dialect]) -> Script | None:
+    """The commands of a shell script or a Python launcher; None for a Python file that starts no training."""
+    if path.suffix != ".py":
+        script = Script(path, root, environ)
+        script.launched = launched
+        script.follow()
+        return script
+    launcher = launched(path, root, environ)
+    launches = [_launch(command, dialect) for command in launcher.commands for dialect in dialects] if launcher else []
+    return launcher if any(launch and launch.num_known >= FEWEST_FLAGS for launch in launches) else None
 
 
 def _absence(launch: Launch) -> str:

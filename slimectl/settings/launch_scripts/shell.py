@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
@@ -14,9 +16,15 @@ from slimectl.settings.launch_scripts.shell_programs import RUNNERS, inner_scrip
 from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution
 
+Launched: TypeAlias = "Callable[[Path, Path, Mapping[str, str], Sequence[Field], int], Script | None]"
+"""Takes a launcher, the folder that may be read, variables, arguments and depth; None if it starts no command."""
+
 
 class Script(Commands):
     """A script that is followed: each statement returns whether it succeeds, None where that is not known."""
+
+    launched: Launched | None = None
+    """Follows a Python launcher; without it, one that a script starts is a command like any other."""
 
     def follow(self) -> None:
         """Follow the whole script."""
@@ -40,14 +48,12 @@ class Script(Commands):
     def _external(self, fields: list[Field], command: syntax.Simple) -> bool | None:
         """Follow a Python launcher that a command starts; else what the command is."""
         position = next((number for number, field in enumerate(fields) if field.text.endswith(".py")), None)
-        path = None if position is None else self._readable(fields[position])
-        if position is None or path is None or self._calls >= MAX_CALLS or inner_script(fields) is not None:
+        path = None if position is None or inner_script(fields) else self._readable(fields[position])
+        if position is None or path is None or self.launched is None or self._calls >= MAX_CALLS:
             return super()._external(fields, command)
-        from slimectl.settings.launch_scripts.launcher import launched
-
         variables = {name: value.text for name, value in self._variables.items() if isinstance(value, Field)}
         environ = {**self._environ, **variables}
-        script = launched(path, self._root, environ, fields[position + 1 :], depth=self._calls + 1)
+        script = self.launched(path, self._root, environ, fields[position + 1 :], self._calls + 1)
         if script is None:
             return super()._external(fields, command)
         self.commands += script.commands

@@ -118,7 +118,8 @@ class Commands(Variables):
                 self._assign(assignment)
             return True
         if name.startswith("--") and self.commands and not self._outputs:
-            return self._note_cut(fields, command.place)
+            self._note_cut(fields, command.place)
+            return None
         if fields[0].unknown:
             self._output(Field("", command.place, fields[0].unknown))
             self.commands.append(Command(tuple(fields), command.place, self._condition))
