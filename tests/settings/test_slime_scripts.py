@@ -84,6 +84,7 @@ STARTED = {
     "in the background": "nohup bash child.sh 30 > log 2>&1 &\nwait",
     "a step of Slurm": "srun --ntasks=1 bash -c 'exec bash child.sh 30'",
     "a job of Slurm": "sbatch --nodes=2 child.sh 30",
+    "a job whose number is kept": 'JOB="$(\n  sbatch --parsable -A me child.sh 30\n)"\necho "$JOB"',
     "a job of Ray": 'ray job submit --address=x --runtime-env-json=\'{"env_vars": {"A": "1"}}\' -- bash child.sh 30',
     "a container": "docker run --gpus all -v /a:/b image bash -c 'cd /x && START --num-rollout 30'",
     "a file in a container": "docker run image bash child.sh 30",
@@ -216,6 +217,13 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
         f"START --advantage-estimator on_policy_distillation --custom-rm-path {DISTILLATION}.reward_func "
         f"--custom-reward-post-process-path {DISTILLATION}.post_process_rewards --rm-url http://10.0.0.1:131/generate",
         {"algorithm.name": "opd", "algorithm.opd_teacher_url": ["http://10.0.0.1:131"], "score.custom_rm_path": None}),
+    "adapters": (
+        "START --use-lora --lora-rank 8 --lora-alpha 16 --lora-learning-rate 3e-5 --lr 1e-6 --weight-decay 0.1",
+        {"train.lora_rank": "8", "train.lr": "3e-5", "train.weight_decay": None,
+         "listed --weight-decay": "decides train.weight_decay"}),
+    "several teachers": ("START --use-mopd --mopd-alpha 0.0", {"hand --use-mopd": "algorithm.name = opd"}),
+    "no prompts": ("python3 train.py --hf-checkpoint /m --rollout-batch-size 4 --rm-type math",
+                   {"hand --prompt-data": "Set rollout.data by hand"}),
     "rounds before epochs": ("START --num-rollout 30 --num-epoch 2", ROUNDS | {"run.num_epoch": None}),
     "no rounds": ("START --num-rollout 0", {"listed --num-rollout": "slimectl evaluate"}),
     "turns of a function": ("START --max-turns 5", {"custom.max_turns": 5}),

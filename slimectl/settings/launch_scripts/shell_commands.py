@@ -101,7 +101,8 @@ class Commands(Variables):
             pass
         finally:
             outputs = self._outputs.pop()
-            del self.commands[commands:]
+            others = [command for command in self.commands[commands:] if command.place.file != place.file]
+            self.commands[commands:] = others  # of a script that is submitted, as in JOB=$(sbatch FILE)
         field = joined(outputs, place)
         if field.unknown == NOT_EXECUTED:
             reason = f"{short(substitution.source)} is a command, and nothing of the script is executed"

@@ -59,7 +59,10 @@ def script_file(fields: Sequence[Field]) -> int | None:
     None for other commands.
     """
     for position, field in enumerate(fields):
-        if os.path.basename(field.text) in (*SHELLS, *QUEUES):
+        if os.path.basename(field.text) in QUEUES:
+            words = range(position + 1, len(fields))
+            return next((number for number in words if fields[number].text.endswith(SCRIPTS)), None)
+        if os.path.basename(field.text) in SHELLS:
             return _first_argument(fields, position + 1)
         if field.text.endswith(SCRIPTS) and (not position or os.path.basename(fields[0].text) in STARTERS):
             return position

@@ -13,6 +13,10 @@ from slimectl.settings.launch_scripts.slime_weights import settle_weights
 FSDP_DEFAULTS = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.95}
 """Defaults of slime's FSDP trainer, where they differ from those of Megatron. It has no dropout."""
 NO_LIMIT = "is not given, so responses end only with the context of the model. Set rollout.max_response_len by hand"
+SEVERAL_TEACHERS = (
+    "distils from several teachers. Here there is one: set algorithm.name = opd, and algorithm.opd_teacher_load or "
+    "opd_teacher_url, by hand"
+)
 NORMALIZED = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Algorithms that need normalized advantages here."""
 EVALUATIONS = ("eval", "evaluate", "run_eval", "inference", "generate")
@@ -114,34 +118,54 @@ def _settle_clip(conversion: Conversion) -> None:
 
 
 def _settle_training(conversion: Conversion) -> None:
-    """Set what differs between slime's trainers, and what supervised training does not need."""
-    if conversion.text("train_backend") == "fsdp":
-        conversion.program_defaults |= FSDP_DEFAULTS | {"attention_dropout": None, "hidden_dropout": None}
-    elif "hidden_dropout" not in conversion.flags and conversion.text("megatron_to_hf_mode") != "bridge":
-        conversion.put("megatron.args.hidden_dropout", 0.1, "the default of Megatron for hidden-dropout")
-    if conversion.text("megatron_to_hf_mode") == "bridge":
-        conversion.program_defaults["attention_dropout"] = None
+    """Settle rounds and sizes, and the trainer's own defaults."""
+    _settle_trainer(conversion)
+    if conversion.switch("use_lora"):
+        _settle_lora(conversion)
     is_supervised = conversion.text("loss_type") == "sft_loss" or SFT in conversion.text("rollout_function_path")
-    if is_supervised:
-        for name in ("debug_train_only", "disable_compute_advantages_and_returns"):
-            if name in conversion.flags:
-                conversion.unlist(name)
-                conversion.omit(conversion.flags[name], "supervised training here never samples")
-    elif "rollout_max_response_len" not in conversion.flags:
+    if not is_supervised and "rollout_max_response_len" not in conversion.flags:
         conversion.omissions.append(Omission("--rollout-max-response-len", "", NO_LIMIT, by_hand=True))
-    if conversion.values.get("megatron.args.fp8") and "num_experts" in conversion.flags:
-        for key in ("megatron.args.fp8", "megatron.args.fp8_recipe"):
-            conversion.take_back(key, "fp8 training covers dense models; mixtures of experts train in train.dtype")
-    elif conversion.values.get("megatron.args.fp8"):
-        conversion.put("megatron.args.transformer_impl", "transformer_engine", "fp8_format", "transformer_impl")
-    else:
-        conversion.take_back("megatron.args.fp8_recipe", "has no effect without --fp8-format")
+    for name in ("debug_train_only", "disable_compute_advantages_and_returns") if is_supervised else ():
+        if name in conversion.flags:
+            conversion.unlist(name)
+            conversion.omit(conversion.flags[name], "supervised training here never samples")
+    if not {"prompt_data", "data_source_path", "rollout_function_path"} & conversion.flags.keys():
+        reason = "is not given. Set rollout.data by hand"
+        conversion.omissions.append(Omission("--prompt-data", "", reason, by_hand=True))
     if conversion.values.get("train.use_rollout_routing_replay"):
         conversion.take_back("megatron.use_routing_replay", "--use-rollout-routing-replay takes precedence")
     if "num_rollout" in conversion.flags:
         conversion.take_back("run.num_epoch", "--num-rollout takes precedence")
     if conversion.values.get("train.balance_by_flops"):
         conversion.settled.add("train.balance_data")
+
+
+def _settle_trainer(conversion: Conversion) -> None:
+    """Set the defaults of the FSDP trainer or of Megatron, and training in fp8."""
+    is_bridge = conversion.text("megatron_to_hf_mode") == "bridge"
+    if conversion.text("train_backend") == "fsdp":
+        conversion.program_defaults |= FSDP_DEFAULTS | {"attention_dropout": None}
+    elif is_bridge:
+        conversion.program_defaults["attention_dropout"] = None
+    elif "hidden_dropout" not in conversion.flags:
+        conversion.put("megatron.args.hidden_dropout", 0.1, "the default of Megatron for hidden-dropout")
+    if not conversion.values.get("megatron.args.fp8"):
+        conversion.take_back("megatron.args.fp8_recipe", "has no effect without --fp8-format")
+    elif "num_experts" in conversion.flags:
+        for key in ("megatron.args.fp8", "megatron.args.fp8_recipe"):
+            conversion.take_back(key, "fp8 training covers dense models; mixtures of experts train in train.dtype")
+    else:
+        conversion.put("megatron.args.transformer_impl", "transformer_engine", "fp8_format", "transformer_impl")
+
+
+def _settle_lora(conversion: Conversion) -> None:
+    """Take the rate and the decay of adapters, which take precedence over those of the model."""
+    rate = next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), "")
+    if rate and not conversion.is_unknown(rate):
+        conversion.put("train.lr", conversion.text(rate), rate)
+    decay = "lora_weight_decay"
+    source = decay if decay in conversion.flags else "the default of slime for lora-weight-decay"
+    conversion.put("train.weight_decay", conversion.text(decay, "0.0"), source)
 
 
 def _settle_placement(conversion: Conversion) -> None:
@@ -188,6 +212,9 @@ def _settle_functions(conversion: Conversion) -> None:
 
 def _settle_distillation(conversion: Conversion) -> None:
     """Ask the teacher's server directly, where a reward function of slime's distillation example would."""
+    if conversion.switch("use_mopd"):
+        conversion.unlist("use_mopd")
+        conversion.omit(conversion.flags["use_mopd"], SEVERAL_TEACHERS, by_hand=True)
     url = conversion.text("rm_url")
     if not url or "on_policy_distillation" not in conversion.text("custom_rm_path"):
         return
