@@ -186,6 +186,10 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
         "source models/small.sh\nSTART --num-rollout 30 ${MODEL_ARGS[@]} --fp8-format e4m3 --fp8-recipe blockwise",
         {"megatron.args.fp8": None, "listed --fp8-format": "dense models", "listed --fp8-recipe": "dense models"},
     ),
+    "fp8 training of experts by their name": (
+        "START --num-rollout 30 --hf-checkpoint /r/Qwen3-30B-A3B --fp8-format e4m3",
+        {"megatron.args.fp8": None, "listed --fp8-format": "dense models"},
+    ),
     "fp4 training": (
         "START --num-rollout 30 --fp4-format e2m1 --fp4-recipe nvfp4",
         {"listed --fp4-format": "no training in 4 bits"},
@@ -207,7 +211,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "supervised": (
         "START --loss-type sft_loss --num-epoch 3 --debug-train-only --disable-compute-advantages-and-returns "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout",
-        {"algorithm.name": "sft", "run.num_epoch": "3", "rollout.function_path": None,
+        {"algorithm.name": "sft", "run.num_epoch": "3", "rollout.function_path": None, "engine.backend": None,
          "listed --debug-train-only": "never samples"}),
     "a loss of one's own": (
         "START --loss-type custom_loss --custom-loss-function-path my.losses.loss",
@@ -222,6 +226,11 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"train.lora_rank": "8", "train.lr": "3e-5", "train.weight_decay": None,
          "listed --weight-decay": "decides train.weight_decay"}),
     "several teachers": ("START --use-mopd --mopd-alpha 0.0", {"hand --use-mopd": "algorithm.name = opd"}),
+    "supervised by the asynchronous program": (
+        f"python3 train_async.py {FLAGS} --loss-type sft_loss --num-epoch 1 --sglang-dtype bfloat16",
+        {"run.async_level": None, "engine.dtype": None, "listed --sglang-dtype": "never samples"}),
+    "no model": ("python3 train.py --prompt-data /d --rollout-batch-size 4 --num-rollout 30",
+                 {"hand --hf-checkpoint": "Set model.path by hand"}),
     "no prompts": ("python3 train.py --hf-checkpoint /m --rollout-batch-size 4 --rm-type math",
                    {"hand --prompt-data": "Set rollout.data by hand"}),
     "rounds before epochs": ("START --num-rollout 30 --num-epoch 2", ROUNDS | {"run.num_epoch": None}),

@@ -8,7 +8,7 @@ from slimectl.settings.keys import DEFAULT_ALGORITHM
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, canonical, stem, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.slime_flags import GENERATE, GROUPS, SFT
-from slimectl.settings.launch_scripts.slime_weights import settle_weights
+from slimectl.settings.launch_scripts.slime_weights import has_experts, settle_weights
 
 FSDP_DEFAULTS = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.95}
 """Defaults of slime's FSDP trainer, where they differ from those of Megatron. It has no dropout."""
@@ -17,6 +17,9 @@ SEVERAL_TEACHERS = (
     "distils from several teachers. Here there is one: set algorithm.name = opd, and algorithm.opd_teacher_load or "
     "opd_teacher_url, by hand"
 )
+MODEL = ("hf_checkpoint",)
+PROMPTS = ("prompt_data", "data_source_path", "rollout_function_path")
+"""Flags of which one names the model, or where prompts come from."""
 NORMALIZED = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Algorithms that need normalized advantages here."""
 EVALUATIONS = ("eval", "evaluate", "run_eval", "inference", "generate")
@@ -57,9 +60,20 @@ def settle(conversion: Conversion) -> None:
     _settle_tracking(conversion)
     if values.get("score.custom_rm_path"):
         conversion.take_back("score.rm_type", "--custom-rm-path takes precedence")
-    if "async" in program:
+    if values.get("algorithm.name") == "sft":
+        _drop_sampling(conversion)
+    elif "async" in program:
         values.setdefault("run.async_level", 1)
         conversion.sources.setdefault("run.async_level", str(conversion.flags["launcher"]))
+
+
+def _drop_sampling(conversion: Conversion) -> None:
+    """Drop what engines need, as supervised training never samples."""
+    for key in [key for key in conversion.values if key.startswith(("engine.", "sglang."))]:
+        if conversion.sources[key].startswith("--"):
+            conversion.take_back(key, "supervised training never samples")
+        else:
+            del conversion.values[key], conversion.sources[key]
 
 
 def _settle_tracking(conversion: Conversion) -> None:
@@ -128,10 +142,11 @@ def _settle_training(conversion: Conversion) -> None:
     for name in ("debug_train_only", "disable_compute_advantages_and_returns") if is_supervised else ():
         if name in conversion.flags:
             conversion.unlist(name)
-            conversion.omit(conversion.flags[name], "supervised training here never samples")
-    if not {"prompt_data", "data_source_path", "rollout_function_path"} & conversion.flags.keys():
-        reason = "is not given. Set rollout.data by hand"
-        conversion.omissions.append(Omission("--prompt-data", "", reason, by_hand=True))
+            conversion.omit(conversion.flags[name], "supervised training never samples")
+    for names, key in (MODEL, "model.path"), (PROMPTS, "rollout.data"):
+        if not set(names) & conversion.flags.keys():
+            flag = f"--{names[0].replace('_', '-')}"
+            conversion.omissions.append(Omission(flag, "", f"is not given. Set {key} by hand", by_hand=True))
     if conversion.values.get("train.use_rollout_routing_replay"):
         conversion.take_back("megatron.use_routing_replay", "--use-rollout-routing-replay takes precedence")
     if "num_rollout" in conversion.flags:
@@ -151,7 +166,7 @@ def _settle_trainer(conversion: Conversion) -> None:
         conversion.put("megatron.args.hidden_dropout", 0.1, "the default of Megatron for hidden-dropout")
     if not conversion.values.get("megatron.args.fp8"):
         conversion.take_back("megatron.args.fp8_recipe", "has no effect without --fp8-format")
-    elif "num_experts" in conversion.flags:
+    elif has_experts(conversion):
         for key in ("megatron.args.fp8", "megatron.args.fp8_recipe"):
             conversion.take_back(key, "fp8 training covers dense models; mixtures of experts train in train.dtype")
     else:

@@ -18,6 +18,8 @@ FULL = re.compile(r"(?i)[-_.](bf16|bfloat16|fp16|fp32)(?=$|[-_.])")
 MEGATRON = re.compile(r"(?i)(?:torch[-_]?dist|[-_](?:dist|mcore|megatron))$|^iter_\d+$|^release$")
 """Last part of the path of a checkpoint of Megatron."""
 SUFFIX = re.compile(r"(?i)[-_.]+(?:torch[-_]?dist|dist|mcore|megatron|slime|hf|bf16|fp8|int4|nvfp4|mxfp4|mxfp8)$")
+EXPERTS = re.compile(r"(?i)\d+B-A\d+(?:\.\d+)?B")
+"""Sizes in the name of a mixture of experts: of the whole, and of what is active."""
 PUSHED = ("fp8",)
 """Quantizations that pushes of weights can make."""
 CHECKPOINTS = {"algorithm.opd_teacher_load": "opd_teacher_load", "algorithm.critic_load": "critic_load"}
@@ -54,6 +56,12 @@ def model_name(path: str) -> str:
     while name != before:
         name, before = SUFFIX.sub("", name), name
     return re.sub(r"[-_.]", "", name).lower()
+
+
+def has_experts(conversion: Conversion) -> bool:
+    """Whether the model is a mixture of experts, by its flags or its name."""
+    is_divided = conversion.number("expert_model_parallel_size", 1) > 1
+    return is_divided or "num_experts" in conversion.flags or bool(EXPERTS.search(_path(conversion, "hf_checkpoint")))
 
 
 def settle_weights(conversion: Conversion) -> None:
