@@ -86,10 +86,18 @@ class Trainer(_Closing):
     """The policy of [train] and its optimizer, with the algorithm's other models; it stays between calls of `train`.
 
     It starts from `folder`, model.path where not given. With `load`, a checkpoint of a run or of `save`, it goes on
-    with the optimizer and the step of that checkpoint.
+    with the optimizer and the step of that checkpoint. `rollouts` is the number that it will train on, which a learning
+    rate that falls until the last step needs if run.num_rollout and train.lr_decay_iters are not set.
     """
 
-    def __init__(self, settings: Settings, folder: Path | None = None, *, load: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path | None = None,
+        *,
+        load: Path | None = None,
+        rollouts: int | None = None,
+    ) -> None:
         super().__init__()
         self.settings = settings
         path = settings.model.path if load is None else str(load)
@@ -97,7 +105,7 @@ class Trainer(_Closing):
         with ExitStack() as opened:  # closed again if a model cannot be built
             executor = opened.enter_context(closing(builders.executor(settings)))
             self._models = opened.enter_context(
-                closing(builders.trainable_models(settings, self.folder, executor=executor))
+                closing(builders.trainable_models(settings, self.folder, executor=executor, rollouts=rollouts))
             )
             self.policy: Policy = self._models.policy
             self.critic: Critic | None = self._models.critic

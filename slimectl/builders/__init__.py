@@ -8,6 +8,7 @@ from importlib import import_module
 _NAMES = {
     "data": (
         "agent",
+        "check_images",
         "check_pipes",
         "check_rows",
         "count_rows",

@@ -1,4 +1,5 @@
 from slimectl.builders.data import agent as agent
+from slimectl.builders.data import check_images as check_images
 from slimectl.builders.data import check_pipes as check_pipes
 from slimectl.builders.data import check_rows as check_rows
 from slimectl.builders.data import count_rows as count_rows

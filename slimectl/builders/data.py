@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,9 @@ from slimectl.hooks import FlatSettings, hook
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
+
+ROWS_WITH_IMAGES = 10_000
+"""Rows of a source that are searched for images before servers start."""
 
 if TYPE_CHECKING:
     from slimectl.data.tables import Table
@@ -40,7 +43,7 @@ def prompts(
     if not sources:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
     options = settings.rollout
-    return open_prompts(
+    rows = open_prompts(
         sources,
         input_key=options.input_key,
         label_key=options.label_key,
@@ -56,6 +59,32 @@ def prompts(
         demonstrations=demonstrations,
         named=EnvironmentTables(settings),
     )
+    return map(_without_images, rows) if settings.uses_servers and not demonstrations else rows
+
+
+def _without_images(prompt: Prompt) -> Prompt:
+    """Return a prompt for a server. Raises RecordError if it has images."""
+    if prompt.images:
+        raise RecordError(
+            f"{prompt.source_location}: images: engines that are servers do not read images. Take one embedded engine "
+            f'(engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), or leave the row out.'
+        )
+    return prompt
+
+
+def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -> None:
+    """Raise RecordError for a prompt with images that `servers` would sample, before any is started.
+
+    Looks at the first ROWS_WITH_IMAGES rows of each source, and only for a model that reads images.
+    """
+    from slimectl.data.io import is_pipe
+
+    if servers and reads_images(settings):
+        for source in sources:
+            for prompt in (
+                () if is_pipe(source) else islice(prompts(settings, [source], shuffle=False), ROWS_WITH_IMAGES)
+            ):
+                _without_images(prompt)
 
 
 class EnvironmentTables:

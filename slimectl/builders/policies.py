@@ -262,6 +262,7 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = N
     from slimectl.policies.optimizer import OptimizerOptions
 
     train = settings.train
+    steps = train.lr_decay_iters or total_steps
     return OptimizerOptions(
         lr=train.lr if lr is None else lr,
         betas=(train.adam_beta1, train.adam_beta2),
@@ -269,9 +270,11 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = N
         weight_decay=train.weight_decay,
         clip_grad=train.clip_grad,
         schedule=train.lr_decay_style if lr is None else "constant",
-        warmup_steps=train.lr_warmup_iters if lr is None else 0,
-        decay_steps=train.lr_decay_iters or total_steps,
+        warmup_steps=train.warmup_steps(steps) if lr is None else 0,
+        decay_steps=steps,
         min_lr=train.min_lr if lr is None else 0.0,
+        wsd_steps=train.lr_wsd_decay_iters or -(-(steps or 0) // 10),
+        wsd_style=train.lr_wsd_decay_style,
         state_dtype=train.optimizer_state_dtype,
     )
 

@@ -75,16 +75,15 @@ def server_pool(
     With `waiting` they answer no request before a first push; otherwise they have the weights in `model`. Their output
     goes to engine-0.log, … in `folder`/logs.
     """
+    if settings.engine.url or not settings.uses_servers:
+        return None
     pool = new_pool(settings, model, executor=executor, folder=folder, waiting=waiting)
-    if pool is not None:
-        pool.start()
+    pool.start()
     return pool
 
 
-def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool) -> ServerPool | None:
+def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool) -> ServerPool:
     """Make the pool of `server_pool`, not yet started."""
-    if settings.engine.url or not settings.uses_servers:
-        return None
     from slimectl.engines.supervisor.server_pool import ServerPool
 
     options, logs = settings.engine, folder / "logs"
@@ -252,19 +251,21 @@ def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine
     with ExitStack() as closing:
         if not engine_reads(settings, model):
             model = _converted(settings, model, closing.enter_context(TemporaryDirectory(prefix="slimectl-model-")))
-        if not settings.uses_servers:
+        if not settings.stage_uses_servers:
             yield engine(settings, model, text)
             return
         settings = keyed(settings)
         executor = executor_of(settings, trains=False)
         closing.callback(executor.close)
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
-        started = server_pool(settings, model, executor=executor, folder=folder, waiting=False)
-        if started is None:
+        if settings.engine.url:
             http_engine = client(settings, model, text, urls(settings), urls(settings))
         else:
+            started = new_pool(settings, model, executor=executor, folder=folder, waiting=False)
             closing.callback(started.close)
-            logger.info(f"{len(started.urls)} engines are up")
+            started.start()
+            count = len(started.urls)
+            logger.info(f"{count} engines are up" if count > 1 else "1 engine is up")
             http_engine = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
             started.announce, started.failed = http_engine.set_urls, http_engine.fail
         closing.callback(lambda: asyncio.run(http_engine.close()))

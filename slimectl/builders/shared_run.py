@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.builders.trackers import identity
+from slimectl.builders.trackers import identity, tracked_run, tracker_arguments
 from slimectl.settings import Settings
-from slimectl.settings.secret import reveal
 
 if TYPE_CHECKING:
     from slimectl.protocols import Executor, RankGroup, RankPipe, Serve
@@ -23,8 +22,8 @@ def tracked_executor(executor: Executor, settings: Settings, folder: Path) -> Ex
     """Return an executor whose ranks write into the run at wandb, if track.mode is shared; else the same one."""
     if settings.track.mode != "shared":
         return executor
-    track, run = settings.track, identity(settings, folder)
-    arguments = reveal(track.kwargs.get("wandb", {}), setting="track.kwargs.wandb")
+    run, arguments = identity(settings, folder), tracker_arguments("wandb", settings)
+    log_dir = tracked_run(settings, folder).log_dir
     run = replace(
         run,
         project=arguments.get("project", run.project),
@@ -35,7 +34,7 @@ def tracked_executor(executor: Executor, settings: Settings, folder: Path) -> Ex
         api_key=run.api_key or os.environ.get("WANDB_API_KEY"),
         config=None,
     )
-    place = Path(arguments.get("dir") or track.dir or folder) / "wandb"
+    place = Path(arguments.get("dir") or arguments.get("log_dir") or log_dir or folder) / "wandb"
     sharing: Executor = RunSharingExecutor(executor, run, place, arguments.get("settings", {}))
     return sharing
 

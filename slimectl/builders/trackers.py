@@ -13,13 +13,15 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
 from slimectl.protocols import NO_PROGRESS, Progress
-from slimectl.redaction import redact
+from slimectl.redaction import redact, without_secrets
 from slimectl.registry import TRACKERS
 from slimectl.settings import Settings
+from slimectl.settings.placeholders import filled
+from slimectl.settings.run import KEY_VARIABLES
 from slimectl.settings.secret import reveal
 from slimectl.types import Metrics, Sample, StepReport, TableRow
 
@@ -50,9 +52,10 @@ def check_trackers(settings: Settings) -> None:
             raise MissingExtraError(library, extra=library, wanted_by="track.with")
         if settings.track.kwargs.get(name):
             _check_arguments(name, settings)
-            reveal(settings.track.kwargs[name], setting=f"track.kwargs.{name}")
+        tracker_arguments(name, settings)
+        _api_key(name, settings)
     _check_shared_mode(settings)
-    reveal(settings.track.api_key, setting="track.api_key")
+    _place(settings)
     if settings.track.prometheus_port is not None:
         if find_spec("prometheus_client") is None:
             raise MissingExtraError("prometheus_client", extra="prometheus", wanted_by="track.prometheus_port")
@@ -77,7 +80,41 @@ def _check_arguments(name: str, settings: Settings) -> None:
     with starting(name, way_out=f"repair its library, or drop {name} from track.with"), redirect_stdout(sys.stderr):
         accepted = accepted_arguments(TRACKERS.load(name))
     if accepted is not None:
-        check_arguments(f"track.kwargs.{name}", settings.track.kwargs[name], accepted)
+        account = {"api_key": None} if name in KEY_VARIABLES else {}
+        check_arguments(f"track.kwargs.{name}", settings.track.kwargs[name], {**accepted, **account})
+
+
+def _is_offline(name: str, settings: Settings) -> bool:
+    """Return whether a tracker has a mode in which it needs no account."""
+    from slimectl.trackers.base import is_offline
+
+    return is_offline(name, settings.track.kwargs.get(name, {}).get("mode") or settings.track.mode)
+
+
+def tracker_arguments(name: str, settings: Settings) -> dict[str, Any]:
+    """Return track.kwargs of a tracker without its key, with references resolved; offline without any secret."""
+    setting = f"track.kwargs.{name}"
+    given = {key: value for key, value in settings.track.kwargs.get(name, {}).items() if key != "api_key"}
+    if _is_offline(name, settings):
+        given = without_secrets(given)
+    arguments: dict[str, Any] = reveal(filled(given, settings, setting=setting), setting=setting)
+    return arguments
+
+
+def _api_key(name: str, settings: Settings) -> str | None:
+    """Return the key of a tracker's account, if settings have one and the tracker is not offline."""
+    if name not in KEY_VARIABLES or _is_offline(name, settings):
+        return None
+    own = settings.track.kwargs.get(name, {}).get("api_key")
+    setting = f"track.kwargs.{name}.api_key" if own else "track.api_key"
+    key: str | None = reveal(own or settings.track.api_key, setting=setting)
+    return key
+
+
+def _place(settings: Settings) -> dict[str, str | None]:
+    """Return project, entity, group, run_id and dir of [track], with placeholders replaced."""
+    names = ("project", "entity", "group", "run_id", "dir")
+    return {name: filled(getattr(settings.track, name), settings, setting=f"track.{name}") for name in names}
 
 
 def _check_shared_mode(settings: Settings) -> None:
@@ -143,12 +180,12 @@ def tracked_run(settings: Settings, folder: Path) -> TrackedRun:
     """Return the run as [track] describes it to every tracker."""
     from slimectl.trackers.base import TrackedRun
 
-    track = settings.track
+    log_dir = _place(settings)["dir"]
     return TrackedRun(
         folder,
         partial(identity, settings, folder),
-        log_dir=Path(track.dir) if track.dir else None,
-        one_axis=track.always_use_train_step,
+        log_dir=Path(log_dir) if log_dir else None,
+        one_axis=settings.track.always_use_train_step,
     )
 
 
@@ -207,7 +244,8 @@ def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:
     make = TRACKERS.load(name)
     if settings.track.kwargs.get(name):
         _check_arguments(name, settings)
-    arguments = reveal(settings.track.kwargs.get(name, {}), setting=f"track.kwargs.{name}")
+    arguments = tracker_arguments(name, settings)
+    run = replace(run, identity=partial(identity, settings, run.folder, tracker=name))
     if TRACKERS.is_third_party(name) and (cls := getattr(make, "settings_class", None)):
         arguments["settings"] = settings.part_section(name, cls)
     with starting(name, way_out=f"repair {TRACKERS.package(name)}, or drop {name} from track.with"):
@@ -238,8 +276,8 @@ def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
     )
 
 
-def identity(settings: Settings, folder: Path) -> Identity:
-    """Return the run identity of hosted trackers; its id is drawn once, and saved in the run's folder for a resume."""
+def identity(settings: Settings, folder: Path, *, tracker: str = "wandb") -> Identity:
+    """Return the run identity of a hosted tracker; its id is drawn once, and saved in the run's folder for a resume."""
     from slimectl.data.atomic_replace import write_text
     from slimectl.trackers.base import Identity
 
@@ -251,15 +289,16 @@ def identity(settings: Settings, folder: Path) -> Identity:
     name = settings.run.name or "run"
     config = redact(settings.model_dump(mode="json", by_alias=True))
     config["track"].pop("kwargs")
+    place = _place(settings)
     return Identity(
-        run_id=track.run_id or saved_id,
+        run_id=place["run_id"] or saved_id,
         name=f"{name}-{saved_id[:SUFFIX_LENGTH]}" if track.random_suffix else name,
-        project=track.project,
-        entity=track.entity,
-        group=track.group,
+        project=place["project"] or track.project,
+        entity=place["entity"],
+        group=place["group"],
         mode=track.mode,
         host=track.host,
-        api_key=reveal(track.api_key, setting="track.api_key"),
+        api_key=_api_key(tracker, settings),
         config=config,
     )
 

@@ -77,8 +77,12 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
     from slimectl.cli.output import print_summary, up_to_date, write_out
     from slimectl.cli.progress import ProgressBar
     from slimectl.data.streams import tee
+    from slimectl.stages.evaluate import resolve_dataset_settings
 
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
+    for name, source in settings.eval.sources.items():
+        own = resolve_dataset_settings(settings, name)
+        builders.check_images(own, [source], servers=settings.stage_uses_servers)
     with Evaluation(settings) as evaluation, Sampler(settings, folder) as sampler:
         with ProgressBar("answers", total=_answer_count(settings)) as progress:
             samples = tee(evaluation.samples(sampler), lambda sample: progress.advance())

@@ -60,6 +60,8 @@ def rollout(
         if source is not None
         else builders.prompts(settings, list(settings.rollout.data), epochs=settings.run.num_epoch or 1)
     )
+    if source is None:
+        builders.check_images(settings, settings.rollout.data, servers=settings.stage_uses_servers)
     inputs = [*settings.rollout.data, str(folder)]
     manifest = up_to_date("rollout", settings, inputs, options.out, options.force)
     if manifest is None:

@@ -162,13 +162,16 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
     if manifest is None:
         return
     warn_of_other_model(settings, samples, folder)
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"num_epoch": None})})  # one pass
+    on_error: Literal["stop", "skip"] = "skip" if options.on_error == "skip" else "stop"
+    rollouts = _scheduled_rollouts(settings, samples, folder, on_error, resumes=load is not None)
     tokenizer = builders.tokenizer(folder)
     skipped, too_long = SkippedLines(name_of(samples), stdio.logger.warning), list[Prompt]()
     stream = builders.training_samples(
         settings,
         samples,
         tokenizer,
-        on_error="skip" if options.on_error == "skip" else "stop",
+        on_error=on_error,
         report=skipped.add_bad_line,
         on_line=skipped.add_line,
         context=builders.context_length(settings, folder),
@@ -189,6 +192,7 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
                 signed=signed,
                 too_long=too_long,
                 total=line_count([samples]),
+                rollouts=rollouts,
             )
     finally:
         skipped.report()
@@ -199,6 +203,25 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
         f"{stdio.quantity(steps, 'step')}{dropped}; " + (f"weights in {save}" if save else "nothing saved (no --save)")
     )
     _warn_without_signal(signal, settings, "SAMPLES" if samples == "-" else samples)
+
+
+def _scheduled_rollouts(
+    settings: Settings, samples: str, folder: Path, on_error: Literal["stop", "skip"], *, resumes: bool
+) -> int | None:
+    """Return the number of rollouts in the file if the learning rate depends on it, else None.
+
+    Raises SettingsError for samples that cannot be counted before, and for a training that `resumes` a checkpoint.
+    """
+    from slimectl.data.io import is_pipe
+    from slimectl.runtime.rounds import RecordedRounds
+
+    setting = settings.train.needs_total_steps
+    if not setting or settings.run.num_rollout:
+        return None
+    if is_pipe(samples) or resumes:
+        where = "--load: the steps of the checkpoint" if resumes else f"{samples}: the steps of a pipe"
+        raise SettingsError(f"{setting} needs an end, and {where} are not counted. Set train.lr_decay_iters.")
+    return RecordedRounds(settings, samples, on_error).scheduled_rollouts(folder)
 
 
 def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) -> None:
@@ -225,10 +248,12 @@ def _train_steps(
     signed: Callable[[dict[str, int]], Any],
     too_long: list[Prompt],
     total: int | None,
+    rollouts: int | None,
 ) -> tuple[int, SignalCount]:
     """Train with a record per step on stdout (on a terminal a row of a table), and write the weights to `save`.
 
-    `total` is the number of samples, if it is known. Return the number of steps, and of rounds with and without signal.
+    `total` is the number of samples, if it is known, and `rollouts` that of the rollouts with which a schedule ends.
+    Return the number of steps, and of rounds with and without signal.
     """
     import json
 
@@ -245,7 +270,10 @@ def _train_steps(
             yield sample
 
     rows = builders.step_table() if stdio.is_terminal() else lambda report: [json.dumps(report.to_json())]
-    with ProgressBar("samples", total=total) as progress, Trainer(settings, folder, load=load) as trainer:
+    with (
+        ProgressBar("samples", total=total) as progress,
+        Trainer(settings, folder, load=load, rollouts=rollouts) as trainer,
+    ):
         for report in trainer.train(samples(), progress=progress):
             if len(too_long) > counted:
                 report.metrics["rollout/prompts_too_long"] = float(len(too_long) - counted)

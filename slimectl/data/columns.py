@@ -9,6 +9,7 @@ from typing import Any
 
 from slimectl.chats.messages import content_text, from_json
 from slimectl.data.checks import a_chat, shown
+from slimectl.data.prompt_images import OTHER_MEDIA
 from slimectl.errors import RecordError
 from slimectl.stdio import logger
 from slimectl.types import Chat, text_of_label
@@ -27,7 +28,6 @@ IMAGES = (
     "imgs", "img", "img_paths", "img_path", "pictures", "picture",
 )  # fmt: skip
 """Columns of images, by priority."""
-OTHER_MEDIA = re.compile(r"(videos?|audios?|input_audio)(_(paths?|files?|urls?))?")
 NUMBERED_IMAGE = re.compile(r"(image|img|picture)_?\d+")
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 """Columns of prompts that are strings, by priority."""
@@ -160,8 +160,11 @@ def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
     Raises RecordError for columns that are not read: videos, audio, and images in several columns.
     """
     filled = [str(name) for name, value in row.items() if value not in (None, "", [], {}, ())]
-    if others := sorted(set(filter(OTHER_MEDIA.fullmatch, filled)) - {key}):
-        raise RecordError(f"{location}: {others[0]}: only images are read. Remove the row or the column.")
+    if others := unread_media(row, key):
+        raise RecordError(
+            f"{location}: {others[0]}: only images are read. Give frames of a video as images, or remove the row or "
+            f"the column."
+        )
     if key != IMAGE_KEY or key in filled:
         return key
     if numbered := sorted(filter(NUMBERED_IMAGE.fullmatch, filled)):
@@ -170,6 +173,19 @@ def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
     if name != key:
         _announce(location, f"the images are taken from {name}", "rollout.image_key")
     return name
+
+
+def unread_media(row: Mapping[str, Any], key: str) -> list[str]:
+    """Return the names of filled columns of videos and audio, except the column `key`."""
+    names = (name for name, value in row.items() if value not in (None, "", [], {}, ()))
+    return sorted(str(name) for name in names if name != key and OTHER_MEDIA.fullmatch(str(name)))
+
+
+def warn_of_media(row: Mapping[str, Any], key: str, location: str) -> None:
+    """Log once for each source that a text model gets no videos and audio of its rows."""
+    for name in unread_media(row, key):
+        if source := _first_time(location, name):
+            logger.warning(f"{source}: {name}: is not read. The model sees only the text of the prompt.")
 
 
 def chat_column(row: Mapping[str, Any]) -> str | None:
@@ -317,7 +333,14 @@ def _calls(value: Any, location: str) -> list[dict[str, Any]]:
 
 def _announce(location: str, words: str, settings: str) -> None:
     """Log once for each source how its columns are used."""
-    source = re.sub(r"(:\d+|\[\d+\])$", "", location)
-    if (source, words) not in _announced:
-        _announced.add((source, words))
+    if source := _first_time(location, words):
         logger.info(f"{source}: {words}. Set {settings} to use other columns.")
+
+
+def _first_time(location: str, words: str) -> str | None:
+    """Return the source of a location the first time that these words are about it, otherwise None."""
+    source = re.sub(r"(:\d+|\[\d+\])$", "", location)
+    if (source, words) in _announced:
+        return None
+    _announced.add((source, words))
+    return source

@@ -15,6 +15,8 @@ from slimectl.types import Chat, ImageSource, Sample
 
 OTHER_MARKS = ("<video>", "<audio>", "<|image_pad|>", "<|video_pad|>")
 """Marks of media that are not read, and placeholder tokens that a text must not contain."""
+OTHER_MEDIA = re.compile(r"(videos?|audios?|input_audio)(_(paths?|files?|urls?))?")
+"""Names of columns, and types of parts of messages, that are not read."""
 PART: dict[str, Any] = {"type": "image"}
 """An image in a chat of a Prompt: the source is in its `images`."""
 
@@ -35,6 +37,17 @@ def has_places(text: str | Chat) -> bool:
     if isinstance(text, str):
         return any(mark in text for mark in (IMAGE_MARK, *OTHER_MARKS))
     return has_images(text) or any(has_places(content) for content in _texts(text) if isinstance(content, str))
+
+
+def refuse_other_media(text: str | Chat) -> None:
+    """Raise ValueError for a part of a message that is a video or audio."""
+    for number, message in enumerate(text if isinstance(text, list) else []):
+        for part in _parts(message):
+            if OTHER_MEDIA.fullmatch(str(part.get("type"))):
+                raise ValueError(
+                    f"message[{number}].content: has a part of type {part['type']!r}. Only text and images are read. "
+                    f"Give frames of a video as images."
+                )
 
 
 def place_images(

@@ -15,9 +15,19 @@ from typing import Any, TypeVar
 
 from slimectl.chats.messages import from_json
 from slimectl.data.checks import Check, a_chat, a_label, a_mapping, shown
-from slimectl.data.columns import IMAGE_KEY, INPUT_KEY, LABEL_KEY, Columns, Keys, column, image_column, read_columns
+from slimectl.data.columns import (
+    IMAGE_KEY,
+    INPUT_KEY,
+    LABEL_KEY,
+    Columns,
+    Keys,
+    column,
+    image_column,
+    read_columns,
+    warn_of_media,
+)
 from slimectl.data.json_values import jsonable
-from slimectl.data.prompt_images import folder_of, has_places, place_images
+from slimectl.data.prompt_images import folder_of, has_places, place_images, refuse_other_media
 from slimectl.data.records import RECORD_VERSION
 from slimectl.data.sources import NamedTables, open_table
 from slimectl.data.tables import Row, Table
@@ -201,9 +211,12 @@ def with_parts(
     """Return the prompt of a row whose text and label have been read. Raises RecordError with the source location."""
     location, value = row
     text = _checked(location, keys.input, columns.text, check)
+    _checked(location, keys.input, text, refuse_other_media)
     images: list[ImageSource] = []
     has_images = reads_images or has_places(text)
     image_key = image_column(value, keys.image, location) if has_images else keys.image
+    if not has_images:
+        warn_of_media(value, keys.image, location)
     if has_images or column(value, image_key):
         place = partial(place_images, text, folder=folder_of(location), reads_images=reads_images)
         text, images = _checked(location, image_key, column(value, image_key), place)

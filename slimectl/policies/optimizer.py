@@ -47,13 +47,28 @@ def trainable_names(names: Iterable[str], *, freeze: Sequence[str] = (), train_o
     return trainable
 
 
+ENDLESS = ("constant", "inverse-square-root")
+"""Schedules that need no number of steps."""
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "exponential": lambda progress: 2 * 0.5**progress - 1,
+    "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+"""What remains of the range from lr to min_lr, by the share of the decay that has passed (Megatron-core's formulas)."""
+
+SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
     """AdamW hyperparameters and learning rate schedule.
 
     `weight_decay` skips one-dimensional tensors (norms, biases). `clip_grad` is the largest global gradient norm, 0
-    for no clipping. The rate rises linearly from 0 over `warmup_steps`, then is constant or falls to `min_lr` at step
-    `decay_steps` (counted from the first step, warm-up included). `state_dtype` is that of the moments.
+    for no clipping. The rate rises linearly from 0 over `warmup_steps` and then follows `schedule`. `decay_steps`
+    counts from the first step and includes the warm-up. After them the rate is `min_lr`. WSD keeps its peak until the
+    last `wsd_steps` of them, in which it falls by `wsd_style`. `state_dtype` is that of the moments.
     """
 
     lr: float = 1e-6
@@ -61,19 +76,28 @@ class OptimizerOptions:
     eps: float = 1e-8
     weight_decay: float = 0.01
     clip_grad: float = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
     warmup_steps: int = 0
     decay_steps: int | None = None
     min_lr: float = 0.0
+    wsd_steps: int = 0
+    wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise SettingsError(f"schedule {self.schedule!r}: must be constant, linear or cosine")
-        if self.schedule != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
+        if self.schedule not in SCHEDULES:
+            raise SettingsError(f"schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
+        if self.schedule in ENDLESS:
+            return
+        if self.decay_steps is None or self.decay_steps <= self.warmup_steps:
             raise SettingsError(
                 f"train.lr_decay_style: {self.schedule} needs decay_steps above warmup_steps ({self.warmup_steps}), got"
                 f" {self.decay_steps}. Set train.lr_decay_iters, or run.num_rollout for a longer run."
+            )
+        if self.schedule == "WSD" and not 0 < self.wsd_steps <= self.decay_steps - self.warmup_steps:
+            raise SettingsError(
+                f"train.lr_wsd_decay_iters: {self.wsd_steps} must be from 1 to {self.decay_steps - self.warmup_steps},"
+                f" the steps between the warm-up and the end of the decay ({self.decay_steps})"
             )
 
 
@@ -87,11 +111,18 @@ def lr_at(step: int, options: OptimizerOptions) -> float:
     """
     if step < options.warmup_steps:
         return options.lr * step / options.warmup_steps
-    if options.schedule == "constant" or options.decay_steps is None:
+    if options.schedule == "constant":
         return options.lr
-    progress = min((step - options.warmup_steps) / (options.decay_steps - options.warmup_steps), 1.0)
-    remaining = 1 - progress if options.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return options.min_lr + (options.lr - options.min_lr) * remaining
+    end = math.inf if options.decay_steps is None else options.decay_steps
+    if step > end:
+        return options.min_lr
+    if options.schedule == "inverse-square-root":
+        return max(options.min_lr, options.lr * math.sqrt(max(options.warmup_steps, 1) / max(step, 1)))
+    is_wsd = options.schedule == "WSD"
+    start = end - options.wsd_steps if is_wsd else options.warmup_steps
+    progress = max(0.0, (step - start) / (end - start))
+    decay = DECAYS[options.wsd_style if is_wsd else options.schedule]
+    return options.min_lr + (options.lr - options.min_lr) * decay(progress)
 
 
 def unmet_schedule(updates: int, options: OptimizerOptions) -> str:
@@ -100,7 +131,7 @@ def unmet_schedule(updates: int, options: OptimizerOptions) -> str:
     `updates` is the number of updates. The schedule ends at `options.decay_steps`.
     """
     counted = options.decay_steps
-    if options.schedule == "constant" or counted is None or updates == counted or not updates:
+    if options.schedule in ENDLESS or counted is None or updates == counted or not updates:
         return ""
     schedule = f"the {options.schedule} schedule of the learning rate"
     message = f"{schedule} counted {counted} steps, and the run made {updates}: "
@@ -117,7 +148,7 @@ def unmet_schedule(updates: int, options: OptimizerOptions) -> str:
 
 SCHEDULE_FIELDS = {
     "lr": "peak", "schedule": "decay", "warmup_steps": "warm-up steps", "decay_steps": "end of the decay",
-    "min_lr": "lowest rate",
+    "min_lr": "lowest rate", "wsd_steps": "steps of the decay", "wsd_style": "shape of the decay",
 }  # fmt: skip
 """Fields of OptimizerOptions that determine the learning rate, with their names in messages."""
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from slimectl.errors import RecordError
-from slimectl.rewards.base import Span
+from slimectl.rewards.base import Grade, Span, Verifier
 from slimectl.rewards.thoughts import OPENED, answer_start
 from slimectl.types import Sample, text_of_label
 
+V = TypeVar("V", bound=Verifier)
 Source = Literal["response", "last_line", "boxed", "answer_tag", "with_thought"]
 SOURCE_WORDS: dict[Source, str] = {
     "response": "response",
@@ -138,6 +141,35 @@ def label_text(sample: Sample, wanted_by: str) -> str:
     if label is None:
         raise RecordError(f"sample {sample.index}: label: missing, and the {wanted_by} verifier compares with it")
     return composed(text_of_label(label).strip())
+
+
+def any_label(explain: Callable[[V, Sample], Grade]) -> Callable[[V, Sample], Grade]:
+    """Let a verifier accept any of the labels where the label is a list: the best grade counts, the first of equals.
+
+    Raises RecordError for an empty list, and for an entry that is not a string or a number.
+    """
+
+    @functools.wraps(explain)
+    def explain_best(self: V, sample: Sample) -> Grade:
+        labels = sample.label
+        if not isinstance(labels, list):
+            return explain(self, sample)
+        if not labels or not all(isinstance(label, str | int | float) for label in labels):
+            fault = "holds something other than strings and numbers" if labels else "is empty"
+            raise RecordError(f"sample {sample.index}: label: the list of accepted answers {fault}")
+        grades = [explain(self, replace(sample, label=label)) for label in labels]
+        place = max(range(len(grades)), key=lambda i: _score(grades[i]))
+        best = grades[place]
+        if best.extracted is None:
+            return best
+        return replace(best, why=f"{best.why}; label {place + 1} of {len(labels)}")
+
+    return explain_best
+
+
+def _score(grade: Grade) -> float:
+    reward = grade.reward
+    return float(reward["score"] if isinstance(reward, dict) else reward or 0.0)
 
 
 def composed(text: str) -> str:

@@ -162,8 +162,11 @@ def _entry(sample: Sample) -> dict[str, Any]:
     """A copy of the task's entry: some scorers modify their argument."""
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict):
-        if sample.label is None:
-            raise RecordError(f"sample {sample.index}: label: missing, and so is metadata.entry. Give one of them.")
+        if sample.label is None or isinstance(sample.label, list | dict):
+            fault = "missing" if sample.label is None else "a list or an object"
+            raise RecordError(
+                f"sample {sample.index}: label: {fault}, and metadata.entry is missing. Give the entry, or one answer."
+            )
         entry = {"question": sample.prompt, "answer": text_of_label(sample.label), "metadata": sample.metadata}
     copied: dict[str, Any] = json_copy(entry)
     if _task(sample) in _TUPLE_TASKS:

@@ -11,7 +11,17 @@ from fractions import Fraction
 
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer, quote
-from slimectl.rewards.extraction import SOURCE_WORDS, Source, composed, find, label_text, missing, text_of, trimmed
+from slimectl.rewards.extraction import (
+    SOURCE_WORDS,
+    Source,
+    any_label,
+    composed,
+    find,
+    label_text,
+    missing,
+    text_of,
+    trimmed,
+)
 from slimectl.rewards.math.numbers import find_last_number, last_number, written_number
 from slimectl.rewards.thoughts import first_tag
 from slimectl.types import Sample
@@ -53,6 +63,7 @@ class Regex(Verifier):
                 f'Set score.rm_options.source="with_thought".'
             )
 
+    @any_label
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "regex"), self._find(sample)
         pattern = label if self.pattern is None else self.pattern
@@ -66,7 +77,8 @@ class Regex(Verifier):
         return binary_grade(right, source, answer, label)
 
     def extract(self, sample: Sample) -> str | None:
-        return text_of(self._find(sample))
+        by_label = self.pattern is None and isinstance(sample.label, list)
+        return self.explain(sample).extracted if by_label else text_of(self._find(sample))
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
         return folded(first, self.ignore_case) == folded(second, self.ignore_case)
@@ -114,6 +126,7 @@ class F1(Verifier):
 
     source: Source = "response"
 
+    @any_label
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "f1"), find(sample, self.source)
         if answer is None:
@@ -165,6 +178,7 @@ class Numeric(Verifier):
         if not groups:
             raise SettingsError(f"score.rm_options.pattern: {self.pattern!r} has no group. Put the number into ( )")
 
+    @any_label
     def explain(self, sample: Sample) -> Grade:
         label = label_text(sample, "numeric")
         expected = written_number(last_number(label) or "")
@@ -204,6 +218,7 @@ class Contains(Verifier):
     source: Source = "response"
     ignore_case: bool = False
 
+    @any_label
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "contains"), find(sample, self.source)
         if answer is None:
@@ -222,6 +237,7 @@ class Exact(Verifier):
     source: Source = "response"
     ignore_case: bool = False
 
+    @any_label
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "exact"), find(sample, self.source)
         if answer is None:

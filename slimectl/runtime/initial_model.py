@@ -50,11 +50,8 @@ def check_runnable(settings: Settings) -> None:
             f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares answers to a "
             f"prompt with one another; sample at least 2"
         )
-    if settings.train.lr_decay_style != "constant" and not (settings.train.lr_decay_iters or settings.run.num_rollout):
-        raise SettingsError(
-            f"train.lr_decay_style: {settings.train.lr_decay_style} needs an end; give run.num_rollout or "
-            f"train.lr_decay_iters"
-        )
+    if (setting := settings.train.needs_total_steps) and not settings.run.num_rollout:
+        raise SettingsError(f"{setting} needs an end. Set run.num_rollout or train.lr_decay_iters.")
 
 
 def check_model(settings: Settings) -> None:
@@ -81,6 +78,8 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
     for source in sources:
         if source and not any(map(is_pipe, source)):
             next(builders.prompts(settings, source, shuffle=False))
+            if samples:
+                builders.check_images(settings, source, servers=settings.uses_servers)
 
 
 def prepare_model(settings: Settings, folder: RunDir) -> Path:

@@ -238,11 +238,15 @@ class RecordedRounds:
         return RolloutService(self.settings, model, executor=executor, folder=folder)
 
     def models(self, model: Path, *, executor: Executor) -> builders.TrainableModels:
-        """Build the models of the training from the initial one; the file is read before if a schedule ends with it."""
-        train, rollouts = self.settings.train, None
-        if train.lr_decay_style != "constant" and not train.lr_decay_iters and self._epochs is not None:
-            rollouts = self._count_rollouts(model, only_trained=not self.settings.one_step_per_round)
+        """Build the models of the training from the initial one."""
+        rollouts = self.scheduled_rollouts(model)
         return builders.trainable_models(self.settings, model, executor=executor, rollouts=rollouts)
+
+    def scheduled_rollouts(self, model: Path) -> int | None:
+        """Read the file and return the number of its rollouts if the learning rate depends on it, else None."""
+        if not self.settings.train.needs_total_steps or self._epochs is None:
+            return None
+        return self._count_rollouts(model, only_trained=not self.settings.one_step_per_round)
 
     def stream(
         self,

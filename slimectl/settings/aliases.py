@@ -65,6 +65,10 @@ def with_tracker_names(document: dict[str, Any]) -> dict[str, Any]:
     >>> with_tracker_names({"track_with": "wandb", "use_tensorboard": True})
     {'track': {'track_with': ['wandb', 'tensorboard']}}
     """
+    run = document.get("run", {})
+    if "exp_name" in document and isinstance(run, dict) and "name" not in run:  # ROLL's name of a run
+        document = {**document, "run": {**run, "name": document["exp_name"]}}
+        del document["exp_name"]
     names = {*KEYS["track"], *TRACKER_SWITCHES, *TENSORBOARD_FOLDER}
     track = document.get("track", {})
     if not isinstance(track, dict) or not names & {*document, *track}:

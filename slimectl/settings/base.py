@@ -14,6 +14,8 @@ from slimectl.registry import ENGINES, EXECUTORS, POLICIES, TRACKERS, Registry
 from slimectl.settings import aliases
 
 PositiveInt = Annotated[int, Field(ge=1)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=2)]
+AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
 ListOfTexts = BeforeValidator(lambda value: [value] * bool(value) if isinstance(value, str) else value)
 Texts = Annotated[list[str], ListOfTexts]
 """A list of strings; a single string means a list of one, an empty string an empty list: `-s sft_warmup.data=`."""

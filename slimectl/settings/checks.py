@@ -10,7 +10,7 @@ from slimectl.settings.effects import ineffective
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.root import Settings
-from slimectl.settings.run import RunSettings
+from slimectl.settings.run import KEY_VARIABLES, RunSettings
 from slimectl.settings.train import megatron_conflicts, offload_conflicts
 
 OF_ATTEMPTS = ("env", "agent", "custom_generate_function_path", "function_path")
@@ -61,7 +61,14 @@ def conflicts(settings: Settings) -> Iterator[str]:
     for name, dataset in settings.eval.datasets.items():
         if dataset.rm_type and dataset.custom_rm_path:
             yield f"eval.data.{name}: rm_type and custom_rm_path exclude each other; give one of them"
+    for name in rollout.penalties if rollout.partial_rollout else ():
+        yield (
+            f"rollout.partial_rollout and rollout.{name} exclude each other: in a resumed response, penalties would "
+            f"not count the tokens from before the interruption. Drop one."
+        )
     yield from _greedy_repeats(settings.eval, rollout)
+    if train.lr_warmup_iters and train.lr_warmup_fraction:
+        yield "train.lr_warmup_iters and train.lr_warmup_fraction exclude each other; give one of them"
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
     ages = run.async_level or rollout.partial_rollout or rollout.over_sampling_batch_size
@@ -73,6 +80,12 @@ def conflicts(settings: Settings) -> Iterator[str]:
         yield f"train.balance_by_flops needs train.{lacking} = true; set it or drop train.balance_by_flops"
     if train.freeze_params_name_list and train.only_train_params_name_list:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
+    accounts = [name for name in settings.track.with_ if name in KEY_VARIABLES]
+    if settings.track.api_key is not None and len(accounts) > 1:
+        yield (
+            f"track.api_key: {' and '.join(accounts)} are different accounts; give "
+            f"{' and '.join(f'track.kwargs.{name}.api_key' for name in accounts)} in its place"
+        )
     if settings.track.mode == "shared" and "wandb" not in settings.track.with_:
         yield "track.mode: shared is a mode of wandb alone; add wandb to track.with, or set another mode"
     yield from _placement_contradictions(settings)
@@ -85,6 +98,22 @@ def conflicts(settings: Settings) -> Iterator[str]:
     yield from _shadowed_settings(settings)
     yield from algorithm.conflicts(temperature=rollout.temperature)
     yield from (line for _, _, line in ineffective(settings))
+
+
+def off_policy_penalties(settings: Settings) -> str | None:
+    """Return a warning if responses come from a penalized distribution and nothing corrects for it."""
+    penalties, algorithm = settings.rollout.penalties, settings.algorithm
+    if not penalties or algorithm.trains_on != "rollouts":
+        return None
+    named = " and ".join(f"rollout.{name} = {value:g}" for name, value in penalties.items())
+    message = f"{named}: responses come from the penalized distribution, but the policy is trained without penalties."
+    if settings.engine.backend == "vllm":
+        return f"{message} vLLM reports log-probabilities without penalties, so algorithm.use_tis cannot correct it."
+    if any(getattr(algorithm, key, False) for key in ("use_tis", "use_rollout_logprobs")):
+        return None
+    if settings.train.custom_tis_function_path or settings.train.custom_loss_function_path:
+        return None
+    return f"{message} Set algorithm.use_tis = true to correct for it."
 
 
 def _shadowed_settings(settings: Settings) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, field_validator, model_serializer
 from pydantic_core import PydanticCustomError
 
-from slimectl.settings.base import Section, Texts
+from slimectl.settings.base import AdditivePenalty, RepetitionPenalty, Section, Texts
 
 
 class Dataset(Section):
@@ -28,6 +28,15 @@ class Dataset(Section):
 
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """Most likely tokens to sample among; -1 for all."""
+
+    repetition_penalty: RepetitionPenalty | None = None
+    """Factor on the logits of tokens that the response already has; 1 is off."""
+
+    presence_penalty: AdditivePenalty | None = None
+    """Subtracted from the logits of tokens that the response already has; 0 is off."""
+
+    frequency_penalty: AdditivePenalty | None = None
+    """Subtracted from the logit of a token for each time that the response already has it; 0 is off."""
 
     max_response_len: Annotated[int, Field(ge=1)] | None = None
     """Tokens an answer may have."""
@@ -119,6 +128,15 @@ class EvalSettings(Section):
 
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """Most likely tokens to sample among; -1 for all."""
+
+    repetition_penalty: RepetitionPenalty | None = None
+    """Factor on the logits of tokens that the response already has; 1 is off."""
+
+    presence_penalty: AdditivePenalty | None = None
+    """Subtracted from the logits of tokens that the response already has; 0 is off."""
+
+    frequency_penalty: AdditivePenalty | None = None
+    """Subtracted from the logit of a token for each time that the response already has it; 0 is off."""
 
     max_response_len: Annotated[int, Field(ge=1)] | None = None
     """Tokens an answer may have."""

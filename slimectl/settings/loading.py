@@ -110,7 +110,11 @@ def _drop(table: dict[str, Any], path: Sequence[str]) -> None:
     table.pop(path[-1], None)
 
 
-ALTERNATIVES = {"score": ("custom_rm_path", "rm", "rm_type"), "run": ("num_rollout", "num_epoch")}
+ALTERNATIVES = {
+    "score": ("custom_rm_path", "rm", "rm_type"),
+    "run": ("num_rollout", "num_epoch"),
+    "train": ("lr_warmup_iters", "lr_warmup_fraction"),
+}
 """Keys of a section of which one is in effect: those of a later layer replace those of the layers before."""
 
 COMMAND_LINE = ("command line", "flag")

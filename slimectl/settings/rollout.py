@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from slimectl.settings.base import PositiveInt, Section, Texts
+from slimectl.settings.base import AdditivePenalty, PositiveInt, RepetitionPenalty, Section, Texts
 
 
 class RolloutSettings(Section):
@@ -71,6 +71,16 @@ class RolloutSettings(Section):
 
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample among tokens at least this fraction as likely as the likeliest."""
+
+    repetition_penalty: RepetitionPenalty = 1.0
+    """Divide positive logits of tokens that the response already has by this, and multiply negative ones by it; 1 is
+    off. vLLM also counts the tokens of the prompt. See docs/algorithms.md on training with penalties."""
+
+    presence_penalty: AdditivePenalty = 0.0
+    """Subtract this from the logits of tokens that the response already has; 0 is off."""
+
+    frequency_penalty: AdditivePenalty = 0.0
+    """Subtract this from the logit of a token for each time that the response already has it; 0 is off."""
 
     max_response_len: PositiveInt = 256
     """Tokens an answer may have."""
@@ -190,6 +200,12 @@ class RolloutSettings(Section):
 
     data_postprocess_path: str | None = None
     """Function of (args, rollout_id, rollout_data) that may change what of a round is trained on."""
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        """Penalties that have an effect."""
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return {name: value for name, off in neutral.items() if (value := getattr(self, name)) != off}
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -110,6 +110,11 @@ class Settings(Section):
         return not in_process or bool(self.engine.url) or self.num_engines > 1
 
     @property
+    def stage_uses_servers(self) -> bool:
+        """Whether engines of a stage outside a run are servers. On a cluster one engine is, as the stage runs here."""
+        return self.uses_servers or self.cluster.executor != "local"
+
+    @property
     def recompute_granularity(self) -> Granularity | None:
         """What the backward pass computes again, under any of its three keys."""
         if self.train.gradient_checkpointing:

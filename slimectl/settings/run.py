@@ -15,6 +15,8 @@ from slimectl.settings.secret import Key
 TrackerName = Annotated[str, *registered_in(TRACKERS)]
 OWN_TRACKERS = ("stdout", "jsonl")
 """Trackers without a library."""
+KEY_VARIABLES = {"wandb": "WANDB_API_KEY", "swanlab": "SWANLAB_API_KEY", "mlflow": "MLFLOW_TRACKING_TOKEN"}
+"""Trackers with an account, and the environment variable of its key."""
 SECRETS = ("key", "token", "password", "secret")
 """Last words of an argument's name that mark it as a secret."""
 
@@ -137,8 +139,9 @@ class TrackSettings(Section):
     ROLL's `track_with` and `tracker_kwargs` and slime's `use_wandb`, `wandb_…`, `use_tensorboard` and `tb_…` mean these
     keys, here and at the top of a settings file.
 
-    API keys are read from the environment (WANDB_API_KEY, SWANLAB_API_KEY), wandb's from api_key too, and never written
-    down.
+    API keys are read from the environment (WANDB_API_KEY, SWANLAB_API_KEY, MLFLOW_TRACKING_TOKEN) or from api_key.
+    They are never written down. ${SECTION.KEY} in project, entity, group, dir, run_id and kwargs is the value of that
+    setting. ROLL's ${exp_name} is ${run.name}.
     """
 
     section_name: ClassVar[str] = "track"
@@ -174,8 +177,9 @@ class TrackSettings(Section):
     """Address of a wandb server of one's own."""
 
     api_key: Key | None = None
-    """Key of wandb, for accounts other than that of WANDB_API_KEY or `wandb login`. Better env:NAME or file:PATH than
-    the key itself; it is never written down."""
+    """Key of an account at wandb or SwanLab, or token of an MLflow server. Default: their environment variables and
+    logins. Prefer env:NAME or file:PATH to the key itself. Not used offline. For several trackers with accounts give
+    kwargs.NAME.api_key."""
 
     run_id: str | None = None
     """Id under which they know the run; drawn once and kept in the run's folder where not given, so that a resumed run
@@ -248,11 +252,17 @@ class TrackSettings(Section):
             for name in secret_names(arguments):
                 raise PydanticCustomError(
                     "secret",
-                    "{tracker}.{name} does not belong in settings, which are written down; set {variable} in the "
-                    "environment, or give env:NAME or file:PATH",
-                    {"tracker": tracker, "name": name, "variable": f"{tracker.upper()}_API_KEY"},
+                    "{tracker}.{name} does not belong in settings, which are written down; {variable}give env:NAME or "
+                    "file:PATH",
+                    {"tracker": tracker, "name": name, "variable": _variable_advice(tracker)},
                 )
         return kwargs
+
+
+def _variable_advice(tracker: str) -> str:
+    """Return the part of a message that names the environment variable of a tracker's key; "" if it has none."""
+    variable = {**KEY_VARIABLES, "trackio": "HF_TOKEN"}.get(tracker)
+    return f"set {variable} in the environment, or " if variable else ""
 
 
 def secret_names(arguments: dict[str, Any]) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from slimectl.errors import SettingsError
 from slimectl.registry import POLICIES
 from slimectl.settings.base import ListOfTexts, PositiveInt, Section, Texts, registered_in
 
@@ -27,14 +29,24 @@ class TrainSettings(Section):
     lr: NonNegative = 1e-6
     """Learning rate at its peak."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from lr to min_lr."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """How the learning rate falls from lr to min_lr after the warm-up. inverse-square-root has
+    lr * sqrt(warm-up steps / step). WSD (warm-up, stable, decay) keeps lr until the last lr_wsd_decay_iters steps."""
 
     lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
     """Steps of linear warm-up: step k of n, from 0, has k / n of lr, so that the first one changes no weight."""
 
+    lr_warmup_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Warm-up as a share of lr_decay_iters, rounded up to whole steps. Replaces lr_warmup_iters."""
+
     lr_decay_iters: Annotated[int, Field(ge=1)] | None = None
-    """Step at which min_lr is reached; the run's last step where not given."""
+    """Step at which min_lr is reached. Default: the last step of the run."""
+
+    lr_wsd_decay_iters: PositiveInt | None = None
+    """Steps of WSD's decay. Default: a tenth of lr_decay_iters, rounded up."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of WSD's decay. With x from 0 to 1: 2 * 0.5^x - 1, 1 - x, half a cosine, or 1 - sqrt(x)."""
 
     min_lr: NonNegative = 0.0
     """Learning rate at the end of the decay."""
@@ -148,6 +160,26 @@ class TrainSettings(Section):
     """Compute once what several samples of a step begin with: the prompt of a group, the turns before a fork. Loss and
     gradient stay the same; max_tokens_per_gpu counts the tokens that are computed. Where not given, wherever a model's
     tokens are computed alike for all samples; true is refused elsewhere."""
+
+    @property
+    def needs_total_steps(self) -> str:
+        """The setting whose effect depends on the number of steps of the run, or "" if none does."""
+        if self.lr_decay_iters:
+            return ""
+        if self.lr_decay_style in ("linear", "cosine", "WSD"):
+            return f"train.lr_decay_style: {self.lr_decay_style}"
+        return f"train.lr_warmup_fraction: {self.lr_warmup_fraction}" if self.lr_warmup_fraction else ""
+
+    def warmup_steps(self, decay_steps: int | None) -> int:
+        """Return the steps of warm-up of a schedule that ends at `decay_steps`. Raises SettingsError without an end."""
+        if not self.lr_warmup_fraction:
+            return self.lr_warmup_iters
+        if decay_steps is None:
+            raise SettingsError(
+                f"train.lr_warmup_fraction: {self.lr_warmup_fraction} is a share of the steps, and their number is not"
+                " known. Set train.lr_decay_iters or run.num_rollout, or the warm-up itself: train.lr_warmup_iters."
+            )
+        return math.ceil(round(self.lr_warmup_fraction * decay_steps, 6))
 
     @property
     def shares_prefixes(self) -> bool:

@@ -28,7 +28,8 @@ from slimectl.stages.whole_rounds import whole_round_evaluation
 from slimectl.types import Metrics, Prompt, Sample, Status, TableRow, text_of_label
 
 OF_ROLLOUT = ("input_key", "label_key", "tool_key", "metadata_key", "stop", "stop_token_ids", "min_new_tokens",
-              "custom_generate_function_path")  # fmt: skip
+              "custom_generate_function_path", "repetition_penalty", "presence_penalty",
+              "frequency_penalty")  # fmt: skip
 OF_EVAL = ("n_samples_per_prompt", "temperature", "top_p", "top_k", "max_response_len", "success_threshold")
 """Settings of a dataset, by the section whose key they override."""
 

@@ -57,6 +57,9 @@ def sampling_params(settings: RolloutSettings) -> SamplingParams:
         stop_token_ids=tuple(settings.stop_token_ids),
         ignore_eos=settings.ignore_eos,
         skip_special_tokens=settings.skip_special_tokens,
+        repetition_penalty=settings.repetition_penalty,
+        presence_penalty=settings.presence_penalty,
+        frequency_penalty=settings.frequency_penalty,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slimectl.errors import SlimectlError
 from slimectl.settings import Settings
+from slimectl.settings.checks import off_policy_penalties
 from slimectl.stdio import logger
 from slimectl.types import StepReport
 
@@ -30,6 +31,10 @@ class LogProbCheck:
     has_older_rows: bool = False
     """Whether rows wait for the next step that were sampled before the last one."""
 
+    def __post_init__(self) -> None:
+        if (message := off_policy_penalties(self.settings)) is not None:
+            logger.warning(message)
+
     def check(self, report: StepReport) -> None:
         """Check a step. Raises SlimectlError if run.on_logprob_mismatch is "stop"."""
         if report.samples or STALENESS in report.metrics:
@@ -41,14 +46,15 @@ class LogProbCheck:
         self.has_older_rows = rows_wait and (report.is_step or self.has_older_rows)
         self.round, self.has_trained = report.rollout_id, self.has_trained or report.is_step
         difference, bound = report.metrics.get(METRIC, 0.0), run.max_logprob_mismatch
-        if self.is_stale or is_moved or bound is None or difference <= bound:
+        is_explained = self.is_stale or is_moved or bool(self.settings.rollout.penalties)
+        if is_explained or bound is None or difference <= bound:
             return
         beyond = f"{difference:.3f} a token on average, more than run.max_logprob_mismatch = {bound:g}"
         message = f"engine and trainer differ by {beyond}. Run `slimectl doctor --engine` to find the cause."
         if self.recorded:
             message = (
                 f"the log-probabilities of the samples and the model differ by {beyond}. Sample with the model that "
-                f"you train, with its tokenizer and rollout.temperature."
+                f"you train, with its tokenizer, rollout.temperature and penalties."
             )
         message = f"round {report.rollout_id}: {message}"
         if run.on_logprob_mismatch == "stop":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +53,17 @@ class TrackedRun:
     rounds: int | None = None
     rounds_done: int = 0
     progress: Progress = NO_PROGRESS
+
+
+MODE_VARIABLES = {"wandb": "WANDB_MODE", "swanlab": "SWANLAB_MODE"}
+OFFLINE = ("offline", "dryrun", "disabled", "local")
+"""Modes in which a tracker sends nothing; dryrun is an older name at wandb, local a mode of SwanLab."""
+
+
+def is_offline(tracker: str, mode: str | None) -> bool:
+    """Return whether a tracker sends nothing in this mode, or without one in the mode of its environment variable."""
+    variable = MODE_VARIABLES.get(tracker)
+    return variable is not None and (mode or os.environ.get(variable)) in OFFLINE
 
 
 def is_cut_back(tracker: Tracker) -> bool:

@@ -49,6 +49,8 @@ class MlflowTracker:
         except ImportError as error:
             raise MissingExtraError("mlflow", extra="mlflow", wanted_by="track.with") from error
         identity = run.identity()
+        if identity.api_key:
+            os.environ["MLFLOW_TRACKING_TOKEN"] = identity.api_key  # MLflow 3 reads it there only, at every request
         self._one_axis = run.one_axis
         self._axes: dict[str, float] = {"rollout/step": float(run.rounds_done)} if run.rounds_done else {}
         with starting("mlflow", way_out=WAY_OUT):

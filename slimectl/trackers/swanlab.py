@@ -14,7 +14,7 @@ from typing import Any
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
 from slimectl.trackers.arguments import Accepted, fields, parameters
-from slimectl.trackers.base import TrackedRun, starting
+from slimectl.trackers.base import TrackedRun, is_offline, starting
 from slimectl.trackers.history import History, Point, log_records
 from slimectl.types import TableRow
 
@@ -31,7 +31,8 @@ class SwanlabTracker:
     """One SwanLab experiment, in a folder `swanlab`; each metric on its own axis, or with `one_axis` on the train step.
 
     `kwargs` overrides all other arguments of `swanlab.init`, under ROLL's names too; `login_kwargs` are those of
-    `swanlab.login`. Raises MissingExtraError without the library, BackendError if it cannot start.
+    `swanlab.login`, which is not called offline. Raises MissingExtraError without the library, BackendError if it
+    cannot start.
     """
 
     def __init__(self, run: TrackedRun, *, login_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -55,8 +56,9 @@ class SwanlabTracker:
             "reinit": True,
         }
         with starting("swanlab", way_out=WAY_OUT), _isolated_startup():
-            if login_kwargs:
-                swanlab.login(**{"relogin": True, **login_kwargs})
+            login = {**({"api_key": identity.api_key} if identity.api_key else {}), **(login_kwargs or {})}
+            if login and not is_offline("swanlab", kwargs.get("mode") or identity.mode):
+                swanlab.login(**{"relogin": True, **login})
             kwargs = {NAMES.get(name, name): value for name, value in kwargs.items()}
             settings = kwargs.pop("settings", {})
             # The console belongs to the user and is not recorded.

@@ -21,7 +21,8 @@ class TrackioTracker:
     """One Trackio run in the user's own Trackio folder (TRACKIO_DIR, or track.dir), which `trackio show` opens.
 
     Every metric is on the train step. `kwargs` overrides all other arguments of `trackio.init`: with `space_id` it
-    writes to a Space of Hugging Face. Raises MissingExtraError without the library, BackendError if it cannot start.
+    writes to a Space of Hugging Face. `tags` stand in the run's configuration. Raises MissingExtraError without the
+    library, BackendError if it cannot start.
     """
 
     def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
@@ -45,6 +46,8 @@ class TrackioTracker:
         }
         with starting("trackio", way_out=WAY_OUT), redirect_stdout(sys.stderr):
             arguments |= kwargs
+            if "tags" in arguments and "tags" not in parameters(trackio.init):  # Trackio 0.43
+                arguments["config"] = {**(arguments["config"] or {}), "tags": arguments.pop("tags")}
             self._run: Any = trackio.init(**arguments)
             self._is_local = bool(getattr(self._run, "_is_local", False))
             history: History | None = History() if self._is_local else None  # a Space keeps what it got
@@ -58,7 +61,7 @@ class TrackioTracker:
         """Return the arguments of `trackio.init`."""
         import trackio
 
-        return parameters(trackio.init)
+        return parameters(trackio.init) | {"tags": None}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         if metrics := self._history.missing(metrics, step):

@@ -14,7 +14,7 @@ from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
 from slimectl.stdio import logger
 from slimectl.trackers.arguments import Accepted, fields, parameters
-from slimectl.trackers.base import Identity, TrackedRun, first_line, starting
+from slimectl.trackers.base import Identity, TrackedRun, first_line, is_offline, starting
 from slimectl.trackers.history import History, log_records, points_of
 from slimectl.types import TableRow
 
@@ -28,8 +28,8 @@ class WandbTracker:
     """One wandb run, in a folder `wandb`; each metric on its own axis by define_metric, or with `one_axis` on the step.
 
     It is the global run, which `wandb.log` in a hook means, unless the program has one of its own already. `kwargs`
-    overrides all other arguments of `wandb.init`. Raises MissingExtraError without the library, BackendError if it
-    cannot start.
+    overrides all other arguments of `wandb.init`; ROLL's `log_dir` is `dir`. Raises MissingExtraError without the
+    library, BackendError if it cannot start.
     """
 
     def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
@@ -38,6 +38,10 @@ class WandbTracker:
         except ImportError as error:
             raise MissingExtraError("wandb", extra="wandb", wanted_by="track.with") from error
         folder, identity = run.log_dir or run.folder, run.identity()
+        if "log_dir" in kwargs:  # ROLL's name
+            kwargs["dir"] = kwargs.pop("log_dir")
+        if is_offline("wandb", kwargs.get("mode") or identity.mode):
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb 0.31 sends its telemetry offline, too
         self._one_axis = run.one_axis
         self._defined: set[str] = set()
         settings = {**_defaults(identity), **kwargs.pop("settings", {})}
@@ -75,7 +79,7 @@ class WandbTracker:
         """Return the arguments of `wandb.init`."""
         import wandb
 
-        return parameters(wandb.init) | {"settings": fields(wandb.Settings)}
+        return parameters(wandb.init) | {"settings": fields(wandb.Settings), "log_dir": None}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         metrics = self._history.missing(metrics, step)

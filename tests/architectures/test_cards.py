@@ -32,6 +32,7 @@ glm5.2-744B-A40B         78 6144   12288 64    -      192      8000000  1.0  154
 kimi-k2-thinking         61 7168   18432 64    -      64       50000    1.0  163840 1e-5  no   y       n
 kimi-k2                  61 7168   18432 64    -      64       50000    1.0  163840 1e-6  no   y       n
 llama3-70B               80 8192   28672 64    8      128      500000   1.0  128256 1e-5  no   n       n
+llama3-8B                32 4096   14336 32    8      128      500000   1.0  128256 1e-5  no   n       n
 llama3.1-8B-Instruct     32 4096   14336 32    8      128      500000   1.0  128256 1e-5  no   n       n
 llama3.2-3B-Instruct-amd 28 3072   8192  24    8      128      500000   1.0  128256 1e-5  yes  n       n
 llama3.2-3B-Instruct     28 3072   8192  24    8      128      500000   1.0  128256 1e-5  yes  n       n
@@ -139,7 +140,7 @@ def number(text: str) -> float | None:
 
 def test_there_is_a_card_for_every_row_and_three_to_learn_on():
     assert set(cards.names()) == {*ROWS, *LEARNERS}
-    assert len(ROWS) == 41
+    assert len(ROWS) == 42
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -361,7 +362,9 @@ def test_suggested_layouts_are_legal_and_fit(name: str, gpus: int):
      ("deepseek-ai/DeepSeek-R1", "deepseek-v3"), ("deepseek_v3_1", "deepseek-v3"), ("Qwen/Qwen3-4B", "qwen3-4B"),
      ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4B-Instruct-2507"), ("QWEN2.5 7B instruct", "qwen2.5-7B"),
      ("Qwen/Qwen3-VL-4B-Instruct", "qwen3-vl-4B"),
-     ("moonshotai/Moonlight-16B-A3B-Instruct", "moonlight"), ("Qwen/Qwen3.5-4B", "qwen3.5-4B")],
+     ("Llama 3 8B", "llama3-8B"), ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8B"),
+     ("moonlight-16b", "moonlight"), ("moonshotai/Moonlight-16B-A3B-Instruct", "moonlight"),
+     ("Qwen/Qwen3.5-4B", "qwen3.5-4B")],
 )  # fmt: skip
 def test_a_card_is_found_by_the_names_of_its_other_models(alias: str, name: str):
     assert cards.path_of(alias).stem == name

@@ -41,7 +41,7 @@ def offered(line: str) -> list[str]:
         ("slimectl settings v", ["validate"]),
         ("slimectl run q", ["quickstart"]),
         ("slimectl run --res", ["--resume"]),
-        ("slimectl run -s train.lr_w", ["train.lr_warmup_iters="]),
+        ("slimectl run -s train.lr_warmup_i", ["train.lr_warmup_iters="]),
         ("slimectl run quickstart -s run.on_no_signal=", ["run.on_no_signal=warn", "run.on_no_signal=stop"]),
         ("slimectl run -s algorithm.name=gs", ["algorithm.name=gspo"]),
         ("slimectl run -s track.plot=", ["track.plot=true", "track.plot=false"]),
@@ -178,7 +178,7 @@ def test_zsh_puts_in_values_keys_and_files(tmp_path: Path):
         terminal.type("source ./setup.zsh\n", until=r"(READY-2)")
         for typed, completed in {
             "slimectl run -s train.backend=m": "slimectl run -s train.backend=megatron ",
-            "slimectl run -s train.lr_w": "slimectl run -s train.lr_warmup_iters=",  # the value follows without a blank
+            "slimectl run -s train.lr_warmup_i": "slimectl run -s train.lr_warmup_iters=",  # no blank before the value
             "slimectl score sam": "slimectl score sampled.jsonl ",
         }.items():
             assert terminal.type(f"{typed}\t\x18", until=r"BEGIN(.*)END") == completed

@@ -10,6 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 from workshop import Workshop
 
@@ -51,6 +52,41 @@ def test_a_stage_refuses_what_needs_a_folder_and_leaves_it_to_the_run_of_a_share
     assert len(workshop.slimectl(*TRAINING).splitlines()) == 2
     assert "one pass, without run.save_interval, eval.data of slimectl.toml, which need a folder" in workshop.stderr
     assert not (workshop.folder / "runs").exists()
+
+
+SCHEDULE = ("--algorithm", "sft", "-s", "train.global_batch_size=2", "-s", "run.num_rollout=none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        (("train.lr_decay_style=linear",), [1, 0.75, 0.5, 0.25]),
+        (("train.lr_decay_style=cosine",), [1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
+        (("train.lr_decay_style=constant", "train.lr_warmup_fraction=0.5"), [0, 0.5, 1, 1]),
+        (
+            ("train.lr_decay_style=WSD", "train.lr_wsd_decay_iters=2", "train.lr_wsd_decay_style=linear"),
+            [1, 1, 1, 0.5],
+        ),
+        (("train.lr_decay_style=inverse-square-root", "train.lr_warmup_iters=1"), [0, 1, 0.5**0.5, 3**-0.5]),
+    ],
+)
+def test_a_schedule_of_a_stage_ends_with_its_file(workshop: Workshop, settings: tuple[str, ...], rates: list[float]):
+    """Eight demonstrations are four steps of two."""
+    words = [word for setting in ("train.lr=1.0", *settings) for word in ("-s", setting)]
+    lines = workshop.slimectl("train", "prompts.jsonl", "-c", "slimectl.toml", *SCHEDULE, *words).splitlines()
+    assert [json.loads(line)["metrics"]["train/lr"] for line in lines] == pytest.approx(rates)
+
+
+def test_a_schedule_of_samples_that_cannot_be_counted_is_refused_with_what_it_needs(workshop: Workshop) -> None:
+    prompts = (workshop.folder / "prompts.jsonl").read_bytes()
+    workshop.slimectl("train", "-", "-c", "slimectl.toml", *SCHEDULE, stdin=prompts, code=2)
+    assert workshop.stderr.endswith(
+        "train.lr_decay_style: linear needs an end, and -: the steps of a pipe are not counted. "
+        "Set train.lr_decay_iters.\n"
+    )
+    constant = ("-s", "train.lr_decay_style=constant", "-s", "train.lr_warmup_fraction=0.1")
+    workshop.slimectl("run", "-c", "slimectl.toml", "-s", "run.num_rollout=none", *constant, code=2)
+    assert "train.lr_warmup_fraction: 0.1 needs an end. Set run.num_rollout or train.lr_decay_iters" in workshop.stderr
 
 
 def test_a_killed_training_goes_on_to_the_bytes_of_an_undisturbed_one(workshop: Workshop) -> None:

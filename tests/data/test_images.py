@@ -195,7 +195,23 @@ def test_columns_that_are_not_read_are_refused_by_name(tmp_path: Path, columns: 
         prompt_of(tmp_path, row, reads_images=True)
     empty = dict.fromkeys(columns, None)
     assert prompt_of(tmp_path, {"prompt": "Which?", **empty}, reads_images=True).images == []
-    assert prompt_of(tmp_path, {"prompt": "Which?", "video": "a.mp4"}).extra == {"video": "a.mp4"}  # of a text model
+
+
+def test_a_video_part_is_refused_by_name_and_a_text_model_warns_of_a_column(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    part = {"type": "video", "video": "a.mp4"}
+    row = {"prompt": [{"role": "user", "content": [part, {"type": "text", "text": "Which?"}]}]}
+    reason = r"prompt: message\[0\]\.content: has a part of type 'video'. Only text and images are read. Give frames"
+    with pytest.raises(RecordError, match=reason):
+        prompt_of(tmp_path, row, reads_images=True)
+    with pytest.raises(RecordError, match="has a part of type 'video'"):
+        prompt_of(tmp_path, row)
+    for _ in range(2):
+        prompt = prompt_of(tmp_path, {"prompt": "Which?", "video": "a.mp4"})
+    assert prompt.extra == {"video": "a.mp4"}
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.endswith("rows.jsonl: video: is not read. The model sees only the text of the prompt.")
 
 
 def test_the_model_of_the_settings_decides_whether_a_mark_is_a_place(folder: Path, model_dir: Any, tmp_path: Path):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.engines.embedded import token_sampler
@@ -178,6 +179,18 @@ def test_penalties_count_the_answer_alone_and_biases_come_last() -> None:
     rebuilt.sequences[0].tokens[:] = [0, 2, 0]
     tokens, again, *_ = sample_tokens(logits, Batch(rebuilt.sequences, device=torch.device("cpu"), vocabulary=5))
     assert (tokens.item(), again.item()) == (3, log_probs[1].item())
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
+def test_the_repetition_penalty_is_that_of_transformers_over_the_response(penalty: float) -> None:
+    logits = torch.tensor([[2.0, 1.0, -1.0, 0.5, -0.25]])
+    batch = batch_of(SamplingParams(temperature=0.0, repetition_penalty=penalty))
+    for written in (0, 2, 0):
+        batch.advance(torch.tensor([written]))
+    reference = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([[0, 2, 0]]), logits.clone())  # type: ignore[arg-type]
+    tokens, log_probs, *_ = sample_tokens(logits, batch)
+    torch.testing.assert_close(log_probs, reference.log_softmax(-1).max(-1).values)
+    assert tokens.item() == reference.argmax().item()
 
 
 def scan(text: bytes, *stop: str, least: int = 0) -> tuple[int, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -42,27 +44,91 @@ def test_a_falling_schedule_needs_its_end():
         OptimizerOptions(schedule="linear", decay_steps=3, warmup_steps=3)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_inverse_square_root_falls_with_the_root_of_the_step():
+    # 8 sqrt(4 / step): 8 at step 4, 4 at step 16; after step 16 the rate is min_lr
+    found = rates(19, schedule="inverse-square-root", warmup_steps=4, decay_steps=16, min_lr=1.0)
+    assert found[:5] == [0, 2, 4, 6, 8]
+    assert found[9] == pytest.approx(8 * 2 / 3)
+    assert found[16:] == [4, 1, 1]
+    assert rates(5, schedule="inverse-square-root") == pytest.approx([8, 8, 8 / 2**0.5, 8 / 3**0.5, 4])
+
+
+@pytest.mark.parametrize(
+    ("style", "decay"),
+    [
+        ("linear", [8, 6.5, 5, 3.5, 2]),
+        ("minus_sqrt", [8, 5, 2 + 6 * (1 - 0.5**0.5), 2 + 6 * (1 - 0.75**0.5), 2]),
+        ("cosine", [8, 2 + 3 * (1 + 0.5**0.5), 5, 2 + 3 * (1 - 0.5**0.5), 2]),
+        ("exponential", [8, 2 + 6 * (2 * 0.5**0.25 - 1), 2 + 6 * (2 * 0.5**0.5 - 1), 2 + 6 * (2 * 0.5**0.75 - 1), 2]),
+    ],
+)
+def test_wsd_is_stable_until_its_last_steps(style: str, decay: list[float]):
+    found = rates(10, schedule="WSD", warmup_steps=2, decay_steps=8, wsd_steps=4, wsd_style=style, min_lr=2.0)
+    assert found == pytest.approx([0, 4, 8, 8, *decay, 2])
+
+
+@pytest.mark.parametrize("wsd_steps", [0, 7])
+def test_the_decay_of_wsd_fits_between_warmup_and_end(wsd_steps: int):
+    with pytest.raises(SettingsError, match="must be from 1 to 6, the steps between the warm-up and the end"):
+        OptimizerOptions(schedule="WSD", warmup_steps=2, decay_steps=8, wsd_steps=wsd_steps)
+
+
+def scheduled(scheduler: Any, optimizer: torch.optim.Optimizer, count: int, **increment: int) -> list[float]:
+    """Return the rates that a scheduler of another library gives its first steps."""
+    found = []
+    for _ in range(count):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step(**increment)
+    return found
+
+
+def plain_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=8.0)
+
+
+SHAPES = ["exponential", "linear", "cosine", "minus_sqrt"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "style"),
+    [*((name, "linear") for name in ("constant", "linear", "cosine", "inverse-square-root")),
+     *(("WSD", shape) for shape in SHAPES)],
+)  # fmt: skip
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_every_step_has_the_rate_that_transformers_and_megatron_give_it(schedule: str, warmup: int):
-    decay = None if schedule == "constant" else 9
-    expected = rates(9, schedule=schedule, warmup_steps=warmup, decay_steps=decay)
-    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=8.0) for _ in range(2)]
-    name = "constant_with_warmup" if decay is None else schedule
-    schedulers = [transformers.get_scheduler(name, optimizers[0], warmup, decay)]
+@pytest.mark.parametrize("min_lr", [0.0, 0.5])
+def test_every_step_has_the_rate_that_megatron_gives_it(schedule: str, style: str, warmup: int, min_lr: float):
     megatron = pytest.importorskip("megatron.core.optimizer_param_scheduler")
-    schedulers.append(
-        megatron.OptimizerParamScheduler(
-            optimizers[1], init_lr=0.0, max_lr=8.0, min_lr=0.0, lr_warmup_steps=warmup, lr_decay_steps=decay or 100,
-            lr_decay_style=schedule, start_wd=0.0, end_wd=0.0, wd_incr_steps=0, wd_incr_style="constant",
-        )
+    optimizer = plain_optimizer()
+    scheduler = megatron.OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=8.0, min_lr=min_lr, lr_warmup_steps=warmup, lr_decay_steps=9,
+        lr_decay_style=schedule, start_wd=0.0, end_wd=0.0, wd_incr_steps=0, wd_incr_style="constant",
+        wsd_decay_steps=5, lr_wsd_decay_style=style,
     )  # fmt: skip
-    for rate in expected:
-        assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == pytest.approx([rate, rate])
-        for optimizer in optimizers:
-            optimizer.step()
-        schedulers[0].step()
-        schedulers[1].step(increment=1)
+    options = {"decay_steps": 9, "wsd_steps": 5, "wsd_style": style, "min_lr": min_lr}
+    expected = scheduled(scheduler, optimizer, 12, increment=1)
+    assert rates(12, schedule=schedule, warmup_steps=warmup, **options) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "specific"),
+    [
+        ("constant", "constant_with_warmup", {}),
+        ("linear", "linear", {}),
+        ("cosine", "cosine", {}),
+        ("inverse-square-root", "inverse_sqrt", {}),
+        ("WSD linear", "warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "linear"}),
+        ("WSD cosine", "warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "cosine"}),
+        ("WSD minus_sqrt", "warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "1-sqrt"}),
+    ],
+)
+def test_every_step_has_the_rate_that_transformers_gives_it(schedule: str, name: str, specific: dict[str, Any]):
+    optimizer = plain_optimizer()
+    scheduler = transformers.get_scheduler(name, optimizer, 3, 9, scheduler_specific_kwargs=specific)
+    kind, _, style = schedule.partition(" ")
+    options = {"decay_steps": 9, "wsd_steps": 5, "wsd_style": style or "linear"}
+    expected = scheduled(scheduler, optimizer, 9)
+    assert rates(9, schedule=kind, warmup_steps=3, **options) == pytest.approx(expected)
 
 
 def test_a_run_says_how_far_a_schedule_came_that_counted_other_steps():

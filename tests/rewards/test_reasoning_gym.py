@@ -162,7 +162,7 @@ def test_metadata_that_names_no_task_is_a_record_error():
     with pytest.raises(RecordError, match=r"metadata\.source_dataset: missing"):
         verifier("reasoning_gym")(Sample(response="5"))
     chain_sum = {"source_dataset": "chain_sum"}
-    with pytest.raises(RecordError, match=r"label: missing, and so is metadata\.entry"):
+    with pytest.raises(RecordError, match=r"label: missing, and metadata\.entry is missing"):
         verifier("reasoning_gym")(Sample(response="None", metadata=chain_sum))
     assert verifier("reasoning_gym")(Sample(response="5", label=5.0, metadata=chain_sum)) == 1.0  # 5, of a float column
     with pytest.raises(RecordError, match="'no_such' is no reasoning-gym task"):

@@ -68,7 +68,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "warm-up without labels": {"sft_warmup.data": "{folder}/unlabelled.jsonl"},
     "prompts that are too long": {"rollout.max_prompt_len": 1},
     "port of another machine": {"track.prometheus_port": 9, "track.prometheus_host": "192.0.2.1"},
-    "key of a tracker": {"track.with": ["wandb"], "track.mode": "offline", "track.api_key": "env:NO_SUCH_KEY"},
+    "key of a tracker": {"track.with": ["wandb"], "track.mode": "online", "track.api_key": "env:NO_SUCH_KEY"},
     "key of servers": {"engine.num_engines": 2, "engine.api_key": "env:NO_SUCH_KEY"},
     "argument of a tracker": {"track.with": ["swanlab"], "track.kwargs": {"swanlab": {"bogus": 1}}},
     "address of a Ray cluster": {"cluster.executor": "ray", "cluster.ray_address": "nowhere"},

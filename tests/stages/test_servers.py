@@ -117,6 +117,18 @@ def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop, shared_clu
     assert_engine_follows_three_rounds(workshop)
 
 
+def test_a_rollout_with_one_engine_on_ray_has_the_samples_of_a_local_one(workshop: Workshop, shared_cluster: Any):
+    options = ["--data", "prompts.jsonl", "--model", str(workshop.model), "-n", "2"]
+    local = workshop.slimectl("rollout", *options)
+    there = workshop.slimectl("rollout", *options, "--ray-address", shared_cluster.address)
+    assert "1 engine is up" in workshop.stderr  # on the cluster, not in the command's own process
+    for one, other in zip(map(json.loads, local.splitlines()), map(json.loads, there.splitlines()), strict=True):
+        one.pop("prefix_cache_info"), other.pop("prefix_cache_info")  # depends on which request came first
+        assert one.pop("rollout_log_probs") == pytest.approx(other.pop("rollout_log_probs"), abs=1e-5)
+        assert one == other
+    assert nothing_is_left(workshop)
+
+
 def test_three_rounds_with_the_real_vllm(tmp_path: Path, model_dir: Callable[[str], Path]):
     serving.python_of("vllm")
     workshop = set_up(tmp_path, model_dir("llama_wide"))

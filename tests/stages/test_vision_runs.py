@@ -85,3 +85,22 @@ def test_what_reads_no_images_says_so_before_it_works(vision: Workshop, model: P
     family = json.loads((model / "config.json").read_text())["model_type"]
     assert f'train.backend: "megatron" does not train {family}' in vision.stderr
     assert not (vision.folder / "runs").exists()
+
+
+@pytest.mark.parametrize("engine", ["engine.backend=sglang", "engine.backend=vllm", "engine.num_engines=2"])
+def test_images_for_servers_are_refused_before_a_server_starts(vision: Workshop, engine: str):
+    (vision.folder / "prompts.jsonl").write_text(
+        '{"prompt": "And without?", "label": "b"}\n{"prompt": "<image>What?", "images": ["images/0.png"]}\n'
+    )
+    message = (
+        "slimectl: prompts.jsonl:2: images: engines that are servers do not read images. "
+        'Take one embedded engine (engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), '
+        "or leave the row out.\n"
+    )
+    vision.slimectl("rollout", "-c", "slimectl.toml", "-s", engine, code=3)
+    assert vision.stderr == message
+    vision.slimectl("eval", "-c", "slimectl.toml", "-s", engine, code=3)
+    assert vision.stderr == message
+    vision.slimectl("run", "-s", engine, code=3)
+    assert vision.stderr.endswith(message)
+    assert not (vision.folder / "runs").exists()

@@ -11,6 +11,7 @@ from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
 from slimectl.rewards.extraction import (
     SOURCE_WORDS,
     UNCLOSED,
+    any_label,
     bare,
     composed,
     find_boxed,
@@ -74,6 +75,7 @@ class Dapo(Verifier):
     def bounds(self) -> tuple[float, float]:
         return -1.0, 1.0
 
+    @any_label
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "dapo"), self._find(sample)
         location = "last Answer: line" if self.source == "answer_line" else SOURCE_WORDS["boxed"]

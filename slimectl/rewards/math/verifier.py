@@ -9,6 +9,7 @@ from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer
 from slimectl.rewards.extraction import (
     SOURCE_WORDS,
     UNCLOSED,
+    any_label,
     find,
     label_text,
     last_boxed,
@@ -44,6 +45,7 @@ class Math(Verifier):
     def prepare(self) -> None:
         same_answer(r"\sqrt{2}", r"\frac{2}{\sqrt{2}}")  # imports mpmath
 
+    @any_label
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "math"), find(sample, "boxed")
         if answer is None:
@@ -101,6 +103,7 @@ class Deepscaler(Verifier):
     def prepare(self) -> None:
         Math().prepare()
 
+    @any_label
     def explain(self, sample: Sample) -> Grade:
         label_text(sample, "deepscaler")
         answer = _finished(sample)

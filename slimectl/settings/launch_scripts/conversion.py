@@ -211,6 +211,10 @@ class Conversion:
         """List a default of the other stack that no setting takes over."""
         self.omissions.append(Omission(f"the default of {self.dialect.title} for {name}, {value}", "", reason))
 
+    def omit_key(self, key: str, reason: str) -> None:
+        """List a setting whose value only the user knows."""
+        self.omissions.append(Omission(key, "", reason, by_hand=True))
+
     def ask_for(self, key: str, reason: str) -> None:
         """List a setting first among those that the user must set."""
         self.omissions.append(Omission(key, "", reason, by_hand=True, first=True))

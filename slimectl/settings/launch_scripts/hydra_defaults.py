@@ -46,14 +46,14 @@ def with_defaults(
         return own_flags
     joined: dict[str, Flag] = {}
     unread: list[Field] = []
-    own = {flag.name: flag for flag in own_flags if not is_part_of(flag.name, KEY)}
+    document = {flag.name: flag for flag in own_flags if not is_part_of(flag.name, KEY)}
     entries = list(_entries(path, name))
     if not any(entry.is_own for entry in entries):
         entries.append(Entry("_self_", "", 0))
     for entry in entries[:MAX_FILES]:
         file = path.parent / f"{entry.file.removesuffix('.yaml')}.yaml"
         if entry.is_own:
-            joined = _over(joined, own)
+            joined = _over(joined, document)
         elif file.is_file() and file.resolve().is_relative_to(root.resolve()) and file.resolve() != path.resolve():
             shown = str(Path(name).parent / f"{entry.file.removesuffix('.yaml')}.yaml")
             package = _package(file, shown, entry.package)

@@ -93,7 +93,7 @@ ARGUMENTS = (
         "ckpt-fully-parallel-save dist-ckpt-strictness no-ckpt-fully-parallel-save ckpt-convert-format",
         text="megatron.save_format is the layout of checkpoints"),
     Row("train-iters exit-interval log-interval log-throughput log-timers-to-tensorboard timing-log-level "
-        "tensorboard-log-interval train-samples eval-iters lr-decay-samples lr-wsd-decay-style lr-wsd-decay-iters "
+        "tensorboard-log-interval train-samples eval-iters lr-decay-samples "
         "save-retain-interval", text="run.num_rollout counts rounds; every step is logged"),
     Row("data-cache-path num-workers no-create-attention-mask-in-dataloader variable-seq-lengths split",
         text="rollout.data reads the prompts; packed sequences vary in length"),

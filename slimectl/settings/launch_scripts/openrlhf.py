@@ -1,252 +1,36 @@
-"""OpenRLHF's flags and the settings that they become."""
+"""OpenRLHF's scripts: its programs, and settings that several flags decide together."""
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, stem, typed
+from slimectl.errors import SettingsError
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, stem
 from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, REWARD
 from slimectl.settings.launch_scripts.openrlhf_names import aliases
-from slimectl.settings.launch_scripts.values import (
-    Always,
-    choice,
-    comma_separated,
-    integer,
-    number,
-    on,
-    positive,
-    secret,
-    texts,
-)
+from slimectl.settings.launch_scripts.values import secret
 
-DEEPSPEED = "training is sharded by train.backend, not by DeepSpeed"
-PLACES = "reference and critic share the trainer's GPUs"
-KERNELS = "kernels are chosen by the trainer; packs have no padding"
-REWARD = "give score.custom_rm_path a function of `prompts`, `completions` and `label` (docs/verifiers.md)"
-OVERLONG = 'write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'
-
-CLUSTER = (
-    Row("actor_num_nodes", "cluster.actor_num_nodes"),
-    Row("actor_num_gpus_per_node", "cluster.actor_num_gpus_per_node", default=8),
-    Row("nproc_per_node num_gpus", "cluster.actor_num_gpus_per_node", "of `torchrun` or `deepspeed`", integer),
-    Row(
-        "ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node critic_num_nodes "
-        "critic_num_gpus_per_node colocate_actor_ref colocate_critic_reward ref_reward_offload actor_init_on_gpu",
-        text=PLACES,
-    ),
-    Row("colocate_all_models", "cluster.colocate", convert=on),
-    Row("vllm_num_engines", "cluster.rollout_num_gpus", "times vllm_tensor_parallel_size", positive),
-    Row("vllm_tensor_parallel_size", "cluster.rollout_num_gpus_per_engine"),
-    Row("vllm_gpu_memory_utilization", "vllm.args.gpu_memory_utilization", convert=typed),
-    Row("enforce_eager", "vllm.args.enforce_eager", convert=typed),
-    Row("enable_prefix_caching", "vllm.args.enable_prefix_caching", convert=typed),
-    Row("vllm_sync_backend", "sync.transport", "nccl is distributed", choice(nccl="auto", gloo="auto")),
-    Row(
-        "vllm_sync_with_ray vllm_enable_sleep deepspeed_enable_sleep vllm_generate_batch_size rollout_tasks_per_gpu",
-        text="engines and trainer free their memory in turn with cluster.colocate",
-    ),
-    Row("async_train", "run.async_level", convert=Always(1)),
-    Row("async_queue_size", "run.async_level", "with async_train", integer),
-    Row("partial_rollout", "rollout.partial_rollout", convert=on),
-)
-MODEL = (
-    Row("pretrain", "model.path"),
-    Row("reward_pretrain", "score.rm_options.path", "also score.rm_type = reward_model"),
-    Row("critic_pretrain", "algorithm.critic_load"),
-    Row("remote_rm_url", "score.rm_url", "also score.rm_type = remote_rm; a file of Python is a function to adapt"),
-    Row("reward_model_path value_head_prefix save_value_network", text="a critic and a reward model have a value head"),
-    Row("agent_func_path", text="write it as rollout.custom_generate_function_path (docs/agents.md)"),
-    Row("bf16", "train.dtype", convert=Always("bfloat16")),
-    Row("param_dtype", "train.dtype", convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),
-    Row("lora_rank", "train.lora_rank", "0 is none", positive),
-    Row("lora_alpha", "train.lora_alpha"),
-    Row("target_modules", "train.lora_targets", convert=texts),
-    Row("load_model", text="weights are those of model.path, a Hugging Face directory; save a .pt file as one first"),
-    Row("lora_dropout load_in_4bit", text="adapters have no dropout, and weights are not quantized"),
-    Row("gradient_checkpointing", "train.gradient_checkpointing", convert=on),
-    Row("adam_offload", "train.offload", convert=Always("optimizer")),
-    Row(
-        "zero_stage backend zpg overlap_comm grad_accum_dtype deepcompile local_rank ds_tensor_parallel_size "
-        "gradient_checkpointing_use_reentrant disable_ds_ckpt use_ds_universal_ckpt deepspeed",
-        text=DEEPSPEED,
-    ),
-    Row(
-        "packing_samples flash_attn attn_implementation use_liger_kernel disable_fast_tokenizer perf use_ms "
-        "experts_implementation",
-        text=KERNELS,
-    ),
-    Row(
-        "ring_attn_size ring_head_stride",
-        text='tokens of a sequence are shared by train.backend = "megatron" and megatron.context_parallel_size',
-    ),
-    Row("enable_ema ema_beta", text="weights are not averaged over steps"),
-    Row("actor.freeze_visual_encoder", "train.freeze_vision_tower", convert=on),
-    Row(
-        "actor.gradient_checkpoint model.gradient_checkpoint",
-        "train.gradient_checkpointing",
-        "full is true",
-        choice(full=True, selective=True, none=False),
-    ),
-    Row(
-        "actor.optim actor.muon.NAME critic.optim critic.muon.NAME critic.NAME",
-        text="the optimizer is AdamW, and the critic's but its rate is the policy's",
-    ),
-    Row("vllm.NAME", text="set the argument of vLLM in [vllm.args], by its name there"),
-    Row("ds.NAME", text=DEEPSPEED),
-)
-DATA = (
-    Row("prompt_data dataset", "rollout.data", convert=comma_separated),
-    Row("prompt_data_probs dataset_probs", "rollout.data_weights", convert=comma_separated),
-    Row("image_key", "rollout.image_key"),
-    Row(
-        "chosen_key rejected_key prompt_key output_key",
-        text="rows of preferences have prompt, chosen and rejected, "
-        "demonstrations messages or prompt and label (docs/records.md)",
-    ),
-    Row("data.max_images_per_prompt data.dataloader_num_workers", text="a prompt may have any number of images"),
-    Row("input_key", "rollout.input_key", default="input"),
-    Row("label_key", "rollout.label_key"),
-    Row("apply_chat_template", "rollout.apply_chat_template", convert=on),
-    Row("input_template", text="put the template into the prompts, or set rollout.apply_chat_template"),
-    Row("prompt_split eval_split max_samples", text="take a part of a file by path@[a:b] in rollout.data"),
-    Row("eval_dataset", "eval.data.eval"),
-    Row("eval_temperature", "eval.temperature", default=0.6),
-    Row("eval_n_samples_per_prompt", "eval.n_samples_per_prompt", default=4),
-    Row("prompt_max_len", "rollout.max_prompt_len", default=1024),
-    Row("generate_max_len", "rollout.max_response_len", default=1024),
-    Row("max_len", "rollout.max_context_len"),
-    Row("temperature", "rollout.temperature"),
-    Row("top_p", "rollout.top_p"),
-    Row("top_k", "rollout.top_k"),
-    Row("n_samples_per_prompt", "rollout.n_samples_per_prompt", default=1),
-    Row("rollout_batch_size", "run.rollout_batch_size", default=1024),
-    Row("train_batch_size", "train.global_batch_size", default=128),
-    Row("micro_train_batch_size", "train.micro_batch_size"),
-    Row("micro_rollout_batch_size", text="passes are filled up to train.max_tokens_per_gpu"),
-    Row("use_dynamic_batch", "train.use_dynamic_batch_size", convert=on),
-    Row("train_max_tokens_per_gpu", "train.max_tokens_per_gpu"),
-    Row("rollout_max_tokens_per_gpu", text="train.max_tokens_per_gpu is the limit of every pass"),
-    Row(
-        "dynamic_filtering",
-        "rollout.dynamic_sampling_filter_path",
-        "rewards that differ",
-        Always("slimectl.stages.filters:nonzero_std"),
-    ),
-    Row("dynamic_filtering_reward_range", text="the filter looks for rewards that differ; write one of yours"),
-    Row("overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef", text=OVERLONG),
-)
-ALGORITHM = (
-    Row(
-        "advantage_estimator",
-        "algorithm.name",
-        "gae is ppo, group_norm grpo",
-        choice(
-            gae="ppo",
-            reinforce="reinforce_plus_plus",
-            reinforce_baseline="reinforce_plus_plus_baseline",
-            rloo="rloo",
-            group_norm="grpo",
-            dr_grpo="dr_grpo",
-        ),
-    ),
-    Row("policy_loss_type", "algorithm.name", "gspo", choice(ppo="grpo", gspo="gspo")),
-    Row("eps_clip", "algorithm.eps_clip", default=0.2),
-    Row("eps_clip_low_high", "algorithm.eps_clip", "two numbers, the second is algorithm.eps_clip_high"),
-    Row("dual_clip", "algorithm.eps_clip_c"),
-    Row("value_clip", "algorithm.value_clip", default=0.5),
-    Row("lambd", "algorithm.lambd", default=1.0),
-    Row("gamma", "algorithm.gamma"),
-    Row("init_kl_coef", "algorithm.kl_coef", "with use_kl_loss algorithm.kl_loss_coef", number, default=0.01),
-    Row("use_kl_loss", text="the coefficient is then algorithm.kl_loss_coef"),
-    Row("kl_estimator", "algorithm.kl_loss_type", convert=choice(k1="k1", k2="k2", k3="k3")),
-    Row("kl_target kl_horizon", text="the coefficient is constant"),
-    Row("entropy_loss_coef", "algorithm.entropy_coef"),
-    Row("aux_loss_coef", text="with train.backend = megatron it is megatron.args.moe_aux_loss_coeff"),
-    Row("no_advantage_std_norm", "algorithm.grpo_std_normalization", "the opposite", lambda flag: not on(flag)),
-    Row("normalize_reward", text="advantages are normalised, rewards are not"),
-    Row("reward_clip_range", text="rewards are taken as they are; score.custom_reward_post_process_path clips"),
-    Row("enable_vllm_is_correction", "algorithm.use_tis", convert=on),
-    Row("vllm_is_truncated_threshold", "algorithm.tis_clip", "of two numbers the first is algorithm.tis_clip_low"),
-    Row(
-        "vllm_is_correction_type",
-        "algorithm.tis_mode",
-        "tis is clip, icepop mask; of seq-mask-tis set algorithm.use_rs",
-        choice(tis="clip", icepop="mask"),
-    ),
-    Row("use_icepop", "algorithm.tis_mode", convert=Always("mask")),
-    Row("freezing_actor_steps", "algorithm.num_critic_only_steps", "negative is none", positive),
-    Row("ptx_coef pretrain_data", text="there is no pre-training loss beside the policy's"),
-    Row("beta", "algorithm.beta"),
-    Row("label_smoothing", "algorithm.label_smoothing"),
-    Row("ipo nll_loss_coef", text="preferences are learned by the loss of DPO, without a second one"),
-    Row("ref_model_name_or_path", "algorithm.ref_load"),
-    Row("teacher.model_name_or_path", "algorithm.opd_teacher_load", "with train_opd"),
-    Row("opd.NAME", text="the divergence from the teacher is each token's own: algorithm.opd_kl_coef"),
-    Row("algo.NAME", text="the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"),
-)
-TRAINING = (
-    Row("actor_learning_rate learning_rate", "train.lr"),
-    Row("critic_learning_rate", "algorithm.critic_lr", default=9e-6),
-    Row(
-        "lr_scheduler",
-        "train.lr_decay_style",
-        "cosine_with_min_lr is cosine, to a tenth of the rate",
-        choice(
-            cosine_with_min_lr="cosine",
-            cosine="cosine",
-            linear="linear",
-            constant="constant",
-            constant_with_warmup="constant",
-        ),
-        default="cosine",
-    ),
-    Row("lr_warmup_ratio", text="set train.lr_warmup_iters, in steps"),
-    Row("actor.min_lr_ratio", "train.min_lr", "times the learning rate"),
-    Row("actor.adam.eps", "train.adam_eps"),
-    Row("max_norm", "train.clip_grad"),
-    Row("l2", "train.weight_decay"),
-    Row("adam_betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
-    Row("seed", "run.seed", default=42),
-    Row("full_determinism", text="on a CPU the same seed gives the same run; on GPUs kernels may differ"),
-    Row("num_episodes", "run.num_epoch", default=1),
-    Row(
-        "max_epochs",
-        text="a sample is trained on once; of rows that are read (train_sft, train_dpo) it is run.num_epoch",
-    ),
-)
-RUNNING = (
-    Row("save_path", "run.dir", "its last part is run.name"),
-    Row(
-        "ckpt_path save_hf_ckpt max_ckpt_mem load_checkpoint",
-        text="checkpoints are in the run's folder, and a run goes on by `slimectl run --resume runs/NAME`",
-    ),
-    Row("max_ckpt_num", "run.keep_checkpoints"),
-    Row("save_steps", "run.save_interval", "negative is none", positive),
-    Row("eval_steps", "eval.interval", "negative is none", positive),
-    Row("logging_steps ckpt.best_metric_key", text="every step is reported, and checkpoints are those of rounds"),
-    Row(
-        "use_wandb", "track.with", "a key itself is not copied: track.api_key", Always(["stdout", "wandb"]), secret=True
-    ),
-    Row("wandb_org", "track.entity"),
-    Row("wandb_group", "track.group"),
-    Row("wandb_project", "track.project"),
-    Row("wandb_run_name", "run.name"),
-    Row("use_tensorboard", "track.kwargs.tensorboard.log_dir", "also track.with = tensorboard"),
-)
-GROUPS = {
-    "Cluster": CLUSTER, "Model": MODEL, "Data": DATA, "Algorithm": ALGORITHM, "Training": TRAINING,
-    "Running": RUNNING,
-}  # fmt: skip
 ABSENT = {
-    "train_kto": "trains on answers that are good or bad by themselves; dpo takes pairs of them",
-    "train_prm": "trains a model that rewards single steps; reward_model rewards whole answers",
-    "train_kd": "distils from a teacher's answers in a file; opd asks a teacher about the policy's own",
+    "train_kto": "trains on responses that are each good or bad; dpo takes pairs of them",
+    "train_prm": "trains a model that rewards single steps; reward_model rewards whole responses",
+    "train_kd": "distils from a teacher's responses in a file; opd asks a teacher about the policy's own",
     "train_es_ray": "trains by evolution strategies, without gradients",
-    "batch_inference": "samples or scores answers; that is `slimectl rollout` and `slimectl score`",
+    "batch_inference": "samples or scores responses; that is `slimectl rollout` and `slimectl score`",
+    "serve_rm": "serves a reward model; score.rm_type = reward_model grades with one",
+    "lora_combiner": "merges an adapter into a model; that is `slimectl convert`",
+    "interactive_chat": "chats with a model; that is `slimectl chat`",
 }
 """Programs without a counterpart, and their purpose."""
 SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model", "train_opd": "opd"}
+"""Programs that train by other algorithms than the flags say."""
+SAMPLING = ("train_ppo_ray", "train_ppo")
+"""Programs whose flags name the algorithm."""
 ROWS = ("sft", "dpo", "reward_model")
 """Algorithms that read rows, and sample nothing."""
-"""Programs of OpenRLHF that train by other algorithms."""
+RATES = {"sft": 5e-6, "dpo": 1e-5, "reward_model": 9e-6}
+THRESHOLD = "vllm_is_truncated_threshold"
+LEVEL, MODE, GATE = (f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "gating"))
+UNBOUNDED = 1e6
+"""A bound of weights that none reaches."""
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
@@ -255,15 +39,125 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
 
 
 def settle(conversion: Conversion) -> None:
-    """Join what OpenRLHF decides by several flags together."""
-    values, text = conversion.values, conversion.text
+    """Join what OpenRLHF decides by several flags together. Raises SettingsError for a program that is not known."""
+    _settle_program(conversion)
+    conversion.put("rollout.shuffle", True, "OpenRLHF reads rows in random order")
     _settle_algorithm(conversion)
+    _settle_engines(conversion)
+    _settle_lengths(conversion)
+    _settle_optimizer(conversion)
+    if conversion.values.get("algorithm.name") in ROWS:
+        _settle_rows(conversion)
+    else:
+        _settle_loss(conversion)
+        _settle_correction(conversion)
+        _settle_reward(conversion)
+    _settle_run(conversion)
+
+
+def _settle_program(conversion: Conversion) -> None:
+    """Refuse a program of OpenRLHF that trains by what this version does not know."""
+    launcher = conversion.flags.get("launcher")
+    program = conversion.text("launcher")
+    if launcher and ".cli." in program and stem(program) not in (*SCRIPTS, *SAMPLING):
+        names = ", ".join([*SAMPLING, *SCRIPTS])
+        raise SettingsError(f"{launcher.place}: {program} is not known; there are {names} of openrlhf.cli")
+
+
+def _settle_algorithm(conversion: Conversion) -> None:
+    """The program names the algorithm, or else the estimator; gspo is the loss of group_norm."""
+    text = conversion.text
+    script = stem(text("launcher"))
+    estimator = conversion.converted("advantage_estimator")
+    if script in SCRIPTS:
+        conversion.put("algorithm.name", SCRIPTS[script], "launcher")
+    elif "advantage_estimator" not in conversion.flags:
+        conversion.put("algorithm.name", "ppo", "the default of OpenRLHF for --advantage_estimator")
+    elif estimator is not None:
+        conversion.put("algorithm.name", estimator, "advantage_estimator")
+    if script not in SCRIPTS and text("policy_loss_type") == "gspo":
+        if estimator == "grpo":
+            conversion.put("algorithm.name", "gspo", "policy_loss_type", "advantage_estimator")
+        else:
+            reason = "gspo compares siblings, as group_norm does; set algorithm.name by hand"
+            conversion.omit(conversion.flags["policy_loss_type"], reason, by_hand=True)
+    if conversion.switch("use_kl_loss"):
+        conversion.values.pop("algorithm.kl_coef", None)
+        conversion.put("algorithm.kl_loss_coef", text("init_kl_coef", "0.01"), "use_kl_loss", "init_kl_coef")
+        conversion.settled.add("algorithm.kl_coef")
+        conversion.unlist("use_kl_loss")
+    if conversion.values.get("algorithm.name") == "opd":
+        conversion.settled.add("algorithm.kl_coef")
+
+
+def _settle_loss(conversion: Conversion) -> None:
+    """Bounds and sums whose defaults differ by algorithm here."""
+    values = conversion.values
+    name = values.get("algorithm.name")
+    bound = conversion.flags.get("eps_clip_low_high")
+    if bound is not None and len(bound.values) == 2 and not bound.problem:
+        conversion.put("algorithm.eps_clip", bound.texts[0], "eps_clip_low_high")
+        conversion.put("algorithm.eps_clip_high", bound.texts[1], "eps_clip_low_high")
+    elif name == "gspo" and not conversion.is_unknown("eps_clip"):
+        conversion.put("algorithm.eps_clip_high", conversion.real("eps_clip", 0.2), "eps_clip")
+    if name == "gspo":
+        conversion.put("algorithm.calculate_per_token_loss", False, "gspo takes the mean of each response")
+    if name == "dr_grpo":
+        conversion.put("algorithm.fixed_length", None, "OpenRLHF's dr_grpo has the mean over tokens")
+
+
+def _settle_correction(conversion: Conversion) -> None:
+    """The correction for engine and trainer that disagree: of tokens, or of whole responses by their geometric mean."""
+    values = conversion.values
+    level, kind = conversion.text(LEVEL, "off"), conversion.text("vllm_is_correction_type", "tis")
+    is_old = conversion.switch("enable_vllm_is_correction")
+    pair = conversion.flags.get(THRESHOLD)
+    bounds = [0.5, 5.0] if pair is None else [float(text) for text in pair.texts if not pair.problem]
+    bounds = [0.0, *bounds] if len(bounds) == 1 else bounds
+    keys = ("use_tis", "tis_clip", "tis_clip_low", "tis_mode", "tis_level")
+    flags = [name for name in (LEVEL, "enable_vllm_is_correction", "vllm_is_correction_type", MODE, THRESHOLD)
+             if name in conversion.flags]  # fmt: skip
+    if (not is_old and level == "off") or not flags:
+        for key in keys:
+            conversion.take_back(f"algorithm.{key}", "the correction is off")
+        return
+    if conversion.text(GATE, "ratio") != "ratio" or len(bounds) != 2:
+        for key in keys:
+            values.pop(f"algorithm.{key}", None)
+        reason = "the gate is the ratio of probabilities, within two bounds; set algorithm.use_tis or use_rs by hand"
+        conversion.omit(conversion.flags[GATE if GATE in conversion.flags else THRESHOLD], reason, by_hand=True)
+        return
+    low, high = bounds
+    if values.get("algorithm.name") == "gspo":
+        for key in keys:
+            values.pop(f"algorithm.{key}", None)
+        conversion.put("algorithm.use_rollout_logprobs", True, *flags)
+    elif level == "seq" or (is_old and kind == "seq-mask-tis"):
+        for key, value in (("use_rs", True), ("rs_level", "geometric"), ("rs_clip_low", low), ("rs_clip", high)):
+            conversion.put(f"algorithm.{key}", value, *flags)
+        values.pop("algorithm.tis_mode", None)
+        conversion.put("algorithm.use_tis", True, *flags)
+        conversion.put("algorithm.tis_clip", UNBOUNDED, *flags)
+        conversion.values.pop("algorithm.tis_clip_low", None)
+    else:
+        for key, value in (("use_tis", True), ("tis_clip_low", low), ("tis_clip", high)):
+            conversion.put(f"algorithm.{key}", value, *flags)
+        if not is_old and MODE not in conversion.flags:
+            conversion.put("algorithm.tis_mode", "mask", f"the default of OpenRLHF for --{MODE}")
+
+
+def _settle_engines(conversion: Conversion) -> None:
+    """Engines have GPUs of their own, unless all models share them."""
     engines = conversion.number("vllm_num_engines", 0)
     if engines > 0:
         conversion.put("engine.backend", "vllm", "vllm_num_engines")
         conversion.put("engine.dtype", "bfloat16", "the default of OpenRLHF for its engine")
         size = conversion.number("vllm_tensor_parallel_size", 1)
         conversion.put("cluster.rollout_num_gpus", engines * size, "vllm_num_engines", "vllm_tensor_parallel_size")
+    else:
+        conversion.settled.add("vllm.args.gpu_memory_utilization")
+    if conversion.switch("use_dynamic_batch") and "train_max_tokens_per_gpu" not in conversion.flags:
+        conversion.put("train.max_tokens_per_gpu", 16192, "the default of OpenRLHF for --train_max_tokens_per_gpu")
     if conversion.number("actor_num_nodes", 1) > 1:
         conversion.put("cluster.executor", "ray", "actor_num_nodes")
     if not conversion.switch("async_train"):
@@ -271,67 +165,32 @@ def settle(conversion: Conversion) -> None:
     else:
         conversion.take_back("cluster.colocate", "with --async_train engines have GPUs of their own there")
         conversion.take_back("rollout.partial_rollout", "answers under way at a push of weights go on by themselves")
-    _settle_lengths(conversion)
-    _settle_reward(conversion)
-    if text("lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
-        source = "lr_scheduler" if "lr_scheduler" in conversion.flags else "the default of OpenRLHF for --lr_scheduler"
-        rate = conversion.real("actor_learning_rate", conversion.real("learning_rate", 1e-6))
-        share = conversion.real("actor.min_lr_ratio", 0.1)
-        conversion.put("train.min_lr", float(f"{share * rate:.6g}"), "actor.min_lr_ratio", source)
-    for flag, keys in (("adam_betas", ("train.adam_beta1", "train.adam_beta2")),
-                       ("vllm_is_truncated_threshold", ("algorithm.tis_clip_low", "algorithm.tis_clip")),
-                       ("eps_clip_low_high", ("algorithm.eps_clip", "algorithm.eps_clip_high"))):  # fmt: skip
-        pair = conversion.flags.get(flag)
-        if pair is not None and len(pair.values) == 2 and not pair.problem:
-            for key, value in zip(keys, pair.texts, strict=True):
-                conversion.put(key, value, flag)
-    if "adam_betas" not in conversion.flags:
-        conversion.put("train.adam_beta2", 0.95, "the default of OpenRLHF for --adam_betas")
-    if "use_wandb" in conversion.flags:
-        conversion.put("track.api_key", secret("WANDB_API_KEY")(conversion.flags["use_wandb"]), "use_wandb")
-        if text("use_wandb").lower() in ("true", "1", ""):
-            conversion.values.pop("track.api_key")
-    if "use_tensorboard" in conversion.flags:
-        conversion.put(
-            "track.with", [*values.get("track.with", ["stdout"]), "tensorboard"], "use_wandb", "use_tensorboard"
-        )
-    if isinstance(values.get("run.dir"), str):
-        folder, _, name = str(values["run.dir"]).rstrip("/").rpartition("/")
-        conversion.put("run.dir", folder or ".", "save_path")
-        if "run.name" not in values:
-            conversion.put("run.name", name, "save_path")
 
 
-def _settle_algorithm(conversion: Conversion) -> None:
-    values, text = conversion.values, conversion.text
-    script = stem(text("launcher"))
-    estimator = conversion.converted("advantage_estimator")
-    if script in SCRIPTS:
-        conversion.put("algorithm.name", SCRIPTS[script], "launcher")
-    elif text("policy_loss_type") == "gspo":
-        conversion.put("algorithm.name", "gspo", "policy_loss_type", "advantage_estimator")
-    elif "advantage_estimator" not in conversion.flags:
-        conversion.put("algorithm.name", "ppo", "the default of OpenRLHF for --advantage_estimator")
-    elif estimator is not None:
-        conversion.put("algorithm.name", estimator, "advantage_estimator")
-    if conversion.switch("use_kl_loss"):
-        values.pop("algorithm.kl_coef", None)
-        conversion.put("algorithm.kl_loss_coef", text("init_kl_coef", "0.01"), "use_kl_loss", "init_kl_coef")
-        conversion.settled.add("algorithm.kl_coef")
-        conversion.unlist("use_kl_loss")
+def _settle_rows(conversion: Conversion) -> None:
+    """Programs that read rows sample nothing, and train for epochs."""
+    name = str(conversion.values["algorithm.name"])
+    conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
+    conversion.settled |= {"run.rollout_batch_size"}
+    if "max_len" in conversion.flags:
+        conversion.take_back("rollout.max_context_len", "rows are not cut")
+    else:
+        conversion.note_default("max_len", 2048 if name == "sft" else 512, "rows are not cut")
+    if name == "sft" and "rollout.input_key" not in conversion.values:
+        conversion.put("rollout.input_key", "input", "the default of OpenRLHF for --input_key")
+    conversion.program_defaults |= {"actor_learning_rate": RATES[name], "reward_clip_range": None}
+    if "max_epochs" not in conversion.flags:
+        source = "the default of OpenRLHF for --max_epochs"
+        conversion.put("run.num_epoch", 2 if name == "sft" else 1, source)
+    elif not conversion.is_unknown("max_epochs"):
+        conversion.put("run.num_epoch", conversion.text("max_epochs"), "max_epochs")
+        conversion.unlist("max_epochs")
 
 
 def _settle_lengths(conversion: Conversion) -> None:
-    """Dotted flags have one length of prompt and answer together; rows of preferences have no prompts to sample."""
+    """Dotted flags have one length of prompt and response together."""
     if conversion.values.get("algorithm.name") in ROWS:
-        conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
-        conversion.settled |= {"run.rollout_batch_size"}
-        if "max_epochs" in conversion.flags:
-            conversion.put("run.num_epoch", conversion.text("max_epochs"), "max_epochs")
-            conversion.unlist("max_epochs")
         return
-    if conversion.values.get("algorithm.name") == "opd":
-        conversion.settled.add("algorithm.kl_coef")
     if not any("." in flag.spelling for flag in conversion.flags.values()):
         return
     conversion.settled.add("rollout.max_prompt_len")
@@ -343,15 +202,65 @@ def _settle_lengths(conversion: Conversion) -> None:
             conversion.put("rollout.max_response_len", length, source)
 
 
+def _settle_optimizer(conversion: Conversion) -> None:
+    """Settings of AdamW and its schedule, whose floor is a share of the rate."""
+    name = str(conversion.values.get("algorithm.name"))
+    if conversion.text("lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
+        source = "lr_scheduler" if "lr_scheduler" in conversion.flags else "the default of OpenRLHF for --lr_scheduler"
+        default = RATES.get(name, 1e-6)
+        rate = conversion.real("actor_learning_rate", conversion.real("learning_rate", default))
+        share = conversion.real("actor.min_lr_ratio", 0.1)
+        if not conversion.is_unknown("actor_learning_rate", "learning_rate", "lr_scheduler"):
+            conversion.put("train.min_lr", float(f"{share * rate:.6g}"), "actor.min_lr_ratio", source)
+    betas = conversion.flags.get("adam_betas")
+    if betas is not None and len(betas.values) == 2 and not betas.problem:
+        conversion.put("train.adam_beta1", betas.texts[0], "adam_betas")
+        conversion.put("train.adam_beta2", betas.texts[1], "adam_betas")
+    elif betas is None:
+        conversion.put("train.adam_beta2", 0.95, "the default of OpenRLHF for --adam_betas")
+    if "train.lora_rank" in conversion.values and "train.lora_alpha" not in conversion.values:
+        conversion.put("train.lora_alpha", 16, "the default of OpenRLHF for --lora_alpha")
+
+
+def _settle_run(conversion: Conversion) -> None:
+    """Trackers, and the run's folder."""
+    values, text = conversion.values, conversion.text
+    if "use_wandb" in conversion.flags:
+        conversion.put("track.api_key", secret("WANDB_API_KEY")(conversion.flags["use_wandb"]), "use_wandb")
+        if text("use_wandb").lower() in ("true", "1", ""):
+            conversion.values.pop("track.api_key")
+    if "use_tensorboard" in conversion.flags:
+        conversion.put(
+            "track.with", [*values.get("track.with", ["stdout"]), "tensorboard"], "use_wandb", "use_tensorboard"
+        )
+    if "run.save_interval" not in values:
+        conversion.settled.add("run.keep_checkpoints")
+    if isinstance(values.get("run.dir"), str):
+        folder, _, name = str(values["run.dir"]).rstrip("/").rpartition("/")
+        conversion.put("run.dir", folder or ".", "save_path")
+        if "run.name" not in values:
+            conversion.put("run.name", name, "save_path")
+
+
 def _settle_reward(conversion: Conversion) -> None:
-    """A reward comes from a model, a server, or a function in a file."""
+    """A reward comes from a model, a server, or a function in a file, which an agent brings with it."""
     address = conversion.flags.get("remote_rm_url")
-    if address is not None and "score.rm_url" in conversion.values:
+    agent = conversion.flags.get("agent_func_path")
+    if agent is not None:
+        conversion.values.pop("rollout.custom_generate_function_path", None)
+        reason = (
+            "its AgentInstance or AgentExecutor brings the reward; write it as rollout.custom_generate_function_path"
+        )
+        conversion.omit(agent, f"{reason} (docs/agents.md)", first=True)
+        conversion.take_back("score.rm_url", "--agent_func_path goes before it")
+        conversion.take_back("score.rm_options.path", "--agent_func_path goes before it")
+    elif address is not None and "score.rm_url" in conversion.values:
         if conversion.text("remote_rm_url").endswith(".py"):
-            conversion.take_back("score.rm_url", REWARD)
+            conversion.values.pop("score.rm_url")
+            conversion.omit(address, REWARD, first=True)
         else:
             conversion.put("score.rm_type", "remote_rm", "remote_rm_url")
-            conversion.take_back("score.rm_options.path", "--remote_rm_url goes before it")
+        conversion.take_back("score.rm_options.path", "--remote_rm_url goes before it")
     elif "score.rm_options.path" in conversion.values:
         conversion.put("score.rm_type", "reward_model", "reward_pretrain")
 
@@ -362,7 +271,7 @@ OPENRLHF = Dialect(
     GROUPS,
     settle,
     unlisted,
-    programs=r"(openrlhf|molt)\.cli\.train_",
+    programs=r"(openrlhf|molt)\.cli\.\w+",
     absent=ABSENT,
     aliases=aliases(),
 )

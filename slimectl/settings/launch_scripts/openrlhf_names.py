@@ -17,8 +17,7 @@ actor.dual_clip dual_clip
 actor.policy_loss_type policy_loss_type
 actor.aux_loss_coef aux_loss_coef
 actor.entropy_coef entropy_loss_coef
-actor.lr_scheduler lr_scheduler
-actor.lr_warmup_ratio lr_warmup_ratio
+actor.actor.lr_warmup_ratio lr_warmup_ratio
 actor.max_norm max_norm
 ref.num_nodes ref_num_nodes
 ref.num_gpus_per_node ref_num_gpus_per_node
@@ -59,6 +58,12 @@ algo.advantage.lambd lambd
 algo.advantage.no_std_norm no_advantage_std_norm
 algo.advantage.is_correction_enable enable_vllm_is_correction
 algo.advantage.is_correction_threshold vllm_is_truncated_threshold
+reward.offload ref_reward_offload
+data.dataset_split prompt_split
+data.tokenizer_chat_template input_template
+min_lr_ratio actor.min_lr_ratio
+adam.eps actor.adam.eps
+optim actor.optim
 algo.advantage.is_correction_type vllm_is_correction_type
 algo.dynamic_filtering_enable dynamic_filtering
 algo.dynamic_filtering_range dynamic_filtering_reward_range

@@ -1,234 +1,22 @@
-"""ROLL's keys, as its YAML files have them, and the settings that they become."""
+"""ROLL's configurations: keys beyond the table, and settings that several keys decide together."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
+from slimectl.errors import SettingsError
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.megatron import hand_over
-from slimectl.settings.launch_scripts.values import (
-    choice,
-    integer,
-    named_datasets,
-    off,
-    on,
-    positive,
-    texts,
-    trackers,
-)
-from slimectl.settings.launch_scripts.verl_keys import SIZES, prefixed
+from slimectl.settings.launch_scripts.roll_keys import GROUPS, INFER, LAYOUT, TRAIN, devices
+from slimectl.settings.launch_scripts.roll_rewards import settle_reward
+from slimectl.settings.launch_scripts.values import secret
+from slimectl.settings.launch_scripts.verl_keys import SIZES
+from slimectl.settings.run import KEY_VARIABLES
 
-TRAIN, INFER = "actor_train.", "actor_infer."
-LAYOUT = "the reference and rewards have no GPUs of their own; verifiers run in worker processes"
-REPORTS = "records are in the run's folder, and every step is reported"
-REWARDS = "set score.rm_type to a verifier (docs/verifiers.md): math, code, ifeval, judge, …"
-KERNELS = "kernels are chosen by the trainer; packs have no padding"
-LOSS = "the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"
-
-RUNNING = (
-    Row("exp_name", "run.name"),
-    Row("seed", "run.seed", default=42),
-    Row("output_dir", "run.dir"),
-    Row("max_steps", "run.num_rollout", convert=positive),
-    Row("save_steps", "run.save_interval", convert=positive),
-    Row("eval_steps", "eval.interval", convert=positive),
-    Row("max_ckpt_to_keep", "run.keep_checkpoints", convert=positive),
-    Row("track_with", "track.with", convert=trackers),
-    Row("num_gpus_per_node", "cluster.num_gpus_per_node"),
-    Row("num_nodes", "cluster.actor_num_nodes"),
-    Row("model_update_buffer_size_mb", "sync.update_weight_buffer_size", "in MiB here, too", integer),
-    Row("defaults", text="ZeRO's stages and ROLL's environments are not read: train.backend and rollout.env say both"),
-    Row(
-        "logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
-        "profiler_timeline checkpoint_config.type checkpoint_config.output_dir resume_from_checkpoint rpc_timeout "
-        "hydra.run.dir hydra.output_subdir max_running_requests generate_opt_level model_name track_name "
-        "checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers",
-        text=REPORTS,
-    ),
-)
-ROLLOUT = (
-    Row("rollout_batch_size", "run.rollout_batch_size"),
-    Row("prompt_length", "rollout.max_prompt_len"),
-    Row("response_length", "rollout.max_response_len"),
-    Row("sequence_length", "rollout.max_context_len"),
-    Row("num_return_sequences_in_group", "rollout.n_samples_per_prompt", default=1),
-    Row("train_batch_size", "train.global_batch_size"),
-    Row("prompt_key", "rollout.input_key"),
-    Row("response_key", "rollout.label_key"),
-    Row("chosen_key rejected_key", text="rows of preferences have prompt, chosen and rejected (docs/records.md)"),
-    Row("global_template validation.data_args.NAME", text="the chat template is the model's"),
-    Row("validation.eval_steps", text="eval_steps is eval.interval"),
-    Row("is_num_return_sequences_expand val_batch_size", text="requests are sent one by one to the engines"),
-    Row("async_generation_ratio", "run.async_level", "0 is none", convert=positive),
-    Row("use_additional_prompts dynamic_sampling_cfg", text="set rollout.dynamic_sampling_filter_path"),
-    Row("pretrain actor_train.model_args.model_name_or_path", "model.path"),
-    Row("reward_pretrain", text="a critic begins from algorithm.critic_load"),
-    Row(f"{INFER}generating_args.max_new_tokens", "rollout.max_response_len"),
-    Row(f"{INFER}generating_args.top_p", "rollout.top_p"),
-    Row(f"{INFER}generating_args.top_k", "rollout.top_k"),
-    Row(f"{INFER}generating_args.temperature", "rollout.temperature"),
-    Row(f"{INFER}generating_args.num_return_sequences", "rollout.n_samples_per_prompt"),
-    Row(f"{INFER}generating_args.num_beams {INFER}generating_args.do_sample", text="answers are sampled"),
-    Row(f"{INFER}generating_args.stop_strings", "rollout.stop", convert=texts),
-    Row(f"{INFER}generating_args.include_stop_str_in_output", text="an answer has what its engine returns"),
-    Row(f"{INFER}generating_args.NAME", text="answers are sampled from the policy as it is"),
-    Row("max_tokens_per_step", "rollout.env_turn_tokens", "with rollout.env"),
-    Row("max_actions_per_traj", "rollout.env_max_turns", "with rollout.env"),
-    Row("env_manager_cls agent_config_common.NAME env_config.NAME agent_system_template agent_template",
-        text="an environment is rollout.env, a program rollout.agent (docs/environments.md, docs/agents.md)"),
-    Row(f"{INFER}strategy_args.strategy_name", "engine.backend", convert=choice(
-        vllm="vllm", sglang="sglang", hf_infer="embedded")),
-    Row(f"{INFER}num_gpus_per_worker", "cluster.rollout_num_gpus_per_engine"),
-    Row(prefixed(f"{INFER}strategy_args.strategy_config.", "tensor_parallel_size tp_size"),
-        "cluster.rollout_num_gpus_per_engine"),
-    Row(prefixed(f"{INFER}strategy_args.strategy_config.", "load_format sleep_level"),
-        text="engines load model.path, and free their memory in turn with cluster.colocate"),
-    Row(f"{INFER}device_mapping", "cluster.rollout_num_gpus", "the number of devices",
-        lambda flag: len(devices(flag))),
-    Row(f"{INFER}model_args.dtype {INFER}model_args.torch_dtype", "engine.dtype",
-        convert=choice(bf16="bfloat16", fp32="float32", fp16="float16"), default="bfloat16"),
-    Row(f"{INFER}worker_cls {TRAIN}worker_cls", text="an agent or a reward of yours is a hook (docs/hooks.md)"),
-    Row(prefixed(INFER, "infer_batch_size use_sequence_packing model_args.disable_gradient_checkpointing "
-                 "model_args.attn_implementation data_args.template name model_args.NAME"),
-        text="engines batch by themselves"),
-    Row("validation.data_args.file_name", "eval.data", "each file becomes a table, called after it", named_datasets),
-    Row("validation.generating_args.top_p", "eval.top_p"),
-    Row("validation.generating_args.top_k", "eval.top_k"),
-    Row("validation.generating_args.temperature", "eval.temperature"),
-    Row("validation.generating_args.num_return_sequences", "eval.n_samples_per_prompt"),
-    Row("validation.generating_args.max_new_tokens", "eval.max_response_len"),
-    Row("validation.data_args.template validation.generating_args.num_beams",
-        text="the chat template is the model's; answers are sampled"),
-)  # fmt: skip
-ALGORITHM = (
-    Row(
-        "adv_estimator",
-        "algorithm.name",
-        "gae is ppo, reinforce reinforce_plus_plus",
-        choice(gae="ppo", grpo="grpo", reinforce="reinforce_plus_plus", rloo="rloo", gspo="gspo"),
-    ),
-    Row("pg_variant", "algorithm.name", convert=choice(vanilla="grpo", ppo="grpo", gspo="gspo", cispo="cispo")),
-    Row("gamma", "algorithm.gamma"),
-    Row("lambd", "algorithm.lambd"),
-    Row("pg_clip pg_clip_low", "algorithm.eps_clip", default=0.2),
-    Row("pg_clip_high", "algorithm.eps_clip_high"),
-    Row("value_clip", "algorithm.value_clip"),
-    Row("dual_clip_loss", "algorithm.eps_clip_c", "true is 3", lambda flag: 3.0 if on(flag) else None),
-    Row(
-        "loss_agg_mode",
-        "algorithm.calculate_per_token_loss",
-        "token-mean is true, seq-mean-token-mean false",
-        choice(token_mean=True, seq_mean_token_mean=False, seq_mean_token_sum=False),
-    ),
-    Row("whiten_advantages", "algorithm.normalize_advantages", convert=on),
-    Row("use_kl_loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on"),
-    Row("kl_loss_coef", "algorithm.kl_loss_coef"),
-    Row("add_token_level_kl", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
-    Row("init_kl_coef", "algorithm.kl_coef"),
-    Row("entropy_loss_coef", "algorithm.entropy_coef"),
-    Row(
-        "reward_clip advantage_clip reward_norm reward_shift reward_scale whiten_rewards norm_mean_type norm_std_type "
-        "kl_penalty target_kl kl_horizon difficulty_mask difficulty_low_threshold difficulty_high_threshold "
-        "error_max_len_clip max_len_mask difficulty_loss_weight length_loss_weight query_filter_config.type "
-        "query_filter_config.filter_args.threshold_up query_filter_config.filter_args.threshold_down "
-        "use_pg_clip_range train_infer_correction",
-        text=LOSS,
-    ),
-    Row("beta", "algorithm.beta", "of dpo"),
-    Row("label_smoothing", "algorithm.label_smoothing", "of dpo"),
-    Row("teacher.model_args.model_name_or_path", "algorithm.opd_teacher_load", "with student_train"),
-    Row(
-        "teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
-        "logits_topk teacher_temperature student_temperature kd_objective adaptive_kl_alpha is_pure_opd",
-        text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)",
-    ),
-    Row(
-        "ipo batch_adjust_mode step_reward_gamma reward_normalization.NAME ratio_type loss_agg_mode_NAME "
-        "enable_old_logprobs_recompute episode_reward_weight step_reward_weight query_filter_config.NAME "
-        "rlvr_option.NAME",
-        text=LOSS,
-    ),
-    Row("enable_reference", text="there is a reference where a coefficient of divergence is above 0"),
-    Row("ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
-    Row("critic_warmup", "algorithm.num_critic_only_steps"),
-)
-TRAINING = (
-    Row(f"{TRAIN}training_args.learning_rate", "train.lr"),
-    Row(f"{TRAIN}training_args.weight_decay", "train.weight_decay"),
-    Row(f"{TRAIN}training_args.warmup_steps", "train.lr_warmup_iters"),
-    Row(f"{TRAIN}training_args.lr_scheduler_type", "train.lr_decay_style", convert=choice(
-        constant="constant", linear="linear", cosine="cosine", constant_with_warmup="constant")),
-    Row(f"{TRAIN}training_args.max_grad_norm max_grad_norm", "train.clip_grad"),
-    Row(f"{TRAIN}training_args.adam_beta1", "train.adam_beta1"),
-    Row(f"{TRAIN}training_args.adam_beta2", "train.adam_beta2", default=0.999),
-    Row(f"{TRAIN}training_args.per_device_train_batch_size", "train.global_batch_size",
-        "times accumulation and data-parallel ranks, as samples of a step"),
-    Row(f"{TRAIN}training_args.gradient_accumulation_steps", "train.global_batch_size", "as above"),
-    Row(f"{TRAIN}model_update_frequency", "sync.update_weights_interval"),
-    Row(f"{TRAIN}training_args.bf16", text="train.dtype is bfloat16 without actor_train.model_args.dtype"),
-    Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.warmup_ratio {TRAIN}training_args.max_steps",
-        text="max_steps is run.num_rollout; warm-up is train.lr_warmup_iters, in steps"),
-    Row(f"{TRAIN}model_args.dtype {TRAIN}model_args.torch_dtype", "train.dtype",
-        convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),
-    Row(f"{TRAIN}model_args.disable_gradient_checkpointing", "train.gradient_checkpointing", "the opposite", off),
-    Row(f"{TRAIN}model_args.lora_rank", "train.lora_rank", convert=positive),
-    Row(f"{TRAIN}model_args.lora_alpha", "train.lora_alpha"),
-    Row(f"{TRAIN}model_args.lora_target", "train.lora_targets", convert=texts),
-    Row(f"{TRAIN}model_args.freeze_module_prefix", "train.freeze_vision_tower", "vision_model is true",
-        choice(vision_model=True)),
-    Row("lora_rank lora_alpha lora_target", text="actor_train takes them over by ${…}: train.lora_rank"),
-    Row(f"{TRAIN}model_args.lora_dropout {TRAIN}model_args.autocast_adapter_dtype",
-        text="adapters have no dropout, and are in float32"),
-    Row(f"{TRAIN}model_args.model_config_kwargs.NAME", text="the model's shape is that of its config.json"),
-    Row(f"{TRAIN}model_args.NAME {TRAIN}use_remove_padding {TRAIN}offload_nccl {TRAIN}logits_in_fp32", text=KERNELS),
-    Row(f"{TRAIN}model_args.attn_implementation {TRAIN}model_args.model_type {TRAIN}infer_batch_size "
-        f"{TRAIN}model_args.ulysses_size {TRAIN}use_sequence_packing {TRAIN}name {TRAIN}model_args.moe_aux_loss_coef",
-        text=KERNELS),
-    Row(f"{TRAIN}use_dynamic_batching_in_train", "train.use_dynamic_batch_size", convert=on),
-    Row(f"{TRAIN}max_tokens_per_microbatch_in_train", "train.max_tokens_per_gpu"),
-    Row(f"{TRAIN}use_dynamic_batching_in_infer {TRAIN}max_tokens_per_microbatch_in_infer",
-        text="train.max_tokens_per_gpu is the limit of every pass"),
-    Row(f"{TRAIN}data_args.file_name", "rollout.data", convert=texts),
-    Row(f"{TRAIN}data_args.prompt", "rollout.input_key"),
-    Row(f"{TRAIN}data_args.messages", "rollout.input_key"),
-    Row(prefixed(f"{TRAIN}data_args.", "template dataset_dir preprocessing_num_workers interleave_probs "
-                 "domain_interleave_probs dataset_type domain_interleave_probs.NAME"),
-        text="the chat template is the model's; rollout.data_weights mixes sources"),
-    Row(f"{TRAIN}strategy_args.strategy_name", "train.backend", convert=choice(
-        megatron_train="megatron", deepspeed_train="fsdp", fsdp2_train="fsdp", fsdp_train="fsdp")),
-    *(Row(f"{TRAIN}strategy_args.strategy_config.{size}", f"megatron.{size}", "1 is none" if "virtual" in size else "",
-          (lambda flag: max(2, integer(flag)) if integer(flag) > 1 else None) if "virtual" in size else None)
-      for size in SIZES),
-    Row(f"{TRAIN}strategy_args.strategy_config.use_distributed_optimizer", "megatron.use_distributed_optimizer",
-        convert=on),
-    Row(f"{TRAIN}strategy_args.strategy_config.NAME", "megatron.args.NAME",
-        "as in slime's table; so additional_configs"),
-    Row(f"{TRAIN}strategy_args.strategy_config.sequence_parallel",
-        text="on where megatron.tensor_model_parallel_size is above 1"),
-    Row(f"{TRAIN}device_mapping", "cluster.actor_num_gpus_per_node", "the number of devices",
-        lambda flag: len(devices(flag))),
-)  # fmt: skip
-GROUPS = {"Running": RUNNING, "Rollout": ROLLOUT, "Algorithm": ALGORITHM, "Training": TRAINING}
-DEVICES = re.compile(r"list\(range\((\d+)(?:,\s*(\d+))?\)\)")
-
-
-def devices(flag: Flag) -> list[int]:
-    """The devices of a mapping: a list, `list(range(0, 8))`, or a sum of these. Raises ValueError for others."""
-    if len(flag.values) == 1 and "+" in flag.texts[0]:
-        parts = [replace(flag, values=(replace(flag.values[0], text=text),)) for text in flag.texts[0].split("+")]
-        return [device for part in parts for device in devices(part)]
-    if len(flag.values) == 1 and (match := DEVICES.fullmatch(flag.texts[0].strip())):
-        first, last = match.groups()
-        start, end = (0, int(first)) if last is None else (int(first), int(last))
-        if end - start > 100_000:
-            raise ValueError("has more devices than there are")
-        return list(range(start, end))
-    numbers = [word for text in flag.texts for word in text.strip("[]").split(",") if word.strip()]
-    if not numbers or not all(word.strip().isdigit() for word in numbers):
-        raise ValueError("is an expression of Python; set the number of GPUs by hand")
-    return [int(word) for word in numbers]
+FILES = "distils from a teacher's probabilities of the responses in a file; opd asks a teacher about the policy's own"
+ROWS = ("sft", "dpo")
+"""Algorithms that read rows, and sample nothing."""
+ENVIRONMENTS = ("custom_envs.", "custom_env.", "train_env_manager.", "val_env_manager.")
+WHITENING = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
@@ -239,21 +27,20 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         _take_field(conversion, flag, leaf)
         return
     engine = conversion.text(f"{INFER}strategy_args.strategy_name")
+    tracker = conversion.text("track_with", "wandb")
     prefixes = {
         f"{INFER}strategy_args.strategy_config.": f"{engine}.args." if engine in ("vllm", "sglang") else "",
-        "tracker_kwargs.": f"track.kwargs.{conversion.text('track_with', 'wandb')}.",
+        "tracker_kwargs.": f"track.kwargs.{tracker}.",
     }
     prefix = next((item for item in prefixes if name.startswith(item)), "")
     leaf = name.removeprefix(prefix)
-    if "key" in leaf.split("_") and prefix == "tracker_kwargs.":
-        conversion.omit(flag, "a key is not copied; export it, or set track.api_key = env:NAME")
+    if leaf.rpartition("_")[2] == "key" and prefix == "tracker_kwargs." and tracker in KEY_VARIABLES:
+        conversion.put("track.api_key", secret(KEY_VARIABLES[tracker])(flag), name)
     elif prefix and prefixes[prefix] and not flag.problem and "." not in leaf:
         conversion.put(f"{prefixes[prefix]}{leaf}", typed(flag), name)
     elif prefix and prefixes[prefix] and not flag.problem:
         conversion.omit(flag, f"it is in a table; give that as JSON text in [{prefixes[prefix].rstrip('.')}]")
-    elif name.startswith(("rewards.", "reward.", "custom_envs.", "train_env_manager.", "val_env_manager.")):
-        conversion.omit(flag, REWARDS)
-    elif name.startswith(("reference.", "critic.", "system_envs.")):
+    elif name.startswith(("rewards.", "reward.", "reference.", "critic.", "system_envs.")):
         conversion.omit(flag, LAYOUT)
     elif flag.problem:
         conversion.omit(flag, flag.problem)
@@ -271,9 +58,128 @@ def _take_field(conversion: Conversion, flag: Flag, leaf: str) -> None:
         hand_over(conversion, flag, leaf)
 
 
+def pipeline(conversion: Conversion) -> str:
+    """The pipeline that a configuration is of: rlvr, agentic, sft, dpo or opd."""
+    spellings = [flag.spelling for flag in conversion.flags.values()]
+    if any(spelling.startswith("student_train") for spelling in spellings):
+        return "opd"
+    if any(spelling.startswith("sft_") for spelling in spellings):
+        return "sft"
+    if "beta" in conversion.flags or "chosen_key" in conversion.flags:
+        return "dpo"
+    return "agentic" if any(name.startswith(ENVIRONMENTS) for name in conversion.flags) else "rlvr"
+
+
 def settle(conversion: Conversion) -> None:
-    """Join what ROLL decides by several keys together."""
-    _settle_pipeline(conversion)
+    """Join what ROLL decides by several keys together. Raises SettingsError for a pipeline without a counterpart."""
+    for name in ("student_pretrain", "teacher_pretrain"):
+        if flag := conversion.flags.get(name):
+            raise SettingsError(f"{flag.place}: {name} has no counterpart: it {FILES} (docs/algorithms.md)")
+    kind = pipeline(conversion)
+    if kind != "agentic":
+        conversion.put("rollout.shuffle", True, "ROLL reads rows in random order")
+    _settle_run(conversion, kind)
+    _settle_sizes(conversion)
+    _settle_devices(conversion)
+    if kind in ROWS:
+        _settle_rows(conversion, kind)
+        return
+    _settle_algorithm(conversion, kind)
+    _settle_loss(conversion)
+    if kind == "agentic":
+        _settle_environment(conversion)
+    else:
+        _settle_prompts(conversion)
+        if kind == "rlvr":
+            settle_reward(conversion)
+
+
+def _settle_run(conversion: Conversion, kind: str) -> None:
+    """Settings of the run: all checkpoints are kept, adapters have rank 8, and the tracker is TensorBoard."""
+    values = conversion.values
+    if "max_ckpt_to_keep" not in conversion.flags:
+        conversion.put("run.keep_checkpoints", None, "the default of ROLL for max_ckpt_to_keep")
+    if "train.lora_targets" in values and "train.lora_rank" not in values:
+        conversion.put("train.lora_rank", 8, f"the default of ROLL for {TRAIN}model_args.lora_rank")
+    if "track_with" not in conversion.flags:
+        conversion.note_default("track_with", "tensorboard", 'add "tensorboard" to track.with')
+    if "megatron.recompute_granularity" in values:
+        conversion.settled.add("train.gradient_checkpointing")
+    if kind in ROWS and "max_steps" not in conversion.flags:
+        conversion.program_defaults["max_steps"] = None
+    if kind == "dpo" and "max_steps" not in conversion.flags:
+        conversion.note_default("max_steps", 500, "the run ends after its epochs")
+
+
+def _settle_rows(conversion: Conversion, kind: str) -> None:
+    """Pipelines that read demonstrations or preferences have no engine, and train for epochs."""
+    conversion.put("algorithm.name", kind, f"the keys of ROLL's {kind} pipeline")
+    name = f"{TRAIN}training_args.num_train_epochs"
+    epochs = conversion.flags.get(name)
+    if "run.num_rollout" not in conversion.values and (epochs is None or not epochs.problem):
+        source = name if epochs else f"the default of ROLL for {name}"
+        conversion.put("run.num_epoch", epochs.texts[0] if epochs else 1, source)
+        if epochs:
+            conversion.unlist(name)
+    if kind == "sft":
+        for key, column in (("rollout.input_key", "instruction"), ("rollout.label_key", "output")):
+            if key not in conversion.values:
+                name = "prompt_key" if "input" in key else "response_key"
+                conversion.put(key, column, f"the default of ROLL for {name}")
+    conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
+    conversion.settled |= {"engine.dtype", "run.rollout_batch_size"}
+
+
+def _settle_algorithm(conversion: Conversion, kind: str) -> None:
+    """The estimator names the algorithm, unless the loss does; the normalization of rewards decides its baseline."""
+    if kind == "opd":
+        conversion.put("algorithm.name", "opd", "student_train learns from the teacher")
+        return
+    variant = conversion.text("pg_variant", conversion.text("actor_train.pg_variant"))
+    estimator = conversion.converted("adv_estimator")
+    if "adv_estimator" not in conversion.flags:
+        conversion.put("algorithm.name", "ppo", "the default of ROLL for adv_estimator")
+    elif estimator is not None and variant in ("", "vanilla", "ppo"):
+        conversion.put("algorithm.name", estimator, "adv_estimator")
+    flag = conversion.flags.get("adv_estimator")
+    name = conversion.values.get("algorithm.name")
+    if kind == "agentic" and name in ("grpo", "reinforce_plus_plus"):
+        _settle_normalization(conversion)
+    elif kind == "rlvr" and name == "reinforce_plus_plus" and flag:
+        mean, std = (conversion.text(f"norm_{kind}_type", "None") for kind in ("mean", "std"))
+        if (mean, std) == ("group", "group"):
+            conversion.put("algorithm.name", "grpo", "norm_mean_type", "norm_std_type", "adv_estimator")
+        elif mean == "group":
+            conversion.put("algorithm.name", "reinforce_plus_plus_baseline", "norm_mean_type", "adv_estimator")
+    name = conversion.values.get("algorithm.name")
+    if name in WHITENING and not conversion.switch("whiten_advantages"):
+        conversion.take_back("algorithm.normalize_advantages", f"{name} whitens advantages always")
+        reason = f"advantages are not whitened there, and {name} whitens them always; set algorithm.name by hand"
+        if flag:
+            conversion.omit(flag, reason, by_hand=True)
+
+
+def _settle_normalization(conversion: Conversion) -> None:
+    """Episodes are compared with those of their group where ROLL says so; other comparisons are left to the user."""
+    grouping = conversion.text("reward_normalization.grouping", "state")
+    method = conversion.text("reward_normalization.method", "identity")
+    names = [
+        name for name in ("reward_normalization.grouping", "reward_normalization.method") if name in conversion.flags
+    ]
+    if grouping == "traj_group_id" and method in ("mean_std", "mean"):
+        conversion.put("algorithm.name", "grpo", "adv_estimator", *names)
+        if method == "mean":
+            conversion.put("algorithm.grpo_std_normalization", False, "reward_normalization.method")
+        for name in names:
+            conversion.unlist(name)
+    elif conversion.values.get("algorithm.name") == "grpo" or (method, grouping) != ("identity", "state"):
+        flag = conversion.flags[names[-1] if names else "adv_estimator"]
+        reason = f"rewards are normalized by {grouping} with {method} there; grpo compares the episodes of one start"
+        conversion.omit(flag, f"{reason}; set algorithm.name by hand", by_hand=True)
+
+
+def _settle_loss(conversion: Conversion) -> None:
+    """Divergences are on by switches there, and bounds are read by others."""
     for switch, coefficient, key, default in (
         ("use_kl_loss", "kl_loss_coef", "algorithm.kl_loss_coef", "0"),
         ("add_token_level_kl", "init_kl_coef", "algorithm.kl_coef", "0.2"),
@@ -282,41 +188,69 @@ def settle(conversion: Conversion) -> None:
             conversion.put(key, conversion.text(coefficient, default), switch, coefficient)
         else:
             conversion.take_back(key, f"{switch} is off")
-    variant = conversion.text("pg_variant")
-    estimator = conversion.converted("adv_estimator")
-    if estimator is not None and variant in ("", "vanilla", "ppo"):
-        conversion.put("algorithm.name", estimator, "adv_estimator")
-    if conversion.values.get("algorithm.name") == "reinforce_plus_plus" and not conversion.switch("whiten_advantages"):
-        conversion.take_back("algorithm.normalize_advantages", "REINFORCE++ whitens advantages always")
-    _settle_sizes(conversion)
-    training, sampling = (_mapping(conversion, f"{role}device_mapping") for role in (TRAIN, INFER))
-    if training and sampling and set(training) & set(sampling):
-        conversion.put("cluster.colocate", True, f"{TRAIN}device_mapping", f"{INFER}device_mapping")
-    per_node = conversion.number("num_gpus_per_node", 8)
-    if len(training) > per_node and not len(training) % per_node:
-        conversion.put(
-            "cluster.actor_num_nodes", len(training) // per_node, f"{TRAIN}device_mapping", "num_gpus_per_node"
-        )
-        conversion.put("cluster.actor_num_gpus_per_node", per_node, f"{TRAIN}device_mapping", "num_gpus_per_node")
-        conversion.put("cluster.executor", "ray", f"{TRAIN}device_mapping")
+    values = conversion.values
+    clip = conversion.real("pg_clip", 0.2)
+    if conversion.switch("use_pg_clip_range"):
+        for name, key in (("pg_clip_low", "algorithm.eps_clip"), ("pg_clip_high", "algorithm.eps_clip_high")):
+            source = name if name in conversion.flags else f"the default of ROLL for {name}"
+            if not conversion.is_unknown(name):
+                conversion.put(key, conversion.real(name, 0.2), source)
+        conversion.unlist("use_pg_clip_range")
+    else:
+        conversion.take_back("algorithm.eps_clip_high", "use_pg_clip_range is off, so that pg_clip is both bounds")
+        if "pg_clip_low" in conversion.flags:
+            conversion.omit(conversion.flags["pg_clip_low"], "use_pg_clip_range is off")
+        if not conversion.is_unknown("pg_clip"):
+            source = "pg_clip" if "pg_clip" in conversion.flags else "the default of ROLL for pg_clip"
+            conversion.put("algorithm.eps_clip", clip, source)
+            if values.get("algorithm.name") in ("gspo", "cispo"):
+                conversion.put("algorithm.eps_clip_high", clip, source)
+    if values.get("algorithm.name") == "ppo" and "value_clip" not in conversion.flags:
+        conversion.put("algorithm.value_clip", 1e6, "ROLL clips no values without value_clip")
+    if conversion.switch("dual_clip_loss"):
+        conversion.put("algorithm.eps_clip_c", 1.0 + 2.0 * clip, "dual_clip_loss", "pg_clip")
+    if conversion.text("loss_agg_mode") == "seq-mean-token-sum":
+        conversion.put("algorithm.fixed_length", 1, "loss_agg_mode")
 
 
-def _settle_pipeline(conversion: Conversion) -> None:
-    """Other pipelines of ROLL have their workers under other names, or keys of their own."""
-    trainer = next((flag for flag in conversion.flags.values() if flag.spelling.startswith(("sft_", "student_"))), None)
-    if trainer is not None and trainer.spelling.startswith("student_"):
-        conversion.put("algorithm.name", "opd", "what student_train does")
-    elif trainer is not None:
-        conversion.put("algorithm.name", "sft", "what sft_train does")
-        epochs = conversion.flags.get(f"{TRAIN}training_args.num_train_epochs")
-        if epochs is not None and not epochs.problem and "run.num_rollout" not in conversion.values:
-            conversion.put("run.num_epoch", epochs.texts[0], epochs.name)
-            conversion.unlist(epochs.name)
-    elif "beta" in conversion.flags or "chosen_key" in conversion.flags:
-        conversion.put("algorithm.name", "dpo", "beta", "chosen_key")
-    if conversion.values.get("algorithm.name") in ("sft", "dpo"):
-        conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
-        conversion.settled |= {"engine.dtype"}
+def _settle_prompts(conversion: Conversion) -> None:
+    """Prompts are chats of a file; their lengths decide that of a response, whatever its engine's arguments say."""
+    count = "num_return_sequences_in_group"
+    if count in conversion.flags or f"{INFER}generating_args.num_return_sequences" in conversion.flags:
+        number = conversion.number(count, 1)
+        source = count if count in conversion.flags else f"the default of ROLL for {count}"
+        if not conversion.is_unknown(count):
+            conversion.put("rollout.n_samples_per_prompt", number, source)
+    lengths = ("sequence_length", "prompt_length")
+    if "response_length" in conversion.flags and not conversion.is_unknown("response_length"):
+        conversion.put("rollout.max_response_len", conversion.text("response_length"), "response_length")
+    elif "sequence_length" in conversion.flags and not conversion.is_unknown(*lengths):
+        length = conversion.number("sequence_length", 0) - conversion.number("prompt_length", 1024)
+        conversion.put("rollout.max_response_len", length, *lengths)
+    conversion.put("rollout.label_key", "ground_truth", "ROLL's rows have their label there")
+    if f"{TRAIN}data_args.messages" not in conversion.flags:
+        conversion.put("rollout.apply_chat_template", True, "ROLL renders prompts by data_args.template")
+
+
+def _settle_environment(conversion: Conversion) -> None:
+    """Episodes of environments: those of one start are a group, and a round counts them."""
+    size = conversion.number("train_env_manager.group_size", 1)
+    episodes = conversion.number("rollout_batch_size", 128)
+    group, rows = "train_env_manager.group_size", "rollout_batch_size"
+    conversion.program_defaults |= {"prompt_length": None, "num_return_sequences_in_group": None}
+    if not conversion.is_unknown(group):
+        source = group if group in conversion.flags else f"the default of ROLL for {group}"
+        conversion.put("rollout.n_samples_per_prompt", size, source)
+        if not conversion.is_unknown(rows):
+            conversion.put("run.rollout_batch_size", max(1, episodes // size), rows, group)
+    groups = "train_env_manager.num_env_groups"
+    if groups in conversion.flags and not conversion.is_unknown(groups, group):
+        conversion.put("rollout.env_concurrency", conversion.number(groups, 1) * size, groups, group)
+    tags = conversion.flags.get("train_env_manager.tags")
+    kinds = [conversion.text(f"{table}{tag}.env_type") for tag in (tags.texts if tags else [])
+             for table in ("custom_envs.", "custom_env.") if f"{table}{tag}.env_type" in conversion.flags]  # fmt: skip
+    named = ", ".join(dict.fromkeys([*(tags.texts if tags else []), *kinds])) or "those of custom_envs"
+    conversion.ask_for("rollout.env", f"the environments of the file are {named}; name one of docs/environments.md")
 
 
 def _mapping(conversion: Conversion, name: str) -> list[int]:
@@ -330,18 +264,55 @@ def _mapping(conversion: Conversion, name: str) -> list[int]:
 def _settle_sizes(conversion: Conversion) -> None:
     """Steps have data-parallel ranks x per_device_train_batch_size x gradient_accumulation_steps samples there."""
     names = [f"{TRAIN}training_args.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
-    present = [name for name in names if name in conversion.flags]
-    if not present:
+    mapping = f"{TRAIN}device_mapping"
+    if "train_batch_size" in conversion.flags:
         return
-    sizes = (f"{TRAIN}strategy_args.strategy_config.{size}" for size in SIZES[:3])
-    model_ranks = 1
-    for size in sizes:
-        model_ranks *= conversion.number(size, 1)
-    ranks = max(1, len(_mapping(conversion, f"{TRAIN}device_mapping")) // model_ranks)
-    samples = ranks * conversion.number(names[0], 1) * conversion.number(names[1], 1)
-    conversion.put("train.global_batch_size", samples, *present, f"{TRAIN}device_mapping")
+    if conversion.is_unknown(*names) or not (ranks := len(_mapping(conversion, mapping))):
+        conversion.values.pop("train.global_batch_size", None)
+        conversion.omit_key(
+            "train.global_batch_size",
+            "ranks x per_device_train_batch_size x gradient_accumulation_steps; the file does not tell all of these",
+        )
+        return
+    for size in (f"{TRAIN}strategy_args.strategy_config.{size}" for size in SIZES[:3]):
+        ranks //= conversion.number(size, 1)
+    ranks //= conversion.number(f"{TRAIN}model_args.ulysses_size", 1)
+    samples = max(1, ranks) * conversion.number(names[0], 8) * conversion.number(names[1], 1)
+    source = f"the default of ROLL for {names[0]}"
+    present = [name for name in names if name in conversion.flags]
+    conversion.put("train.global_batch_size", samples, *(present or [source]), mapping)
+
+
+def _settle_devices(conversion: Conversion) -> None:
+    training, sampling = (_mapping(conversion, f"{role}device_mapping") for role in (TRAIN, INFER))
+    if training and sampling and set(training) & set(sampling):
+        conversion.put("cluster.colocate", True, f"{TRAIN}device_mapping", f"{INFER}device_mapping")
+    per_node = conversion.number("num_gpus_per_node", 8)
+    if len(training) > per_node and not len(training) % per_node:
+        conversion.put(
+            "cluster.actor_num_nodes", len(training) // per_node, f"{TRAIN}device_mapping", "num_gpus_per_node"
+        )
+        conversion.put("cluster.actor_num_gpus_per_node", per_node, f"{TRAIN}device_mapping", "num_gpus_per_node")
+        conversion.put("cluster.executor", "ray", f"{TRAIN}device_mapping")
 
 
 ROLES = {"sft_train.": TRAIN, "student_train.": TRAIN, "student_infer.": INFER}
 """Workers of other pipelines, by those of reinforcement learning."""
-ROLL = Dialect("roll", "ROLL", GROUPS, settle, unlisted, form="hydra", programs=r"start_\w*pipeline", aliases=ROLES)
+ABSENT = {
+    "start_distill_pipeline": FILES,
+    "start_distill_vl_pipeline": FILES,
+    "start_agentic_rollout_pipeline": "samples episodes and trains nothing; that is `slimectl rollout`",
+    "start_reward_fl_pipeline": "trains a model of images or videos by diffusion",
+}
+"""Programs without a counterpart, and their purpose."""
+ROLL = Dialect(
+    "roll",
+    "ROLL",
+    GROUPS,
+    settle,
+    unlisted,
+    form="hydra",
+    programs=r"start_\w*pipeline",
+    absent=ABSENT,
+    aliases=ROLES,
+)

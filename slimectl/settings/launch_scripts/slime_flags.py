@@ -22,6 +22,7 @@ from slimectl.settings.launch_scripts.values import (
     positive,
     rounds,
     secret,
+    share,
     texts,
     verifier,
 )
@@ -269,11 +270,15 @@ ALGORITHM = (
         "lr-decay-style",
         "train.lr_decay_style",
         default="linear",
-        convert=choice(constant="constant", linear="linear", cosine="cosine"),
+        convert=choice(
+            constant="constant", linear="linear", cosine="cosine", inverse_square_root="inverse-square-root", wsd="WSD"
+        ),
     ),
+    Row("lr-wsd-decay-iters", "train.lr_wsd_decay_iters"),
+    Row("lr-wsd-decay-style", "train.lr_wsd_decay_style"),
     Row("lr-warmup-iters", "train.lr_warmup_iters"),
     Row("lr-decay-iters", "train.lr_decay_iters"),
-    Row("lr-warmup-fraction", text="set train.lr_warmup_iters, in steps"),
+    Row("lr-warmup-fraction", "train.lr_warmup_fraction", "rounded up to whole steps", share),
     Row("min-lr", "train.min_lr"),
     Row("weight-decay", "train.weight_decay", default=0.01),
     Row("adam-beta1", "train.adam_beta1"),

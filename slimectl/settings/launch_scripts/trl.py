@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Many, Row, stem, typed
 from slimectl.settings.launch_scripts.flags import Flag
-from slimectl.settings.launch_scripts.values import choice, integer, number, on, positive, texts, trackers
+from slimectl.settings.launch_scripts.values import (
+    choice,
+    integer,
+    number,
+    on,
+    positive,
+    share,
+    texts,
+    trackers,
+    warmup,
+)
 
 HUB = "nothing is sent to the hub; a checkpoint is a Hugging Face directory that `hf upload` takes"
 LOADING = "the tokenizer and the weights are those of model.path, in train.dtype"
@@ -74,8 +84,9 @@ GENERATION = (
     Row("top_p", "rollout.top_p"),
     Row("top_k", "rollout.top_k", "0 and null are -1", positive),
     Row("min_p", "rollout.min_p"),
+    Row("repetition_penalty", "rollout.repetition_penalty", "only vLLM also counts the prompt here"),
     Row(
-        "repetition_penalty generation_kwargs cache_implementation use_transformers_paged "
+        "generation_kwargs cache_implementation use_transformers_paged "
         "vllm_guided_decoding_regex vllm_structured_outputs_regex",
         text="answers are sampled from the policy as it is, or its gradient would be another policy's",
     ),
@@ -181,13 +192,25 @@ TRAINING = (
             constant="constant",
             constant_with_warmup="constant",
             cosine_with_min_lr="cosine",
+            inverse_sqrt="inverse-square-root",
+            warmup_stable_decay="WSD",
         ),
         default="linear",
     ),
-    Row("warmup_steps", "train.lr_warmup_iters", convert=integer),
-    Row("warmup_ratio", text="set train.lr_warmup_iters, in steps"),
+    Row("warmup_steps", "train.lr_warmup_iters", "a number below 1 is train.lr_warmup_fraction", warmup),
+    Row("warmup_ratio", "train.lr_warmup_fraction", convert=share),
+    Row("lr_scheduler_kwargs.num_decay_steps", "train.lr_wsd_decay_iters"),
+    Row(
+        "lr_scheduler_kwargs.decay_type",
+        "train.lr_wsd_decay_style",
+        convert=choice(linear="linear", cosine="cosine", **{"1_sqrt": "minus_sqrt"}),
+        default="cosine",
+    ),
     Row("lr_scheduler_kwargs.min_lr", "train.min_lr"),
-    Row("lr_scheduler_kwargs lr_scheduler_kwargs.min_lr_rate", text="set train.min_lr"),
+    Row(
+        "lr_scheduler_kwargs lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.min_lr_ratio",
+        text="set train.min_lr, lr_wsd_decay_iters and lr_wsd_decay_style",
+    ),
     Row("weight_decay", "train.weight_decay"),
     Row("adam_beta1", "train.adam_beta1"),
     Row("adam_beta2", "train.adam_beta2", default=0.999),
@@ -293,11 +316,21 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     conversion.omit(flag, "is no argument that this table knows; look for it by `slimectl settings explain`")
 
 
+def _settle_inverse_square_root(conversion: Conversion) -> None:
+    """Drop this schedule without a warm-up: transformers then falls with the root of 10,000 steps."""
+    has_warmup = any(conversion.values.get(f"train.lr_warmup_{kind}") for kind in ("iters", "fraction"))
+    if conversion.values.get("train.lr_decay_style") == "inverse-square-root" and not has_warmup:
+        conversion.take_back(
+            "train.lr_decay_style", "falls slowly there without a warm-up. Set train.lr_decay_style and a warm-up"
+        )
+
+
 def settle(conversion: Conversion) -> None:
     """Join what TRL decides by several arguments together."""
     values = conversion.values
     _settle_algorithm(conversion)
     _settle_sizes(conversion)
+    _settle_inverse_square_root(conversion)
     if conversion.switch("use_vllm"):
         if conversion.text("vllm_mode", "server") == "colocate":
             conversion.put("cluster.colocate", True, "use_vllm", "vllm_mode")

@@ -81,6 +81,20 @@ def rounds(flag: Flag) -> str:
     return flag.text
 
 
+def share(flag: Flag) -> float:
+    """A share from 0 to 1, where 0 stands for none."""
+    value = number(flag)
+    if not value > 0:
+        raise ValueError(f"{flag.text} stands for none, as here")
+    return value
+
+
+def warmup(flag: Flag) -> Many:
+    """Steps of warm-up, or a number below 1 as their share of all steps (transformers 5)."""
+    value = number(flag)
+    return Many({"train.lr_warmup_fraction": value} if 0 < value < 1 else {"train.lr_warmup_iters": integer(flag)})
+
+
 def mib(flag: Flag) -> int:
     """Bytes to MiB."""
     return max(1, integer(flag) >> 20)
@@ -109,6 +123,22 @@ def image_column(flag: Flag) -> str:
 def texts(flag: Flag) -> list[str]:
     """Words, as a list."""
     return [text for text in flag.texts if text.lower() not in ("none", "null")]
+
+
+def layers(flag: Flag) -> list[str]:
+    """Names of layers with an adapter; all of them are the default here."""
+    names = texts(flag)
+    if names in (["all-linear"], ["all"]):
+        raise ValueError(f"{names[0]} is the default here")
+    return names
+
+
+def above_one(flag: Flag) -> int:
+    """A size of which 1 stands for none."""
+    value = integer(flag)
+    if value <= 1:
+        raise ValueError(f"{flag.text} stands for none, as here")
+    return value
 
 
 def comma_separated(flag: Flag) -> list[str]:
@@ -206,7 +236,32 @@ def trackers(flag: Flag) -> list[str]:
 
 
 __all__ = [
-    "Always", "addresses", "ahead", "bounds", "choice", "comma_separated", "dataset_name", "dataset_pairs",
-    "function_path", "function_paths", "integer", "json_object", "mib", "named_datasets", "number", "off", "on",
-    "plain", "positive", "rounds", "secret", "texts", "trackers", "verifier",
+    "Always",
+    "above_one",
+    "addresses",
+    "ahead",
+    "bounds",
+    "choice",
+    "comma_separated",
+    "dataset_name",
+    "dataset_pairs",
+    "function_path",
+    "function_paths",
+    "integer",
+    "json_object",
+    "layers",
+    "mib",
+    "named_datasets",
+    "number",
+    "off",
+    "on",
+    "plain",
+    "positive",
+    "rounds",
+    "secret",
+    "share",
+    "texts",
+    "trackers",
+    "verifier",
+    "warmup",
 ]  # fmt: skip

@@ -72,6 +72,11 @@ def settle(conversion: Conversion) -> None:
     _settle_correction(conversion)
     _settle_teacher(conversion)
     settle_reward(conversion)
+    mode = conversion.flags.get("trainer.v1.trainer_mode")
+    if mode is not None:
+        conversion.values.pop("run.async_level", None)
+        if mode.problem or mode.text != "sync":
+            conversion.omit(mode, "it samples ahead; set run.async_level and cluster.colocate by hand", by_hand=True)
     if kind == "fully_async":
         _settle_asynchronous(conversion)
     elif kind == "one_step_off":
@@ -94,6 +99,9 @@ def _settle_run(conversion: Conversion) -> None:
         conversion.put("run.keep_checkpoints", None, "the default of verl for trainer.max_actor_ckpt_to_keep")
     if "trainer.logger" not in conversion.flags:
         conversion.note_default("trainer.logger", "console and wandb", 'add "wandb" to track.with')
+    tokens = f"{ACTOR}ppo_max_token_len_per_gpu"
+    if conversion.switch(f"{ACTOR}use_dynamic_bsz") and tokens not in conversion.flags:
+        conversion.put("train.max_tokens_per_gpu", 16384, f"the default of verl for {tokens}")
     if conversion.switch(f"{ACTOR}fsdp_config.param_offload"):
         conversion.put(
             "train.offload", "parameters", f"{ACTOR}fsdp_config.param_offload", f"{ACTOR}fsdp_config.optimizer_offload"
@@ -134,6 +142,20 @@ def _settle_optimizer(conversion: Conversion, kind: str) -> None:
 def _settle_sft(conversion: Conversion) -> None:
     """The supervised trainer of verl has no engine, and counts a step in rows."""
     conversion.put("algorithm.name", "sft", "launcher")
+    is_chat = "fsdp_sft_trainer" not in conversion.text("launcher") or conversion.switch("data.multiturn.enable")
+    question = {"data.prompt_key": "question", "data.response_key": "answer"}
+    columns = {"data.messages_key": "messages"} if is_chat else question
+    for name, part in (("prompt", "rollout.input_key"), ("response", "rollout.label_key")):
+        parts = conversion.flags.get(f"data.{name}_dict_keys")
+        if parts is not None and len(parts.values) == 1 and not parts.problem:
+            column = conversion.text(f"data.{name}_key", question[f"data.{name}_key"])
+            conversion.put(part, f"{column}.{parts.text}", f"data.{name}_key", parts.name)
+    for name, column in columns.items():
+        key = "rollout.label_key" if "response" in name else "rollout.input_key"
+        if key not in conversion.values:
+            conversion.put(key, column, f"the default of verl for {name}")
+    if "data.shuffle" not in conversion.flags:
+        conversion.put("rollout.shuffle", True, "the default of verl for data.shuffle")
     conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
     conversion.settled |= {"engine.backend", "engine.dtype", "cluster.rollout_num_gpus_per_engine", "eval.temperature"}
     conversion.settled |= {"cluster.actor_num_gpus_per_node", "train.global_batch_size", "run.rollout_batch_size"}
@@ -159,6 +181,9 @@ def _settle_loss(conversion: Conversion) -> None:
         conversion.put("algorithm.fixed_length", 1, f"{ACTOR}loss_agg_mode")
     if values.get("algorithm.tis_clip") and f"{ACTOR}tis_imp_ratio_cap" in conversion.flags:
         conversion.put("algorithm.use_tis", True, f"{ACTOR}tis_imp_ratio_cap")
+    low = conversion.flags.get(f"{ACTOR}clip_ratio_low")
+    if low and not low.problem:
+        conversion.put("algorithm.eps_clip", low.text, f"{ACTOR}clip_ratio_low")
     own_bounds = values.get("algorithm.name") in ("gspo", "cispo", "gmpo", "dapo")
     is_open = not {f"{ACTOR}clip_ratio_high", f"{ACTOR}clip_ratio"} & conversion.flags.keys()
     if is_open and (own_bounds or "algorithm.eps_clip" in values):
@@ -302,4 +327,14 @@ ABSENT = {
 """Programs without a counterpart, and their purpose."""
 PREFIXES = {"optim.": OPTIM, "model.": "actor_rollout_ref.model."}
 """Tables of the supervised trainers, by those of the others."""
-VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra", absent=ABSENT, aliases=PREFIXES)
+VERL = Dialect(
+    "verl",
+    "verl",
+    GROUPS,
+    settle,
+    unlisted,
+    form="hydra",
+    programs=r"(^|/)verl[./](trainer|experimental)[./]|(^|/)recipe[./].*main_\w+|main_ppo|fsdp_sft_trainer",
+    absent=ABSENT,
+    aliases=PREFIXES,
+)

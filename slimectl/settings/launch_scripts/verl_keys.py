@@ -5,15 +5,17 @@ from __future__ import annotations
 from slimectl.settings.launch_scripts.conversion import Row, typed
 from slimectl.settings.launch_scripts.values import (
     Always,
+    above_one,
     ahead,
     bounds,
     choice,
     comma_separated,
+    layers,
     named_datasets,
     off,
     on,
     positive,
-    texts,
+    share,
     trackers,
 )
 
@@ -73,12 +75,14 @@ DATA = (
 )
 SUPERVISED = (
     Row("data.messages_key data.multiturn.messages_key", "rollout.input_key"),
+    Row("data.response_key", "rollout.label_key"),
+    Row("data.prompt_dict_keys", "rollout.input_key", "one, as a part of prompt_key"),
+    Row("data.response_dict_keys", "rollout.label_key", "one, as a part of response_key"),
     Row("data.tools_key data.multiturn.tools_key", "rollout.tool_key"),
     Row("data.micro_batch_size_per_gpu data.micro_batch_size", "train.micro_batch_size"),
     Row("data.num_workers data.ignore_input_ids_mismatch data.enable_thinking_key data.enable_thinking_default",
         text="rows are rendered by the model's chat template; rollout.apply_chat_template_kwargs sets its arguments"),
-    Row("data.max_length data.multiturn.NAME data.balance_dp_token data.pad_mode data.prompt_dict_keys "
-        "data.response_dict_keys data.response_key",
+    Row("data.max_length data.multiturn.NAME data.balance_dp_token data.pad_mode",
         text="rows are messages, or prompt and label, in packs of train.max_tokens_per_gpu (docs/records.md)"),
     Row("data.max_token_len_per_gpu", "train.max_tokens_per_gpu"),
     Row("data.use_dynamic_bsz", "train.use_dynamic_batch_size", convert=on),
@@ -93,14 +97,14 @@ MODEL = (
         positive),
     Row("actor_rollout_ref.model.lora_alpha actor_rollout_ref.model.lora.alpha", "train.lora_alpha"),
     Row("actor_rollout_ref.model.lora.target_modules", "train.lora_targets",
-        "the last parts of names, as in Hugging Face's", texts),
+        "the last parts of names, as in Hugging Face's", layers),
     Row("actor_rollout_ref.model.lora.NAME", text="adapters have no dropout and no other parts"),
     Row("actor_rollout_ref.model.override_config.NAME",
         text="the model's shape and its longest text are those of its config.json: edit that"),
     Row("actor_rollout_ref.model.mtp.NAME",
         text="layers of multi-token prediction are carried through conversions and not trained"),
     Row("actor_rollout_ref.model.lora_adapter_path", "train.lora_load"),
-    Row("actor_rollout_ref.model.target_modules", "train.lora_targets", "all-linear is the default here", texts),
+    Row("actor_rollout_ref.model.target_modules", "train.lora_targets", "all-linear is the default here", layers),
     Row(prefixed("actor_rollout_ref.model.", "use_remove_padding use_liger use_fused_kernels use_shm "
                  "fused_kernel_options.impl_backend enable_activation_offload use_rmpad use_prefix_grouper "
                  "tiled_mlp.NAME"), text=KERNELS),
@@ -122,7 +126,7 @@ POLICY = (
     Row(f"{ACTOR}ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
     Row(f"{ACTOR}shuffle {ACTOR}data_loader_seed", text="samples are dealt to steps in their order"),
     Row(f"{ACTOR}grad_clip", "train.clip_grad"),
-    Row(f"{ACTOR}clip_ratio {ACTOR}clip_ratio_low", "algorithm.eps_clip", default=0.2),
+    Row(f"{ACTOR}clip_ratio_low {ACTOR}clip_ratio", "algorithm.eps_clip", default=0.2),
     Row(f"{ACTOR}clip_ratio_high", "algorithm.eps_clip_high"),
     Row(f"{ACTOR}clip_ratio_c", "algorithm.eps_clip_c", default=3.0),
     Row(f"{ACTOR}loss_agg_mode", "algorithm.calculate_per_token_loss",
@@ -142,13 +146,16 @@ POLICY = (
     Row(f"{OPTIM}lr", "train.lr"),
     Row(f"{OPTIM}lr_warmup_steps", "train.lr_warmup_iters", "negative is none", positive),
     Row(prefixed(OPTIM, "lr_scheduler_type warmup_style lr_scheduler lr_decay_style"), "train.lr_decay_style",
-        convert=choice(constant="constant", cosine="cosine", linear="linear")),
+        convert=choice(constant="constant", cosine="cosine", linear="linear",
+                       inverse_square_root="inverse-square-root", wsd="WSD")),
+    Row(f"{OPTIM}lr_wsd_decay_steps", "train.lr_wsd_decay_iters"),
+    Row(f"{OPTIM}lr_wsd_decay_style", "train.lr_wsd_decay_style"),
     Row(f"{OPTIM}min_lr_ratio", "train.min_lr", "times the learning rate"),
     Row(f"{OPTIM}min_lr", "train.min_lr"),
     Row(f"{OPTIM}weight_decay", "train.weight_decay", default=0.01),
     Row(f"{OPTIM}betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
     Row(f"{OPTIM}clip_grad", "train.clip_grad"),
-    Row(f"{OPTIM}lr_warmup_steps_ratio {OPTIM}warmup_steps_ratio", text="set train.lr_warmup_iters, in steps"),
+    Row(prefixed(OPTIM, "lr_warmup_steps_ratio warmup_steps_ratio"), "train.lr_warmup_fraction", convert=share),
     Row(f"{OPTIM}lr_decay_steps", "train.lr_decay_iters"),
     Row(f"{OPTIM}total_training_steps {OPTIM}num_cycles {OPTIM}optimizer {OPTIM}optimizer_impl {OPTIM}lr_warmup_init "
         f"{OPTIM}zero_indexed_step",
@@ -202,6 +209,7 @@ ENGINE = (
     Row(f"{ROLLOUT}top_p", "rollout.top_p"),
     Row(f"{ROLLOUT}top_k", "rollout.top_k"),
     Row(f"{ROLLOUT}min_p", "rollout.min_p"),
+    Row(f"{ROLLOUT}repetition_penalty", "rollout.repetition_penalty", "only vLLM also counts the prompt"),
     Row(f"{ROLLOUT}ignore_eos", "rollout.ignore_eos", convert=on),
     Row(f"{ROLLOUT}tensor_model_parallel_size", "cluster.rollout_num_gpus_per_engine", default=2),
     Row(f"{ROLLOUT}dtype", "engine.dtype", default="bfloat16"),
@@ -211,9 +219,12 @@ ENGINE = (
     *(
         Row(f"{ROLLOUT}{name}", f"vllm.args.{name}", "with vLLM", typed)
         for name in ("max_num_batched_tokens", "max_num_seqs", "enforce_eager", "enable_chunked_prefill",
-                     "enable_prefix_caching", "data_parallel_size", "expert_parallel_size",
-                     "pipeline_model_parallel_size")
+                     "enable_prefix_caching")
     ),
+    Row(f"{ROLLOUT}data_parallel_size", "vllm.args.data_parallel_size", "with vLLM", above_one),
+    Row(f"{ROLLOUT}pipeline_model_parallel_size", "vllm.args.pipeline_parallel_size", "with vLLM", above_one),
+    Row(f"{ROLLOUT}expert_parallel_size", "vllm.args.enable_expert_parallel", "with vLLM, above 1",
+        lambda flag: above_one(flag) > 1),
     Row(f"{ROLLOUT}mode {ROLLOUT}load_format {ROLLOUT}layered_summon_param {ROLLOUT}disable_log_stats "
         f"{ROLLOUT}free_cache_engine {ROLLOUT}skip_tokenizer_init {ROLLOUT}update_weights_bucket_megabytes "
         f"{ROLLOUT}swap_space {ROLLOUT}do_sample {ROLLOUT}use_fire_sampling",
@@ -370,6 +381,8 @@ TRAINER = (
     Row("optim", text="the optimizer is AdamW"),
     Row("actor_rollout_ref.nccl_timeout", text="it is no setting; sync.timeout_s is the limit of a weight update"),
     Row(f"{ACTOR}veomni.NAME actor_rollout_ref.ref.veomni.NAME", text="train.backend is fsdp or megatron"),
+    Row("trainer.v1.trainer_mode", "run.async_level", "sync is 0; the others are set by hand"),
+    Row("trainer.v1.NAME", text="run.async_level and run.max_staleness bound how old samples may be"),
     Row("trainer.device", "train.device", convert=choice(cuda="cuda", cpu="cpu")),
     Row(
         "ray_init.num_cpus ray_kwargs.ray_init.num_cpus ray_kwargs.ray_init.runtime_env trainer.use_legacy_worker_impl "

@@ -31,23 +31,21 @@ def settle_reward(conversion: Conversion) -> None:
     manager = _given(conversion, *MANAGER)
     for key in ("score.custom_rm_path", "score.rm"):
         conversion.values.pop(key, None)
-    if own := _given(conversion, *OWN_MANAGER):
-        conversion.omit(own, "a reward manager of your own; write it as score.custom_rm_path", first=True)
-    elif manager and manager.problem:
-        conversion.omit(manager, f"{manager.problem}; set score.custom_rm_path by hand", first=True)
-    elif manager and manager.text not in SAME_FUNCTION:
-        conversion.omit(
-            manager, "it calls the function with lists; write it as a function of `samples`: score.custom_rm_path",
-            first=True,
-        )  # fmt: skip
+    shown = path or manager
+    if manager:
+        conversion.unlist(manager.name)
+    if module := _given(conversion, *OWN_MANAGER):
+        conversion.unlist(module.name)
+        conversion.omit(module, "a reward manager of your own; write it as score.custom_rm_path", first=True)
+    elif manager and shown and (manager.problem or manager.text not in SAME_FUNCTION):
+        reason = manager.problem or f"the reward manager {manager.text} calls the function with lists"
+        conversion.omit(shown, f"{reason}; write it as a function of `samples`: score.custom_rm_path", first=True)
     elif path:
         _take_function(conversion, path, name)
     elif any(conversion.switch(f"{prefix}enable") for prefix in MODEL):
         _take_model(conversion)
     else:
         conversion.put("score.rm_type", "by_column", "verl grades by data_source")
-    if manager and not manager.problem and manager.text in SAME_FUNCTION:
-        conversion.unlist(manager.name)
     if conversion.values.get("score.rm_type") != "by_column":
         conversion.take_back("score.rm_options.column", "the reward does not depend on it")
     if conversion.values.get("score.rm_type") != "reward_model":

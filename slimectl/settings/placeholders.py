@@ -1,0 +1,45 @@
+"""Settings that refer to other settings: ${run.name}, or ROLL's ${exp_name}."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from slimectl.errors import SettingsError
+from slimectl.settings.secret import is_reference
+
+if TYPE_CHECKING:
+    from slimectl.settings.root import Settings
+
+PLACEHOLDER = re.compile(r"\$\{([^{}]*)\}")
+ROLL_NAMES = {"exp_name": "run.name"}
+DEFAULTS = {"run.name": "run"}
+"""What a setting means where it is not given."""
+
+
+def filled(value: Any, settings: Settings, *, setting: str) -> Any:
+    """Return a value, or a table or list of values, with every placeholder replaced.
+
+    Raises SettingsError for a placeholder that names no setting, or one without a text or a number.
+    """
+    if isinstance(value, dict):
+        return {key: filled(item, settings, setting=f"{setting}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [filled(item, settings, setting=setting) for item in value]
+    if not isinstance(value, str) or is_reference(value):
+        return value
+    return PLACEHOLDER.sub(lambda match: _text(match[1], settings, setting), value)
+
+
+def _text(name: str, settings: Settings, setting: str) -> str:
+    section, _, key = ROLL_NAMES.get(name, name).partition(".")
+    fields = type(getattr(settings, section)).model_fields if section in type(settings).model_fields else {}
+    if key not in fields:
+        raise SettingsError(
+            f"{setting}: ${{{name}}} names no setting. Write ${{SECTION.KEY}}, for example ${{run.name}}, or the value."
+        )
+    value = getattr(getattr(settings, section), key)
+    value = DEFAULTS.get(f"{section}.{key}") if value is None else value
+    if not isinstance(value, str | int | float):
+        raise SettingsError(f"{setting}: ${{{name}}} has no text or number. Set {section}.{key}, or write the value.")
+    return str(value)
