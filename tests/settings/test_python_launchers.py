@@ -88,6 +88,17 @@ LEFT: dict[str, tuple[str, dict[str, str]]] = {
     "two branches": (
         'import torch\nif torch.cuda.is_available():\n    a = "--lr 1e-5 "\nelse:\n    a = "--seed 3 "\n' + train("a"),
         {"--lr": "train.lr", "--seed": "run.seed"}),
+    "an attribute": (
+        "import torch\nclass A:\n    def __init__(self):\n        self.lr = 1e-6\n"
+        "        if torch.cuda.is_available():\n            self.lr = 1e-5\na = A()\n"
+        + train('f"--lr {a.lr}"'), {"--lr": "a condition"}),
+    "a list of the module": (
+        "import torch\nF = ['--seed 3']\ndef f():\n    if torch.cuda.is_available():\n"
+        "        F.append('--lr 1e-5')\nf()\n"
+        + train('" ".join(F)'), {"--lr": "a condition"}),
+    "a table": (
+        "import torch\nT = {'lr': 1}\nif torch.cuda.is_available():\n    T['lr'] = 2\n"
+        + train("f\"--lr {T['lr']}\""), {"--lr": "a condition"}),
     "a required argument": (
         "import argparse\np = argparse.ArgumentParser()\np.add_argument('--model', required=True)\n"
         "a = p.parse_args()\n" + train('f"--hf-checkpoint {a.model}"'), {"--hf-checkpoint": "when the program starts"}),

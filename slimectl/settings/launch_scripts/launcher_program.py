@@ -17,9 +17,11 @@ from slimectl.settings.launch_scripts.launcher_values import (
     Reference,
     Unknown,
     Unreadable,
+    changeable,
     copied,
     merged,
     plain,
+    restore,
     truth,
 )  # fmt: skip
 
@@ -157,28 +159,37 @@ class Program(Expressions):
             self._branches([statement.body, []], statement)
 
     def _branches(self, bodies: Sequence[Sequence[ast.stmt]], statement: ast.stmt) -> None:
-        """Follow every branch of which one is taken, and keep of each name what they agree in."""
+        """Follow every branch of which one is taken, and keep of each name and object what they agree in."""
         reason = f"it depends on a condition that is not evaluated (line {statement.lineno})"
         frame = self._frames[-1] if self._frames else self._globals
-        before, results = dict(frame), []
+        names, objects = dict(frame), changeable([*frame.values(), *self._globals.values()])
+        contents, results = [copied(item) for item in objects], []
         for body in bodies:
+            if self._completes(body):
+                results.append((dict(frame), [copied(item) for item in objects]))
             frame.clear()
-            frame.update({name: copied(value) for name, value in before.items()})
-            try:
-                self.run(body)
-            except Leave as leave:
-                if leave.kind == "return" and self._pending:
-                    self._pending[-1].append(leave.value)
-                if leave.kind == "limit":
-                    raise
-                if leave.kind not in ("break", "continue"):
-                    continue
-            results.append(dict(frame))
-        results = results or [before]
-        frame.clear()
-        for name in dict.fromkeys(name for names in results for name in names):
-            values = [names[name] for names in results if name in names]
-            frame[name] = merged(values if len(values) == len(results) else [*values, None], reason)
+            frame.update(names)
+            for item, content in zip(objects, contents, strict=True):
+                restore(item, copied(content))
+        for number, item in enumerate(objects if results else []):
+            restore(item, merged([states[number] for _, states in results], reason))
+        if not results:
+            return
+        for name in dict.fromkeys(name for after, _ in results for name in after):
+            values = [after.get(name) for after, _ in results]
+            frame[name] = values[0] if all(value is values[0] for value in values) else merged(values, reason)
+
+    def _completes(self, body: Sequence[ast.stmt]) -> bool:
+        """Follow a branch; return whether the program goes on behind it."""
+        try:
+            self.run(body)
+        except Leave as leave:
+            if leave.kind == "limit":
+                raise
+            if leave.kind == "return" and self._pending:
+                self._pending[-1].append(leave.value)
+            return leave.kind in ("break", "continue")
+        return True
 
     def _assign(self, name: str, value: Any) -> None:
         (self._frames[-1] if self._frames else self._globals)[name] = value

@@ -157,15 +157,34 @@ def truth(value: Any) -> bool | None:
     return True if isinstance(value, Instance | Function) else bool(value)
 
 
-def copied(value: Any) -> Any:
-    """A copy of what can change."""
-    if isinstance(value, list):
-        return [copied(member) for member in value]
-    if isinstance(value, dict):
-        return {key: copied(member) for key, member in value.items()}
+def copied(value: list[Any] | dict[Any, Any] | Instance) -> Any:
+    """A copy of a list, a table or an object; what it contains stays the same."""
     if isinstance(value, Instance):
-        return Instance(value.kind, {name: copied(member) for name, member in value.attributes.items()})
-    return value
+        return Instance(value.kind, dict(value.attributes))
+    return list(value) if isinstance(value, list) else dict(value)
+
+
+def changeable(values: Iterable[Any]) -> list[Any]:
+    """The lists, tables and objects among values, and inside them."""
+    waiting, members = list(values), dict[int, Any]()
+    while waiting and len(members) < MAX_MEMBERS:
+        value = waiting.pop()
+        if isinstance(value, list | dict | Instance) and id(value) not in members:
+            members[id(value)] = value
+            inner = value.attributes if isinstance(value, Instance) else value
+            waiting += inner.values() if isinstance(inner, dict) else inner
+    return list(members.values())
+
+
+def restore(target: Any, content: Any) -> None:
+    """Give a list, a table or an object the content of another of its kind."""
+    if isinstance(target, list):
+        target[:] = content
+    elif isinstance(target, dict):
+        target.clear()
+        target.update(content)
+    else:
+        target.attributes = content.attributes
 
 
 def merged(values: Sequence[Any], reason: str) -> Any:
@@ -177,6 +196,9 @@ def merged(values: Sequence[Any], reason: str) -> Any:
         return Text(tuple(_members([value.pieces for value in values], lambda piece: replace(piece, unknown=reason))))
     if all(isinstance(value, list) for value in values):
         return _members(values, lambda member: merged([member, None], reason))
+    if all(isinstance(value, dict) for value in values):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: merged([value.get(key) for value in values], reason) for key in keys}
     if all(isinstance(value, Instance) for value in values):
         names = dict.fromkeys(name for value in values for name in value.attributes)
         return Instance(
