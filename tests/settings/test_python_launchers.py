@@ -99,6 +99,9 @@ LEFT: dict[str, tuple[str, dict[str, str]]] = {
     "a table": (
         "import torch\nT = {'lr': 1}\nif torch.cuda.is_available():\n    T['lr'] = 2\n"
         + train("f\"--lr {T['lr']}\""), {"--lr": "a condition"}),
+    "an exception": (
+        "try:\n    import flash_attn\n    a = '--seed 3 '\nexcept ImportError:\n    a = '--lr 1e-5 '\n" + train("a"),
+        {"--seed": "a condition", "--lr": "a condition"}),
     "a required argument": (
         "import argparse\np = argparse.ArgumentParser()\np.add_argument('--model', required=True)\n"
         "a = p.parse_args()\n" + train('f"--hf-checkpoint {a.model}"'), {"--hf-checkpoint": "when the program starts"}),
@@ -125,6 +128,15 @@ def test_every_flag_has_the_line_that_it_is_written_in(tmp_path: Path):
 def test_tracking_that_the_environment_decides_is_noted(tmp_path: Path):
     result = reading(tmp_path, train('f"{U.get_default_wandb_args(__file__)} --num-rollout 30"'))
     assert [note.text.endswith("set track.with by hand") for note in result.notes] == [True]
+
+
+def test_a_training_that_may_not_start_is_noted(tmp_path: Path):
+    notes = reading(tmp_path, "import torch\nif torch.cuda.is_available():\n    " + THIRTY).notes
+    assert [note.text.startswith("whether this command is started: it depends on") for note in notes] == [True]
+    raises = "import torch\nif not torch.cuda.is_available():\n    raise RuntimeError\n" + THIRTY
+    assert reading(tmp_path, raises).notes == []
+    guarded = "try:\n    U.exec_command('mkdir /x')\nexcept Exception:\n    pass\n" + THIRTY
+    assert reading(tmp_path, guarded).conversion.values["run.num_rollout"] == "30"
 
 
 def test_a_launcher_may_start_the_asynchronous_program(tmp_path: Path):

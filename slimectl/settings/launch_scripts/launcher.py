@@ -63,8 +63,12 @@ def launched(
     script = Script(path, root, environ, depth=depth)
     script.launched = launched
     script.notes += launcher.notes
-    for command in launcher.commands:
+    for command, condition in launcher.commands:
+        first = len(script.commands)
         _add(script, command, text.split("\n"), name)
+        script.commands[first:] = [
+            replace(item, condition=item.condition or condition) for item in script.commands[first:]
+        ]
     return script if script.commands else None
 
 
@@ -84,7 +88,8 @@ class Launcher(Program):
 
     def __init__(self, tree: ast.Module, name: str, environ: Mapping[str, str], arguments: Sequence[Field]) -> None:
         super().__init__(environ)
-        self.commands: list[Text] = []
+        self.commands: list[tuple[Text, str]] = []
+        """Commands, and why it is unknown whether each is started."""
         self.notes: list[Note] = []
         self._tree, self._name = tree, name
         self._options = _options(arguments)
@@ -113,6 +118,7 @@ class Launcher(Program):
             raise SettingsError(f"{self._name}: is nested too deeply for a launcher") from None
         self._frames.clear()
         self._pending.clear()
+        self.condition = ""
 
     def _run_functiondef(self, statement: ast.FunctionDef) -> None:
         super()._run_functiondef(statement)
@@ -206,7 +212,7 @@ class Launcher(Program):
         flags = arguments[0] if arguments else keywords.get("train_args", Text())
         program = str(plain(keywords.get("train_script", lifted("train.py", lines))))
         start = Text((Piece(f"python3 {program} ", lines),))
-        self.commands.append(joined([start, to_text(flags, lines)]))
+        self.commands.append((joined([start, to_text(flags, lines)]), self.condition))
 
     def _start(self, arguments: list[Any], keywords: dict[str, Any], lines: tuple[int, int]) -> None:
         """Note a command that is given as a text or as a list of words."""
@@ -215,7 +221,7 @@ class Launcher(Program):
             blank = Text((Piece(" ", lines),))
             command = joined(part for word in command for part in (_quoted(to_text(word, lines)), blank))
         if isinstance(command, Text):
-            self.commands.append(command)
+            self.commands.append((command, self.condition))
 
 
 def _quoted(text: Text) -> Text:

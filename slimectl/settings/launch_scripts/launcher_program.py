@@ -33,6 +33,8 @@ class Program(Expressions):
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         super().__init__(environ)
+        self.condition = ""
+        """Why it is unknown whether the program reaches a statement; empty if it does."""
         self._pending: list[list[Any]] = []
         """Of each function that is followed, values that it returns under a condition which is not known."""
 
@@ -95,13 +97,13 @@ class Program(Expressions):
         self.run(statement.body)
 
     def _run_try(self, statement: ast.Try) -> None:
-        try:
-            self.run([*statement.body, *statement.orelse])
-        except Leave as leave:
-            if leave.kind != "raise" or not statement.handlers:
-                raise
-        finally:
-            self.run(statement.finalbody)
+        """Follow the body, and what follows an exception as another branch."""
+        bodies = [[*statement.body, *statement.orelse], *(handler.body for handler in statement.handlers)]
+        if len(bodies) == 1:
+            self.run(bodies[0])
+        else:
+            self._branches(bodies, statement)
+        self.run(statement.finalbody)
 
     def _run_if(self, statement: ast.If) -> None:
         condition = truth(self.value(statement.test))
@@ -164,6 +166,7 @@ class Program(Expressions):
         frame = self._frames[-1] if self._frames else self._globals
         names, objects = dict(frame), changeable([*frame.values(), *self._globals.values()])
         contents, results = [copied(item) for item in objects], []
+        condition, self.condition = self.condition, self.condition or reason
         for body in bodies:
             if self._completes(body):
                 results.append((dict(frame), [copied(item) for item in objects]))
@@ -171,6 +174,7 @@ class Program(Expressions):
             frame.update(names)
             for item, content in zip(objects, contents, strict=True):
                 restore(item, copied(content))
+        self.condition = condition
         for number, item in enumerate(objects if results else []):
             restore(item, merged([states[number] for _, states in results], reason))
         if not results:
