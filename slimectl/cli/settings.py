@@ -54,7 +54,8 @@ def show(
 def validate(options: CommonOptions) -> None:
     """Check settings files, and the model, data, verifiers and functions that they name; silent if all is well.
 
-    Every error is one line. Exit code 2 if there is any.
+    Every error is one line. Exit code 2 if there is any. Settings without a model and without data are valid, as
+    `slimectl score` needs neither: a note names the keys that a run needs.
 
     Example:
 
@@ -66,6 +67,9 @@ def validate(options: CommonOptions) -> None:
     errors += [result.detail for result in of_values(resolution.settings) if result.fine is False]
     if errors:
         raise SettingsError("\n".join(dict.fromkeys(errors)))
+    model, rollout = resolution.settings.model, resolution.settings.rollout
+    if not (model.path or model.card or rollout.data or rollout.data_source_path or resolution.settings.eval.data):
+        stdio.note("neither model.path nor rollout.data is set; `slimectl run` needs both")
 
 
 def schema() -> None:
@@ -165,6 +169,8 @@ def from_(
     for omission in conversion.omissions:
         if omission.by_hand:
             stdio.logger.warning(f"{omission.place or file}: {omission.flag}: {omission.reason}")
+    for remark in reading.notes:
+        stdio.logger.warning(f"{remark.place}: {remark.text}")
     for problem in conversion.problems:
         stdio.logger.warning(f"to be settled: {problem}")
     stdio.note(

@@ -156,8 +156,17 @@ def test_validate_names_every_error_of_keys_values_verifiers_and_files(tmp_path:
     ]  # fmt: skip
 
 
-def test_validate_is_silent_where_all_is_well():
-    assert answer("settings", "validate", "-s", "score.rm_type=math") == (0, "", "")
+def test_validate_is_silent_where_all_is_well(tmp_path: Path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "label": "2"}\n')
+    words = ("-s", "score.rm_type=math", "-s", f"rollout.data=['{prompts}']")
+    assert answer("settings", "validate", *words) == (0, "", "")
+
+
+def test_validate_notes_that_neither_a_model_nor_data_is_set():
+    line = "neither model.path nor rollout.data is set; `slimectl run` needs both\n"
+    assert answer("settings", "validate", "-s", "score.rm_type=math") == (0, "", line)
+    assert answer("settings", "validate", "-s", "model.card=tiny")[2] == ""
 
 
 def test_settings_of_ones_own_come_from_a_file_and_are_explained(tmp_path: Path):

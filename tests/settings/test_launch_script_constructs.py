@@ -10,7 +10,10 @@ import pytest
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.reading import Reading, read
 
-TRAIN = "python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 4"
+TRAIN = (
+    "python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 4 --rm-type math "
+    "--rollout-max-response-len 64"
+)
 """The beginning of a training command, for which `START` stands below."""
 
 

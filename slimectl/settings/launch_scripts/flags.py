@@ -11,6 +11,7 @@ from slimectl.settings.launch_scripts.shell_values import Field
 from slimectl.settings.launch_scripts.shell_words import Place
 
 OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?\Z", re.DOTALL)
+TYPOGRAPHIC = ("\u201c", "\u201d", "\u2018", "\u2019")
 ASSIGNMENT = re.compile(r"(\+\+|\+)?([A-Za-z_][\w./@-]*)=(.*)\Z", re.DOTALL)
 DELETION = re.compile(r"~([A-Za-z_][\w./@-]*)(?:=.*)?\Z", re.DOTALL)
 """A key that Hydra takes out of the configuration: `~trainer.logger`."""
@@ -69,7 +70,13 @@ def options(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
         name, value = match.groups()
         heads.append((field, name, [] if value is None else [replace(field, text=value)]))
     flags = [
-        Flag(name, head.text.partition("=")[0], tuple(values), head.place, "" if "=" in head.text else head.unknown)
+        Flag(
+            name,
+            head.text.partition("=")[0],
+            tuple(map(_checked, values)),
+            head.place,
+            "" if "=" in head.text else head.unknown,
+        )
         for head, name, values in heads
     ]
     return flags, loose
@@ -82,6 +89,12 @@ def expanded(flag: Flag) -> list[Flag]:
         return [flag]
     members = _members(table, flag.name, flag.values[0])
     return [Flag(name, f"--{name}", fields, flag.place, flag.condition) for name, fields in members]
+
+
+def _checked(value: Field) -> Field:
+    """The value; one with typographic quotes is not known, as the shell takes them for a part of it."""
+    is_quoted = not value.problem and any(quote in value.text for quote in TYPOGRAPHIC)
+    return replace(value, unknown="it has typographic quotes, which the shell does not read") if is_quoted else value
 
 
 def assignments(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:

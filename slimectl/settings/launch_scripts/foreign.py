@@ -93,6 +93,7 @@ PROGRAMS: Sequence[tuple[str, str]] = (
     (r"\b(nemo_rl|nemo_aligner)\b", f"is NeMo, {OTHER_STACK}"),
     (r"\b(prepare|preprocess|download)\w*\.py\b|\bdata_preprocess\b|/examples/datasets/", PREPARATION),
     (r"\b(hf|huggingface-cli|modelscope) download\b|\bgit lfs\b|\bwget\b", PREPARATION),
+    (r"\bconvert_\w*(hf|torch_dist|fp8|int4|nvfp4)\w*\.py\b|\bfp8_cast_bf16\b", WEIGHTS),
     (r"\btrain_es_ray\b", ALGORITHMS["es"]),
 )
 """Patterns of commands that do not train here, and the sentence about each."""

@@ -6,11 +6,10 @@ from slimectl.settings.launch_scripts.conversion import Conversion, Row, canonic
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.values import Always, choice, on, texts
 
-CONFIG = "the model's shape is that of its config.json"
-ATTENTION = "attention is slimectl's own, in float32 where it matters"
-FREE = "these kernels are chosen by the trainer; their results are the same"
-OVERLAP = "gradients are shared once a step, after all of its micro-batches"
-EXACT = "always so here"
+CONFIG = "config.json gives the shape of the model"
+ATTENTION = "slimectl has its own attention kernels"
+FREE = "the trainer chooses these kernels; results are the same"
+OVERLAP = "gradients are reduced once a step, after all micro-batches"
 
 
 def hand_over(conversion: Conversion, flag: Flag, name: str) -> None:
@@ -31,7 +30,7 @@ ARGUMENTS = (
     Row("context-parallel-size", "megatron.context_parallel_size"),
     Row("expert-tensor-parallel-size", "megatron.expert_tensor_parallel_size"),
     Row("num-layers-per-virtual-pipeline-stage", text="set megatron.virtual_pipeline_model_parallel_size"),
-    Row("sequence-parallel", text="always on where megatron.tensor_model_parallel_size is above 1"),
+    Row("sequence-parallel", text="always on if megatron.tensor_model_parallel_size is above 1"),
     Row("use-distributed-optimizer", "megatron.use_distributed_optimizer", convert=on),
     Row("optimizer-cpu-offload", "megatron.optimizer_cpu_offload", convert=on),
     Row("recompute-granularity", "megatron.recompute_granularity"),
@@ -50,10 +49,10 @@ ARGUMENTS = (
         "megatron.args.microbatch_group_size_per_vp_stage",
         convert=typed,
     ),
-    Row("overlap-p2p-communication-warmup-flush", text="stages exchange the shapes of packs first"),
+    Row("overlap-p2p-communication-warmup-flush", text="pipeline stages exchange shapes first"),
     Row("ddp-bucket-size", "megatron.args.bucket_size", convert=typed),
-    _argument("hidden-dropout"),
-    Row("attention-dropout", text="attention has no dropout"),
+    Row("hidden-dropout", "megatron.args.hidden_dropout", "Megatron's default is 0.1", typed),
+    Row("attention-dropout", text="attention has no dropout here", default=0.1),
     Row("moe-aux-loss-coeff", "megatron.args.moe_aux_loss_coeff", convert=typed),
     Row("moe-z-loss-coeff", "megatron.args.moe_z_loss_coeff", convert=typed),
     *map(
@@ -69,15 +68,15 @@ ARGUMENTS = (
         ),
     ),
     Row("deterministic-mode", "train.deterministic", convert=on),
-    Row("use-precision-aware-optimizer", text="moments are float32, as there by default: train.optimizer_state_dtype"),
+    Row("use-precision-aware-optimizer", text="train.optimizer_state_dtype sets the dtype of both moments"),
     Row("exp-avg-dtype", "train.optimizer_state_dtype", "fp32 is the default", choice(
         fp32="float32", bf16="bfloat16")),
     Row("exp-avg-sq-dtype main-grads-dtype main-params-dtype",
-        text="both moments have train.optimizer_state_dtype; gradients and master weights are float32"),
+        text="train.optimizer_state_dtype sets both moments; gradients and master weights are float32"),
     Row("overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step align-param-gather "
         "delay-wgrad-compute overlap-moe-expert-parallel-comm", text=OVERLAP),
     Row("accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 no-check-for-nan-in-loss-and-grad "
-        "grad-reduce-in-bf16", text="gradients and softmax are in float32 always"),
+        "grad-reduce-in-bf16", text="gradients and softmax are always in float32"),
     Row("attention-backend use-flash-attn use-flash-attention-v2 transformer-impl apply-query-key-layer-scaling",
         text=ATTENTION),
     Row("moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-grouped-gemm moe-use-legacy-grouped-gemm "
@@ -85,17 +84,21 @@ ARGUMENTS = (
         "no-bias-swiglu-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl use-cpu-initialization "
         "enable-experimental tp-comm-overlap manual-gc manual-gc-interval no-persist-layer-norm "
         "distributed-optimizer-overlap", text=FREE),
-    Row("fp8-format fp8-recipe fp8 fp8-param-gather fp4-format fp4-recipe fp4-param-gather",
-        text="set megatron.args.transformer_impl and fp8 by hand"),
+    Row("fp8-format fp8", "megatron.args.fp8", "sets transformer_impl = transformer_engine, too; for dense models",
+        typed),
+    _argument("fp8-recipe"),
+    Row("fp8-param-gather", text="parameters are gathered in train.dtype"),
+    Row("fp4-format fp4-recipe fp4-param-gather", text="there is no training in 4 bits; matrices are multiplied in "
+        "train.dtype"),
     Row("use-mcore-models use-megatron-fsdp use-dist-ckpt ckpt-format dist-ckpt-format auto-detect-ckpt-format "
         "ckpt-fully-parallel-save dist-ckpt-strictness no-ckpt-fully-parallel-save ckpt-convert-format",
-        text="checkpoints have the layout of megatron.save_format"),
+        text="megatron.save_format is the layout of checkpoints"),
     Row("train-iters exit-interval log-interval log-throughput log-timers-to-tensorboard timing-log-level "
         "tensorboard-log-interval train-samples eval-iters lr-decay-samples "
-        "save-retain-interval", text="a run has rounds (run.num_rollout), and reports every step"),
+        "save-retain-interval", text="run.num_rollout counts rounds; every step is logged"),
     Row("data-cache-path num-workers no-create-attention-mask-in-dataloader variable-seq-lengths split",
-        text="prompts are read by rollout.data; packs have any lengths"),
-    Row("tokenizer-type tokenizer-model", text="the tokenizer is that of model.path"),
+        text="rollout.data reads the prompts; packed sequences vary in length"),
+    Row("tokenizer-type tokenizer-model", text="the tokenizer comes from model.path"),
 )  # fmt: skip
 SHAPE = (
     Row(
@@ -124,7 +127,7 @@ SHAPE = (
         "linear-conv-kernel-dim experimental-attention-variant",
         text=CONFIG,
     ),
-    Row("spec", text="layers follow from the model's config.json; megatron.custom_model_provider_path makes others"),
+    Row("spec", text="config.json names the layers; megatron.custom_model_provider_path can build others"),
 )
 FIELDS = {canonical(name): row for row in (*ARGUMENTS, *SHAPE) for name in row.names.split()} | dict.fromkeys(
     ("apply_rope_fusion", "masked_softmax_fusion", "persist_layer_norm", "perform_initialization"), Row("", text=FREE)

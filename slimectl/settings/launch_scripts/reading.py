@@ -13,6 +13,7 @@ from slimectl.settings.launch_scripts import foreign
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
 from slimectl.settings.launch_scripts.documents import yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, is_part_of, options
+from slimectl.settings.launch_scripts.launcher import launched
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
 from slimectl.settings.launch_scripts.python_files import has_trainer, program_flags, python_flags
 from slimectl.settings.launch_scripts.roll import ROLL
@@ -90,11 +91,9 @@ def read(
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
         launch, notes = _document(path, yaml_flags(path, str(path), environ, folder), dialects, stack), list[Note]()
-    elif path.suffix == ".py":
+    elif (script := _script(path, folder, environ, dialects)) is None:
         launch, notes = _document(path, python_flags(path, str(path), environ, line=line), dialects, stack), []
     else:
-        script = Script(path, folder, environ)
-        script.follow()
         launch, notes = _training_command(path, script, dialects, stack, line), script.notes
         if launch.condition and launch.launcher:
             notes.append(Note(launch.launcher.place, f"whether this command is started: {launch.condition}"))
@@ -102,6 +101,18 @@ def read(
         launch = _with_program(launch, path, folder, environ)
     _check_program(launch)
     return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
+
+
+def _script(path: Path, root: Path, environ: Mapping[str, str], dialects: Sequence[Dialect]) -> Script | None:
+    """The commands of a shell script or a Python launcher; None for a Python file that starts no training."""
+    if path.suffix != ".py":
+        script = Script(path, root, environ)
+        script.launched = launched
+        script.follow()
+        return script
+    launcher = launched(path, root, environ)
+    launches = [_launch(command, dialect) for command in launcher.commands for dialect in dialects] if launcher else []
+    return launcher if any(launch and launch.num_known >= FEWEST_FLAGS for launch in launches) else None
 
 
 def _absence(launch: Launch) -> str:
@@ -163,7 +174,7 @@ def _training_command(
     if not launches:
         _refuse_foreign(script)
         names = " or ".join(dialect.title for dialect in dialects)
-        unread = "".join(f"; {note.place}: {note.text}" for note in script.notes[:1])
+        unread = "".join(f"; {note.place}: {note.text}" for note in [*script.notes, *script.unread][:1])
         raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training{unread}")
     present = [launch for launch in launches.values() if not _absence(launch)] or list(launches.values())
     highest = max(launch.num_known for launch in present)

@@ -2,29 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_commands import NOT_EXECUTED, RUNNERS, Commands, Leave
+from slimectl.settings.launch_scripts.shell_commands import MAX_CALLS, NOT_EXECUTED, Commands, Leave
 from slimectl.settings.launch_scripts.shell_conditions import Condition
 from slimectl.settings.launch_scripts.shell_filters import filtered
+from slimectl.settings.launch_scripts.shell_programs import RUNNERS, inner_script
 from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
-from slimectl.settings.launch_scripts.shell_words import Place, Substitution, read_text
+from slimectl.settings.launch_scripts.shell_words import Place, Substitution
+
+Launched: TypeAlias = "Callable[[Path, Path, Mapping[str, str], Sequence[Field], int], Script | None]"
+"""Takes a launcher, the folder that may be read, variables, arguments and depth; None if it starts no command."""
 
 
 class Script(Commands):
     """A script that is followed: each statement returns whether it succeeds, None where that is not known."""
 
+    launched: Launched | None = None
+    """Follows a Python launcher; without it, one that a script starts is a command like any other."""
+
     def follow(self) -> None:
         """Follow the whole script."""
         path = self._files[0]
         try:
-            self._run_all(syntax.parse(read_text(path, str(path)), str(path)))
+            self._run_all(self._parsed(path, str(path)))
         except Leave:
             pass
         except RecursionError:
             raise SettingsError(f"{path}: is nested too deeply; write it flat") from None
+
+    def follow_text(self, text: str, name: str) -> None:
+        """Follow a text, which may have marks for what is not known in it."""
+        with suppress(Leave):
+            self._run_all(syntax.parse(text, name))
+
+    def mark(self, field: Field) -> str:
+        """A text that stands for a field which is not known."""
+        return self._mark(field).text
+
+    def _external(self, fields: list[Field], command: syntax.Simple) -> bool | None:
+        """Follow a Python launcher that a command starts; else what the command is."""
+        position = next((number for number, field in enumerate(fields) if field.text.endswith(".py")), None)
+        path = None if position is None or inner_script(fields) else self._readable(fields[position])
+        if position is None or path is None or self.launched is None or self._calls >= MAX_CALLS:
+            return super()._external(fields, command)
+        variables = {name: value.text for name, value in self._variables.items() if isinstance(value, Field)}
+        environ = {**self._environ, **variables}
+        script = self.launched(path, self._root, environ, fields[position + 1 :], self._calls + 1)
+        if script is None:
+            return super()._external(fields, command)
+        self.commands += script.commands
+        self.notes += script.notes
+        return None
 
     def _run_all(self, statements: Sequence[syntax.Statement]) -> bool | None:
         status: bool | None = True

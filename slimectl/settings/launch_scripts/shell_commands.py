@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
 from slimectl.settings.launch_scripts.shell_conditions import Condition
-from slimectl.settings.launch_scripts.shell_filters import filtered
-from slimectl.settings.launch_scripts.shell_values import Field, Value, checked, joined
+from slimectl.settings.launch_scripts.shell_filters import filtered, formatted, sequence
+from slimectl.settings.launch_scripts.shell_programs import (
+    ENDS_IN_BLANK,
+    RUNNERS,
+    inner_script,
+    interruption,
+    script_file,
+)
+from slimectl.settings.launch_scripts.shell_values import Field, Value, joined
 from slimectl.settings.launch_scripts.shell_variables import Note, Variables, short
 from slimectl.settings.launch_scripts.shell_words import Literal, Place, Substitution, Word, read_text
 
 MAX_CALLS = 40
-MAX_NUMBERS = 10_000
-"""Numbers that `seq` prints at most."""
 EXPRESSION = re.compile(r"\d{1,18}|[-+*/%()]")
 """A word of `expr` in arithmetic with whole numbers."""
 SILENT = (
@@ -28,8 +32,6 @@ SILENT = (
     "basename", "realpath", "readlink", "cat",
 )  # fmt: skip
 """Commands that always succeed, and are part of no training command."""
-RUNNERS = ("bash", "sh", "sbatch", "qsub", "bsub", "ssh", "tmux", "screen")
-"""Commands that run a text which they are given."""
 NOT_EXECUTED = "it is the output of a command"
 
 
@@ -53,15 +55,23 @@ class Leave(Exception):
 class Commands(Variables):
     """The commands of a script: those that it would start, and the effect of built-in ones."""
 
-    def __init__(self, path: Path, root: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, root: Path, environ: Mapping[str, str], *, depth: int = 0) -> None:
         super().__init__(path, environ)
         self.commands: list[Command] = []
         self._root = root.resolve()
         self._functions: dict[str, tuple[syntax.Statement, ...]] = {}
         self._outputs: list[list[Field]] = []
         self._condition = ""
-        self._calls = 0
+        self._calls = depth
         self._names = {path.resolve(): str(path)}
+        self._texts: dict[Path, str] = {}
+        self.unread: list[Note] = []
+        """Scripts that are started and not read, as they do not lie in the folder."""
+
+    def _parsed(self, path: Path, name: str) -> tuple[syntax.Statement, ...]:
+        """Parse a file, and keep its text."""
+        self._texts[path.resolve()] = text = read_text(path, name)
+        return syntax.parse(text, name)
 
     @abstractmethod
     def _run_all(self, statements: Sequence[syntax.Statement]) -> bool | None:
@@ -91,7 +101,8 @@ class Commands(Variables):
             pass
         finally:
             outputs = self._outputs.pop()
-            del self.commands[commands:]
+            others = [command for command in self.commands[commands:] if command.place.file != place.file]
+            self.commands[commands:] = others  # of a script that is submitted, as in JOB=$(sbatch FILE)
         field = joined(outputs, place)
         if field.unknown == NOT_EXECUTED:
             reason = f"{short(substitution.source)} is a command, and nothing of the script is executed"
@@ -107,12 +118,19 @@ class Commands(Variables):
             for assignment in command.assignments:
                 self._assign(assignment)
             return True
+        if name.startswith("--") and self.commands and not self._outputs:
+            self._note_cut(fields, command.place)
+            return None
         if fields[0].unknown:
             self._output(Field("", command.place, fields[0].unknown))
             self.commands.append(Command(tuple(fields), command.place, self._condition))
             return None
         if name in self._functions:
             return self._call(name, fields)
+        return self._start(name, fields, command)
+
+    def _start(self, name: str, fields: list[Field], command: syntax.Simple) -> bool | None:
+        """Follow a built-in command or another script, or note an external command."""
         builtin: Callable[[list[Field], syntax.Simple], bool | None] | None = {
             "source": self._source, ".": self._source, "cd": self._change_folder, "unset": self._unset,
             "shift": self._shift, "set": self._set, "printf": self._printf, "let": self._let, "read": self._read,
@@ -133,14 +151,37 @@ class Commands(Variables):
             self._output(self._result(name, fields, command))
         if name in SILENT:
             return True
-        if (script := _inner_script(fields)) is not None:
+        return self._external(fields, command)
+
+    def _external(self, fields: list[Field], command: syntax.Simple) -> bool | None:
+        """Follow the script that an external command starts; note every other command."""
+        if (script := inner_script(fields)) is not None:
             return self._follow_inner(self._with_marks(command, script))
-        if name in RUNNERS and command.stdin:
+        if fields[0].text in RUNNERS and command.stdin:
             return self._follow_inner(self._marked(command.stdin[-1]))
-        if (position := _script_file(fields)) is not None and (path := self._readable(fields[position])) is not None:
-            return self._follow_file(path, fields[position:], command.place)
+        if (position := script_file(fields)) is not None:
+            if (path := self._readable(fields[position])) is not None:
+                return self._follow_file(path, fields[position:], command.place)
+            text = f"{fields[position].text}: is not read, as no such file lies in {self._root}"
+            self.unread.append(Note(command.place, f"{text}; give that script, or allow a folder by --root"))
         self.commands.append(Command(tuple(fields), command.place, self._condition))
         return None
+
+    def _note_cut(self, fields: Sequence[Field], place: Place) -> None:
+        """Note flags that stand where a command is expected, because the line above ends their command."""
+        line = self._line(place.line - 1)
+        if ENDS_IN_BLANK.search(line):
+            last = self.commands[-1]
+            self.commands[-1] = replace(last, fields=tuple(field for field in last.fields if field.text.strip(" \t")))
+        count = sum(field.text.startswith("--") for field in fields)
+        flags, are = ("1 flag", "is") if count == 1 else (f"{count} flags", "are")
+        text = f"{flags} after line {place.line - 1} {are} not part of the command: {interruption(line)}"
+        self.notes.append(Note(place, f"{text}. The first is {fields[0].text}"))
+
+    def _line(self, number: int) -> str:
+        """A line of the file that is followed; empty where there is none."""
+        lines = self._texts.get(self._files[-1].resolve(), "").split("\n")
+        return lines[number - 1] if 0 < number <= len(lines) else ""
 
     def _is_guard(self, fields: list[Field]) -> bool:
         """Whether an exit is that of a script which lacks something, so that its training command comes later."""
@@ -214,7 +255,7 @@ class Commands(Variables):
             return Field("", place, NOT_EXECUTED) if output is None else document.with_text(output)
         if name == "expr" and texts and all(EXPRESSION.fullmatch(text) for text in texts):
             return self._arithmetic(Word((Literal(" ".join(texts), quoted=True),), place))
-        if name == "seq" and (numbers := _sequence(texts)) is not None:
+        if name == "seq" and (numbers := sequence(texts)) is not None:
             return Field("\n".join(map(str, numbers)), place)
         return Field("", place, "" if name in SILENT and name != "cat" else NOT_EXECUTED)
 
@@ -252,7 +293,12 @@ class Commands(Variables):
             return None
         if path.resolve() in [item.resolve() for item in self._files]:
             raise SettingsError(f"{place}: source {field.text}: the file reads itself; take that line out")
-        return self._read_file(path, place, subshell=False)
+        arguments = self._arguments
+        self._arguments = fields[2:] or arguments
+        try:
+            return self._read_file(path, place, subshell=False)
+        finally:
+            self._arguments = arguments
 
     def _read_file(self, path: Path, place: Place, *, subshell: bool) -> bool | None:
         """Follow the commands of another file."""
@@ -263,7 +309,7 @@ class Commands(Variables):
             raise SettingsError(f"{place}: files that read files, more than {MAX_CALLS} deep; give the last of them")
         self._files.append(path)
         try:
-            statements = syntax.parse(read_text(path, shown), shown)
+            statements = self._parsed(path, shown)
             return self._subshell(statements) if subshell else self._run_all(statements)
         except Leave as leave:
             if leave.kind != "return":
@@ -313,7 +359,7 @@ class Commands(Variables):
         if len(argv) > 1 and argv[0].text == "-v":
             name, argv = argv[1].text, argv[2:]
         argv = [word for word in argv if word.text != "--"]
-        text = _formatted([self._mark(word) if number and word.unknown else word for number, word in enumerate(argv)],
+        text = formatted([self._mark(word) if number and word.unknown else word for number, word in enumerate(argv)],
                           command.place)  # fmt: skip
         if name is None:
             self._output(text)
@@ -379,68 +425,15 @@ class Commands(Variables):
         return Condition(argv, self._is_set, globs=False).result()
 
     def _exec(self, fields: list[Field], command: syntax.Simple) -> bool | None:
-        argv = fields[1:]
-        if fields[0].text == "command" and argv and argv[0].text in ("-v", "-V"):
+        name, argv = fields[0].text, fields[1:]
+        if name == "command" and argv and argv[0].text in ("-v", "-V"):
             return None
+        while name == "exec" and argv and argv[0].text.startswith("-"):
+            argv = argv[2:] if argv[0].text == "-a" else argv[1:]
         if not argv:
             return True
         self._output(Field("", command.place, NOT_EXECUTED))
-        self.commands.append(Command(tuple(argv), command.place, self._condition))
-        return None
-
-
-def _inner_script(fields: Sequence[Field]) -> Field | None:
-    """The script of `bash -c TEXT`, which another command may start (`srun`, `docker run`), or of `ssh HOST TEXT`,
-    `sbatch --wrap TEXT` and `tmux … TEXT`; None for other commands.
-    """
-    for shell, option, text in zip(fields, fields[1:], fields[2:], strict=False):
-        name = os.path.basename(shell.text)
-        if name in ("bash", "sh", "zsh") and re.fullmatch(r"-[a-z]*c", option.text):
-            return text
-    last = fields[-1]
-    if fields[0].text in RUNNERS and len(fields) > 1 and re.search(r"\s", last.text):
-        return last.with_text(last.text.removeprefix("--wrap="))
-    return None
-
-
-def _script_file(fields: Sequence[Field]) -> int | None:
-    """The position of FILE in `bash [-OPTIONS] FILE`, which another command may start; None for other commands."""
-    for position, field in enumerate(fields):
-        if os.path.basename(field.text) not in ("bash", "sh", "zsh"):
-            continue
-        arguments = [number for number in range(position + 1, len(fields)) if not fields[number].text.startswith("-")]
-        return arguments[0] if arguments and fields[arguments[0]].text.endswith((".sh", ".slurm", ".sbatch")) else None
-    return None
-
-
-def _sequence(argv: list[str]) -> range | None:
-    """The numbers of `seq LAST`, `seq FIRST LAST` or `seq FIRST STEP LAST`; None for others and for very many.
-
-    >>> list(_sequence(["16", "8", "32"]))
-    [16, 24, 32]
-    """
-    if not 1 <= len(argv) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", text) for text in argv):
-        return None
-    first, *steps, last = [1, *map(int, argv)] if len(argv) == 1 else [int(text) for text in argv]
-    step = steps[0] if steps else 1
-    if step == 0 or abs(last - first) // abs(step) > MAX_NUMBERS:
-        return None
-    return range(first, last + (1 if step > 0 else -1), step)
-
-
-def _formatted(argv: list[Field], place: Place) -> Field:
-    """The output of printf with %s, %d and %q; a format with more values than places is used again."""
-    if not argv:
-        return Field("", place)
-    full = joined(argv, place)
-    template = argv[0].text.replace("\\n", "\n").replace("\\t", "\t")
-    pieces = re.split(r"%[sdq]", template)
-    if full.unknown or "%" in "".join(pieces).replace("%%", ""):
-        return Field(template, place, full.unknown or f"the printf of {place} is not read")
-    places, values, text = re.findall(r"%[sdq]", template), [word.text for word in argv[1:]], ""
-    while True:
-        for piece, letter in zip(pieces, [*places, ""], strict=True):
-            value = values.pop(0) if letter and values else ""
-            text += piece + (shlex.quote(value) if letter == "%q" else value)
-        if not values or not places:
-            return Field(checked(text, place).replace("%%", "%"), place)
+        status = self._external(argv, command)
+        if name == "exec" and not self._outputs:
+            raise Leave("exit")
+        return status

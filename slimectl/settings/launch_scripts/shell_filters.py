@@ -1,9 +1,13 @@
-"""Commands that change text on its way through a pipe, and nothing else: tr, cut, sed, awk, head, tail, wc, xargs."""
+"""Commands that only make or change text: seq, printf and, in a pipe, tr, cut, sed, awk, head, tail, wc, xargs."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
+
+from slimectl.settings.launch_scripts.shell_values import Field, checked, joined
+from slimectl.settings.launch_scripts.shell_words import Place
 
 CLASSES = {"[:upper:]": "A-Z", "[:lower:]": "a-z", "[:digit:]": "0-9", "[:space:]": " \\t\\n", "[:alpha:]": "A-Za-z",
            "[:alnum:]": "A-Za-z0-9"}  # fmt: skip
@@ -13,6 +17,8 @@ PLAIN = re.compile(r"\^?(?:[\w\s.=:,/@%_-]|\.\*|\\[./])*\$?\Z")
 """Expressions of sed that mean the same in Python."""
 AWK = re.compile(r"\s*\{\s*print\s+(?:\$(\d+|NF)|(NF))\s*;?\s*\}\s*\Z")
 MAX_LINES = 10_000
+MAX_NUMBERS = 10_000
+"""Numbers that `seq` prints at most."""
 
 
 def filtered(argv: Sequence[str], text: str) -> str | None:
@@ -130,3 +136,36 @@ def _wc(argv: Sequence[str], text: str) -> str | None:
 
 def _xargs(argv: Sequence[str], text: str) -> str | None:
     return None if argv else " ".join(text.split())
+
+
+def sequence(argv: list[str]) -> range | None:
+    """The numbers of `seq LAST`, `seq FIRST LAST` or `seq FIRST STEP LAST`; None for others and for very many.
+
+    >>> list(sequence(["16", "8", "32"]))
+    [16, 24, 32]
+    """
+    if not 1 <= len(argv) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", text) for text in argv):
+        return None
+    first, *steps, last = [1, *map(int, argv)] if len(argv) == 1 else [int(text) for text in argv]
+    step = steps[0] if steps else 1
+    if step == 0 or abs(last - first) // abs(step) > MAX_NUMBERS:
+        return None
+    return range(first, last + (1 if step > 0 else -1), step)
+
+
+def formatted(argv: list[Field], place: Place) -> Field:
+    """The output of printf with %s, %d and %q; a format with more values than places is used again."""
+    if not argv:
+        return Field("", place)
+    full = joined(argv, place)
+    template = argv[0].text.replace("\\n", "\n").replace("\\t", "\t")
+    pieces = re.split(r"%[sdq]", template)
+    if full.unknown or "%" in "".join(pieces).replace("%%", ""):
+        return Field(template, place, full.unknown or f"the printf of {place} is not read")
+    places, values, text = re.findall(r"%[sdq]", template), [word.text for word in argv[1:]], ""
+    while True:
+        for piece, letter in zip(pieces, [*places, ""], strict=True):
+            value = values.pop(0) if letter and values else ""
+            text += piece + (shlex.quote(value) if letter == "%q" else value)
+        if not values or not places:
+            return Field(checked(text, place).replace("%%", "%"), place)

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, typed
+from slimectl.errors import SettingsError
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.keys import DEFAULT_ALGORITHM
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, canonical, stem, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.slime_flags import GENERATE, GROUPS, SFT
+from slimectl.settings.launch_scripts.slime_weights import has_experts, settle_weights
+
+FSDP_DEFAULTS = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.95}
+"""Defaults of slime's FSDP trainer, where they differ from those of Megatron. It has no dropout."""
+NO_LIMIT = "is not given, so responses end only with the context of the model. Set rollout.max_response_len by hand"
+SEVERAL_TEACHERS = (
+    "distils from several teachers. Here there is one: set algorithm.name = opd, and algorithm.opd_teacher_load or "
+    "opd_teacher_url, by hand"
+)
+MODEL = ("hf_checkpoint",)
+PROMPTS = ("prompt_data", "data_source_path", "rollout_function_path")
+"""Flags of which one names the model, or where prompts come from."""
+NORMALIZED = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Algorithms that need normalized advantages here."""
+EVALUATIONS = ("eval", "evaluate", "run_eval", "inference", "generate")
+"""Names of programs that train nothing."""
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
     """Hand `--sglang-NAME` to SGLang; list any other flag."""
     name = canonical(flag.name)
     if not name.startswith("sglang_"):
-        reason = (
-            f"is no flag that this table knows; a function of yours reads custom.{name}, Megatron-core megatron.args"
+        conversion.omit(
+            flag,
+            f"is not in the table of slime's flags. Set custom.{name} if a function of yours reads it, or "
+            f"megatron.args.{name} if megatron-core does",
         )
-        conversion.omit(flag, reason)
     elif flag.problem:
         key = f"sglang.args.{name.removeprefix('sglang_')}"
         conversion.omit(flag, f"{flag.problem}; set {key} by hand", by_hand=True)
@@ -24,13 +44,41 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
 
 def settle(conversion: Conversion) -> None:
     """Join what slime decides by several flags together."""
-    values = conversion.values
+    values, program = conversion.values, stem(conversion.text("launcher"))
+    if program in EVALUATIONS:
+        place = conversion.flags["launcher"].place
+        raise SettingsError(f"{place}: {program}.py evaluates a model and trains nothing. Use `slimectl evaluate`")
     conversion.put("engine.backend", "sglang", "slime's engine is SGLang")
     values.setdefault("engine.dtype", "bfloat16")
     conversion.sources.setdefault("engine.dtype", "the default of slime for its engine")
     _settle_algorithm(conversion)
+    _settle_training(conversion)
     _settle_placement(conversion)
     _settle_functions(conversion)
+    _settle_distillation(conversion)
+    settle_weights(conversion)
+    _settle_tracking(conversion)
+    if values.get("score.custom_rm_path"):
+        conversion.take_back("score.rm_type", "--custom-rm-path takes precedence")
+    if values.get("algorithm.name") == "sft":
+        _drop_sampling(conversion)
+    elif "async" in program:
+        values.setdefault("run.async_level", 1)
+        conversion.sources.setdefault("run.async_level", str(conversion.flags["launcher"]))
+
+
+def _drop_sampling(conversion: Conversion) -> None:
+    """Drop what engines need, as supervised training never samples."""
+    for key in [key for key in conversion.values if key.startswith(("engine.", "sglang."))]:
+        if conversion.sources[key].startswith("--"):
+            conversion.take_back(key, "supervised training never samples")
+        else:
+            del conversion.values[key], conversion.sources[key]
+
+
+def _settle_tracking(conversion: Conversion) -> None:
+    """Name the run and its trackers."""
+    values = conversion.values
     if conversion.switch("use_wandb") and conversion.switch("use_tensorboard"):
         conversion.put("track.with", ["stdout", "wandb", "tensorboard"], "use_wandb", "use_tensorboard")
     if "save" in conversion.flags and isinstance(values.get("run.dir"), str):
@@ -42,22 +90,23 @@ def settle(conversion: Conversion) -> None:
         conversion.put(
             key, "/".join(["tensorboard_log", *filter(None, parts)]), "tb_project_name", "tb_experiment_name"
         )
-    if values.get("train.use_rollout_routing_replay"):
-        conversion.take_back("megatron.use_routing_replay", "--use-rollout-routing-replay goes before it")
-    if values.get("score.custom_rm_path"):
-        conversion.take_back("score.rm_type", "--custom-rm-path goes before it")
-    if "launcher" in conversion.flags and "async" in conversion.text("launcher"):
-        values.setdefault("run.async_level", 1)
-        conversion.sources.setdefault("run.async_level", str(conversion.flags["launcher"]))
 
 
 def _settle_algorithm(conversion: Conversion) -> None:
     values = conversion.values
     if conversion.text("loss_type") != "sft_loss" and (name := conversion.converted("advantage_estimator")):
         conversion.put("algorithm.name", name, "advantage_estimator")
+    _settle_clip(conversion)
+    if values.get("algorithm.name") == "ppo" and "critic_lr" not in conversion.flags:
+        rate = conversion.text("lr", "1e-6")
+        conversion.put("algorithm.critic_lr", rate, "the default of slime for critic-lr is lr")
+    if values.get("algorithm.name") in NORMALIZED and "normalize_advantages" not in conversion.flags:
+        conversion.settled.add("algorithm.normalize_advantages")
+        reason = f"{values['algorithm.name']} always normalizes advantages here"
+        conversion.omissions.append(Omission("the default of slime for normalize-advantages, false", "", reason))
     if conversion.switch("use_kl_loss") and "kl_loss_coef" not in conversion.flags:
         values.pop("algorithm.kl_loss_coef", None)
-        conversion.omit(conversion.flags["use_kl_loss"], "its coefficient is 0; --kl-loss-coef is not given")
+        conversion.omit(conversion.flags["use_kl_loss"], "its coefficient is 0, as --kl-loss-coef is not given")
     elif not conversion.switch("use_kl_loss"):
         conversion.take_back("algorithm.kl_loss_coef", "has no effect there without --use-kl-loss")
     elif "kl_loss_coef" in conversion.flags:
@@ -66,9 +115,72 @@ def _settle_algorithm(conversion: Conversion) -> None:
         conversion.put("algorithm.opd_kl_coef", conversion.text("opd_kl_coef"), "use_opd", "opd_kl_coef")
     elif values.get("algorithm.name") != "opd" and not conversion.switch("use_opd"):
         conversion.take_back("algorithm.opd_kl_coef", "has no effect there without --use-opd")
-    reference = str(values.get("algorithm.ref_load", "")).rstrip("/").rpartition("/")[2]
-    if reference.removesuffix("_torch_dist") == str(values.get("model.path")).rstrip("/").rpartition("/")[2]:
-        conversion.take_back("algorithm.ref_load", "the reference is the model that the run starts from without it")
+
+
+def _settle_clip(conversion: Conversion) -> None:
+    """Set the upper bound of the ratio to the lower one, as slime does without `--eps-clip-high`.
+
+    Algorithms here have bounds of their own.
+    """
+    name = conversion.values.get("algorithm.name", DEFAULT_ALGORITHM)
+    field = ALGORITHMS[name].model_fields.get("eps_clip_high")
+    if field is None or field.default is None or "eps_clip_high" in conversion.flags:
+        return
+    if not conversion.is_unknown("eps_clip"):
+        bound = conversion.text("eps_clip", "0.2")
+        conversion.put("algorithm.eps_clip_high", bound, "the default of slime for eps-clip-high is eps-clip")
+
+
+def _settle_training(conversion: Conversion) -> None:
+    """Settle rounds and sizes, and the trainer's own defaults."""
+    _settle_trainer(conversion)
+    if conversion.switch("use_lora"):
+        _settle_lora(conversion)
+    is_supervised = conversion.text("loss_type") == "sft_loss" or SFT in conversion.text("rollout_function_path")
+    if not is_supervised and "rollout_max_response_len" not in conversion.flags:
+        conversion.omissions.append(Omission("--rollout-max-response-len", "", NO_LIMIT, by_hand=True))
+    for name in ("debug_train_only", "disable_compute_advantages_and_returns") if is_supervised else ():
+        if name in conversion.flags:
+            conversion.unlist(name)
+            conversion.omit(conversion.flags[name], "supervised training never samples")
+    for names, key in (MODEL, "model.path"), (PROMPTS, "rollout.data"):
+        if not set(names) & conversion.flags.keys():
+            flag = f"--{names[0].replace('_', '-')}"
+            conversion.omissions.append(Omission(flag, "", f"is not given. Set {key} by hand", by_hand=True))
+    if conversion.values.get("train.use_rollout_routing_replay"):
+        conversion.take_back("megatron.use_routing_replay", "--use-rollout-routing-replay takes precedence")
+    if "num_rollout" in conversion.flags:
+        conversion.take_back("run.num_epoch", "--num-rollout takes precedence")
+    if conversion.values.get("train.balance_by_flops"):
+        conversion.settled.add("train.balance_data")
+
+
+def _settle_trainer(conversion: Conversion) -> None:
+    """Set the defaults of the FSDP trainer or of Megatron, and training in fp8."""
+    is_bridge = conversion.text("megatron_to_hf_mode") == "bridge"
+    if conversion.text("train_backend") == "fsdp":
+        conversion.program_defaults |= FSDP_DEFAULTS | {"attention_dropout": None}
+    elif is_bridge:
+        conversion.program_defaults["attention_dropout"] = None
+    elif "hidden_dropout" not in conversion.flags:
+        conversion.put("megatron.args.hidden_dropout", 0.1, "the default of Megatron for hidden-dropout")
+    if not conversion.values.get("megatron.args.fp8"):
+        conversion.take_back("megatron.args.fp8_recipe", "has no effect without --fp8-format")
+    elif has_experts(conversion):
+        for key in ("megatron.args.fp8", "megatron.args.fp8_recipe"):
+            conversion.take_back(key, "fp8 training covers dense models; mixtures of experts train in train.dtype")
+    else:
+        conversion.put("megatron.args.transformer_impl", "transformer_engine", "fp8_format", "transformer_impl")
+
+
+def _settle_lora(conversion: Conversion) -> None:
+    """Take the rate and the decay of adapters, which take precedence over those of the model."""
+    rate = next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), "")
+    if rate and not conversion.is_unknown(rate):
+        conversion.put("train.lr", conversion.text(rate), rate)
+    decay = "lora_weight_decay"
+    source = decay if decay in conversion.flags else "the default of slime for lora-weight-decay"
+    conversion.put("train.weight_decay", conversion.text(decay, "0.0"), source)
 
 
 def _settle_placement(conversion: Conversion) -> None:
@@ -97,23 +209,34 @@ def _settle_placement(conversion: Conversion) -> None:
 
 
 def _settle_functions(conversion: Conversion) -> None:
-    """Replace slime's own functions by what slimectl has in their place."""
+    """Replace functions of slime by what slimectl has in their place."""
     function = conversion.text("rollout_function_path").replace(":", ".")
-    if function in (GENERATE, SFT) or function.startswith("slime.rollout."):
-        conversion.take_back("rollout.function_path", "is slime's own; slimectl samples rounds itself")
-        if function == SFT:
-            conversion.put("algorithm.name", "sft", "rollout_function_path")
-    elif "fully_async" in function:
-        conversion.take_back("rollout.function_path", "run.async_level keeps rounds under way")
+    if "fully_async" in function:
+        conversion.take_back("rollout.function_path", "run.async_level keeps rounds in progress")
         conversion.put("run.async_level", 2, "rollout_function_path")
+    elif function in (GENERATE, SFT) or function.startswith("slime.rollout."):
+        conversion.take_back("rollout.function_path", "is a function of slime; slimectl samples rounds itself")
+        if function == SFT and conversion.values.get("algorithm.name") != "sft":
+            conversion.put("algorithm.name", "sft", "rollout_function_path")
     if conversion.text("data_source_path").startswith("slime."):
-        conversion.take_back("rollout.data_source_path", "is slime's own; slimectl reads rollout.data itself")
-    if "check_reward_nonzero_std" in conversion.text("dynamic_sampling_filter_path"):
-        conversion.put(
-            "rollout.dynamic_sampling_filter_path",
-            "slimectl.stages.filters:nonzero_std",
-            "dynamic_sampling_filter_path",
-        )
+        conversion.take_back("rollout.data_source_path", "is a class of slime; slimectl reads rollout.data itself")
+    if conversion.text("dynamic_sampling_filter_path").endswith("check_reward_nonzero_std"):
+        name = "dynamic_sampling_filter_path"
+        conversion.put("rollout.dynamic_sampling_filter_path", "slimectl.stages.filters:nonzero_std", name)
+
+
+def _settle_distillation(conversion: Conversion) -> None:
+    """Ask the teacher's server directly, where a reward function of slime's distillation example would."""
+    if conversion.switch("use_mopd"):
+        conversion.unlist("use_mopd")
+        conversion.omit(conversion.flags["use_mopd"], SEVERAL_TEACHERS, by_hand=True)
+    url = conversion.text("rm_url")
+    if not url or "on_policy_distillation" not in conversion.text("custom_rm_path"):
+        return
+    conversion.put("algorithm.name", "opd", "custom_rm_path", "advantage_estimator")
+    conversion.put("algorithm.opd_teacher_url", [url.rstrip("/").removesuffix("/generate")], "rm_url")
+    for key in ("score.custom_rm_path", "score.custom_reward_post_process_path", "score.rm_url"):
+        conversion.take_back(key, "algorithm.opd_teacher_url asks the teacher")
 
 
 SLIME = Dialect("slime", "slime", GROUPS, settle, unlisted, common=("Megatron's arguments", "Megatron's model shape"))

@@ -1,11 +1,11 @@
-"""The table of slime's flags, with the setting that each becomes or why it has none.
+"""The table of slime's flags, with the setting that each becomes or the reason why there is none.
 
-Hooks that were written for slime read the settings by this table too: as `args.rollout_temperature`.
+Hooks that were written for slime read the settings by this table, too: as `args.rollout_temperature`.
 """
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Row
+from slimectl.settings.launch_scripts.conversion import Row, typed
 from slimectl.settings.launch_scripts.megatron import ARGUMENTS, SHAPE
 from slimectl.settings.launch_scripts.values import (
     Always,
@@ -20,56 +20,66 @@ from slimectl.settings.launch_scripts.values import (
     off,
     on,
     positive,
+    rounds,
     secret,
     share,
     texts,
+    verifier,
 )
 
 GENERATE = "slime.rollout.sglang_rollout.generate_rollout"
 SFT = "slime.rollout.sft_rollout.generate_rollout"
-CHECKPOINT = "a run goes on by `slimectl run --resume runs/NAME`; other weights are model.path (`slimectl convert`)"
-DUMPS = "replay a kept step by `slimectl train SAMPLES`"
-DEEPGEMM = "matrices are torch's own; precision is train.dtype"
-NEVER = "nothing here does without it; there is no switch"
-CI = "a test of that program; `slimectl doctor` tests this one"
-OWNED = "the number of the engines' processes is slimectl's; see docs/clusters.md"
+CHECKPOINT = "resume a run with `slimectl run --resume runs/NAME`; set model.path to start from other weights"
+DUMPS = "replay a saved step with `slimectl train SAMPLES`"
+DEEPGEMM = "matrix products use torch kernels; train.dtype sets their precision"
+CI = "a self-test of slime; `slimectl doctor` tests this program"
+OWNED = "slimectl starts the engines and sets this itself; see docs/clusters.md"
 
 LAUNCH = (
     Row("train-backend", "train.backend", default="megatron"),
-    Row("debug-rollout-only", text="sampling alone is `slimectl rollout -c FILE`"),
-    Row("debug-train-only", text="training alone is `slimectl train SAMPLES -c FILE`"),
+    Row("debug-rollout-only", text="use `slimectl rollout -c FILE` to only sample"),
+    Row("debug-train-only", text="use `slimectl train SAMPLES -c FILE` to only train"),
     Row("load-debug-rollout-data load-debug-rollout-data-subsample load-forge-rollout-data", text=DUMPS),
 )
 CLUSTER = (
     Row("actor-num-nodes", "cluster.actor_num_nodes"),
     Row("actor-num-gpus-per-node", "cluster.actor_num_gpus_per_node", default=8),
-    Row("rollout-num-gpus", "cluster.rollout_num_gpus", "0, a router alone, is engine.url", positive),
+    Row("rollout-num-gpus", "cluster.rollout_num_gpus", "0 starts only a router there: set engine.url", positive),
     Row("rollout-num-gpus-per-engine", "cluster.rollout_num_gpus_per_engine"),
     Row("num-gpus-per-node rollout-num-gpus-per-node", "cluster.num_gpus_per_node"),
-    Row("colocate", "cluster.colocate", "engines then have all GPUs of the trainer", on),
+    Row("colocate", "cluster.colocate", "engines share all GPUs of the trainer", on),
     Row("offload offload-train", "cluster.offload_train", convert=on),
     Row("no-offload-train", "cluster.offload_train", "the opposite", off),
-    Row("offload-rollout no-offload-rollout", text="with cluster.colocate engines always free their memory in turn"),
-    Row("distributed-backend", text="it follows from train.device: nccl on GPUs, gloo on CPUs"),
-    Row("distributed-timeout-minutes", text="it is no setting; sync.timeout_s is the limit of a weight update"),
-    Row("critic-num-nodes critic-num-gpus-per-node", text="the critic shares the trainer's GPUs; see algorithm.critic"),
+    Row(
+        "offload-rollout no-offload-rollout",
+        text="with cluster.colocate, engines always free their memory while the trainer works",
+    ),
+    Row("distributed-backend", text="train.device decides it: nccl on GPUs, gloo on CPUs"),
+    Row("distributed-timeout-minutes", text="not a setting; sync.timeout_s limits a weight update"),
+    Row("critic-num-nodes critic-num-gpus-per-node", text="the critic shares the trainer's GPUs"),
 )
 TRAINING = (
-    Row("qwen-gdn-backend", text="linear attention has one implementation"),
-    Row("train-env-vars", text="export variables before `slimectl run`; ranks inherit them"),
+    Row("force-fp8-ue8m0-scale", text="scales of pushed fp8 weights are float32 numbers"),
+    Row(
+        "offload-train-mode disable-weights-backuper",
+        text="cluster.offload_train moves weights and optimizer to the CPU",
+    ),
+    Row("post-self-attn-layernorm post-mlp-layernorm", text="config.json names the layers"),
+    Row("qwen-gdn-backend", text="there is one implementation of linear attention"),
+    Row("train-env-vars", text="export the variables before `slimectl run`; ranks inherit them"),
     Row(
         "update-weight-mode",
         "sync.transport",
-        "delta is a transport; full is the others",
+        "delta is a transport here; full is any other transport",
         choice(full="auto", delta="delta"),
     ),
     Row(
         "update-weight-transport",
         "sync.transport",
-        "nccl is distributed, or tensor where GPUs are shared",
+        "nccl becomes distributed, or tensor on shared GPUs",
         choice(nccl="distributed", disk="disk"),
     ),
-    Row("release-train", text="with cluster.colocate the trainer's memory is freed in turn (cluster.offload_train)"),
+    Row("release-train", text="cluster.offload_train frees the trainer's memory while engines sample"),
     Row("update-weight-disk-dir update-weight-delta-dir", "sync.update_weight_disk_dir"),
     Row("update-weight-disk-keep-files", "sync.update_weight_disk_keep_files", convert=on),
     Row(
@@ -80,56 +90,64 @@ TRAINING = (
     Row(
         "update-weight-delta-checksum",
         "sync.update_weight_delta_checksum",
-        "blake3 is blake2b",
+        "blake3 becomes blake2b",
         choice(xxh3_128="xxh3-128", blake3="blake2b", adler32="adler32"),
     ),
     Row("custom-update-weight-post-write-path", "sync.custom_post_write_path", convert=function_path),
-    Row("update-weight-local-checkpoint-dir", text="engines read pushes from sync.update_weight_disk_dir"),
+    Row("update-weight-local-checkpoint-dir", text="engines read weights from sync.update_weight_disk_dir"),
     Row("custom-model-provider-path", "megatron.custom_model_provider_path", convert=function_path),
-    Row("recompute-loss-function", text="the loss is computed in parts already, which bounds its memory"),
-    Row("log-probs-chunk-size", text="log-probabilities are computed in parts of a size that fits"),
+    Row("recompute-loss-function", text="the loss is always computed in chunks"),
+    Row("log-probs-chunk-size", text="log-probabilities are always computed in chunks that fit"),
     Row("only-train-params-name-list", "train.only_train_params_name_list", convert=texts),
     Row("freeze-params-name-list", "train.freeze_params_name_list", convert=texts),
-    Row("use-lora", text="train.lora_rank switches adapters on"),
+    Row("use-lora", text="train.lora_rank switches LoRA on"),
     Row("lora-rank", "train.lora_rank"),
     Row("lora-alpha", "train.lora_alpha"),
     Row("lora-load", "train.lora_load"),
     Row("lora-learning-rate", "train.lr"),
     Row("lora-weight-decay", "train.weight_decay"),
-    Row("lora-target-modules", "train.lora_targets", "the last parts of names, as in Hugging Face's", texts),
-    Row("lora-target-preset", text="set train.lora_targets to the last parts of names, as in Hugging Face's"),
-    Row("save-lora lora-save-merged-hf", text="a checkpoint has the adapter; `slimectl convert` merges it"),
-    Row("lora-dropout", text="adapters have no dropout"),
-    Row("freeze-indexer", text="set train.freeze_params_name_list to the indexer's names"),
-    Row("allgather-cp", text="context parallelism has one form; see docs/megatron.md"),
+    Row(
+        "lora-target-modules",
+        "train.lora_targets",
+        "the last part of each module's name, as in Hugging Face models",
+        texts,
+    ),
+    Row("lora-target-preset", text="set train.lora_targets to module names"),
+    Row("save-lora lora-save-merged-hf", text="checkpoints hold the adapter; `slimectl convert` merges it"),
+    Row("lora-dropout", text="LoRA has no dropout here"),
+    Row("freeze-indexer", text="set train.freeze_params_name_list to the names of the indexer"),
+    Row("allgather-cp", text="there is one form of context parallelism; see docs/megatron.md"),
     Row("gradient-checkpointing", "train.gradient_checkpointing", convert=on),
     Row("fsdp-max-tokens-per-gpu", "train.max_tokens_per_gpu"),
-    Row("true-on-policy-mode", text="float32 on both sides is the closest: train.dtype and engine.dtype"),
-    Row("log-model-config", text="`slimectl plan -c FILE` prints the model's shape"),
-    Row("use-critic", text="algorithm.name = ppo has a critic, no other algorithm does"),
+    Row("true-on-policy-mode", text="the closest is float32 in train.dtype and engine.dtype"),
+    Row("log-model-config", text="`slimectl plan -c FILE` prints the shape of the model"),
+    Row("use-critic", text="only algorithm.name = ppo has a critic"),
     Row("bf16", "train.dtype", convert=Always("bfloat16"), default="bfloat16"),
     Row("fsdp-cpu-offload", "train.offload", convert=Always("parameters")),
     Row(
         "fsdp-cpu-backend attn-implementation fsdp-state-dict-cpu-offload",
-        text="kernels and backends follow from train.device",
+        text="train.device decides kernels and backends",
     ),
-    Row("qkv-format", text="packs have no padding: thd there"),
-    Row("int4-params-rollout", text="convert the engine's weights by `slimectl convert --to int4`: engine.load"),
+    Row("qkv-format", text="sequences are packed without padding (thd)"),
+    Row(
+        "int4-params-rollout",
+        text="weights cannot be pushed as int4; the engine samples in engine.dtype, or in fp8 with engine.load",
+    ),
     Row(
         "delta-compression delta-dtype delta-full-interval",
-        text="a delta names what changed and is exact: sync.update_weight_delta_encoding",
+        text="deltas are exact here: sync.update_weight_delta_encoding",
     ),
-    Row("fp16", text="training is in bfloat16 or float32: train.dtype"),
+    Row("fp16", text="train.dtype is bfloat16 or float32"),
 )
 ROLLOUT = (
     Row("hf-checkpoint", "model.path"),
-    Row("megatron-to-hf-mode", text="models are Hugging Face directories on both sides"),
-    Row("processor", text="the processor is that of model.path"),
-    Row("model-name", text="the family follows from the model's config.json"),
+    Row("megatron-to-hf-mode", text="models are always Hugging Face directories"),
+    Row("processor", text="the processor comes from model.path"),
+    Row("model-name", text="config.json names the model family"),
     Row(
         "rollout-function-path",
         "rollout.function_path",
-        "slime's own functions are what slimectl does without one",
+        "slimectl replaces slime's own functions",
         function_path,
     ),
     Row("rollout-temperature", "rollout.temperature"),
@@ -138,7 +156,7 @@ ROLLOUT = (
     Row("rollout-max-context-len", "rollout.max_context_len"),
     Row("rollout-max-prompt-len", "rollout.max_prompt_len"),
     Row("rollout-max-response-len", "rollout.max_response_len"),
-    Row("rollout-skip-special-tokens", "rollout.skip_special_tokens"),
+    Row("rollout-skip-special-tokens", "rollout.skip_special_tokens", convert=on, default=False),
     Row("rollout-stop", "rollout.stop", convert=texts),
     Row("rollout-stop-token-ids", "rollout.stop_token_ids", convert=texts),
     Row("rollout-shuffle", "rollout.shuffle", convert=on),
@@ -147,7 +165,7 @@ ROLLOUT = (
     Row(
         "dynamic-sampling-filter-path",
         "rollout.dynamic_sampling_filter_path",
-        "slime's check of rewards that differ is slimectl.stages.filters:nonzero_std",
+        "check_reward_nonzero_std becomes slimectl.stages.filters:nonzero_std",
         function_path,
     ),
     Row("partial-rollout", "rollout.partial_rollout", convert=on),
@@ -157,32 +175,44 @@ ROLLOUT = (
     Row("custom-rollout-log-function-path", "track.custom_rollout_log_function_path", convert=function_path),
     Row("custom-eval-rollout-log-function-path", "track.custom_eval_rollout_log_function_path", convert=function_path),
     Row("buffer-filter-path", "rollout.buffer_filter_path", convert=function_path),
-    Row("update-weight-buffer-size", "sync.update_weight_buffer_size", "bytes become MiB", mib),
+    Row(
+        "update-weight-buffer-size update-weights-bucket-size",
+        "sync.update_weight_buffer_size",
+        "bytes become MiB",
+        mib,
+    ),
     Row("update-weights-interval", "sync.update_weights_interval"),
-    Row("keep-old-actor", text="old log-probabilities are of the weights before a round's steps, in any case"),
+    Row("keep-old-actor", text="old log-probabilities always use the weights before the steps of a round"),
     Row("rollout-data-postprocess-path", "rollout.data_postprocess_path", convert=function_path),
-    Row("rollout-data-transport", text="samples go to the ranks by the executor; there is one way"),
+    Row("rollout-data-transport", text="the executor sends samples to the ranks"),
     Row("rollout-external-engine-addrs", "engine.url", "HOST:PORT becomes http://HOST:PORT", addresses),
     Row("async-buffer-size", "run.async_level"),
-    Row("max-turns", "rollout.agent_max_turns"),
+    Row("flush-cache-interval", text="engines flush their cache at every weight update; see sync.pause_mode"),
+    Row("buffer-sort-by-staleness", text="unfinished responses resume in the order of their prompts"),
+    Row(
+        "rollout-data-dir rollout-storage-profile rollout-storage-declaration rollout-queue-NAME "
+        "rollout-io-concurrency rollout-session-id rollout-cleanup-timeout",
+        text="there is no sample queue on disk; the executor sends samples to the ranks",
+    ),
+    Row("max-turns", "custom.max_turns", "your function reads args.max_turns", typed),
 )
 FAULTS = (
-    Row("use-fault-tolerance", "engine.use_fault_tolerance", convert=on),
+    Row("use-fault-tolerance", "engine.use_fault_tolerance", convert=on, default=False),
     Row("rollout-health-check-interval", "engine.health_check_interval"),
     Row("rollout-health-check-timeout", "engine.health_check_timeout"),
     Row("rollout-health-check-first-wait", "engine.health_check_first_wait"),
 )
 DATA = (
-    Row("num-rollout", "run.num_rollout"),
+    Row("num-rollout", "run.num_rollout", "0 only evaluates there: use `slimectl evaluate`", rounds),
     Row("num-epoch", "run.num_epoch"),
-    Row("disable-rollout-global-dataset", text="set rollout.data_source_path to a source of your own"),
+    Row("disable-rollout-global-dataset", text="set rollout.data_source_path to your own source"),
     Row("data-source-path", "rollout.data_source_path", convert=function_path),
     Row("prompt-data", "rollout.data", convert=texts),
     Row("apply-chat-template", "rollout.apply_chat_template", convert=on),
     Row("apply-chat-template-kwargs", "rollout.apply_chat_template_kwargs", "the JSON becomes a table", json_object),
     Row("input-key", "rollout.input_key", default="input"),
     Row("label-key", "rollout.label_key"),
-    Row("multimodal-keys", "rollout.image_key", "the column of image; videos are not read", image_column),
+    Row("multimodal-keys", "rollout.image_key", "the column of the images; videos are not read", image_column),
     Row("metadata-key", "rollout.metadata_key"),
     Row("tool-key", "rollout.tool_key"),
     Row("start-rollout-id", text=CHECKPOINT),
@@ -191,17 +221,22 @@ DATA = (
     Row("global-batch-size", "train.global_batch_size"),
     Row("num-steps-per-rollout", "train.num_steps_per_rollout"),
     Row("micro-batch-size", "train.micro_batch_size"),
-    Row("balance-data", "train.balance_data", convert=on),
+    Row("balance-data", "train.balance_data", convert=on, default=False),
     Row("balance-by-flops", "train.balance_by_flops", convert=on),
-    Row("use-dynamic-batch-size", "train.use_dynamic_batch_size", convert=on),
+    Row("use-dynamic-batch-size", "train.use_dynamic_batch_size", convert=on, default=False),
     Row("max-tokens-per-gpu", "train.max_tokens_per_gpu"),
-    Row("log-probs-max-tokens-per-gpu", text="one limit, train.max_tokens_per_gpu, is that of every pass"),
+    Row("log-probs-max-tokens-per-gpu", text="train.max_tokens_per_gpu limits every pass"),
 )
 EVALUATION = (
-    Row("eval-function-path", text="give a dataset its own custom_generate_function_path: [eval.data.NAME]"),
+    Row("eval-function-path", text="set custom_generate_function_path in [eval.data.NAME]"),
     Row("eval-interval", "eval.interval"),
-    Row("eval-prompt-data", "eval.data", "NAME PATH pairs become a table; a single path is called aime", dataset_pairs),
-    Row("eval-config", text="give the same file to `slimectl run --eval-config FILE`"),
+    Row(
+        "eval-prompt-data",
+        "eval.data",
+        "NAME PATH pairs become a table; a path without a name is called aime",
+        dataset_pairs,
+    ),
+    Row("eval-config", text="pass the same file to `slimectl run --eval-config FILE`"),
     Row("skip-eval-before-train", "eval.before_train", "the opposite", off),
     Row("eval-input-key", text="set input_key in [eval.data.NAME]"),
     Row("eval-label-key", text="set label_key in [eval.data.NAME]"),
@@ -211,22 +246,20 @@ EVALUATION = (
     Row("eval-top-p", "eval.top_p"),
     Row("eval-top-k", "eval.top_k"),
     Row("eval-max-response-len", "eval.max_response_len"),
-    Row("eval-max-prompt-len", text="rollout.max_prompt_len is the limit of every prompt"),
+    Row("eval-max-prompt-len", text="rollout.max_prompt_len limits every prompt"),
     Row("eval-min-new-tokens", "eval.min_new_tokens"),
-    Row("eval-max-context-len", text="rollout.max_context_len is the limit of every conversation"),
+    Row("eval-max-context-len", text="rollout.max_context_len limits every conversation"),
 )
 ALGORITHM = (
-    Row("ref-load", "algorithm.ref_load", "a Hugging Face directory; the reference is model.path without it"),
-    Row(
-        "ref-ckpt-step", text="convert that step to a Hugging Face directory by `slimectl convert`: algorithm.ref_load"
-    ),
+    Row("ref-load", "algorithm.ref_load", "must be a Hugging Face directory; without it the reference is model.path"),
+    Row("ref-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.ref_load"),
     Row("load", text=CHECKPOINT),
     Row("ckpt-step", text=CHECKPOINT),
-    Row("save", "run.dir", "its folder is run.dir, its name run.name"),
+    Row("save", "run.dir", "its parent becomes run.dir, its name run.name"),
     Row("save-interval", "run.save_interval"),
-    Row("async-save", text="checkpoints are written while the next round is sampled where run.async_level allows"),
-    Row("no-save-optim", text="a checkpoint has the optimizer, so that a run can go on exactly"),
-    Row("no-load-optim no-load-rng finetune", text="a new run begins with a new optimizer; --resume takes all"),
+    Row("async-save", text="checkpoints are written while the next round is sampled if run.async_level is above 0"),
+    Row("no-save-optim", text="checkpoints always hold the optimizer, so that a run resumes exactly"),
+    Row("no-load-optim no-load-rng finetune", text="a new run starts with a new optimizer; --resume restores it"),
     Row("save-hf", text="checkpoints are Hugging Face directories already (megatron.save_format)"),
     Row("seed", "run.seed"),
     Row("clip-grad", "train.clip_grad"),
@@ -254,7 +287,9 @@ ALGORITHM = (
     Row("num-critic-only-steps", "algorithm.num_critic_only_steps"),
     Row("critic-lr", "algorithm.critic_lr"),
     Row("critic-load", "algorithm.critic_load"),
-    Row("critic-save critic-lr-warmup-iters", text="the critic is saved with the policy and has a constant rate"),
+    Row(
+        "critic-save critic-lr-warmup-iters", text="the critic is saved with the policy; its learning rate is constant"
+    ),
     Row("megatron-config-path", text="write its keys into [megatron] and [megatron.args]"),
     Row("eps-clip", "algorithm.eps_clip", default=0.2),
     Row("eps-clip-high", "algorithm.eps_clip_high"),
@@ -288,7 +323,9 @@ ALGORITHM = (
             on_policy_distillation="opd",
         ),
     ),
-    Row("disable-compute-advantages-and-returns", text="set train.custom_advantage_function_path to an estimator"),
+    Row(
+        "disable-compute-advantages-and-returns", text="set train.custom_advantage_function_path to your own estimator"
+    ),
     Row("custom-advantage-function-path", "train.custom_advantage_function_path", convert=function_path),
     Row("use-kl-loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on; without this flag it is 0"),
     Row("kl-loss-coef", "algorithm.kl_loss_coef"),
@@ -297,16 +334,19 @@ ALGORITHM = (
     Row("entropy-coef", "algorithm.entropy_coef"),
     Row("gamma", "algorithm.gamma"),
     Row("lambd", "algorithm.lambd", default=1.0),
-    Row("normalize-advantages", "algorithm.normalize_advantages", convert=on),
+    Row("normalize-advantages", "algorithm.normalize_advantages", convert=on, default=False),
     Row("disable-grpo-std-normalization", "algorithm.grpo_std_normalization", "the opposite", off),
     Row(
         "disable-rewards-normalization",
-        text="grpo compares siblings by definition; algorithm.name = reinforce_plus_plus takes rewards as they are",
+        text="grpo always compares the responses to a prompt; reinforce_plus_plus uses rewards as they are",
     ),
     Row("use-rollout-entropy", "algorithm.report_entropy", "entropy is measured in every step", on),
-    Row("get-mismatch-metrics", text="trainer and engine are compared in every step (docs/metrics.md)"),
-    Row("reset-optimizer-states", text="the optimizer keeps its state from step to step"),
-    Row("use-stateless-adam", text="AdamW has its two moments; train.optimizer_state_dtype = bfloat16 halves them"),
+    Row("get-mismatch-metrics", text="trainer and engine are always compared (docs/metrics.md)"),
+    Row("reset-optimizer-states", text="the optimizer keeps its state between rounds"),
+    Row(
+        "use-stateless-adam",
+        text="AdamW keeps both moments; train.optimizer_state_dtype = bfloat16 halves their memory",
+    ),
     Row("use-rollout-logprobs", "algorithm.use_rollout_logprobs", convert=on),
     Row("use-tis", "algorithm.use_tis", convert=on),
     Row("tis-clip tis-threshold", "algorithm.tis_clip"),
@@ -314,7 +354,17 @@ ALGORITHM = (
     Row("custom-tis-function-path", "train.custom_tis_function_path", convert=function_path),
     Row("custom-pg-loss-reducer-function-path", "train.custom_pg_loss_reducer_function_path", convert=function_path),
     Row("use-routing-replay", "megatron.use_routing_replay", convert=on),
-    Row("use-rollout-routing-replay", "train.use_rollout_routing_replay", "goes before --use-routing-replay", on),
+    Row("routing-replay-prefetch-microbatches", text="recorded routes are not read from disk"),
+    Row(
+        "pg-loss-type use-score-centering score-centering-top-k",
+        text="the objective follows from algorithm.name; there is no score centering",
+    ),
+    Row(
+        "use-rollout-routing-replay",
+        "train.use_rollout_routing_replay",
+        "takes precedence over --use-routing-replay",
+        on,
+    ),
     Row("use-opsm", "algorithm.use_opsm", convert=on),
     Row("opsm-delta", "algorithm.opsm_delta"),
 )
@@ -323,18 +373,24 @@ DISTILLATION = (
     Row("opd-type", text="the teacher is a directory (opd_teacher_load) or servers (opd_teacher_url)"),
     Row("opd-kl-coef", "algorithm.opd_kl_coef"),
     Row("opd-teacher-load", "algorithm.opd_teacher_load"),
-    Row("opd-teacher-loads", "algorithm.opd_teacher_load", "one; there are not several teachers"),
+    Row("opd-teacher-loads", "algorithm.opd_teacher_load", "only one teacher is supported"),
     Row(
         "use-mopd mopd-NAME topk-level-opd opd-top-k",
-        text="a policy learns from one teacher, by the token that it sampled: algorithm.opd_kl_coef",
+        text="distillation uses one teacher and the sampled token: algorithm.opd_kl_coef",
     ),
-    Row("opd-teacher-ckpt-step", text="convert that step by `slimectl convert`: algorithm.opd_teacher_load"),
+    Row("opd-teacher-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.opd_teacher_load"),
 )
 TRACKING = (
     Row("use-wandb", "track.with", "wandb is added to the list", Always(["stdout", "wandb"])),
     Row("wandb-mode", "track.mode"),
     Row("wandb-dir", "track.dir"),
-    Row("wandb-key", "track.api_key", "a reference; a key itself is not copied", secret("WANDB_API_KEY"), secret=True),
+    Row(
+        "wandb-key",
+        "track.api_key",
+        "becomes a reference to the environment; the key is not copied",
+        secret("WANDB_API_KEY"),
+        secret=True,
+    ),
     Row("wandb-host", "track.host"),
     Row("wandb-team", "track.entity"),
     Row("wandb-group", "track.group"),
@@ -350,11 +406,9 @@ TRACKING = (
     Row("tb-project-name tb-experiment-name", "track.kwargs.tensorboard.log_dir", "tensorboard_log/PROJECT/EXPERIMENT"),
 )
 DEBUGGING = (
-    Row("save-debug-rollout-data", "run.keep_samples", "samples are kept in the run's folder", Always(True)),
-    Row(
-        "save-debug-train-data", "run.keep_samples", "what was trained on is kept in the run's folder", Always("train")
-    ),
-    Row("dump-details", "run.keep_samples", "as above", Always("train")),
+    Row("save-debug-rollout-data", "run.keep_samples", "samples are kept in the run directory", Always(True)),
+    Row("save-debug-train-data", "run.keep_samples", "training data are kept in the run directory", Always("train")),
+    Row("dump-details", "run.keep_samples", "as for --save-debug-train-data", Always("train")),
     Row(
         "memory-snapshot-dir memory-snapshot-num-steps memory-recorder record-memory-history profile-target "
         "use-pytorch-profiler tensorboard-dir",
@@ -366,10 +420,10 @@ DEBUGGING = (
 )
 NETWORK = (
     Row("http-proxy", text="export http_proxy before `slimectl run`"),
-    Row("use-distributed-post", text="requests to servers are asynchronous; engine.server_concurrency limits them"),
+    Row("use-distributed-post", text="requests are always asynchronous; engine.server_concurrency limits them"),
 )
 REWARD = (
-    Row("rm-type", "score.rm_type"),
+    Row("rm-type", "score.rm_type", convert=verifier),
     Row("reward-key", "score.reward_key"),
     Row("eval-reward-key", "eval.reward_key"),
     Row("group-rm", "score.group_rm", convert=on),
@@ -385,10 +439,10 @@ REWARD = (
 BUFFER = (
     Row(
         "rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type",
-        text="there is no buffer server; an agent's program is rollout.agent (docs/agents.md)",
+        text="there is no buffer server; run your agent with rollout.agent (docs/agents.md)",
     ),
-    Row("loss-mask-type", text="masks follow from the model's chat template"),
-    Row("data-pad-size-multiplier", text="packs are not padded"),
+    Row("loss-mask-type", text="the chat template of the model decides the mask"),
+    Row("data-pad-size-multiplier", text="packed sequences are not padded"),
     Row("rollout-sample-filter-path", "rollout.sample_filter_path", convert=function_path),
     Row("rollout-all-samples-process-path", "rollout.all_samples_process_path", convert=function_path),
 )
@@ -411,18 +465,25 @@ MEGATRON_HOOKS = (
 OTHERS = (
     Row(
         "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
-        text="layers of multi-token prediction are carried through conversions and not trained",
+        text="layers of multi-token prediction are kept by conversions and not trained",
     ),
-    Row("ci-test ci-disable-kl-checker ci-save-grad-norm ci-load-grad-norm", text=CI),
+    Row(
+        "ci-test ci-disable-kl-checker ci-disable-logprobs-checker ci-save-grad-norm ci-load-grad-norm "
+        "ci-metric-checker-key ci-metric-checker-threshold",
+        text=CI,
+    ),
     Row("ci-train-rollout-logprob-abs-diff-threshold", "run.max_logprob_mismatch"),
-    Row("custom-config-path", text="give the same file to `slimectl run --custom-config FILE`: [custom]"),
-    Row("padded-vocab-size make-vocab-size-divisible-by", text="the vocabulary is padded as the layout needs"),
+    Row("custom-config-path", text="pass the same file to `slimectl run --custom-config FILE`"),
+    Row(
+        "padded-vocab-size make-vocab-size-divisible-by",
+        text="the parallel layout decides the padding of the vocabulary",
+    ),
 )
 ROUTER = (
-    Row("sglang-router-ip sglang-router-port", "engine.url", "the two together are an address"),
+    Row("sglang-router-ip sglang-router-port", "engine.url", "IP and port together become an address"),
     Row(
         "use-slime-router use-miles-router slime-router-NAME",
-        text="slimectl has one router, which keeps what engines return: engine.router",
+        text="slimectl has one router; engine.router is its policy",
     ),
     Row(
         "slime-router-middleware-paths",
@@ -435,10 +496,10 @@ ROUTER = (
     Row(
         "router-balance-abs-threshold router-balance-rel-threshold sglang-router-balance-abs-threshold "
         "sglang-router-balance-rel-threshold",
-        text="sglang-router has its own defaults; engine.router is the policy",
+        text="engine.router is the policy; its thresholds are not settings",
     ),
     Row("prefill-num-servers", "sglang.prefill_num_servers"),
-    Row("sglang-config", text="write its groups as sglang.server_groups"),
+    Row("sglang-config", text="write the groups of the file as sglang.server_groups"),
     Row(
         "sglang-model-path sglang-trust-remote-code sglang-random-seed sglang-enable-memory-saver "
         "sglang-tp-size sglang-port sglang-host sglang-nnodes sglang-node-rank sglang-dist-init-addr "
@@ -446,7 +507,7 @@ ROUTER = (
         "sglang-enable-return-routed-experts",
         text=OWNED,
     ),
-    Row("sglang-dtype", "engine.dtype", "float32 on one side alone makes trainer and engine differ"),
+    Row("sglang-dtype", "engine.dtype", "use the same dtype in engine and trainer where you can"),
     Row("sglang-context-length", "rollout.max_context_len"),
     Row("sglang-NAME", "sglang.args.NAME", "every other field of SGLang's ServerArgs"),
 )

@@ -74,6 +74,13 @@ def positive(flag: Flag) -> int:
     return value
 
 
+def rounds(flag: Flag) -> str:
+    """A number of rounds. Raises ValueError for none."""
+    if integer(flag) <= 0:
+        raise ValueError("trains nothing and only evaluates. Use `slimectl evaluate`")
+    return flag.text
+
+
 def share(flag: Flag) -> float:
     """A share from 0 to 1, where 0 stands for none."""
     value = number(flag)
@@ -153,6 +160,16 @@ def function_paths(flag: Flag) -> list[str]:
 def addresses(flag: Flag) -> list[str]:
     """`HOST:PORT` as `http://HOST:PORT`."""
     return [text if "://" in text else f"http://{text}" for text in comma_separated(flag)]
+
+
+def verifier(flag: Flag) -> str:
+    """The name of a verifier, which may stand behind `boxed_`. Raises ValueError for one that there is not."""
+    from slimectl.registry import VERIFIERS
+
+    name = flag.text.strip()
+    if name.removeprefix("boxed_") not in VERIFIERS.names():
+        raise ValueError(f"{name} is not a verifier here; set score.rm_type to one, or score.custom_rm_path")
+    return name
 
 
 def secret(variable: str) -> Callable[[Flag], str]:
@@ -240,9 +257,11 @@ __all__ = [
     "on",
     "plain",
     "positive",
+    "rounds",
     "secret",
     "share",
     "texts",
     "trackers",
+    "verifier",
     "warmup",
 ]  # fmt: skip

@@ -42,6 +42,8 @@ def _section(conversion: Conversion, section: str) -> Iterator[str]:
     if not names:
         return
     order = keys_of(section) if section != "algorithm" else [*_algorithm_order(conversion)]
+    if section == "custom":
+        order = [name.partition(".")[2] for name in names]
     plain = [key for key in order if f"{section}.{key}" in names]
     if plain:
         yield f"[{section}]"

@@ -1,0 +1,272 @@
+"""Values of a Python launcher that is followed: texts with the lines they come from, and what is not known."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slimectl.settings.launch_scripts.shell_values import MAX_TEXT
+
+MAX_MEMBERS = 10_000
+"""Members of one list; a launcher has fewer."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value that the file alone does not tell: its source, and why."""
+
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text, with the first and last line of its source. `unknown` says why it is not known."""
+
+    text: str
+    lines: tuple[int, int]
+    unknown: str = ""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string as pieces in order."""
+
+    pieces: tuple[Piece, ...] = ()
+
+    def __str__(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def unknown(self) -> str:
+        return next((piece.unknown for piece in self.pieces if piece.unknown), "")
+
+    def stripped(self, left: bool = True, right: bool = True) -> Text:
+        """The text without blanks at its ends; every other piece keeps its lines."""
+        pieces = list(self.pieces)
+        while left and pieces and not pieces[0].unknown and not pieces[0].text.strip():
+            pieces.pop(0)
+        if left and pieces and not pieces[0].unknown:
+            pieces[0] = replace(pieces[0], text=pieces[0].text.lstrip())
+        while right and pieces and not pieces[-1].unknown and not pieces[-1].text.rstrip():
+            pieces.pop()
+        if right and pieces and not pieces[-1].unknown:
+            pieces[-1] = replace(pieces[-1], text=pieces[-1].text.rstrip())
+        return Text(tuple(pieces))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A name that the file does not define, with its attributes: `os.environ`, `U.execute_train`."""
+
+    name: str
+
+
+@dataclass
+class Instance:
+    """An object with attributes, of a class of the file or of a parser of arguments."""
+
+    kind: ast.ClassDef | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of the file, and the object that it is bound to."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    owner: Instance | None = None
+
+
+class Unreadable(Exception):
+    """An expression whose value is not known; the message says why."""
+
+
+class Leave(Exception):
+    """`return`, `break`, `continue`, `raise` or the end of the program."""
+
+    def __init__(self, kind: str, value: Any = None) -> None:
+        self.kind, self.value = kind, value
+
+
+def joined(texts: Iterable[Text]) -> Text:
+    """One text of several. Raises Unreadable if it is too long for a launcher."""
+    text = Text(tuple(piece for part in texts for piece in part.pieces))
+    if len(text.pieces) > MAX_MEMBERS or sum(len(piece.text) for piece in text.pieces) > MAX_TEXT:
+        raise Unreadable("it is too long")
+    return text
+
+
+def bounded(members: list[Any]) -> list[Any]:
+    """The list. Raises Unreadable if it is too long for a launcher."""
+    if len(members) > MAX_MEMBERS:
+        raise Unreadable("it is too long")
+    return members
+
+
+def to_text(value: Any, lines: tuple[int, int]) -> Text:
+    """The text that an f-string makes of a value."""
+    if isinstance(value, Text):
+        return value
+    if isinstance(value, Unknown):
+        return Text((Piece("".join(value.source.split()), lines, value.reason),))
+    if isinstance(value, Instance | Function | Reference):
+        raise Unreadable("it is an object")
+    return Text((Piece(str(plain(value)), lines),))
+
+
+def plain(value: Any) -> Any:
+    """The Python value of what is known. Raises Unreadable for anything else."""
+    if isinstance(value, Text):
+        if value.unknown:
+            raise Unreadable(value.unknown)
+        return str(value)
+    if isinstance(value, Unknown):
+        raise Unreadable(value.reason)
+    if isinstance(value, list | tuple):
+        return [plain(member) for member in value]
+    if isinstance(value, dict):
+        return {plain(key): plain(member) for key, member in value.items()}
+    if isinstance(value, Instance | Function | Reference):
+        raise Unreadable("it is an object")
+    return value
+
+
+def lifted(value: Any, lines: tuple[int, int]) -> Any:
+    """A Python value as the interpreter holds it: strings as texts."""
+    if isinstance(value, str):
+        return Text((Piece(value, lines),))
+    if isinstance(value, list | tuple):
+        return [lifted(member, lines) for member in value]
+    if isinstance(value, dict):
+        return {key: lifted(member, lines) for key, member in value.items()}
+    return value
+
+
+def truth(value: Any) -> bool | None:
+    """Whether a value counts as true; None if that is not known."""
+    if isinstance(value, Text):
+        is_filled = any(piece.text and not piece.unknown for piece in value.pieces)
+        return True if is_filled else None if value.unknown else False
+    if isinstance(value, Unknown | Reference):
+        return None
+    return True if isinstance(value, Instance | Function) else bool(value)
+
+
+def copied(value: list[Any] | dict[Any, Any] | Instance) -> Any:
+    """A copy of a list, a table or an object; what it contains stays the same."""
+    if isinstance(value, Instance):
+        return Instance(value.kind, dict(value.attributes))
+    return list(value) if isinstance(value, list) else dict(value)
+
+
+def changeable(values: Iterable[Any]) -> list[Any]:
+    """The lists, tables and objects among values, and inside them."""
+    waiting, members = list(values), dict[int, Any]()
+    while waiting and len(members) < MAX_MEMBERS:
+        value = waiting.pop()
+        if isinstance(value, list | dict | Instance) and id(value) not in members:
+            members[id(value)] = value
+            inner = value.attributes if isinstance(value, Instance) else value
+            waiting += inner.values() if isinstance(inner, dict) else inner
+    return list(members.values())
+
+
+def restore(target: Any, content: Any) -> None:
+    """Give a list, a table or an object the content of another of its kind."""
+    if isinstance(target, list):
+        target[:] = content
+    elif isinstance(target, dict):
+        target.clear()
+        target.update(content)
+    else:
+        target.attributes = content.attributes
+
+
+def merged(values: Sequence[Any], reason: str) -> Any:
+    """A value after branches of which the taken one is unknown: what they share, and the remainder as unknown."""
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if all(isinstance(value, Text) for value in values):
+        return Text(tuple(_members([value.pieces for value in values], lambda piece: replace(piece, unknown=reason))))
+    if all(isinstance(value, list) for value in values):
+        return _members(values, lambda member: merged([member, None], reason))
+    if all(isinstance(value, dict) for value in values):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: merged([value.get(key) for value in values], reason) for key in keys}
+    if all(isinstance(value, Instance) for value in values):
+        names = dict.fromkeys(name for value in values for name in value.attributes)
+        return Instance(
+            first.kind, {name: merged([value.attributes.get(name) for value in values], reason) for name in names}
+        )
+    if all(isinstance(value, Text | type(None)) for value in values):
+        pieces = [value.pieces if value else () for value in values]
+        return Text(tuple(_members(pieces, lambda piece: replace(piece, unknown=reason))))
+    shown = [str(value) for value in values if not isinstance(value, Unknown | Instance | Function)]
+    return Unknown(" or ".join(dict.fromkeys(shown)) or "…", reason)
+
+
+def _members(branches: Sequence[Sequence[Any]], uncertain: Callable[[Any], Any]) -> list[Any]:
+    """The members that all branches begin with, then those of each branch, made uncertain."""
+    shared = 0
+    shortest = min(map(len, branches))
+    while shared < shortest and all(branch[shared] == branches[0][shared] for branch in branches):
+        shared += 1
+    tails = [uncertain(member) for branch in branches for member in branch[shared:]]
+    return [*branches[0][:shared], *tails]
+
+
+def calculated(first: Any, operator: ast.operator, second: Any) -> Any:
+    """The result of an operator. Raises Unreadable where it is not known or not read."""
+    if isinstance(operator, ast.Add) and Text in (type(first), type(second)):
+        pieces = (first if isinstance(first, Text) else second).pieces
+        lines = pieces[0].lines if pieces else (1, 1)
+        sides = [to_text(side, lines) for side in (first, second) if isinstance(side, Text | Unknown)]
+        if len(sides) == 2:
+            return joined(sides)
+    if isinstance(operator, ast.Add) and isinstance(first, list) and isinstance(second, list):
+        return bounded([*first[:MAX_MEMBERS], *second[:MAX_MEMBERS]])
+    if isinstance(operator, ast.BitOr) and isinstance(first, dict) and isinstance(second, dict):
+        return first | second
+    if isinstance(operator, ast.Div) and isinstance(first, Text):  # of pathlib
+        return Text((Piece(posixpath.join(plain(first), plain(second)), first.pieces[0].lines),))
+    numbers = plain(first), plain(second)
+    if not all(isinstance(number, int | float) and abs(number) < 1e18 for number in numbers):
+        raise Unreadable("this operator is not read")
+    operators: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+        ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b,
+        ast.Div: lambda a, b: a / b, ast.FloorDiv: lambda a, b: a // b, ast.Mod: lambda a, b: a % b,
+    }  # fmt: skip
+    if isinstance(operator, ast.Pow) and abs(numbers[1]) <= 64:
+        return numbers[0] ** numbers[1]
+    if type(operator) not in operators:
+        raise Unreadable("this operator is not read")
+    return operators[type(operator)](*numbers)
+
+
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: lambda a, b: a == b, ast.NotEq: lambda a, b: a != b, ast.Lt: lambda a, b: a < b,
+    ast.LtE: lambda a, b: a <= b, ast.Gt: lambda a, b: a > b, ast.GtE: lambda a, b: a >= b,
+    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: lambda a, b: a is b,
+    ast.IsNot: lambda a, b: a is not b,
+}  # fmt: skip
+
+TEXT_METHODS = (
+    "split", "splitlines", "replace", "lower", "upper", "startswith", "endswith", "removesuffix", "removeprefix",
+    "partition", "rpartition", "rsplit", "title", "count", "isdigit",
+)  # fmt: skip
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "int": int, "float": float, "bool": bool, "len": len, "min": min, "max": max, "abs": abs, "round": round,
+    "sorted": sorted, "list": list, "tuple": list, "sum": sum, "any": any, "all": all, "str": str,
+    "range": lambda *ends: list(range(*ends)[:MAX_MEMBERS]), "dict": dict,
+    "enumerate": lambda members: list(enumerate(members)), "zip": lambda *members: list(zip(*members, strict=False)),
+    "shlex.quote": shlex.quote, "shlex.split": shlex.split, "shlex.join": shlex.join,
+    "os.path.join": posixpath.join, "os.path.basename": posixpath.basename, "os.path.dirname": posixpath.dirname,
+    "os.path.normpath": posixpath.normpath, "Path": posixpath.join, "pathlib.Path": posixpath.join,
+}  # fmt: skip
+"""Functions whose result follows from their arguments."""
