@@ -229,7 +229,6 @@ TRAINING = (
     ),
     Row("lr_scheduler_kwargs lr_scheduler_kwargs.NAME", text="set train.min_lr"),
     Row("full_determinism", "train.deterministic", convert=on),
-    Row("repetition_penalty", "rollout.repetition_penalty", "only vLLM also counts the prompt here"),
     Row("weight_decay", "train.weight_decay"),
     Row("adam_beta1", "train.adam_beta1"),
     Row("adam_beta2", "train.adam_beta2", default=0.999),
