@@ -49,9 +49,6 @@ class HookSpec:
 
         `setting` is the name in errors if the path comes from another setting than the hook's own.
         """
-        from slimectl.hooks.slime.modules import offer_modules
-
-        offer_modules()
         first = self.shapes[0]
         if first is signatures.DataSource:
             return self._load_class(path)

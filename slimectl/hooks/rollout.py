@@ -15,6 +15,7 @@ from slimectl.data.json_values import plain_number, plain_sample, plain_value
 from slimectl.data.records import refused_path
 from slimectl.errors import HookError, RecordError
 from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.generation_context import GenerationContext, generating
 from slimectl.hooks.registry import HOOKS, hooks, required_hook
 from slimectl.hooks.slime.shapes import SamplingDict, as_groups, as_sample, filter_result, rollout_result
 from slimectl.hooks.slime.shapes import sampling_params as sampling_params_of
@@ -47,8 +48,10 @@ def as_agent(function: Hook, args: FlatSettings) -> Agent:
             return completion
 
         offered = {**arguments, "sampling_params": SamplingDict.of(params), "generate": generate_with}
-        result = function.attempt({**offered, "args": args, "settings": args})
-        return _samples_of(result) if inspect.isawaitable(result) else _as_samples(result)
+        context = GenerationContext(generate_with)
+        with generating(context):
+            result = function.attempt({**offered, "args": args, "settings": args})
+        return _samples_of(result, context) if inspect.isawaitable(result) else _as_samples(result)
 
     agent.resumes = getattr(function.function, "resumes", False)  # type: ignore[attr-defined]
     agent.name = function.name  # type: ignore[attr-defined]
@@ -56,8 +59,9 @@ def as_agent(function: Hook, args: FlatSettings) -> Agent:
     return agent
 
 
-async def _samples_of(awaitable: Awaitable[Any]) -> Any:
-    return _as_samples(await awaitable)
+async def _samples_of(awaitable: Awaitable[Any], context: GenerationContext) -> Any:
+    with generating(context):
+        return _as_samples(await awaitable)
 
 
 def _as_samples(result: Any) -> Any:
@@ -168,21 +172,22 @@ class UserRollout:
         self._versions.clear()
         self._attempts.rollout_id = rollout_id
         args, evaluation = FlatSettings(self._settings), self._attempts.evaluation
-        result = self._hook(
-            {
-                "args": args,
-                "settings": args,
-                "rollout_id": rollout_id,
-                "data_source": source,
-                "evaluation": evaluation,
-                "generate": self._generate,
-                "attempt": self._attempts.complete,
-                "sampling_params": SamplingDict.of(self._params),
-                "tokenizer": self._attempts.tokenizer,
-            }
-        )
-        if inspect.isawaitable(result):
-            result = run_to_end(self._loop, _await_result(result))
+        with generating(GenerationContext(self._generate, self._attempts)):
+            result = self._hook(
+                {
+                    "args": args,
+                    "settings": args,
+                    "rollout_id": rollout_id,
+                    "data_source": source,
+                    "evaluation": evaluation,
+                    "generate": self._generate,
+                    "attempt": self._attempts.complete,
+                    "sampling_params": SamplingDict.of(self._params),
+                    "tokenizer": self._attempts.tokenizer,
+                }
+            )
+            if inspect.isawaitable(result):
+                result = run_to_end(self._loop, _await_result(result))
         groups, metrics = rollout_result(result)
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
             raise self._hook.returned(result, "groups (lists of Samples), or (groups, metrics)")
