@@ -14,6 +14,7 @@ from slimectl.data.json_values import plain_number
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import SettingsError
 from slimectl.hooks.args import FlatSettings, settings_of
+from slimectl.hooks.logged_metrics import collect
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
@@ -86,11 +87,10 @@ def _tracked_settings(args: Any) -> Settings:
 def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
     """Send metrics to the trackers, at the step `metrics[step_key]`.
 
-    Does nothing in a process without trackers. Raises SettingsError without the step, for a metric that is no number,
-    and before init_tracking.
+    Does nothing in a process without trackers. In a log function of a run (track.custom_rollout_log_function_path) the
+    metrics go to the trackers of the run, at its own step. Raises SettingsError without the step, for a metric that is
+    no number, and before init_tracking.
     """
-    if _session.trackers is None:
-        raise SettingsError("log: tracking has not begun. Call init_tracking(args) first.")
     step = plain_number(metrics.get(step_key))
     if step is None:
         raise SettingsError(f"log: metrics has no number under {step_key!r}, the key of the step. Add it.")
@@ -100,6 +100,10 @@ def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
         if number is None:
             raise SettingsError(f"log: the metric {name!r} is {value!r:.60}. Metrics are numbers.")
         numbers[name] = number
+    if collect({name: number for name, number in numbers.items() if name != step_key}):
+        return
+    if _session.trackers is None:
+        raise SettingsError("log: tracking has not begun. Call init_tracking(args) first.")
     axes = {axis_of(name): step for name in numbers}
     for tracker in _session.trackers:
         tracker.log({**axes, **numbers}, step=int(step))

@@ -125,14 +125,20 @@ def check_lengths(function: Hook, sample: Sample) -> None:
             )
 
 
-def keep_group(samples: Group, *, settings: Settings) -> bool | tuple[bool, str]:
-    """Call rollout.dynamic_sampling_filter_path: whether a finished group is trained on, and a reason if not."""
+def keep_group(samples: Group, *, settings: Settings) -> bool | tuple[bool, str] | tuple[bool, str, bool]:
+    """Call rollout.dynamic_sampling_filter_path: whether a finished group is trained on, and a reason if not.
+
+    A third member says whether the group is trained on all the same if too few others are left for the round.
+    """
     user_fn, args = required_hook(settings, KEEP), FlatSettings(settings)
     answer = filter_result(user_fn({"args": args, "settings": args, "samples": samples}))
-    retained = answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
+    retained = answer[0] if isinstance(answer, tuple) and len(answer) in (2, 3) else answer
     if not isinstance(retained, bool) and plain_number(retained) not in (0, 1):
         raise user_fn.returned(answer, "True, False or (False, 'the reason')")
-    return (bool(retained), str(answer[1])) if isinstance(answer, tuple) else bool(retained)
+    if not isinstance(answer, tuple):
+        return bool(retained)
+    decision = bool(retained), str(answer[1])
+    return (*decision, True) if len(answer) == 3 and answer[2] else decision
 
 
 def take_from_buffer(buffer: list[Group], count: int, rollout_id: int, *, settings: Settings) -> list[Group]:

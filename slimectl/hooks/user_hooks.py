@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from slimectl.data.json_values import plain_number, plain_value
 from slimectl.hooks import rollout, training_batch
 from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.logged_metrics import collected_metrics
 from slimectl.hooks.registry import is_set, required_hook
 from slimectl.hooks.training_batch import LOSS, REDUCER, TIS
 from slimectl.protocols import Policy, PreStepHook
@@ -87,11 +88,9 @@ def user_rollout_log(report: StepReport, tracked: Metrics, *, settings: Settings
     base_metrics = {name: value for name, value in tracked.items() if name not in extra}
     arguments = {"rollout_id": report.rollout_id, "samples": report.samples, "rollout_extra_metrics": extra}
     arguments["rollout_time"] = report.timings.get("perf/rollout_time", 0.0)
-    return (
-        base_metrics
-        if _skips_default_log(function, settings, arguments)
-        else base_metrics | _check_numbers(function, extra)
-    )
+    with collected_metrics() as logged:
+        skips = _skips_default_log(function, settings, arguments)
+    return base_metrics | ({} if skips else _check_numbers(function, extra)) | logged
 
 
 def user_eval_log(
@@ -111,8 +110,9 @@ def user_eval_log(
         for name, dataset_samples in samples.items()
     }
     extra = dict(metrics)
-    skips = _skips_default_log(function, settings, {"rollout_id": rollout_id, "data": data, "extra_metrics": extra})
-    return {} if skips else _check_numbers(function, extra)
+    with collected_metrics() as logged:
+        skips = _skips_default_log(function, settings, {"rollout_id": rollout_id, "data": data, "extra_metrics": extra})
+    return ({} if skips else _check_numbers(function, extra)) | logged
 
 
 def _skips_default_log(function: Hook, settings: Settings, arguments: Mapping[str, Any]) -> bool:

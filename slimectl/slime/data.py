@@ -12,7 +12,6 @@ from slimectl.algorithms.prefix_trie import first_fit
 from slimectl.data.atomic_replace import write_text
 from slimectl.data.prompts import open_prompts, ordered_rows, shuffled_order
 from slimectl.errors import CheckpointError
-from slimectl.hooks.args import settings_of
 from slimectl.slime.arguments import load_function
 from slimectl.slime.tokens import load_tokenizer
 from slimectl.types import Prompt, Sample
@@ -120,16 +119,16 @@ class DataSource:
 
 
 class RolloutDataSource(DataSource):
-    """Groups of the prompts of rollout.data, in the order of its seed; `(dataset, args)` take another data set.
+    """Groups of the prompts of rollout.data, in the order of its seed. It is made by `(args)`, or by `(dataset, args)`.
 
     Prompts are rendered by the run, as [rollout] says. The position is kept in a file of the run's folder.
     """
 
-    def __init__(self, *values: Any) -> None:
-        *datasets, self.args = values
+    def __init__(self, args: Any, other_args: Any = None) -> None:
+        self.args = args if other_args is None else other_args
         self.epoch_id = self.sample_group_index = self.sample_index = self.sample_offset = 0
         self.metadata: dict[str, Any] = {}
-        self.dataset: Any = datasets[0] if datasets else _dataset_of(self.args)
+        self.dataset: Any = _dataset_of(args) if other_args is None else args
         self._shuffle()
 
     def _shuffle(self) -> None:
@@ -207,28 +206,27 @@ _POSITION = ("sample_offset", "epoch_id", "sample_group_index", "sample_index", 
 
 
 def _dataset_of(args: Any) -> Dataset | None:
-    """Return the data set of rollout.data; None without one."""
-    rollout = settings_of(args).rollout
-    if not rollout.data:
+    """Return the data set of args.prompt_data; None without one."""
+    if not args.prompt_data:
         return None
     return Dataset(
-        rollout.data,
+        args.prompt_data,
         load_tokenizer(args.hf_checkpoint),
-        max_length=rollout.max_prompt_len,
-        prompt_key=rollout.input_key,
-        label_key=rollout.label_key,
-        tool_key=rollout.tool_key,
-        metadata_key=rollout.metadata_key,
-        multimodal_keys={"image": rollout.image_key},
-        seed=rollout.seed,
+        max_length=args.rollout_max_prompt_len,
+        prompt_key=args.input_key,
+        label_key=args.label_key,
+        tool_key=args.tool_key,
+        metadata_key=args.metadata_key,
+        multimodal_keys={"image": args.rollout.image_key},
+        seed=args.rollout_seed,
     )
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """A data source that gives groups that came back first. rollout.buffer_filter_path chooses among them."""
 
-    def __init__(self, *values: Any) -> None:
-        super().__init__(*values)
+    def __init__(self, args: Any, other_args: Any = None) -> None:
+        super().__init__(args, other_args)
         self.buffer: list[list[Sample]] = []
         path = self.args.buffer_filter_path
         if not hasattr(type(self), "buffer_filter"):

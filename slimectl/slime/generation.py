@@ -109,25 +109,40 @@ async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]
     if parameters["max_new_tokens"] <= 0:
         sample.status = Status.TRUNCATED
         return sample
-    context = current_generation()
-    if context is None:
-        return await _generate_by_router(args, sample, parameters)
-    completion = await context.generate(list(sample.tokens), parameters)
-    sample.append_response_tokens(completion.tokens, log_probs=completion.log_probs, text=completion.text)
-    sample.status = FINISHED[completion.finish_reason]
+    await generate_turn(args, sample, parameters)
     return sample
 
 
-async def _generate_by_router(args: Any, sample: Sample, parameters: Mapping[str, Any]) -> Sample:
+async def generate_turn(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Append a turn of the engine to a sample that has tokens, set its status, and return the response as SGLang does.
+
+    `max_new_tokens` is the limit of this turn.
+    """
+    context = current_generation()
+    if context is None:
+        return await _turn_by_router(args, sample, sampling_params)
+    completion = await context.generate(list(sample.tokens), dict(sampling_params))
+    sample.append_response_tokens(completion.tokens, log_probs=completion.log_probs, text=completion.text)
+    sample.status = FINISHED[completion.finish_reason]
+    items = zip(completion.log_probs, completion.tokens, strict=True)
+    meta_info = {
+        "finish_reason": {"type": completion.finish_reason},
+        "output_token_logprobs": [[log_prob, token, None] for log_prob, token in items],
+        "completion_tokens": len(completion.tokens),
+    }
+    return {"text": completion.text, "output_ids": completion.tokens, "meta_info": meta_info}
+
+
+async def _turn_by_router(args: Any, sample: Sample, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Ask the router of `args`, where a function runs outside slimectl."""
     payload = {"input_ids": sample.tokens, "sampling_params": dict(parameters), "return_logprob": True}
     if images := (sample.multimodal_inputs or {}).get("images"):
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
-    output = await post(get_model_url(args, ""), payload)
+    output: dict[str, Any] = await post(get_model_url(args, ""), payload)
     items = output["meta_info"].get("output_token_logprobs", [])
     tokens, log_probs = [item[1] for item in items], [item[0] for item in items]
     sample.append_response_tokens(tokens, log_probs=log_probs, text=output["text"], meta_info=output["meta_info"])
-    return sample
+    return output
 
 
 async def generate_and_rm(

@@ -10,7 +10,9 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slimectl.algorithms.metrics import pass_at_k, pass_k_values
+from slimectl.algorithms.metrics import pass_at_k, pass_k_values, rollout_metrics
+from slimectl.stages.score import reward_number
+from slimectl.types import Sample
 
 _COMPRESS: dict[str, Callable[[bytes, int], bytes]] = {
     "zlib": zlib.compress,
@@ -21,6 +23,21 @@ _COMPRESS: dict[str, Callable[[bytes, int], bytes]] = {
 REPETITION_TAIL = 10_000
 """Characters at the end of a text that are searched for repetition. Shorter texts count as free of it."""
 REPETITION_RATIO = 10
+
+
+def compute_metrics_from_samples(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the metrics of a round's samples, without the prefix rollout/."""
+    rewards = [reward_number(sample, args.reward_key) for sample in samples if not sample.has_no_reward]
+    return {name.removeprefix("rollout/"): value for name, value in rollout_metrics(samples, rewards).items()}
+
+
+def compute_perf_metrics_from_samples(args: Any, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
+    """Return the seconds of a round, and the tokens of its longest response per second."""
+    longest = max((sample.response_length for sample in samples), default=0)
+    return {
+        "rollout_time": rollout_time,
+        "longest_sample_tokens_per_sec": longest / rollout_time if rollout_time else 0.0,
+    }
 
 
 def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ slime.data                                    data          RolloutDataSource Ro
 slime.backends.megatron_utils.cp_utils        losses        all_gather_with_cp get_sum_of_sample_mean
 slime.backends.megatron_utils.cp_utils        losses        slice_log_prob_with_cp slice_with_cp
 slime.backends.megatron_utils.loss            losses        get_log_probs_and_entropy
+slime.ray.rollout                             metrics       compute_metrics_from_samples
+slime.ray.rollout                             metrics       compute_perf_metrics_from_samples
 slime.rollout.base_types                      results       RolloutFnEvalOutput RolloutFnTrainOutput call_rollout_fn
 slime.rollout.data_source                     data          DataSource RolloutDataSource RolloutDataSourceWithBuffer
 slime.rollout.data_source                     data          pop_first
@@ -46,7 +48,7 @@ slime.rollout.rm_hub.math_utils               graders       remove_boxed
 slime.rollout.sft_rollout                     absent        generate_rollout
 slime.rollout.sglang_rollout                  generation    GenerateState generate generate_and_rm
 slime.rollout.sglang_rollout                  generation    generate_and_rm_group generate_rollout
-slime.rollout.sglang_rollout                  generation    generate_rollout_async get_model_url
+slime.rollout.sglang_rollout                  generation    generate_rollout_async generate_turn get_model_url
 slime.rollout.sglang_rollout                  absent        abort eval_rollout eval_rollout_single_dataset
 slime.utils.arguments                         arguments     parse_args
 slime.utils.async_utils                       requests      run
