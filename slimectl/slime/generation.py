@@ -15,15 +15,8 @@ from slimectl.hooks.generation_context import current_generation
 from slimectl.hooks.slime.shapes import sampling_params as sampling_params_of
 from slimectl.slime.arguments import load_function
 from slimectl.slime.grading import async_rm, batched_async_rm
-from slimectl.slime.requests import get_rollout_num_engines, post
-from slimectl.slime.results import (
-    DynamicFilterOutput,
-    MetricGatherer,
-    RolloutFnEvalOutput,
-    RolloutFnTrainOutput,
-    call_dynamic_filter,
-    should_drop_dynamic_filter_output,
-)
+from slimectl.slime.requests import get_rollout_num_engines, post, run
+from slimectl.slime.results import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slimectl.slime.tokens import encode_image_for_rollout_engine, load_processor, load_tokenizer
 from slimectl.stages.generation import GroupGenerator
 from slimectl.types import FINISHED, Sample, Status
@@ -203,38 +196,15 @@ def _flat(members: list[Any]) -> list[Sample]:
 async def generate_rollout_async(
     args: Any, rollout_id: int, data_source: Callable[[int], list[list[Sample]]]
 ) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
-    """Return a round of graded groups that pass the dynamic filter, and the groups that are left over.
+    """Return a round of graded groups, and the groups that are left over, which are none here.
 
-    `data_source` returns so many groups. Fewer groups come back where it ends.
+    `data_source` returns so many groups. Fewer groups come back where it ends. Filters of groups belong to slimectl's
+    own rounds: the settings refuse them beside a function for whole rounds.
     """
-    path, size = args.dynamic_sampling_filter_path, args.rollout_batch_size
-    keep = None if path is None else load_function(path)
-    drops, groups, state = MetricGatherer(), list[Any](), GenerateState(args)
-    waiting: list[list[Sample]] = []
-    while len(groups) < size:
-        if not waiting:
-            missing = args.over_sampling_batch_size if not groups else size - len(groups)
-            waiting = data_source(missing)
-        if not waiting:
-            break
-        batch, waiting = waiting, []
-        remaining = len(groups) + len(batch)
-        for group in await asyncio.gather(
-            *(generate_and_rm_group(args, group, state.sampling_params) for group in batch)
-        ):
-            output = _decision(keep, args, group)
-            if should_drop_dynamic_filter_output(output, remaining_batch_size=remaining, target_data_size=size):
-                drops.on_dynamic_filter_drop(output.reason)
-                remaining -= 1
-            else:
-                groups.append(group)
-    return RolloutFnTrainOutput(groups[:size], drops.collect()), groups[size:]
-
-
-def _decision(keep: Callable[..., Any] | None, args: Any, group: list[Any]) -> DynamicFilterOutput:
-    """Return what a filter of either kind says: slime's class, a bool, or a bool and a reason."""
-    output = call_dynamic_filter(keep, args, group)
-    return DynamicFilterOutput(*output.keep) if isinstance(output.keep, tuple) else output
+    parameters = GenerateState(args).sampling_params
+    groups = data_source(args.rollout_batch_size)
+    members = await asyncio.gather(*(generate_and_rm_group(args, group, parameters) for group in groups))
+    return RolloutFnTrainOutput(list(members), {}), []
 
 
 async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:
@@ -251,17 +221,9 @@ async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Return a round of graded groups, or with `evaluation` the graded samples of all prompts of the source.
-
-    Groups that are left over go back to the source.
-    """
-    from slimectl.slime.requests import run
-
+    """Return a round of graded groups, or with `evaluation` the graded samples of all prompts of the source."""
     if evaluation:
         result: RolloutFnEvalOutput = run(_evaluate(args, data_source))
         return result
-    output, surplus = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
-    if surplus:
-        data_source.add_samples(surplus)
-    train_output: RolloutFnTrainOutput = output
-    return train_output
+    output: RolloutFnTrainOutput = run(generate_rollout_async(args, rollout_id, data_source.get_samples))[0]
+    return output

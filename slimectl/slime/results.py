@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from slimectl.stages.filters import nonzero_std
 from slimectl.types import Sample
 
 __all__ = ["RolloutBatch", "Sample"]
@@ -109,6 +108,8 @@ def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> Dy
 
     The parts of one trajectory are a list among the samples, and share their reward.
     """
+    from slimectl.stages.filters import nonzero_std  # with torch, which the records do without
+
     trajectories = [part[0] if isinstance(part, list) else part for part in samples]
     keep, reason = nonzero_std(args, trajectories)
     return DynamicFilterOutput(keep, reason or None)
