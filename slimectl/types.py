@@ -183,6 +183,87 @@ class Completion:
         return [[version, start + first, start + end] for version, first, end in places]
 
 
+class Counters(dict[str, int]):
+    """Counters of an engine: a dict, whose entries are also attributes. A counter without an entry is 0.
+
+    >>> info = SpeculationCounts(spec_draft_token_num=8)
+    >>> info.add({"spec_accept_token_num": 6, "completion_tokens": 9})
+    >>> info.spec_accept_token_num, info["completion_token_num"], info.spec_accept_rate, info.spec_accept_length
+    (6, 9, 0.75, 0.0)
+    """
+
+    META_KEYS: ClassVar[Mapping[str, str]] = {}
+    """Counter -> its key in the `meta_info` of a server's response."""
+
+    def __missing__(self, name: str) -> int:
+        if name not in self.META_KEYS:
+            raise KeyError(name)
+        return 0
+
+    def __getattr__(self, name: str) -> int:
+        if name not in self.META_KEYS:
+            raise AttributeError(f"{type(self).__name__} has no counter {name!r}")
+        return self[name]
+
+    def __setattr__(self, name: str, value: int) -> None:
+        if name not in self.META_KEYS:
+            raise AttributeError(f"{type(self).__name__} has no counter {name!r}")
+        self[name] = value
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts of one response."""
+        for name, key in self.META_KEYS.items():
+            self[name] += meta_info.get(key) or 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Return all counters by name."""
+        return {name: self[name] for name in self.META_KEYS}
+
+    @classmethod
+    def from_dict(cls: type[Counts], values: Mapping[str, int] | None) -> Counts:
+        """Return the counters of `to_dict`."""
+        return cls(values or {})
+
+
+Counts = TypeVar("Counts", bound=Counters)
+
+
+class SpeculationCounts(Counters):
+    """Counters of speculative decoding."""
+
+    META_KEYS: ClassVar = {
+        "spec_accept_token_num": "spec_accept_token_num",
+        "spec_draft_token_num": "spec_draft_token_num",
+        "spec_verify_ct": "spec_verify_ct",
+        "completion_token_num": "completion_tokens",
+    }
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted tokens per drafted token."""
+        return _ratio(self.spec_accept_token_num, self.spec_draft_token_num)
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Tokens per verification."""
+        return _ratio(self.completion_token_num, self.spec_verify_ct)
+
+
+class PrefixCacheCounts(Counters):
+    """Counters of the engine's prefix cache."""
+
+    META_KEYS: ClassVar = {"cached_tokens": "cached_tokens", "total_prompt_tokens": "prompt_tokens"}
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Cached tokens per prompt token."""
+        return _ratio(self.cached_tokens, self.total_prompt_tokens)
+
+
+def _ratio(count: int, total: int) -> float:
+    return count / total if total > 0 else 0.0
+
+
 def _ignoring_args(method: Method) -> Method:
     """Let a method of a sample be called with the settings before its own arguments, which it does not need."""
 
@@ -191,6 +272,14 @@ def _ignoring_args(method: Method) -> Method:
         return method(self, *(values[1:] if values and not hasattr(values[0], "__len__") else values), **named)
 
     return cast(Method, call)
+
+
+WITHOUT_EFFECT = {
+    "mopd_teacher_log_probs": "distillation has one teacher, in teacher_log_probs",
+    "rollout_top_p_token_ids": "training does not replay top-p",
+    "rollout_top_p_token_offsets": "training does not replay top-p",
+}
+"""Fields of slime's samples that nothing here reads. They are None, and cannot be set."""
 
 
 @dataclass(slots=True)
@@ -210,6 +299,8 @@ class Sample:
     """
 
     Status: ClassVar[type[SampleStatus]] = SampleStatus
+    SpecInfo: ClassVar[type[SpeculationCounts]] = SpeculationCounts
+    PrefixCacheInfo: ClassVar[type[PrefixCacheCounts]] = PrefixCacheCounts
 
     group_index: int = 0
     index: int = 0
@@ -237,8 +328,8 @@ class Sample:
     train_metadata: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     non_generation_time: float = 0.0
-    spec_info: dict[str, int] | None = None
-    prefix_cache_info: dict[str, int] | None = None
+    spec_info: SpeculationCounts = field(default_factory=SpeculationCounts)
+    prefix_cache_info: PrefixCacheCounts = field(default_factory=PrefixCacheCounts)
     extra: dict[str, Any] = field(default_factory=dict)
     """Keys outside the schema, written back unchanged."""
 
@@ -249,13 +340,15 @@ class Sample:
             if name != "extra" and not name.startswith("__"):  # `extra` is not set yet while a sample is unpickled
                 if name in self.extra:
                     return self.extra[name]
-                if name == "session_id":  # slime's key for sticky routing
+                if name == "session_id" or name in WITHOUT_EFFECT:  # fields of slime's samples
                     return None
             raise AttributeError(f"Sample has no attribute {name!r}")
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in _SAMPLE_FIELDS or hasattr(Sample, name):  # a property refuses
                 _set_attribute(self, name, value)
+            elif name in WITHOUT_EFFECT and value is not None:
+                raise AttributeError(f"Sample.{name} has no effect: {WITHOUT_EFFECT[name]}. Leave it None")
             else:
                 self.extra[name] = value
 
@@ -310,11 +403,12 @@ class Sample:
         text: str | None = None,
         meta_info: Mapping[str, Any] | None = None,
         loss_mask: Sequence[int] | None = None,
+        update_terminal_info: bool = True,
     ) -> None:
         """Append tokens of the policy (trainable) or of a tool (not trainable) to the response.
 
-        `loss_mask` has 0 for trainable tokens that a grammar forced. `meta_info` comes with a server's response. Its
-        weight version is recorded, its finish reason becomes the status, and its loss mask is used. `args` may come
+        `loss_mask` has 0 for trainable tokens that a grammar forced. `meta_info` comes with a server's response: its
+        loss mask is used, and `update_from_meta_info` is called unless `update_terminal_info` is false. `args` may come
         first, as in slime's functions. Raises ValueError if trainable tokens lack log-probabilities of the same number,
         or have a loss mask of another length.
         """
@@ -340,11 +434,14 @@ class Sample:
         self.rollout_log_probs = [*self.rollout_log_probs, *new_log_probs]
         if text is not None:
             self.response += text
-        if meta_info is not None:
+        if meta_info is not None and update_terminal_info:
             self.update_from_meta_info(None, meta_info)
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
-        """Take weight version and status from the `meta_info` of a server's answer; `args` are not needed."""
+        """Take version, status and counters from the `meta_info` of a server's response; `args` are not needed."""
+        if "spec_verify_ct" in meta_info:
+            self.spec_info.add(meta_info)
+        self.prefix_cache_info.add(meta_info)
         if "weight_version" in meta_info:
             self.weight_versions = [*self.weight_versions, str(meta_info["weight_version"])]
         reason = meta_info.get("finish_reason")
@@ -453,6 +550,9 @@ class TokenBatch:
     returns_T: Tensor | None = None
     rewards_T: Tensor | None = None
     total_lengths: Sequence[int] = ()
+    samples: Sequence[TrainingSample] = ()
+    """The rows themselves, in the order of `row_T`."""
+
     predicted_T: Tensor | None = None
     """Current values, if policy and critic share a backbone."""
 

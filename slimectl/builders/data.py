@@ -262,8 +262,23 @@ def hook_settings(settings: Settings, engine: Any, folder: Path | None = None) -
 
 def data_source(settings: Settings) -> Any:
     """Build the user's source of groups; None if prompts come from rollout.data."""
+    from slimectl.data.prompt_dataset import PromptDataset
+
     user_fn, args = hook(settings, "rollout.data_source_path"), FlatSettings(settings)
-    return None if user_fn is None else user_fn({"args": args, "settings": args})
+    if user_fn is None:
+        return None
+    rows = partial(prompts, settings, list(settings.rollout.data), shuffle=False)
+    return user_fn({"args": args, "settings": args, "dataset": PromptDataset(rows, settings.rollout.seed)})
+
+
+def _max_groups(settings: Settings, source: Any) -> int | None:
+    """Return how many groups `slimectl rollout` draws from a user's source: its epochs, or run.num_rollout rounds."""
+    from slimectl.stages.prompt_groups import source_length
+
+    run = settings.run
+    if source is None or (run.num_rollout and not hasattr(source, "__len__")):
+        return run.num_rollout and run.num_rollout * run.rollout_batch_size
+    return (run.num_epoch or 1) * source_length(source)
 
 
 def rollout_samples(
@@ -283,7 +298,7 @@ def rollout_samples(
 
     settings = hook_settings(settings, engine)
     user_hooks, user_agent = UserHooks(settings), agent(settings)
-    shared: dict[str, Any] = {"source": source, "epochs": settings.run.num_epoch or 1, "left_out": left_out}
+    shared: dict[str, Any] = {"source": source, "max_groups": _max_groups(settings, source), "left_out": left_out}
     if user_hooks.sample_rounds is None:
         return rollout(prompts, engine, text, settings.rollout, agent=user_agent, hooks=user_hooks, **shared)
     attempts = GroupGenerator(

@@ -30,7 +30,7 @@ from slimectl.data.checks import (
 from slimectl.data.json_values import jsonable
 from slimectl.data.routed_experts import a_routing, routed_tokens
 from slimectl.errors import RecordError
-from slimectl.types import Sample, SamplerState, Status
+from slimectl.types import PrefixCacheCounts, Sample, SamplerState, SpeculationCounts, Status
 
 # In the order of docs/records.md, which is also the order of keys in written lines.
 CHECKS: dict[str, Check] = {
@@ -60,8 +60,8 @@ CHECKS: dict[str, Check] = {
     "train_metadata": optional(a_mapping),
     "metadata": a_mapping,
     "non_generation_time": a_number,
-    "spec_info": optional(a_mapping),
-    "prefix_cache_info": optional(a_mapping),
+    "spec_info": lambda value: SpeculationCounts(a_mapping(value)),
+    "prefix_cache_info": lambda value: PrefixCacheCounts(a_mapping(value)),
 }
 PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs", "ref_log_probs")
 ALWAYS_WRITTEN = frozenset(list(CHECKS)[:12]) - {"rollout_id"}
@@ -75,7 +75,7 @@ CHECKS_BY_VERSION: dict[object, dict[str, Check]] = {
     VERSION: {**CHECKS, **dict.fromkeys(FLOAT32_LISTS, optional(float32_numbers))},
 }
 # Null means "absent" for these: other programs write every key of their schema.
-EMPTY_WHEN_NULL = frozenset({"weight_versions", "metadata"})
+EMPTY_WHEN_NULL = frozenset({"weight_versions", "metadata", "spec_info", "prefix_cache_info"})
 
 assert [*CHECKS, "extra"] == [field.name for field in fields(Sample)], "records.md and Sample name the same fields"
 

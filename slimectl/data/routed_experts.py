@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slimectl.data.checks import a_mapping, shown
+from slimectl.errors import HookError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,12 +47,24 @@ def encoded(experts: Any) -> Routing:
     experts_ILk = np.asarray(experts)
     if experts_ILk.ndim != 3:
         raise ValueError(f"expected [tokens, layers, experts of a token], got {list(experts_ILk.shape)}")
+    if experts_ILk.dtype.kind not in "iu":
+        raise ValueError(f"expected whole numbers, got {experts_ILk.dtype}")
     highest = int(experts_ILk.max(initial=0))
     if experts_ILk.min(initial=0) < 0 or highest >= 2**16:
         raise ValueError(f"{int(experts_ILk.min(initial=0)) or highest} is no expert")
     dtype = "uint8" if highest < MOST_EXPERTS_OF_UINT8 else "uint16"
     data = experts_ILk.astype(f"<u{ITEM_BYTES[dtype]}").tobytes()
     return {"shape": list(experts_ILk.shape), "dtype": dtype, "data": base64.b64encode(data).decode()}
+
+
+def set_routing(experts: Any) -> Routing | None:
+    """Return the record of experts that a function set: a record, an array, or nested lists. Raises HookError."""
+    if experts is None or isinstance(experts, dict):
+        return experts
+    try:
+        return encoded(experts)
+    except (TypeError, ValueError) as error:
+        raise HookError(f"sample.rollout_routed_experts, as the function set it: {error}") from None
 
 
 def decoded(routing: Routing) -> np.ndarray:
@@ -84,7 +97,9 @@ def routing_marks(rows: Sequence[TrainingSample]) -> list[np.ndarray]:
 
 
 def a_routing(value: Any) -> Routing:
-    """Return a valid record of routed experts. Raises ValueError with the reason."""
+    """Return a valid record of routed experts, of nested lists too. Raises ValueError with the reason."""
+    if isinstance(value, list):
+        return encoded(value)
     routing = a_mapping(value)
     if set(routing) != {"shape", "dtype", "data"}:
         raise ValueError(f"expected the keys shape, dtype and data, got {', '.join(sorted(routing)) or 'none'}")

@@ -21,13 +21,14 @@ from slimectl.settings import Settings
 from slimectl.types import TokenBatch, TrainingSample
 
 
-class PackByName:
-    """A pack as a custom loss gets it: a TokenBatch by attributes, and by slime's keys lists with a tensor [R] per row.
+class LossBatch(dict[str, Any]):
+    """A pack as a custom loss gets it: slime's dict, with an entry per row, and a TokenBatch by its attributes.
 
-    `batch["advantages"]` is `batch.advantages_T`, divided into rows; `batch["log_probs"]` are the old ones.
+    `batch["advantages"]` is `batch.advantages_T`, split into a tensor [R] per row. Entries that a step does not have,
+    such as the values of a critic, are no keys.
     """
 
-    KEYS: ClassVar = {
+    COLUMNS: ClassVar = {
         "advantages": "advantages_T",
         "log_probs": "old_logprobs_T",
         "ref_log_probs": "ref_logprobs_T",
@@ -38,38 +39,33 @@ class PackByName:
 
     def __init__(self, pack: TokenBatch) -> None:
         self._pack = pack
+        columns = {name: getattr(pack, field) for name, field in self.COLUMNS.items()}
+        if columns["log_probs"] is None:  # one step per round: the policy that sampled is the current one
+            columns["log_probs"] = pack.logprobs_T.detach()
+        columns["loss_masks"] = (pack.weights_T != 0).to(pack.weights_T.dtype)
+        masks = _split_by_row(columns["loss_masks"], pack)
+        super().__init__(
+            {name: _split_by_row(values_T, pack) for name, values_T in columns.items() if values_T is not None},
+            response_lengths=[len(mask) for mask in masks],
+            total_lengths=list(pack.total_lengths),
+        )
+        if pack.samples:
+            device = pack.logprobs_T.device
+            self["unconcat_tokens"] = [torch.tensor(sample.tokens, device=device) for sample in pack.samples]
+            self["tokens"] = torch.cat(self["unconcat_tokens"])[None]
+        rewards = [sample.reward for sample in pack.samples]
+        if rewards and None not in rewards:
+            self["rewards"] = rewards
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._pack, name)
 
-    def __getitem__(self, key: str) -> Any:
-        pack = self._pack
-        if key == "total_lengths":
-            return list(pack.total_lengths)
-        if key in ("loss_masks", "response_lengths"):
-            masks = _split_by_row((pack.weights_T != 0).to(pack.weights_T.dtype), pack)
-            return masks if key == "loss_masks" else [len(mask) for mask in masks]
-        values_T = getattr(pack, self.KEYS.get(key, ""), None)
-        if key == "log_probs" and values_T is None:  # one step a round: the policy that sampled is the present one
-            values_T = pack.logprobs_T.detach()
-        if values_T is None:
-            keys = ", ".join(name for name in [*self.KEYS, *_COUNTS] if name in self)
-            raise KeyError(f"{key} is not in this batch; it has {keys}, and tensors of the whole pack as attributes")
-        return _split_by_row(values_T, pack)
-
-    def __contains__(self, key: object) -> bool:
-        name = self.KEYS.get(str(key))
-        return key in ("log_probs", *_COUNTS) or (name is not None and getattr(self._pack, name) is not None)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the entry, or `default` if there is none."""
-        return self[key] if key in self else default  # noqa: SIM401  this is the method itself
-
-
-_COUNTS = ("loss_masks", "response_lengths", "total_lengths")
-"""Keys of a pack that are no field of it."""
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"{key} is not in this batch. It has {', '.join(sorted(self))}, and tensors of the whole pack as attributes"
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class CustomLoss:
             {
                 "args": args,
                 "settings": args,
-                "batch": PackByName(pack),
+                "batch": LossBatch(pack),
                 "logits": pack.logits_T,
                 "log_probs": pack.logprobs_T,
                 "entropy": pack.entropy_T,
@@ -111,12 +107,13 @@ class CustomLoss:
             }
         )
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
-            if isinstance(loss, Tensor) and loss.ndim:
-                raise HookError(
-                    f"{function.name} returned a loss of shape {list(loss.shape)}; return a scalar tensor, for example "
-                    f"sum_of_sample_mean(loss_T)"
-                )
+        if not isinstance(loss, Tensor) or loss.ndim:
+            shape = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise HookError(
+                f"{function.name} returned a loss of {shape}; return a scalar tensor, for example "
+                f"sum_of_sample_mean(loss_T), or (a scalar tensor, a dict of metrics)"
+            )
+        if not isinstance(metrics, dict):
             raise function.returned(result, "(a scalar tensor, a dict of them)")
         if pack.logprobs_T.requires_grad and not loss.requires_grad:
             raise HookError(f"{function.name} returned a loss without a gradient; compute it from log_probs")

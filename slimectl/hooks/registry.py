@@ -13,7 +13,7 @@ from slimectl.errors import HookError
 from slimectl.hooks import signatures
 from slimectl.hooks.slime.shapes import PARAMETERS
 from slimectl.settings import Settings
-from slimectl.user_code import Hook, load_callable, parameter_names
+from slimectl.user_code import Hook, complete_path, load_callable, parameter_names
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,26 @@ class HookSpec:
             for shape in self.shapes[1:]
         ]
 
-    def load(self, path: str, *, setting: str | None = None, function: Callable[..., Any] | None = None) -> Hook:
+    def load(
+        self,
+        path: str,
+        *,
+        setting: str | None = None,
+        function: Callable[..., Any] | None = None,
+        batched: bool = False,
+    ) -> Hook:
         """Load the callable at `path`, unless it is given. Raises HookError if its parameters do not fit.
 
-        `setting` is the name in errors if the path comes from another setting than the hook's own.
+        A path without the name of a function means one with a customary name. With `batched` a function of many
+        samples goes first. `setting` is the name in errors if the path comes from another setting than the hook's own.
         """
         first = self.shapes[0]
+        setting = setting or self.setting
+        if function is None:
+            groups = CUSTOMARY_NAMES[self.setting]
+            path = complete_path(path, setting=setting, names=groups[::-1] if batched else groups)
         if first is signatures.DataSource:
             return self._load_class(path)
-        setting = setting or self.setting
         function = load_callable(path, setting=setting) if function is None else function
         names = parameter_names(function, location=f"{setting}: {path}")
         shape = next((shape for shape in self.shapes[1:] if names & set(self._additional_names(shape))), first)
@@ -69,16 +80,10 @@ class HookSpec:
         return tuple(name for name in _names(shape) if name not in self.offers)
 
     def _load_class(self, path: str) -> Hook:
-        """Load a class whose instances have the methods of the protocol."""
-        data_source = Hook(path, setting=self.setting, offers=("args", "settings"))
-        methods = [name for name, value in vars(self.shapes[0]).items() if inspect.isfunction(value)]
-        required = [name for name in methods if not name.startswith("_") or name == "__len__"]
-        missing = [name for name in required if not callable(getattr(data_source.function, name, None))]
-        if missing:
-            raise HookError(
-                f"{self.setting}: {path} has no {', '.join(missing)}; "
-                f"a data source is a class with {', '.join(required)}"
-            )
+        """Load a class whose instances give groups."""
+        data_source = Hook(path, setting=self.setting, offers=self.offers)
+        if not callable(getattr(data_source.function, "get_samples", None)):
+            raise HookError(f"{self.setting}: {path} has no get_samples. Name a class with this method")
         return data_source
 
 
@@ -100,7 +105,7 @@ HOOKS: dict[str, HookSpec] = {
         (
             "rollout.data_source_path",
             [signatures.DataSource],
-            "a data source: get_samples, add_samples, save, load, len",
+            "a data source: get_samples; optionally add_samples, save, load, len",
         ),
         (
             "rollout.custom_generate_function_path",
@@ -165,14 +170,56 @@ HOOKS: dict[str, HookSpec] = {
 """All hooks by setting."""
 
 
+CUSTOMARY_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
+    setting: tuple(tuple(group.split()) for group in groups)
+    for setting, groups in {
+        "rollout.function_path": ["generate_rollout generate rollout"],
+        "rollout.data_source_path": ["DataSource RolloutDataSource RolloutDataSourceWithBuffer CustomDataSource"],
+        "rollout.custom_generate_function_path": ["custom_generate generate"],
+        "rollout.sample_hook_path": ["sample_hook"],
+        "rollout.dynamic_sampling_filter_path": ["dynamic_sampling_filter dynamic_filter check_reward_nonzero_std"],
+        "rollout.buffer_filter_path": ["buffer_filter pop_first"],
+        "rollout.all_samples_process_path": ["all_samples_process process_all_samples"],
+        "rollout.sample_filter_path": ["sample_filter filter_samples"],
+        "rollout.data_postprocess_path": ["data_postprocess rollout_data_postprocess"],
+        "score.custom_rm_path": [
+            "reward_func custom_rm compute_reward compute_score reward_function reward_fn reward",
+            "batched_custom_rm batched_reward_func batch_reward_func compute_rewards",
+        ],
+        "score.custom_reward_post_process_path": [
+            "custom_reward_post_process reward_post_process post_process_rewards"
+        ],
+        "train.custom_convert_samples_to_train_data_path": [
+            "convert_samples_to_train_data custom_convert_samples_to_train_data"
+        ],
+        "train.custom_advantage_function_path": ["custom_advantage custom_advantage_function compute_advantages"],
+        "train.custom_loss_function_path": ["custom_loss custom_loss_function loss_function"],
+        "train.custom_tis_function_path": ["custom_tis custom_tis_function tis_function"],
+        "train.custom_pg_loss_reducer_function_path": ["get_pg_loss_reducer custom_pg_loss_reducer"],
+        "megatron.custom_model_provider_path": ["custom_model_provider model_provider"],
+        "megatron.custom_init_path": ["custom_init megatron_init"],
+        "megatron.custom_before_log_prob_hook_path": ["before_log_prob custom_before_log_prob_hook"],
+        "megatron.custom_before_train_step_hook_path": ["before_train_step custom_before_train_step_hook"],
+        "sync.custom_post_write_path": ["custom_post_write post_write"],
+        "track.custom_rollout_log_function_path": ["log_rollout_data"],
+        "track.custom_eval_rollout_log_function_path": ["log_eval_rollout_data"],
+    }.items()
+}
+"""Names of the function in a file or module that a path names without a function, by setting.
+
+The first names go first; among the names of one string there must be no doubt.
+"""
+
+
 def hooks(settings: Settings, setting: str) -> list[Hook]:
     """Load and check the callables that a setting names. Raises HookError."""
-    return [_load_cached(setting, path, os.getcwd()) for path in _paths(settings, setting)]
+    batched = settings.score.group_rm
+    return [_load_cached(setting, path, batched, os.getcwd()) for path in _paths(settings, setting)]
 
 
 @cache
-def _load_cached(setting: str, path: str, folder: str) -> Hook:
-    return HOOKS[setting].load(path)
+def _load_cached(setting: str, path: str, batched: bool, folder: str) -> Hook:
+    return HOOKS[setting].load(path, batched=batched)
 
 
 def is_set(settings: Settings, setting: str) -> bool:
@@ -206,7 +253,17 @@ def check_hooks(settings: Settings, *prefixes: str) -> None:
     """
     for setting in HOOKS:
         if not prefixes or setting.startswith(prefixes):
-            hooks(settings, setting)
+            for function in hooks(settings, setting):
+                if HOOKS[setting].shapes[0] is signatures.DataSource:
+                    _check_data_source(function, settings)
+
+
+def _check_data_source(source: Hook, settings: Settings) -> None:
+    """Raise HookError if a data source lacks what the settings do not replace."""
+    if not hasattr(source.function, "__len__") and not settings.run.num_rollout:
+        raise HookError(f"{source.name} has no __len__, so its epochs cannot be counted. Set run.num_rollout")
+    if "dataset" in source.required and not settings.rollout.data:
+        raise HookError(f"{source.name} asks for dataset, and rollout.data is empty. Set it, or add --data FILE")
 
 
 TRAINING_HOOKS = ("train.", "megatron.", "rollout.sample_filter", "rollout.data_post", "score.custom_reward_post")

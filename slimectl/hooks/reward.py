@@ -65,8 +65,9 @@ class UserReward:
         path, function = source, None
         if not isinstance(source, str):
             path, function = getattr(source, "__qualname__", type(source).__name__), of_sample(source)
-        self.path, self._args = str(path), FlatSettings(settings)
-        self._hook = HOOKS[SETTING].load(self.path, setting=setting, function=function)
+        self._args, batched = FlatSettings(settings), settings.score.group_rm
+        self._hook = HOOKS[SETTING].load(str(path), setting=setting, function=function, batched=batched)
+        self.path = self._hook.path
         function, names = self._hook.function, set(self._hook.wanted)
         self._skips_none = settings.score.none_reward == "skip"
         self.takes_many = bool(names & {"samples", *COLUMNS})
@@ -91,7 +92,7 @@ class UserReward:
             arguments = self._named(copies)
         else:
             arguments = {"samples": copies} if self.takes_many else {"sample": copies[0]}
-        return self._hook({"args": self._args, "settings": self._args, **arguments})
+        return self._hook.begin({"args": self._args, "settings": self._args, **arguments})
 
     def _named(self, samples: list[Sample]) -> dict[str, Any]:
         """Return the parts of the samples by name; as lists, if the function takes many.

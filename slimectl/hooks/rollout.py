@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from slimectl.data.hashing import sample_seed
 from slimectl.data.images import images_of
 from slimectl.data.json_values import plain_number, plain_sample, plain_value
 from slimectl.data.records import refused_path
+from slimectl.data.routed_experts import set_routing
 from slimectl.errors import HookError, RecordError
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.generation_context import GenerationContext, generating
@@ -22,11 +24,12 @@ from slimectl.hooks.slime.shapes import sampling_params as sampling_params_of
 from slimectl.protocols import Agent
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
-from slimectl.stages.generation import GroupGenerator, is_per_group, sampling_params
+from slimectl.stages.generation import GroupGenerator, sampling_params
 from slimectl.stages.in_flight import Group, run_to_end
 from slimectl.stages.prompt_groups import flatten
+from slimectl.stages.text_responses import GeneratedText, check_lengths, fill_tokens
 from slimectl.stages.whole_rounds import GroupSource
-from slimectl.types import Completion, Metrics, Sample, SamplingParams, Status
+from slimectl.types import Chat, Completion, Metrics, Prompt, Sample, SamplingParams, Status
 from slimectl.user_code import Hook
 
 SAMPLE, ALL = "rollout.sample_hook_path", "rollout.all_samples_process_path"
@@ -79,17 +82,14 @@ def _sampling_params(function: Hook, values: Any, base: SamplingParams) -> Sampl
 def agent_at(settings: Settings) -> Callable[[str], Agent]:
     """Return a cached loader of the agent at a path that a sample names.
 
-    The loader raises HookError if there is none, or one for groups, and RecordError if samples may not name one.
+    The loader raises HookError if there is none, and RecordError if samples may not name one.
     """
 
     @cache
     def load(path: str) -> Agent:
         if not settings.rollout.allow_paths_in_records:
             raise RecordError(refused_path("generate_function_path", path))
-        agent = as_agent(HOOKS[GENERATE].load(path), FlatSettings(settings))
-        if is_per_group(agent):
-            raise HookError(f"{GENERATE}: {path} asks for samples, and a sample names it for itself; ask for sample")
-        return agent
+        return as_agent(HOOKS[GENERATE].load(path), FlatSettings(settings))
 
     return load
 
@@ -103,26 +103,14 @@ async def apply_sample_hooks(sample: Sample, rollout_id: int | None, evaluation:
     number = sample.group_index // settings.run.rollout_batch_size + 1 if rollout_id is None else rollout_id
     for function in hooks(settings, SAMPLE):
         arguments = {"sample": sample, "rollout_id": number, "evaluation": evaluation}
-        result = function({"args": args, "settings": args, **arguments})
+        result = function.begin({"args": args, "settings": args, **arguments})
         result = await result if inspect.isawaitable(result) else result
         result = as_sample(result)
         if result is not None and not isinstance(result, Sample):
             raise function.returned(result, "a Sample or None")
         sample = plain_sample(sample) if result is None else result
-        check_lengths(function, sample)
+        check_lengths(sample, function.name)
     return sample
-
-
-def check_lengths(function: Hook, sample: Sample) -> None:
-    """Raises HookError if a hook left fields of a sample with inconsistent lengths."""
-    count = sample.response_length
-    for name in ("loss_mask", "rollout_log_probs"):
-        values = getattr(sample, name)
-        if values is not None and len(values) != count:
-            raise HookError(
-                f"{function.setting}: {function.path}: sample {sample.index}: {name} has {len(values)} values "
-                f"for {count} response tokens; keep them as many"
-            )
 
 
 def keep_group(samples: Group, *, settings: Settings) -> bool | tuple[bool, str] | tuple[bool, str, bool]:
@@ -161,6 +149,34 @@ def process_all(groups: list[Group], source: GroupSource, *, settings: Settings)
         plain_sample(sample)
 
 
+class TextModel:
+    """The model for functions that are not async: `generate` waits for the text of a response."""
+
+    def __init__(
+        self,
+        generate: Callable[..., Awaitable[Completion]],
+        attempts: GroupGenerator,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._generate, self._attempts, self._loop = generate, attempts, loop
+
+    def generate(self, prompt: str | Chat, **values: Any) -> GeneratedText:
+        """Return the response to a prompt. `values` are sampling parameters, such as `temperature`.
+
+        Raises HookError in an async function, which would wait for itself.
+        """
+        with suppress(RuntimeError):
+            if asyncio.get_running_loop() is self._loop:
+                raise HookError(f"{FUNCTION}: model.generate cannot be called by an async function. Await generate")
+        return asyncio.run_coroutine_threadsafe(self._text(prompt, values), self._loop).result()
+
+    async def _text(self, prompt: str | Chat, values: dict[str, Any]) -> GeneratedText:
+        tokens = self._attempts.prompt_tokens(Prompt(prompt))
+        completion = await self._generate(tokens, values)
+        temperature = values.get("temperature", self._attempts.unseeded_params.temperature)
+        return GeneratedText.of(completion, tokens, temperature or 1.0)
+
+
 class UserRollout:
     """Calls the function of rollout.function_path once per round and validates its groups and metrics."""
 
@@ -168,6 +184,7 @@ class UserRollout:
         self._hook, self._attempts, self._settings = required_hook(settings, FUNCTION), attempts, settings
         self._loop = asyncio.new_event_loop()
         self._requests, self._versions, self._rollout_id = 0, dict[str, None](), 0
+        self._model = TextModel(self._generate, attempts, self._loop)
 
     def groups(self, rollout_id: int, source: GroupSource) -> tuple[list[Group], Metrics]:
         """Return one round's ungraded groups and the function's metrics; no groups at the end.
@@ -178,32 +195,70 @@ class UserRollout:
         self._versions.clear()
         self._attempts.rollout_id = rollout_id
         args, evaluation = FlatSettings(self._settings), self._attempts.evaluation
+        arguments = {
+            "args": args,
+            "settings": args,
+            "rollout_id": rollout_id,
+            "data_source": source,
+            "evaluation": evaluation,
+            "generate": self._generate,
+            "attempt": self._attempts.complete,
+            "sampling_params": SamplingDict.of(self._params),
+            "tokenizer": self._attempts.tokenizer,
+            "model": self._model,
+            "temperature": self._params.temperature,
+        }
+        prompts: list[Group] | None = None
+        if "prompts" in self._hook.wanted:
+            prompts = source.get_samples(len(source) if evaluation else self._settings.run.rollout_batch_size)
+            if not prompts:
+                return [], {}
+            arguments["prompts"] = list(map(list, prompts))
         with generating(GenerationContext(self._generate, self._attempts)):
-            result = self._hook(
-                {
-                    "args": args,
-                    "settings": args,
-                    "rollout_id": rollout_id,
-                    "data_source": source,
-                    "evaluation": evaluation,
-                    "generate": self._generate,
-                    "attempt": self._attempts.complete,
-                    "sampling_params": SamplingDict.of(self._params),
-                    "tokenizer": self._attempts.tokenizer,
-                }
-            )
-            if inspect.isawaitable(result):
-                result = run_to_end(self._loop, _await_result(result))
+            result = self._result(arguments)
         groups, metrics = rollout_result(result)
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
             raise self._hook.returned(result, "groups (lists of Samples), or (groups, metrics)")
         if not all(isinstance(sample, Sample) for sample in flatten(groups)):
             raise self._hook.returned(result, "groups whose members are Samples, or (groups, metrics)")
+        if prompts is not None:
+            self._number(groups, prompts)
+        for sample in flatten(groups):
+            fill_tokens(
+                sample, render=self._attempts.prompt_tokens, tokenizer=self._attempts.tokenizer, name=self._hook.name
+            )
+            experts: Any = sample.rollout_routed_experts
+            sample.rollout_routed_experts = set_routing(experts)
         self._check_groups(groups)
         for sample in flatten(groups):
             sample.status = Status.COMPLETED if sample.status is Status.PENDING else sample.status
             sample.weight_versions = sample.weight_versions or list(self._versions)
         return groups, self._check_metrics(metrics)
+
+    def _result(self, arguments: Mapping[str, Any]) -> Any:
+        """Return what the function returns. One that asks for `model` runs in a thread, which waits for the loop."""
+        if "model" in self._hook.wanted:
+            result = run_to_end(self._loop, asyncio.to_thread(self._hook.begin, arguments))
+        else:
+            result = self._hook.begin(arguments)
+        return run_to_end(self._loop, _await_result(result)) if inspect.isawaitable(result) else result
+
+    def _number(self, groups: list[Group], prompts: list[Group]) -> None:
+        """Give samples that the function made the numbers, labels and metadata of the prompts, by their position."""
+        originals = {id(sample) for sample in flatten(prompts)}
+        if all(id(sample) in originals for sample in flatten(groups)):
+            return
+        sizes, expected = list(map(len, groups)), list(map(len, prompts))
+        if sizes != expected:
+            raise HookError(
+                f"{self._hook.name} returned groups of {sizes} samples for prompts of {expected}. "
+                f"Return a group for each prompt, with as many samples, in the order of prompts"
+            )
+        for sample, original in zip(flatten(groups), flatten(prompts), strict=True):
+            sample.group_index, sample.index = original.group_index, original.index
+            sample.label = original.label if sample.label is None else sample.label
+            sample.prompt = sample.prompt or original.prompt
+            sample.metadata, sample.extra = original.metadata | sample.metadata, original.extra | sample.extra
 
     def close(self) -> None:
         """Cancel tasks that the function left running."""
@@ -244,13 +299,6 @@ class UserRollout:
                 f"{location} returned samples without answers; return what attempt(group) makes of each group, or "
                 f"append what generate(tokens) returns with sample.append_response_tokens"
             )
-        for sample in flatten(groups):
-            check_lengths(self._hook, sample)
-            if sample.response_length > len(sample.tokens):
-                raise HookError(
-                    f"{location}: sample {sample.index} has {len(sample.tokens)} tokens and a response of "
-                    f"{sample.response_length}; tokens are the prompt's and the response's"
-                )
 
     def _check_metrics(self, metrics: Any) -> Metrics:
         metrics = plain_value(metrics)

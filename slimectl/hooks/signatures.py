@@ -14,6 +14,7 @@ from slimectl.types import Chat, Completion, Label, Metrics, Sample, TokenBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slimectl.data.prompt_dataset import PromptDataset
     from slimectl.hooks.args import FlatSettings
     from slimectl.hooks.slime.shapes import SamplingDict
     from slimectl.protocols import WeightUpdateClient
@@ -29,12 +30,15 @@ Attempt = Callable[[Group], Awaitable[Group]]
 
 
 class DataSource(Protocol):
-    """Source of groups: the samples of one prompt together, each with its prompt and an empty response."""
+    """Source of groups: the samples of one prompt together, each with its prompt and an empty response.
 
-    def __init__(self, args: FlatSettings) -> None: ...
+    `dataset` has the prompts of rollout.data. Only `get_samples` is required.
+    """
 
-    def get_samples(self, n: int) -> list[Group]:
-        """Return the next `n` groups; fewer at the end."""
+    def __init__(self, args: FlatSettings, dataset: PromptDataset) -> None: ...
+
+    def get_samples(self, n: int) -> list[Group] | list[Sample]:
+        """Return the next `n` groups; fewer at the end. A Sample in place of a group is copied for the whole group."""
         ...
 
     def add_samples(self, groups: list[Group]) -> None:
@@ -54,8 +58,19 @@ class DataSource(Protocol):
         ...
 
 
+class Model(Protocol):
+    """The model, for functions that are not async."""
+
+    def generate(self, prompt: str | Chat, **sampling_params: Any) -> str:
+        """Return the text of a response."""
+        ...
+
+
 class RolloutFunction(Protocol):
-    """Samples a whole round. Samples without a reward are graded as [score] says."""
+    """Samples a whole round. Samples without a reward are graded as [score] says.
+
+    `prompts` are the groups of the round, drawn from the data source if the function has this parameter.
+    """
 
     def __call__(
         self,
@@ -67,6 +82,9 @@ class RolloutFunction(Protocol):
         attempt: Attempt,
         sampling_params: SamplingDict,
         tokenizer: Any,
+        prompts: list[Group],
+        model: Model,
+        temperature: float,
     ) -> list[Group] | tuple[list[Group], Metrics]: ...
 
 
@@ -192,7 +210,7 @@ class GroupPostprocess(Protocol):
 
 class LossFunction(Protocol):
     """Returns the loss of one pack, as a sum over its tokens; `logits` [T, vocabulary], divided by the temperature,
-    `log_probs` [T] and `entropy` [T] carry gradients. `batch` has slime's keys too (`hooks/loss.py`, PackByName)."""
+    `log_probs` [T] and `entropy` [T] carry gradients. `batch` has slime's keys too (`hooks/loss.py`, LossBatch)."""
 
     def __call__(
         self,

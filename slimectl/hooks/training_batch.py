@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from slimectl.data.json_values import kind_of, plain_numbers, plain_value
 from slimectl.errors import HookError
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.registry import required_hook
+from slimectl.hooks.slime.shapes import sample_groups
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
@@ -51,7 +51,7 @@ def apply_sample_filter(samples: Sequence[Sample], *, settings: Settings) -> Non
     Raises HookError if it returns a value: then it is not such a filter.
     """
     function, args = required_hook(settings, FILTER), FlatSettings(settings)
-    groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
+    groups = sample_groups(samples)
     result = function({"args": args, "settings": args, "data": groups})
     if result is not None:
         raise function.returned(result, "nothing; set sample.remove_sample of those that are to be left out")
@@ -184,7 +184,7 @@ def _postprocess_groups(
     function: Hook, rows: Sequence[TrainingSample], samples: Sequence[Sample], arguments: Mapping[str, Any]
 ) -> None:
     """Call a function that takes the groups of a round, and apply the loss masks that it left in their samples."""
-    groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
+    groups = sample_groups(samples)
     result = function({**arguments, "samples": groups})
     if result is not None:
         raise function.returned(result, "nothing; change the samples in place")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +12,7 @@ from slimectl.hooks import rollout, training_batch
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.logged_metrics import collected_metrics
 from slimectl.hooks.registry import is_set, required_hook
+from slimectl.hooks.slime.shapes import Arrange, call_with_samples
 from slimectl.hooks.training_batch import LOSS, REDUCER, TIS
 from slimectl.protocols import Policy, PreStepHook
 from slimectl.settings import Settings
@@ -84,12 +85,20 @@ def user_rollout_log(report: StepReport, tracked: Metrics, *, settings: Settings
     The metrics of the samples are left out if the user's function returns True.
     """
     function = required_hook(settings, ROLLOUT_LOG)
-    extra = {name: value for name, value in tracked.items() if name.startswith(OF_SAMPLES)}
-    base_metrics = {name: value for name, value in tracked.items() if name not in extra}
-    arguments = {"rollout_id": report.rollout_id, "samples": report.samples, "rollout_extra_metrics": extra}
-    arguments["rollout_time"] = report.timings.get("perf/rollout_time", 0.0)
-    with collected_metrics() as logged:
-        skips = _skips_default_log(function, settings, arguments)
+    extra: Metrics = {}
+    of_samples = {name: value for name, value in tracked.items() if name.startswith(OF_SAMPLES)}
+    base_metrics = {name: value for name, value in tracked.items() if name not in of_samples}
+
+    def arguments(arrange: Arrange) -> dict[str, Any]:
+        _replace(extra, of_samples)
+        return {
+            "rollout_id": report.rollout_id,
+            "samples": arrange(report.samples),
+            "rollout_extra_metrics": extra,
+            "rollout_time": report.timings.get("perf/rollout_time", 0.0),
+        }
+
+    skips, logged = _called(function, settings, arguments)
     return base_metrics | ({} if skips else _check_numbers(function, extra)) | logged
 
 
@@ -98,29 +107,48 @@ def user_eval_log(
 ) -> Metrics:
     """Return the metrics that trackers log of an evaluation; none if the user's function returns True."""
     function = required_hook(settings, EVAL_LOG)
-    data = {
-        name: {
-            "rewards": [
-                None if sample.has_no_reward else reward_number(sample, settings.score.reward_key)
-                for sample in dataset_samples
-            ],
-            "truncated": [sample.status is Status.TRUNCATED for sample in dataset_samples],
-            "samples": list(dataset_samples),
+    extra: Metrics = {}
+
+    def arguments(arrange: Arrange) -> dict[str, Any]:
+        _replace(extra, metrics)
+        data = {
+            name: {
+                "rewards": [
+                    None if sample.has_no_reward else reward_number(sample, settings.score.reward_key)
+                    for sample in dataset_samples
+                ],
+                "truncated": [sample.status is Status.TRUNCATED for sample in dataset_samples],
+                "samples": arrange(dataset_samples),
+            }
+            for name, dataset_samples in samples.items()
         }
-        for name, dataset_samples in samples.items()
-    }
-    extra = dict(metrics)
-    with collected_metrics() as logged:
-        skips = _skips_default_log(function, settings, {"rollout_id": rollout_id, "data": data, "extra_metrics": extra})
+        return {"rollout_id": rollout_id, "data": data, "extra_metrics": extra}
+
+    skips, logged = _called(function, settings, arguments)
     return ({} if skips else _check_numbers(function, extra)) | logged
 
 
-def _skips_default_log(function: Hook, settings: Settings, arguments: Mapping[str, Any]) -> bool:
+def _replace(metrics: Metrics, values: Metrics) -> None:
+    metrics.clear()
+    metrics.update(values)
+
+
+def _called(function: Hook, settings: Settings, arguments: Callable[[Arrange], dict[str, Any]]) -> tuple[bool, Metrics]:
+    """Call a log function. Return whether it replaces the default log, and the metrics that it sent by `log`.
+
+    `arguments` makes those of a call from arranged samples.
+    """
     args = FlatSettings(settings)
-    result = plain_value(function({"args": args, "settings": args, **arguments}))
+    with collected_metrics() as logged:
+
+        def arranged(arrange: Arrange) -> dict[str, Any]:
+            logged.clear()  # of a call before, with samples in another arrangement
+            return {"args": args, "settings": args, **arguments(arrange)}
+
+        result = plain_value(call_with_samples(function, arranged))
     if result is not None and not isinstance(result, bool):
         raise function.returned(result, "True to skip the default log, else False")
-    return bool(result)
+    return bool(result), logged
 
 
 def _check_numbers(function: Hook, metrics: Metrics) -> Metrics:

@@ -55,10 +55,11 @@ def response_tokens(
     rewards = [rows[i].reward for i in members]
     if None not in rewards:
         columns["rewards_T"] = torch.tensor(rewards, dtype=torch.float32, device=logprobs_R.device)[row_R]
-    lengths = [len(rows[i].tokens) for i in members]
+    samples = [rows[i] for i in members]
+    lengths = [len(sample.tokens) for sample in samples]
     return TokenBatch(
         logprobs_R, entropy_R, row_R, len(members), **columns, total_lengths=lengths, predicted_T=predicted_R,
-        has_weight=any(any(rows[i].loss_weights) for i in members),
+        has_weight=any(any(sample.loss_weights) for sample in samples), samples=samples,
     )  # fmt: skip
 
 

@@ -16,21 +16,24 @@ from typing import Any
 from slimectl.data.chat import render, warn_of_raw_prompt
 from slimectl.data.hashing import sample_seed
 from slimectl.data.images import images_of
-from slimectl.data.routed_experts import Routing, encoded, extended
+from slimectl.data.routed_experts import Routing, extended, set_routing
 from slimectl.errors import HookError, RecordError, SettingsError, SlimectlError
 from slimectl.protocols import Agent, Engine, OnTokens, SampleHook
 from slimectl.redaction import redact_text
 from slimectl.rewards.thoughts import OPENED, opened_by
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.long_prompts import drop_long, prompt_excess
+from slimectl.stages.text_responses import fill_tokens
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
 from slimectl.types import (
     FINISHED,
     VERSION_SPANS,
     Completion,
+    PrefixCacheCounts,
     Prompt,
     Sample,
     SamplingParams,
+    SpeculationCounts,
     Status,
     VersionSpan,
     json_copy,
@@ -160,8 +163,8 @@ class GroupGenerator:
             Sample(
                 group_index=prompt.index,
                 index=prompt.index * n + i,
-                prompt=prompt.text,
-                tokens=tokens,
+                prompt=json_copy(prompt.text),  # functions of users change chats and tokens in place
+                tokens=list(tokens),
                 label=prompt.label,
                 metadata=json_copy(prompt.metadata),
                 extra=json_copy(prompt.extra),
@@ -173,34 +176,44 @@ class GroupGenerator:
     async def complete(self, group: list[Sample]) -> list[Sample]:
         """Generate the unfinished samples of a group; finished ones stay as they are."""
 
-        async def finish(sample: Sample) -> list[Sample]:
-            return await self._run_agent([sample]) if sample.status in UNFINISHED else [sample]
+        async def finish(agent: Agent | None, samples: list[Sample]) -> list[Sample]:
+            return samples if agent is None else await self._run_agent(agent, samples)
 
-        if is_per_group(self.agent) and not any(sample.generate_function_path for sample in group):
-            unfinished = [sample for sample in group if sample.status in UNFINISHED]
-            complete = [sample for sample in group if sample.status not in UNFINISHED]
-            return [*complete, *(await self._run_agent(unfinished) if unfinished else [])]
-        results = await asyncio.gather(*map(finish, group))
+        calls: dict[Any, tuple[Agent | None, list[Sample]]] = {}
+        for sample in group:
+            agent = self._agent_of(sample) if sample.status in UNFINISHED else None
+            key = id(agent) if agent is not None and is_per_group(agent) else ("sample", id(sample))
+            calls.setdefault(key, (agent, []))[1].append(sample)
+        results = await asyncio.gather(*(finish(*call) for call in calls.values()))
         return [sample for samples in results for sample in samples]
 
-    async def _run_agent(self, samples: list[Sample]) -> list[Sample]:
+    def _agent_of(self, sample: Sample) -> Agent:
+        """Return the agent that a sample names, or the settings' one."""
+        path = sample.generate_function_path
+        if path is None or self.agent_at is None:
+            return self.agent
+        try:
+            return self.agent_at(path)
+        except RecordError as error:
+            raise RecordError(f"sample {sample.index}: {error}") from None
+
+    async def _run_agent(self, agent: Agent, samples: list[Sample]) -> list[Sample]:
         """Call the agent once with these samples and return the samples that it produced."""
-        agent, path = self.agent, samples[0].generate_function_path
-        if path is not None and self.agent_at is not None:
-            try:
-                agent = self.agent_at(path)
-            except RecordError as error:
-                raise RecordError(f"sample {samples[0].index}: {error}") from None
         for sample in samples:
             self._prepare(sample)
         snapshot = copy.deepcopy(samples) if self.settings.partial_rollout else None
+        before = {} if agent is single_turn else {id(sample): _prompt_copy(sample) for sample in samples}
         session = _GenerationSession(self, samples)
         subject = {"samples": samples} if is_per_group(agent) else {"sample": samples[0]}
         arguments = {**subject, "sampling_params": session.params, "generate": session.generate}
         arguments |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer, "context": self.context}
         try:
             result = await self._call_agent(agent, arguments)
-            outputs = _as_samples(result, getattr(agent, "name", "rollout.custom_generate_function_path"))
+            name = getattr(agent, "name", "rollout.custom_generate_function_path")
+            outputs = _as_samples(result, name)
+            for sample in [] if agent is single_turn else outputs:
+                original = before.get(id(sample))
+                fill_tokens(sample, render=self.prompt_tokens, tokenizer=self.tokenizer, name=name, before=original)
         except SlimectlError:
             raise
         except Exception as error:
@@ -352,11 +365,10 @@ class _GenerationSession:
             elif not self._together and len(samples) > 1:
                 sample.rollout_id = self._sample.index
         if self._speculation_counts:  # an agent may have counts of an engine of its own
-            samples[0].spec_info = dict(self._speculation_counts)
-        samples[0].prefix_cache_info = {
-            "cached_tokens": self._cached_tokens,
-            "total_prompt_tokens": self._prompt_tokens,
-        }
+            samples[0].spec_info = SpeculationCounts(self._speculation_counts)
+        if self._requests:
+            counts = {"cached_tokens": self._cached_tokens, "total_prompt_tokens": self._prompt_tokens}
+            samples[0].prefix_cache_info = PrefixCacheCounts(counts)
         return samples
 
     def _spans(self, sample: Sample) -> list[VersionSpan]:
@@ -387,20 +399,22 @@ class _GenerationSession:
     def _routing(self, sample: Sample) -> Routing | None:
         """Return the experts of the sample's tokens, from every request that began like it; None if no engine told.
 
-        An agent may have set them itself, as slime's functions do: an array. Raises HookError if it is of another form.
+        An agent may have set them itself, as slime's functions do.
         """
         experts: Any = sample.rollout_routed_experts
         if experts is not None and not isinstance(experts, dict):
-            try:
-                return encoded(experts)
-            except (TypeError, ValueError) as error:
-                raise HookError(f"sample.rollout_routed_experts, as the agent set it: {error}") from None
+            return set_routing(experts)
         routing, readable = sample.rollout_routed_experts, len(sample.tokens) - 1
         for tokens, completion in self._requests:
             if isinstance(later := completion.extras.get("routed_experts"), dict):
                 common = _common_length(sample.tokens, [*tokens, *completion.tokens])
                 routing = extended(routing, later, tokens=min(common, readable))
         return routing
+
+
+def _prompt_copy(sample: Sample) -> Sample:
+    """Return a sample with copies of the prompt and the tokens of another."""
+    return Sample(prompt=json_copy(sample.prompt), tokens=list(sample.tokens))
 
 
 def _common_length(first: list[int], second: list[int]) -> int:

@@ -8,14 +8,16 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from slimectl.data.images import images_of
 from slimectl.data.json_values import kind_of, plain_sample, plain_value
+from slimectl.data.prompt_dataset import restored
 from slimectl.errors import HookError
 from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.in_flight import Group, InFlightGroups
 from slimectl.stages.long_prompts import MOST_IN_A_ROW, all_too_long, name_dropped, prompt_excess
+from slimectl.stages.text_responses import prompt_of
+from slimectl.stdio import logger
 from slimectl.types import Prompt, Sample, SamplerState, Status
-from slimectl.user_code import converted
+from slimectl.user_code import Hook, converted
 
 SOURCE = "rollout.data_source_path"
 
@@ -81,12 +83,12 @@ class UserDataSource:
         attempts: GroupGenerator,
         state: SamplerState,
         *,
-        epochs: int | None = None,
+        max_groups: int | None = None,
         left_out: Callable[[Prompt], Any] = lambda prompt: None,
     ) -> None:
-        """`epochs` times len(source) groups are drawn; with None, groups are drawn until the source ends."""
+        """At most `max_groups` groups are drawn; with None, groups are drawn until the source ends."""
         self._source, self._attempts, self._state = source, attempts, state
-        self._last = None if epochs is None else epochs * self._length()
+        self._last = max_groups
         self._left_out = left_out
         self._dropped = 0
         if state.rounds:
@@ -96,11 +98,7 @@ class UserDataSource:
         return getattr(self._source, name)
 
     def __len__(self) -> int:
-        return self._length()
-
-    def _length(self) -> int:
-        with converted(f"{SOURCE}: len({self._name})"):
-            return len(self._source)
+        return source_length(self._source)
 
     def begin(self, in_flight: InFlightGroups) -> bool:
         group = self._next_group()
@@ -115,11 +113,21 @@ class UserDataSource:
         return groups
 
     def add_samples(self, groups: list[Group]) -> None:
-        self._call("add_samples", groups)
+        """Give groups back to the source. Raises HookError if it takes none."""
+        if not hasattr(self._source, "add_samples"):
+            raise HookError(f"{SOURCE}: {self._name} has no add_samples, and groups were given back to it. Add one")
+        self._call("add_samples", list(map(SampleGroup, groups)))
 
     def save(self, rollout_id: int) -> None:
-        """Write the state of the source into the sampling state. Raises HookError if it is not JSON."""
-        source_state = self._call("save", rollout_id)
+        """Write the state of the source into the sampling state. Raises HookError if it is not JSON.
+
+        Of a source without `save` the state has the position in the dataset that it was given.
+        """
+        if hasattr(self._source, "save"):
+            source_state = self._call("save", rollout_id)
+        else:
+            drawn = getattr(getattr(self._source, "dataset", None), "drawn", None)
+            source_state = None if drawn is None else {"drawn": drawn}
         try:
             self._state.source = json.loads(json.dumps(plain_value(source_state), allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -129,6 +137,15 @@ class UserDataSource:
             ) from None
 
     def load(self, rollout_id: int, state: Any) -> None:
+        """Restore the state of the source. A source without `load` starts again, apart from the dataset's position."""
+        if not hasattr(self._source, "load"):
+            dataset: Any = getattr(self._source, "dataset", None)
+            if isinstance(state, dict) and hasattr(dataset, "drawn"):
+                dataset.drawn = state.get("drawn", 0)
+            logger.warning(
+                f"{SOURCE}: {self._name} has no load, so its own state starts again. Add save and load to restore it"
+            )
+            return
         parameters = inspect.signature(self._source.load).parameters
         takes_state = "state" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._call("load", rollout_id, **({"state": copy.deepcopy(state)} if takes_state else {}))
@@ -136,11 +153,13 @@ class UserDataSource:
     def _next_group(self) -> Group | None:
         """Return the next group, ready to be sampled; None at the end."""
         while self._last is None or self._state.position < self._last:
-            groups = self._call("get_samples", 1)
+            groups = self._from_buffer() or self._call("get_samples", 1)
+            if isinstance(groups, list):
+                groups = [self._copies(part) if isinstance(part, Sample) else part for part in groups]
             if not isinstance(groups, list) or not all(map(_is_group, groups)) or len(groups) > 1:
                 raise HookError(
-                    f"{SOURCE}: {self._name}.get_samples(1) returned {kind_of(groups)}; return a list of one group, a "
-                    f"list of Samples, or an empty list at the end"
+                    f"{SOURCE}: {self._name}.get_samples(1) returned {kind_of(groups)}. Return a list of one group (a "
+                    f"list of Samples), a list of one Sample, or an empty list at the end"
                 )
             if not groups:
                 return None
@@ -151,9 +170,32 @@ class UserDataSource:
             if not excess:
                 self._dropped = 0
                 return group
-            self._left_out(_prompt(group[0]))
-            self._drop(_prompt(group[0]), excess)
+            self._left_out(prompt_of(group[0]))
+            self._drop(prompt_of(group[0]), excess)
         return None
+
+    def _copies(self, sample: Sample) -> Group:
+        """Return the group of a sample that stands for a prompt."""
+        return [sample] * self._attempts.settings.n_samples_per_prompt
+
+    def _from_buffer(self) -> list[Group] | None:
+        """Return a group that the source's own `buffer_filter` takes from its `buffer`; none without either."""
+        buffer = getattr(self._source, "buffer", None)
+        if not isinstance(buffer, list) or not buffer or not callable(getattr(self._source, "buffer_filter", None)):
+            return None
+        function = Hook(
+            f"{self._name}.buffer_filter",
+            setting=SOURCE,
+            offers=("args", "rollout_id", "buffer", "num_samples"),
+            function=self._source.buffer_filter,
+        )
+        arguments = {"args": getattr(self._source, "args", None), "rollout_id": self._state.rounds + 1}
+        groups = function({**arguments, "buffer": buffer, "num_samples": 1})
+        if not isinstance(groups, list):
+            raise function.returned(groups, "a list of groups of the buffer")
+        taken = set(map(id, groups))
+        buffer[:] = [group for group in buffer if id(group) not in taken]
+        return groups
 
     def _drop(self, prompt: Prompt, excess: str) -> None:
         """Report a prompt that is too long. Raises RecordError after MOST_IN_A_ROW of them in a row."""
@@ -174,12 +216,12 @@ class UserDataSource:
                 f"rollout.n_samples_per_prompt is {n}"
             )
         self._state.position += 1
-        group = [plain_sample(copy.deepcopy(sample)) for sample in source_group]
+        group = [plain_sample(restored(copy.deepcopy(sample))) for sample in source_group]
         for i, sample in enumerate(group):
             if not getattr(self._source, "keeps_numbers", False):
                 sample.group_index, sample.index = index, index * n + i
             sample.status = Status.PENDING
-            sample.tokens = list(sample.tokens) or self._attempts.prompt_tokens(_prompt(sample))
+            sample.tokens = list(sample.tokens) or self._attempts.prompt_tokens(prompt_of(sample))
         return group
 
     @property
@@ -191,14 +233,22 @@ class UserDataSource:
             return getattr(self._source, method)(*values, **keywords)
 
 
-def _prompt(sample: Sample) -> Prompt:
-    return Prompt(
-        sample.prompt,
-        label=sample.label,
-        index=sample.group_index,
-        tools=sample.metadata.get("tools"),
-        images=images_of(sample),
-    )
+class SampleGroup(list[Sample]):
+    """A group that is given back to a data source. Its attributes are those of its first sample."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self[0], name)
+
+
+def source_length(source: Any) -> int:
+    """Return the number of prompts per epoch of a user's data source. Raises HookError if it has none."""
+    name = type(source).__name__
+    if not hasattr(source, "__len__"):
+        raise HookError(f"{SOURCE}: {name} has no __len__, so its epochs cannot be counted. Set run.num_rollout")
+    with converted(f"{SOURCE}: len({name})"):
+        return len(source)
 
 
 def _is_group(value: Any) -> bool:

@@ -34,7 +34,7 @@ def rollout(
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
     rollout_id: int | None = None,
     source: Any = None,
-    epochs: int | None = 1,
+    max_groups: int | None = None,
     hooks: Hooks = NO_HOOKS,
 ) -> Iterator[Sample]:
     """Sample `settings.n_samples_per_prompt` answers to every prompt, siblings together, in the order of the prompts.
@@ -44,14 +44,14 @@ def rollout(
     parameters of the settings (evaluation does that). Prompts that leave no room for an answer are passed to
     `left_out`; so are those longer than `settings.max_prompt_len`, except in an evaluation, whose prompts are the same
     for every model. `hooks.on_sample` is called with each sample and `rollout_id`, `hooks.agent_at` with the
-    agent that a sample names. A user's data source (`source`) replaces `prompts`, for `epochs` times its length.
+    agent that a sample names. A user's data source (`source`) replaces `prompts`, for at most `max_groups` groups.
     """
     attempts = GroupGenerator(engine, tokenizer, settings, agent or single_turn, params, evaluation)
     attempts.on_sample, attempts.agent_at, attempts.rollout_id = hooks.on_sample, hooks.agent_at, rollout_id
     prompts = attempts.drop_long_prompts(prompts, left_out)
     groups: PromptSource | UserDataSource = PromptSource(iter(prompts), attempts, SamplerState())
     if source is not None:
-        groups = UserDataSource(source, attempts, SamplerState(), epochs=epochs, left_out=left_out)
+        groups = UserDataSource(source, attempts, SamplerState(), max_groups=max_groups, left_out=left_out)
     limit = most_in_flight(settings)
     in_flight = InFlightGroups(attempts)
     try:

@@ -16,7 +16,7 @@ from slimectl.settings import Settings
 from slimectl.stages.generation import UNFINISHED, GroupGenerator, single_turn
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.in_flight import Group, InFlightGroups
-from slimectl.stages.prompt_groups import PromptSource, UserDataSource
+from slimectl.stages.prompt_groups import PromptSource, UserDataSource, source_length
 from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.round_timer import Clock, RoundTimer
 from slimectl.stages.score import report_grading, score
@@ -112,11 +112,12 @@ class RoundScheduler:
         self._too_long = self._resumed_samples = 0
         self._settings = settings
         self._sampled_groups: list[Group] = []
-        epochs = None if settings.run.num_rollout else settings.run.num_epoch or 1
+        epochs = None if source is None or settings.run.num_rollout else settings.run.num_epoch or 1
+        max_groups = None if epochs is None else epochs * source_length(source)
         self.source: PromptSource | UserDataSource = (
             PromptSource(attempts.drop_long_prompts(prompts, self._count_too_long), attempts, state, count=count)
             if source is None
-            else UserDataSource(source, attempts, state, epochs=epochs, left_out=self._count_too_long)
+            else UserDataSource(source, attempts, state, max_groups=max_groups, left_out=self._count_too_long)
         )
         self._size, self._rounds_ahead = settings.run.rollout_batch_size, max(0, settings.run.async_level - 1)
         self._max_rounds = settings.run.num_rollout

@@ -70,14 +70,14 @@ def whole_round_samples(
     *,
     max_rounds: int | None,
     source: Any = None,
-    epochs: int | None = 1,
+    max_groups: int | None = None,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
     """Yield samples like `rollout.rollout`, round by round, until the sampler, the prompts or `max_rounds` end."""
     state = SamplerState()
     groups_of: GroupSource = PromptSource(attempts.drop_long_prompts(prompts, left_out), attempts, state)
     if source is not None:
-        groups_of = UserDataSource(source, attempts, state, epochs=epochs, left_out=left_out)
+        groups_of = UserDataSource(source, attempts, state, max_groups=max_groups, left_out=left_out)
     sampler, number = sample_rounds(attempts), 0
     try:
         while max_rounds is None or number < max_rounds:

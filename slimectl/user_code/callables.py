@@ -9,7 +9,9 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,23 +36,67 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
         module_path, _, name = path.rpartition(".")
     if not module_path or not name:
         raise HookError(f"{setting}: {path}: write it as package.module:name or path/to/file.py:name")
+    value = getattr(_import(module_path, setting), name, None)
+    if not callable(value):
+        fault = "is not callable" if value is not None else "has no such name"
+        raise HookError(f"{setting}: {path}: {module_path} {fault}: {name}")
+    return value  # type: ignore[no-any-return]
+
+
+def complete_path(path: str, *, setting: str, names: Sequence[Sequence[str]]) -> str:
+    """Return `path` with the name of the function, which a file or module may leave out.
+
+    `names` are customary names of the function. Those of the first sequence are looked up first. Raises HookError if
+    the module has none of them, or several of one sequence.
+    """
+    if ":" in path or not names:
+        return path
+    if not path.endswith(".py"):
+        parent, _, name = path.rpartition(".")
+        if parent and callable(getattr(_import(parent, setting), name, None)):
+            return path
+        if not _is_module(path):
+            return path
+    module = _import(path, setting)
+    functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    defined = [name for name in functions if getattr(getattr(module, name), "__module__", "") == module.__name__]
+    for candidates in (defined, functions):
+        for group in names:
+            matches = [name for name in group if name in candidates]
+            if len(matches) > 1:
+                raise HookError(f"{setting}: {path} has {' and '.join(matches)}. Name one, as in {path}:{matches[0]}")
+            if matches:
+                return f"{path}:{matches[0]}"
+    customary = ", ".join(name for group in names for name in group)
+    raise HookError(
+        f"{setting}: {path} has no function with a customary name ({customary}). Name the function, as in "
+        f"{path}:NAME. It has {', '.join(defined) or 'no functions'}"
+    )
+
+
+def _import(module_path: str, setting: str) -> Any:
+    """Import a file or a module. Raises HookError."""
     if module_path.endswith(".py") and not Path(module_path).exists():
         raise HookError(f"{setting}: {module_path}: no such file")
     _make_importable(os.getcwd())
     try:
         with contained(f"{setting}: {module_path}"):
-            file = module_path.endswith(".py")
             register_module(module_path)
-            module = _load_file(Path(module_path)) if file else importlib.import_module(module_path)
-            value = getattr(module, name, None)
+            file = module_path.endswith(".py")
+            return _load_file(Path(module_path)) if file else importlib.import_module(module_path)
     except BaseException as error:
         if not is_users(error):
             raise
         raise HookError(f"{setting}: importing {module_path} failed: {in_one_line(error)}") from error
-    if not callable(value):
-        fault = "is not callable" if value is not None else "has no such name"
-        raise HookError(f"{setting}: {path}: {module_path} {fault}: {name}")
-    return value  # type: ignore[no-any-return]
+
+
+def _is_module(path: str) -> bool:
+    """Return whether a module has this name; its parent is imported already."""
+    _make_importable(os.getcwd())
+    try:
+        return importlib.util.find_spec(path) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _make_importable(folder: str) -> None:
@@ -118,6 +164,15 @@ class Hook:
             raise HookError(f"{setting}: {path} wants {', '.join(unknown)}; on offer are {', '.join(offers)}")
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function and return its result. An async function runs to its end in a thread of its own."""
+        result = self.begin(arguments)
+        if not inspect.isawaitable(result):
+            return result
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(copy_context().run, asyncio.run, _awaited(result)).result()
+
+    def begin(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function. The result of an async function is to be awaited."""
         with converted(self.name, self._error_location):
             result = self.bare(arguments)
         return self._await_converted(result) if inspect.isawaitable(result) else result
@@ -189,6 +244,10 @@ class Hook:
     def _error_location(self, error: BaseException) -> str:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return error_location(error, self.function.__module__) or f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def error_location(error: BaseException, module: str) -> str:

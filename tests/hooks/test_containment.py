@@ -76,8 +76,7 @@ def test_whatever_a_function_raises_is_one_line_with_its_name(tmp_path: Path, na
 )
 def test_so_is_what_an_async_function_raises(tmp_path: Path, name: str, words: str):
     async def called() -> None:
-        result = hook(tmp_path, name)({"sample": 1})
-        await result
+        await hook(tmp_path, name).begin({"sample": 1})
 
     with pytest.raises(HookError, match=words):
         asyncio.run(called())
@@ -85,7 +84,7 @@ def test_so_is_what_an_async_function_raises(tmp_path: Path, name: str, words: s
 
 def test_a_cancellation_of_ours_stays_one(tmp_path: Path):
     async def cancelled() -> bool:
-        task = asyncio.ensure_future(hook(tmp_path, "waits")({"sample": 1}))
+        task = asyncio.ensure_future(hook(tmp_path, "waits").begin({"sample": 1}))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])

@@ -16,6 +16,10 @@ from slimectl.hooks import HOOKS
 TEXT = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
 
 
+SETTING = re.compile(r"\| `\w+\.\w+`")
+"""A row of a table about hooks."""
+
+
 def row(setting: str) -> str:
     """As the table has it; `settings` is `args` by another name."""
     point = HOOKS[setting]
@@ -29,9 +33,9 @@ def row(setting: str) -> str:
 
 def test_the_table_has_every_hook_with_its_shape():
     before, _, after = TEXT.partition("### Imports of slime")[0].partition("## Functions written for slime")
-    rows = [line for line in before.splitlines() if line.startswith("| `")]
+    rows = [line for line in before.splitlines() if SETTING.match(line)]
     assert rows == [row(setting) for setting in HOOKS]
-    tried = {line.split("`")[1]: line.split("|")[3].strip() for line in after.splitlines() if line.startswith("| `")}
+    tried = {line.split("`")[1]: line.split("|")[3].strip() for line in after.splitlines() if SETTING.match(line)}
     assert list(tried) == list(HOOKS)  # and tests/hooks/test_slime_functions.py tries each
     assert [setting for setting, word in tried.items() if not word.startswith("yes")] == [
         "megatron.custom_model_provider_path"

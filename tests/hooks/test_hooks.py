@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def test_the_older_shape_with_args_first_works_too(tmp_path: Path):
 def test_a_hook_of_the_wrong_shape_is_refused_at_once(tmp_path: Path, text: str, name: str, message: str):
     with pytest.raises(HookError, match=message):
         hook(tmp_path, text, name)
+
+
+def test_an_async_hook_runs_to_its_end_where_a_result_is_needed(tmp_path: Path):
+    text = "import asyncio\nasync def f(sample):\n    await asyncio.sleep(0)\n    return 1 / sample"
+    waiting = hook(tmp_path, text)
+
+    async def inside_of_a_loop() -> float:
+        return waiting({"sample": 4})
+
+    assert (waiting({"sample": 2}), asyncio.run(inside_of_a_loop())) == (0.5, 0.25)
+    with pytest.raises(HookError, match=r"raised ZeroDivisionError: division by zero \(hooks_.*py:4\)"):
+        waiting({"sample": 0})
 
 
 def test_a_missing_file_is_named():

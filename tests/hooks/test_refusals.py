@@ -11,7 +11,7 @@ import pytest
 from workshop import set_up
 
 from slimectl.errors import HookError
-from slimectl.hooks import HOOKS
+from slimectl.hooks import HOOKS, check_hooks
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments, from_file
@@ -44,7 +44,7 @@ def test_a_wrong_signature_is_refused_before_a_model_is_looked_for(setting: str,
         ("nowhere.py:own", "nowhere.py: no such file"),
         ("json:nothing", "json has no such name: nothing"),
         ("json:__name__", "json is not callable: __name__"),
-        ("own", "write it as package.module:name or path/to/file.py:name"),
+        ("no_such_module", "write it as package.module:name or path/to/file.py:name"),
     ],
 )
 def test_what_is_not_there_is_refused(setting: str, path: str, said: str):
@@ -68,10 +68,24 @@ def test_both_shapes_of_older_scripts_fit(setting: str, tmp_path: Path):
         assert (made is None) == (setting != "rollout.data_source_path")
 
 
-def test_a_data_source_without_its_methods_is_refused(tmp_path: Path):
-    (tmp_path / "own.py").write_text("class Own:\n    def get_samples(self, n): return []\n")
-    with pytest.raises(HookError, match="has no add_samples, save, load, __len__; a data source is a class with"):
-        TrainingRun(named("rollout.data_source_path", f"{tmp_path}/own.py:Own"))
+SMALL_SOURCE = "class Own:\n    def __init__(self, dataset): pass\n    def get_samples(self, n): return []\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "assignments", "message"),
+    [
+        ("class Own:\n    def __len__(self): return 1\n", [], "Own has no get_samples. Name a class with this method"),
+        (SMALL_SOURCE, [], "Own has no __len__, so its epochs cannot be counted. Set run.num_rollout"),
+        (SMALL_SOURCE, ["run.num_rollout=1"], "Own asks for dataset, and rollout.data is empty. Set it"),
+    ],
+)
+def test_a_data_source_that_cannot_be_served_is_refused(
+    text: str, assignments: list[str], message: str, tmp_path: Path
+):
+    (tmp_path / "own.py").write_text(text)
+    settings = resolve([from_assignments([f"rollout.data_source_path={tmp_path}/own.py:Own", *assignments])]).settings
+    with pytest.raises(HookError, match=message):
+        check_hooks(settings, "rollout.")
 
 
 SOURCE = """
@@ -95,7 +109,8 @@ WRONG = [
     ("rollout.function_path",
      "groups = data_source.get_samples(2); groups[0][0].reward = 1.0; return groups, {'x': 'y'}", "data_source",
      "return finite numbers by name as metrics"),
-    ("rollout.data_source_path", SOURCE.format(get="return [Sample()]", save="pass"), "", "return a list of one group"),
+    ("rollout.data_source_path", SOURCE.format(get="return [Sample(), Sample()]", save="pass"), "",
+     "Return a list of one group"),
     ("rollout.data_source_path", SOURCE.format(get="return [[Sample(prompt='a')]]", save="pass"), "",
      "a group of 1; rollout.n_samples_per_prompt is 2"),
     ("rollout.data_source_path", SOURCE.format(get=GROUPS, save="return {1, 2}"), "", "returned what is not JSON"),
@@ -131,7 +146,7 @@ WRONG = [
      "wrote 1 advantages for 4 samples"),
     ("train.custom_loss_function_path", "return log_probs, {}", "log_probs",
      r"returned a loss of shape \[\d+\]; return a scalar tensor, for example sum_of_sample_mean.loss_T"),
-    ("train.custom_loss_function_path", "return 0.0, {}", "", "return .a scalar tensor, a dict of them"),
+    ("train.custom_loss_function_path", "return ..., {}", "", "returned a loss of type ellipsis; return a scalar"),
     ("train.custom_loss_function_path", "return log_probs.detach().sum(), {}", "log_probs",
      "returned a loss without a gradient; compute it from log_probs"),
     ("train.custom_loss_function_path", "return log_probs.sum(), {'x': log_probs}", "log_probs",

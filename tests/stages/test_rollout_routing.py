@@ -135,7 +135,7 @@ def test_the_turns_of_an_agent_have_the_experts_of_all_that_was_read(model_dir: 
     np.testing.assert_array_equal(np.sort(found), np.sort(experts_of(engine, sample.tokens))[:read])
 
 
-@pytest.mark.parametrize(("shape", "refused"), [((9, 2, 2), ""), ((9, 4), "as the agent set it: expected")])
+@pytest.mark.parametrize(("shape", "refused"), [((9, 2, 2), ""), ((9, 4), "as the function set it: expected")])
 def test_an_agent_may_set_the_array_that_its_server_gave_it(model_dir: ModelDir, shape: tuple[int, ...], refused: str):
     experts = np.arange(36).reshape(shape)
 

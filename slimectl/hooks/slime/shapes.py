@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from slimectl.data.json_values import plain_sample, plain_value
-from slimectl.types import Sample, SamplingParams
+from slimectl.errors import HookError
+from slimectl.types import PrefixCacheCounts, Sample, SamplingParams, SpeculationCounts
+from slimectl.user_code import Hook
 
 PARAMETERS = {
     "rollout.function_path": {"data_buffer": "data_source"},
@@ -113,9 +116,9 @@ def as_sample(value: Any) -> Any:
         return value
     values = dict(value.to_dict() if hasattr(value, "to_dict") else vars(value))
     values["status"] = getattr(values["status"], "value", values["status"])
-    for name in ("spec_info", "prefix_cache_info"):  # objects of counters there
-        if name in values and not isinstance(values[name], dict | None):
-            values[name] = vars(values[name])
+    for name, counters in (("spec_info", SpeculationCounts), ("prefix_cache_info", PrefixCacheCounts)):
+        if values.get(name) is not None:  # objects there
+            values[name] = counters(values[name] if isinstance(values[name], dict) else vars(values[name]))
     return plain_sample(Sample.from_dict({name: value for name, value in values.items() if value is not None}))
 
 
@@ -126,7 +129,7 @@ def as_groups(groups: Any) -> Any:
     if groups and not any(isinstance(group, list) for group in groups):
         samples = [as_sample(sample) for sample in groups]
         if all(isinstance(sample, Sample) for sample in samples):
-            return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
+            return sample_groups(samples)
     return [_flat(group) if isinstance(group, list) else group for group in groups]
 
 
@@ -166,3 +169,62 @@ def filter_result(result: Any) -> Any:
     if getattr(result, "keep_when_insufficient", False):
         return result.keep, reason or "", True
     return result.keep if reason is None else (result.keep, reason)
+
+
+# --- samples of log functions -----------------------------------------------------------------------------------------
+
+
+class GroupsWanted(BaseException):  # not an error: the `except Exception` of a function must not catch it
+    """Raised in a log function that uses a sample like a list: it expects groups."""
+
+
+class LoggedSample(Sample):
+    """A sample as a log function gets it first."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int | slice):
+            raise GroupsWanted
+        raise TypeError(f"a Sample has attributes, not keys: sample.{key}")
+
+    def __iter__(self) -> Any:
+        raise GroupsWanted
+
+    def __len__(self) -> int:
+        raise GroupsWanted
+
+    def __bool__(self) -> bool:
+        return True
+
+
+Arrange = Callable[[Sequence[Sample]], list[Any]]
+_taking_groups: set[Hook] = set()
+"""Log functions that expect groups."""
+
+
+def call_with_samples(function: Hook, arguments: Callable[[Arrange], Mapping[str, Any]]) -> Any:
+    """Call a log function with a flat list of samples, and again with groups if it uses one of them like a list.
+
+    `arguments` makes the arguments of a call, with its samples arranged by the given function.
+    """
+    if function not in _taking_groups:
+        try:
+            return function(arguments(_logged))
+        except HookError as error:
+            if not isinstance(error.__cause__, GroupsWanted):
+                raise
+        _taking_groups.add(function)
+    return function(arguments(sample_groups))
+
+
+def _logged(samples: Sequence[Sample]) -> list[Any]:
+    copies = list(map(copy.copy, samples))
+    for sample in copies:
+        sample.__class__ = LoggedSample
+    return copies
+
+
+def sample_groups(samples: Sequence[Sample]) -> list[Any]:
+    """Return samples in groups; siblings stand together."""
+    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]

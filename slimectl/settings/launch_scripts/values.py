@@ -110,10 +110,10 @@ def comma_separated(flag: Flag) -> list[str]:
 
 
 def function_path(flag: Flag) -> str:
-    """`package.module.function` as `package.module:function`."""
+    """`package.module.function` as `package.module:function`; the path of a file stays."""
     text = flag.text
     module, _, name = text.rpartition(".")
-    return text if ":" in text or not module else f"{module}:{name}"
+    return text if ":" in text or not module or name == "py" else f"{module}:{name}"
 
 
 def function_paths(flag: Flag) -> list[str]:
