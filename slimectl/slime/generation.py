@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+from slimectl.errors import HookError
 from slimectl.hooks.generation_context import current_generation
 from slimectl.hooks.slime.shapes import sampling_params as sampling_params_of
 from slimectl.slime.arguments import load_function
@@ -21,6 +22,8 @@ from slimectl.slime.tokens import encode_image_for_rollout_engine, load_processo
 from slimectl.stages.generation import GroupGenerator
 from slimectl.types import FINISHED, Sample, Status
 
+POLICY = ("actor", "default", "policy")
+"""Names of the model that is trained."""
 COMPLETE = (Status.COMPLETED, Status.TRUNCATED)
 
 
@@ -88,9 +91,20 @@ class GenerateState:
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Return the address of an endpoint of the engine, which has one model. Raises HookError for another model."""
+    """Return the address of an endpoint of the engine, or of a model of args.sglang_model_routers.
+
+    Raises HookError for another model: the engine has the policy only.
+    """
     routers = args.sglang_model_routers or {}
-    ip, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
+    if model_name not in (*routers, *POLICY):
+        raise HookError(
+            f"get_model_url: no model {model_name!r}. The engine has the policy only. Name the server of another model "
+            f'as in custom.sglang_model_routers = {{{model_name} = ["127.0.0.1", 30000]}}.'
+        )
+    if model_name in routers:
+        ip, port = routers[model_name]
+    else:  # which an engine in this process does not have
+        ip, port = args.sglang_router_ip, args.sglang_router_port
     return f"http://{ip}:{port}{endpoint}"
 
 
@@ -131,7 +145,7 @@ async def _turn_by_router(args: Any, sample: Sample, parameters: Mapping[str, An
     payload = {"input_ids": sample.tokens, "sampling_params": dict(parameters), "return_logprob": True}
     if images := (sample.multimodal_inputs or {}).get("images"):
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
-    output: dict[str, Any] = await post(get_model_url(args, ""), payload)
+    output: dict[str, Any] = await post(get_model_url(args, "actor"), payload)
     items = output["meta_info"].get("output_token_logprobs", [])
     tokens, log_probs = [item[1] for item in items], [item[0] for item in items]
     sample.append_response_tokens(tokens, log_probs=log_probs, text=output["text"], meta_info=output["meta_info"])

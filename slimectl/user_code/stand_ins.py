@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -10,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 SWITCH = "SLIMECTL_SLIME"
@@ -150,12 +151,18 @@ class _Attributes:
         elif name.startswith("__") or f"{module.__name__}.{name}" in STAND_INS:
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
         else:
-            value = self._installed_value(name)
+            try:
+                value = self._installed_value(name)
+            except ImportError as error:
+                # Libraries ask every loaded module for names, and expect no other error than this.
+                if _is_import_from(sys._getframe(1)):
+                    raise
+                raise AttributeError(str(error)) from error
         setattr(module, name, value)
         return value
 
     def _installed_value(self, name: str) -> Any:
-        """Return the value that a real slime has. Raises ImportError if there is none."""
+        """Return the value of a real slime. Raises ImportError without one, AttributeError if it lacks the name."""
         spec = self._module.__spec__
         installed = None if spec is None else spec.loader_state
         if installed is None or installed.loader is None:
@@ -169,6 +176,11 @@ class _Attributes:
             self._installed = importlib.util.module_from_spec(installed)
             installed.loader.exec_module(self._installed)
         return getattr(self._installed, name)
+
+
+def _is_import_from(frame: FrameType) -> bool:
+    """Return whether the frame is at the instruction of `from … import`."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 def _is_ours(path: str) -> bool:

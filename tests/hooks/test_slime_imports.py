@@ -66,6 +66,8 @@ def test_without_an_installed_slime_the_error_names_what_there_is() -> None:
     assert "slimectl has no stand-in for slime.utils.memory. Of slime.utils it has slime.utils.arguments" in error
     error = python(f"{OFFER}from slime.utils.types import ParamInfo")
     assert "no stand-in for slime.utils.types.ParamInfo. This module has MultimodalType, MultimodalTypes" in error
+    code = f"{OFFER}import slime.utils.types as types; print(getattr(types, 'ParamInfo', 'no attribute'))"
+    assert python(code) == "no attribute"
     code = f"{OFFER}try: from slime.utils import nothing\nexcept ImportError: print('handled')"
     assert python(code) == "handled"
 

@@ -274,6 +274,10 @@ def test_coroutines_ports_and_addresses() -> None:
     assert (requests.get_rollout_num_engines(args), generation.get_model_url(args, "actor")) == (
         2, "http://a.example:1/generate",
     )  # fmt: skip
+    with pytest.raises(HookError, match=r"no model 'ref'. The engine has the policy only"):
+        generation.get_model_url(args, "ref")
+    args = arguments_of("custom.sglang_model_routers={ref=['b.example',2]}")
+    assert generation.get_model_url(args, "ref", "/health") == "http://b.example:2/health"
 
 
 def test_what_cannot_work_here_says_so_when_it_is_called() -> None:
