@@ -87,9 +87,8 @@ def _tracked_settings(args: Any) -> Settings:
 def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
     """Send metrics to the trackers, at the step `metrics[step_key]`.
 
-    Does nothing in a process without trackers. In a log function of a run (track.custom_rollout_log_function_path) the
-    metrics go to the trackers of the run, at its own step. Raises SettingsError without the step, for a metric that is
-    no number, and before init_tracking.
+    Does nothing in a process without trackers. In a log or rollout function of a run the metrics are those of the run,
+    at its own step. Raises SettingsError without the step, for a metric that is no number, and before init_tracking.
     """
     step = plain_number(metrics.get(step_key))
     if step is None:

@@ -1,4 +1,4 @@
-"""Metrics that a log function of the user's sends by `log`: they go to the trackers of the run."""
+"""Metrics that a function of the user's sends by `log`: they are those of the run."""
 
 from __future__ import annotations
 

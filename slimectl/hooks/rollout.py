@@ -18,6 +18,7 @@ from slimectl.data.routed_experts import set_routing
 from slimectl.errors import HookError, RecordError
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.generation_context import GenerationContext, generating
+from slimectl.hooks.logged_metrics import collected_metrics
 from slimectl.hooks.registry import HOOKS, hooks, required_hook
 from slimectl.hooks.slime.shapes import SamplingDict, as_groups, as_sample, filter_result, rollout_result
 from slimectl.hooks.slime.shapes import sampling_params as sampling_params_of
@@ -214,7 +215,7 @@ class UserRollout:
             if not prompts:
                 return [], {}
             arguments["prompts"] = list(map(list, prompts))
-        with generating(GenerationContext(self._generate, self._attempts)):
+        with generating(GenerationContext(self._generate, self._attempts)), collected_metrics() as logged:
             result = self._result(arguments)
         groups, metrics = rollout_result(result)
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
@@ -233,7 +234,7 @@ class UserRollout:
         for sample in flatten(groups):
             sample.status = Status.COMPLETED if sample.status is Status.PENDING else sample.status
             sample.weight_versions = sample.weight_versions or list(self._versions)
-        return groups, self._check_metrics(metrics)
+        return groups, logged | self._check_metrics(metrics)
 
     def _result(self, arguments: Mapping[str, Any]) -> Any:
         """Return what the function returns. One that asks for `model` runs in a thread, which waits for the loop."""

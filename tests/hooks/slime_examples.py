@@ -123,6 +123,7 @@ def wrapped_rollout(args, rollout_id, data_source, evaluation=False):
     else:
         for group in output.samples:
             group[0].remove_sample = True
+        logging_utils.log(args, {"rollout/own": 7.0, "rollout/step": rollout_id}, step_key="rollout/step")
     return output
 
 

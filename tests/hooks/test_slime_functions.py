@@ -253,6 +253,7 @@ def test_whole_rounds_in_the_manner_of_slimes_examples(
     assert [sample["loss_mask"] for sample in samples] == [[1, 1, 0, 0, 0, 0, 1, 1]] * 8
     assert {sample["calls"] for sample in samples} == {8}  # one counter for all
     assert all(" 42 " in sample["response"] for sample in samples)
+    assert done.steps[0]["rollout/own"] == 7.0
     assert done.notes("evaluated") == [{"names": ["eval"], "samples": 3}]
 
 
