@@ -386,6 +386,8 @@ class Sample:
         field_values = {name: value for name, value in values.items() if name in _SAMPLE_FIELDS and name != "extra"}
         if "status" in field_values:
             field_values["status"] = Status(field_values["status"])
+        for name, counters in (("spec_info", SpeculationCounts), ("prefix_cache_info", PrefixCacheCounts)):
+            field_values[name] = counters.from_dict(field_values.get(name))
         return cls(**field_values, extra={name: value for name, value in values.items() if name not in _SAMPLE_FIELDS})
 
     def mask(self) -> list[int]:

@@ -57,7 +57,8 @@ def fill_tokens(
     if not isinstance(response, str):
         raise HookError(f"{name}: sample {sample.index}: response is {type(response).__name__}. Set it to a string")
     sample.response = str(response)
-    if Ellipsis in sample.tokens[:1]:  # `tokens=[...]`, the placeholder of documents
+    tokens: list[Any] = sample.tokens
+    if tokens == [...]:  # the placeholder of documents
         sample.tokens = []
     if response and not sample.response_length:
         if before is not None and sample.tokens == before.tokens:

@@ -27,7 +27,7 @@ from slimectl.hooks.training_batch import post_process_rewards
 from slimectl.hooks.user_hooks import UserHooks, user_eval_log, user_rollout_log
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
-from slimectl.settings.launch_scripts.values import Flag, function_path
+from slimectl.settings.launch_scripts.reading import read
 from slimectl.settings.layers import from_assignments, from_file
 from slimectl.settings.loading import resolve
 from slimectl.stages.generation import GroupGenerator
@@ -112,8 +112,11 @@ def test_a_module_is_named_like_a_file(path: str, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(("text", "path"), [("custom_rm.py", "custom_rm.py"), ("mine.rm", "mine:rm"), ("mine", "mine")])
-def test_a_flag_of_a_launch_script_may_name_a_file(text: str, path: str):
-    assert function_path(Flag("custom-rm-path", "--custom-rm-path", (text,), "run.sh:1")) == path
+def test_a_flag_of_a_launch_script_may_name_a_file(text: str, path: str, tmp_path: Path):
+    (tmp_path / "run.sh").write_text(
+        f"python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-seed 1 --custom-rm-path {text}"
+    )
+    assert read(tmp_path / "run.sh", environ={}).conversion.settings.score.custom_rm_path == path
 
 
 def test_group_rm_picks_the_function_of_many_samples():
@@ -434,6 +437,9 @@ def test_counters_of_a_sample_add_up_and_are_kept():
     record = sample_to_json(sample)
     assert record["prefix_cache_info"] == {"cached_tokens": 2, "total_prompt_tokens": 8}
     assert sample_from_json(json.loads(json.dumps(record))).spec_info.spec_accept_length == 3.0
+    assert (
+        Sample.from_dict({"spec_info": {"spec_verify_ct": 1}, "prefix_cache_info": None}).spec_info.spec_verify_ct == 1
+    )
     info = Sample.SpecInfo.from_dict({"spec_draft_token_num": 4})
     info.spec_accept_token_num += 1
     assert (info.spec_accept_rate, isinstance(info, dict), Sample.PrefixCacheInfo()) == (0.25, True, {})
