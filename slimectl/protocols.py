@@ -487,8 +487,8 @@ Agent = Callable[..., Any]
 SampleHook = Callable[[Sample, int | None, bool], Awaitable[Sample]]
 """Called with (sample, round if known, evaluation) after generation; returns the sample or a replacement."""
 
-GroupFilter = Callable[[list[Sample]], "bool | tuple[bool, str]"]
-"""Returns whether a finished group is trained on, and a reason if not."""
+GroupFilter = Callable[[list[Sample]], "bool | tuple[bool, str] | tuple[bool, str, bool]"]
+"""Returns whether a finished group is trained on, a reason if not, and whether it is if too few others are left."""
 
 BufferFilter = Callable[[list[list[Sample]], int, int], list[list[Sample]]]
 """Called with (buffer, maximum count, round); removes groups from the buffer and returns them."""

@@ -431,7 +431,10 @@ class Sample:
         self.tokens = [*self.tokens, *tokens]
         self.response_length += len(tokens)
         new_mask = [0] * len(tokens) if not trainable else [1] * len(tokens) if loss_mask is None else loss_mask
-        self.loss_mask = [*self.loss_mask, *new_mask]
+        # In place where it is a list: functions written for slime keep the list, and set it again at their end.
+        mask = self.loss_mask if isinstance(self.loss_mask, list) else list(self.loss_mask)
+        mask.extend(new_mask)
+        self.loss_mask = mask
         new_log_probs = list(log_probs) if trainable and log_probs is not None else [0.0] * len(tokens)
         self.rollout_log_probs = [*self.rollout_log_probs, *new_log_probs]
         if text is not None:

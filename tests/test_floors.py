@@ -27,7 +27,7 @@ FLOORS = [
     ["builders", "recipes"],
     ["runtime", "simulation"],
     ["api"],
-    ["viewer"],
+    ["viewer", "slime"],
     ["cli", "__main__"],
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

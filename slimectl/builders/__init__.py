@@ -68,7 +68,7 @@ _NAMES = {
         "server_pool",
         "start_engines",
     ),
-    "shared_run": ("tracked_executor",),
+    "shared_run": ("joined_wandb_run", "tracked_executor"),
     "streaming": ("stream_answer",),
     "trackers": (
         "check_tracker_arguments",

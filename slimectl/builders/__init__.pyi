@@ -55,6 +55,7 @@ from slimectl.builders.servers import client as client
 from slimectl.builders.servers import engine_gpus as engine_gpus
 from slimectl.builders.servers import server_pool as server_pool
 from slimectl.builders.servers import start_engines as start_engines
+from slimectl.builders.shared_run import joined_wandb_run as joined_wandb_run
 from slimectl.builders.shared_run import tracked_executor as tracked_executor
 from slimectl.builders.streaming import stream_answer as stream_answer
 from slimectl.builders.trackers import check_tracker_arguments as check_tracker_arguments

@@ -22,6 +22,17 @@ def tracked_executor(executor: Executor, settings: Settings, folder: Path) -> Ex
     """Return an executor whose ranks write into the run at wandb, if track.mode is shared; else the same one."""
     if settings.track.mode != "shared":
         return executor
+    sharing: Executor = RunSharingExecutor(executor, *_shared_run(settings, folder))
+    return sharing
+
+
+def joined_wandb_run(settings: Settings, folder: Path) -> AbstractContextManager[None]:
+    """Return a context in which this process writes into the run at wandb that another process has begun."""
+    return _join_run(*_shared_run(settings, folder), f"process-{os.getpid()}")
+
+
+def _shared_run(settings: Settings, folder: Path) -> tuple[Identity, Path, Mapping[str, Any]]:
+    """Return the run at wandb, the folder of its files, and wandb's own settings."""
     run, arguments = identity(settings, folder), tracker_arguments("wandb", settings)
     log_dir = tracked_run(settings, folder).log_dir
     run = replace(
@@ -35,8 +46,7 @@ def tracked_executor(executor: Executor, settings: Settings, folder: Path) -> Ex
         config=None,
     )
     place = Path(arguments.get("dir") or arguments.get("log_dir") or log_dir or folder) / "wandb"
-    sharing: Executor = RunSharingExecutor(executor, run, place, arguments.get("settings", {}))
-    return sharing
+    return run, place, arguments.get("settings", {})
 
 
 class RunSharingExecutor:

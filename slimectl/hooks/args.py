@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slimectl.errors import HookError
 from slimectl.settings import Settings, aliases
 from slimectl.settings.base import Section
 
@@ -68,3 +69,13 @@ class FlatSettings:
 def _has(section: Section, key: str) -> bool:
     """Whether a section has a key of this present or old name."""
     return key in type(section).model_fields or key in aliases.KEYS.get(type(section).section_name, {})
+
+
+def settings_of(args: Any) -> Settings:
+    """Return the settings behind `args`. Raises HookError for an object of another class."""
+    if not isinstance(args, FlatSettings):
+        raise HookError(
+            f"args is of the class {type(args).__name__}. Pass on the args that your function gets, or those that "
+            f"slime.utils.arguments.parse_args returns."
+        )
+    return args._settings

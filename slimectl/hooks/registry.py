@@ -57,9 +57,6 @@ class HookSpec:
         A path without the name of a function means one with a customary name. With `batched` a function of many
         samples goes first. `setting` is the name in errors if the path comes from another setting than the hook's own.
         """
-        from slimectl.hooks.slime.modules import offer_modules
-
-        offer_modules()
         first = self.shapes[0]
         setting = setting or self.setting
         if function is None:

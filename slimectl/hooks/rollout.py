@@ -17,6 +17,8 @@ from slimectl.data.records import refused_path
 from slimectl.data.routed_experts import set_routing
 from slimectl.errors import HookError, RecordError
 from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.generation_context import GenerationContext, generating
+from slimectl.hooks.logged_metrics import collected_metrics
 from slimectl.hooks.registry import HOOKS, hooks, required_hook
 from slimectl.hooks.slime.shapes import SamplingDict, as_groups, as_sample, filter_result, rollout_result
 from slimectl.hooks.slime.shapes import sampling_params as sampling_params_of
@@ -50,8 +52,10 @@ def as_agent(function: Hook, args: FlatSettings) -> Agent:
             return completion
 
         offered = {**arguments, "sampling_params": SamplingDict.of(params), "generate": generate_with}
-        result = function.attempt({**offered, "args": args, "settings": args})
-        return _samples_of(result) if inspect.isawaitable(result) else _as_samples(result)
+        context = GenerationContext(generate_with)
+        with generating(context):
+            result = function.attempt({**offered, "args": args, "settings": args})
+        return _samples_of(result, context) if inspect.isawaitable(result) else _as_samples(result)
 
     agent.resumes = getattr(function.function, "resumes", False)  # type: ignore[attr-defined]
     agent.name = function.name  # type: ignore[attr-defined]
@@ -59,8 +63,9 @@ def as_agent(function: Hook, args: FlatSettings) -> Agent:
     return agent
 
 
-async def _samples_of(awaitable: Awaitable[Any]) -> Any:
-    return _as_samples(await awaitable)
+async def _samples_of(awaitable: Awaitable[Any], context: GenerationContext) -> Any:
+    with generating(context):
+        return _as_samples(await awaitable)
 
 
 def _as_samples(result: Any) -> Any:
@@ -109,14 +114,20 @@ async def apply_sample_hooks(sample: Sample, rollout_id: int | None, evaluation:
     return sample
 
 
-def keep_group(samples: Group, *, settings: Settings) -> bool | tuple[bool, str]:
-    """Call rollout.dynamic_sampling_filter_path: whether a finished group is trained on, and a reason if not."""
+def keep_group(samples: Group, *, settings: Settings) -> bool | tuple[bool, str] | tuple[bool, str, bool]:
+    """Call rollout.dynamic_sampling_filter_path: whether a finished group is trained on, and a reason if not.
+
+    A third member says whether the group is trained on all the same if too few others are left for the round.
+    """
     user_fn, args = required_hook(settings, KEEP), FlatSettings(settings)
     answer = filter_result(user_fn({"args": args, "settings": args, "samples": samples}))
-    retained = answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
+    retained = answer[0] if isinstance(answer, tuple) and len(answer) in (2, 3) else answer
     if not isinstance(retained, bool) and plain_number(retained) not in (0, 1):
         raise user_fn.returned(answer, "True, False or (False, 'the reason')")
-    return (bool(retained), str(answer[1])) if isinstance(answer, tuple) else bool(retained)
+    if not isinstance(answer, tuple):
+        return bool(retained)
+    decision = bool(retained), str(answer[1])
+    return (*decision, True) if len(answer) == 3 and answer[2] else decision
 
 
 def take_from_buffer(buffer: list[Group], count: int, rollout_id: int, *, settings: Settings) -> list[Group]:
@@ -204,7 +215,8 @@ class UserRollout:
             if not prompts:
                 return [], {}
             arguments["prompts"] = list(map(list, prompts))
-        result = self._result(arguments)
+        with generating(GenerationContext(self._generate, self._attempts)), collected_metrics() as logged:
+            result = self._result(arguments)
         groups, metrics = rollout_result(result)
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
             raise self._hook.returned(result, "groups (lists of Samples), or (groups, metrics)")
@@ -222,7 +234,7 @@ class UserRollout:
         for sample in flatten(groups):
             sample.status = Status.COMPLETED if sample.status is Status.PENDING else sample.status
             sample.weight_versions = sample.weight_versions or list(self._versions)
-        return groups, self._check_metrics(metrics)
+        return groups, logged | self._check_metrics(metrics)
 
     def _result(self, arguments: Mapping[str, Any]) -> Any:
         """Return what the function returns. One that asks for `model` runs in a thread, which waits for the loop."""

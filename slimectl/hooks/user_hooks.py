@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from slimectl.data.json_values import plain_number, plain_value
 from slimectl.hooks import rollout, training_batch
 from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.logged_metrics import collected_metrics
 from slimectl.hooks.registry import is_set, required_hook
 from slimectl.hooks.slime.shapes import Arrange, call_with_samples
 from slimectl.hooks.training_batch import LOSS, REDUCER, TIS
@@ -97,8 +98,8 @@ def user_rollout_log(report: StepReport, tracked: Metrics, *, settings: Settings
             "rollout_time": report.timings.get("perf/rollout_time", 0.0),
         }
 
-    skips = _skips_default_log(function, settings, arguments)
-    return base_metrics if skips else base_metrics | _check_numbers(function, extra)
+    skips, logged = _called(function, settings, arguments)
+    return base_metrics | ({} if skips else _check_numbers(function, extra)) | logged
 
 
 def user_eval_log(
@@ -123,7 +124,8 @@ def user_eval_log(
         }
         return {"rollout_id": rollout_id, "data": data, "extra_metrics": extra}
 
-    return {} if _skips_default_log(function, settings, arguments) else _check_numbers(function, extra)
+    skips, logged = _called(function, settings, arguments)
+    return ({} if skips else _check_numbers(function, extra)) | logged
 
 
 def _replace(metrics: Metrics, values: Metrics) -> None:
@@ -131,14 +133,22 @@ def _replace(metrics: Metrics, values: Metrics) -> None:
     metrics.update(values)
 
 
-def _skips_default_log(function: Hook, settings: Settings, arguments: Callable[[Arrange], dict[str, Any]]) -> bool:
-    """Call a log function and return what it returns. `arguments` makes those of a call from arranged samples."""
+def _called(function: Hook, settings: Settings, arguments: Callable[[Arrange], dict[str, Any]]) -> tuple[bool, Metrics]:
+    """Call a log function. Return whether it replaces the default log, and the metrics that it sent by `log`.
+
+    `arguments` makes those of a call from arranged samples.
+    """
     args = FlatSettings(settings)
-    result = call_with_samples(function, lambda arrange: {"args": args, "settings": args, **arguments(arrange)})
-    result = plain_value(result)
+    with collected_metrics() as logged:
+
+        def arranged(arrange: Arrange) -> dict[str, Any]:
+            logged.clear()  # of a call before, with samples in another arrangement
+            return {"args": args, "settings": args, **arguments(arrange)}
+
+        result = plain_value(call_with_samples(function, arranged))
     if result is not None and not isinstance(result, bool):
         raise function.returned(result, "True to skip the default log, else False")
-    return bool(result)
+    return bool(result), logged
 
 
 def _check_numbers(function: Hook, metrics: Metrics) -> Metrics:

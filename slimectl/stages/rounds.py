@@ -222,8 +222,8 @@ class RoundScheduler:
     def _passes_filter(self, group: Group, collected: int) -> bool:
         self._sampled_groups.append(group)
         keep_group = self._hooks.keep_group
-        keep, reason = (True, "") if keep_group is None else checked_decision(keep_group(group))
-        if keep:
+        keep, reason, is_fallback = (True, "", False) if keep_group is None else checked_decision(keep_group(group))
+        if keep or (is_fallback and collected + 1 + len(self.in_flight) <= self._size):
             return True
         self._drops[reason] += 1
         if self._drops.total() >= MAX_DROPPED_ROUNDS * self._size:
@@ -256,15 +256,18 @@ class RoundScheduler:
             self.state.long_prompts_until = prompt.index + 1
 
 
-def checked_decision(answer: Any) -> tuple[bool, str]:
-    """Return (keep, reason) of a filter's result. Raises HookError if the filter returned anything else."""
-    keep, reason = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, "filtered")
+def checked_decision(answer: Any) -> tuple[bool, str, bool]:
+    """Return (keep, reason, whether the group is kept if too few others are left) of a filter's result.
+
+    Raises HookError if the filter returned anything else.
+    """
+    keep, reason = answer[:2] if isinstance(answer, tuple) and len(answer) in (2, 3) else (answer, "filtered")
     if not isinstance(keep, bool):
         raise HookError(
             f"rollout.dynamic_sampling_filter_path: returned {kind_of(answer)}; return True, False or "
             f"(False, 'the reason')"
         )
-    return keep, str(reason or "filtered")
+    return keep, str(reason or "filtered"), isinstance(answer, tuple) and answer[2:] == (True,)
 
 
 def _is_done(group: Group) -> bool:

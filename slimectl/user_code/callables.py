@@ -26,6 +26,7 @@ from slimectl.user_code.containment import (
     register_module,
     user_error,
 )
+from slimectl.user_code.stand_ins import install_stand_ins
 
 
 def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
@@ -99,7 +100,11 @@ def _is_module(path: str) -> bool:
 
 
 def _make_importable(folder: str) -> None:
-    """Let modules of a folder be imported: last, so that no file there hides an installed package."""
+    """Let modules of a folder be imported: last, so that no file there hides an installed package.
+
+    Modules of slime are slimectl's stand-ins.
+    """
+    install_stand_ins()
     if folder not in sys.path:
         sys.path.append(folder)
 

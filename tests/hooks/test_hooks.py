@@ -95,8 +95,11 @@ def test_modules_of_the_current_folder_and_neighbours_of_a_file_can_be_imported(
 
 def test_an_import_of_slime_that_is_not_here_names_those_that_are(tmp_path: Path):
     file = tmp_path / "of_slime.py"
-    file.write_text("from slime.utils.ppo_utils import compute_approx_kl\ndef f(sample): return 0")
-    with pytest.raises(HookError, match=r"slime.utils.ppo_utils is a part of slime itself; .* slime.utils.types"):
+    file.write_text("from slime.utils.memory_utils import clear_memory\ndef f(sample): return 0")
+    with pytest.raises(
+        HookError,
+        match=r"no stand-in for slime.utils.memory_utils. Of slime.utils it has .*, slime.utils.types. Remove",
+    ):
         HOOKS["score.custom_rm_path"].load(f"{file}:f")
 
 

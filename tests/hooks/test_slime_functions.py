@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from slimectl.settings.layers import from_assignments, from_custom_config, from_
 from slimectl.settings.loading import resolve
 from slimectl.types import Sample, SamplingParams
 
-FILES = ("slime_functions.py", "slime_tools.py")
+FILES = ("slime_functions.py", "slime_examples.py", "slime_tools.py")
 SMALL = (
     "run.rollout_batch_size=2", "rollout.n_samples_per_prompt=4", "rollout.max_response_len=6",
     "eval.before_train=false", "eval.interval=1", "track.with=['jsonl']", "rollout.data=[]",
@@ -92,16 +93,40 @@ def ran(folder: Path, model: Path, functions: dict[str, str], *assignments: str)
     set_up(folder, model)
     for name in FILES:
         shutil.copy(Path(__file__).with_name(name), folder)
-    (folder / "own.yaml").write_text("bonus: 0.5\nmax_turns: 2\n")
-    hooks = [f"{setting}=slime_functions.{name}" for setting, name in functions.items()]
+    (folder / "own.yaml").write_text("bonus: 0.5\nmax_turns: 2\ncap_path: slime_examples.cap_of_step\n")
+    hooks = [f"{setting}={name if '.' in name else f'slime_functions.{name}'}" for setting, name in functions.items()]
     layers = [from_file(Path("slimectl.toml")), from_custom_config(Path("own.yaml"))]
     settings = resolve([*layers, from_assignments([*SMALL, *hooks, *assignments])]).settings
     assert TrainingRun(settings).execute()
     return Ran(folder)
 
 
+def forget(patch: pytest.MonkeyPatch, *prefixes: str) -> None:
+    """Import these modules anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in prefixes]:
+        patch.delitem(sys.modules, name)
+
+
+@pytest.fixture(scope="module", params=["alone", "beside an installed slime"])
+def situation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The functions are imported anew: without a slime, and beside a package of that name, of which nothing runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "alone":
+            folder = tmp_path_factory.mktemp("installed")
+            for module in ("slime", "slime/utils", "slime/rollout", "slime/rollout/rm_hub", "slime/ray"):
+                (folder / module).mkdir()
+                (folder / module / "__init__.py").write_text("raise AssertionError('a real slime is imported')")
+            (folder / "slime/utils/types.py").write_text("raise AssertionError('a real slime is imported')")
+            patch.syspath_prepend(folder)
+        forget(patch, "slime", "slime_functions", "slime_examples")
+        yield
+        forget(patch, "slime", "slime_functions", "slime_examples")
+
+
 @pytest.fixture(scope="module")
-def of_parts(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+def of_parts(
+    situation: None, model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ran]:
     """Two rounds of slimectl's own loop with a function at every place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder := tmp_path_factory.mktemp("parts"))
@@ -162,7 +187,7 @@ def test_the_logs_see_rounds_and_evaluations(of_parts: Ran) -> None:
 
 
 def test_whole_rounds_a_loss_and_megatron_hooks(
-    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    situation: None, model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = ran(tmp_path, model_dir("llama"), WHOLE_ROUNDS, "run.num_rollout=1", "train.backend=megatron",
@@ -179,6 +204,84 @@ def test_whole_rounds_a_loss_and_megatron_hooks(
     assert done.notes("megatron_init") == [{"checkpoint": True, "tensor": 1}]
     assert done.notes("before_log_prob") == [{"prefix": "", "chunks": 1}]
     assert done.notes("before_train_step") == [{"rollout_id": 1, "step_id": i, "call": i} for i in (0, 1)]
+
+
+EXAMPLE_PARTS = {
+    "rollout.data_source_path": "slime_examples.AlternatingSource",
+    "rollout.custom_generate_function_path": "slime_examples.generate_with_fan_out",
+    "rollout.dynamic_sampling_filter_path": "slime_examples.check_reward_cap",
+    "score.custom_rm_path": "slime_examples.dapo_reward",
+    "train.custom_tis_function_path": "slime_examples.weights_with_cp",
+    "track.custom_rollout_log_function_path": "slime_examples.log_by_source",
+}
+
+
+def test_parts_in_the_manner_of_slimes_examples(
+    situation: None, model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = ran(tmp_path, model_dir("llama"), EXAMPLE_PARTS, "run.num_rollout=1", "score.reward_key=score",
+               "rollout.data=['prompts.jsonl@[0:2]','prompts.jsonl@[2:4]']", "rollout.shuffle=false",
+               "rollout.n_samples_per_prompt=2", "eval.interval=none")  # fmt: skip
+    samples = done.samples(1)
+    assert [sample["prompt"] for sample in samples] == ["say one"] * 3 + ["say three"] * 3
+    assert [sample["metadata"]["data_source"] for sample in samples] == ["source_0"] * 3 + ["source_1"] * 3
+    assert [sample["reward"]["score"] for sample in samples] == [-1, 1, 1, -1, 1, 1]  # below the cap of 0.5
+    assert [sample["rollout_id"] for sample in samples] == [0, 1, 1, 2, 3, 3]
+    tracked = {name: value for line in done.lines("runs/a/tracked.jsonl") for name, value in line["metrics"].items()}
+    lengths = [sample["response_length"] for sample in samples]
+    assert tracked["rollout/source_0/length/max"] == max(lengths[:3])
+    assert tracked["rollout/source_1/length/mean"] == pytest.approx(sum(lengths[3:]) / 3)
+    assert tracked["perf/longest_sample_tokens_per_sec"] > 0
+    assert done.steps[0]["train/example_weight"] == pytest.approx(1.0, abs=1e-3)
+    state = json.loads((tmp_path / "runs/a/rollout/global_dataset_state_dict_1_1.json").read_text())
+    assert (state["sample_offset"], state["sample_group_index"], state["buffer"]) == (1, 1, [])
+
+
+def test_whole_rounds_in_the_manner_of_slimes_examples(
+    situation: None, model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = {
+        "rollout.function_path": "slime_examples.wrapped_rollout",
+        "rollout.custom_generate_function_path": "slime_examples.generate_by_turns",
+    }
+    done = ran(tmp_path, model_dir("llama"), functions, "run.num_rollout=1", "rollout.data=prompts.jsonl")
+    samples = done.samples(1)
+    assert [sample.get("remove_sample", False) for sample in samples] == ([True] + [False] * 3) * 2
+    # Two tokens of the model, four bytes of the tool, two tokens of the model.
+    assert [sample["loss_mask"] for sample in samples] == [[1, 1, 0, 0, 0, 0, 1, 1]] * 8
+    assert {sample["calls"] for sample in samples} == {8}  # one counter for all
+    assert all(" 42 " in sample["response"] for sample in samples)
+    assert done.steps[0]["rollout/own"] == 7.0
+    assert done.notes("evaluated") == [{"names": ["eval"], "samples": 3}]
+
+
+def test_agents_in_a_thread_of_the_functions_own(
+    situation: None, model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = {
+        "rollout.function_path": "slime_examples.threaded_rollout",
+        "rollout.custom_generate_function_path": "slime_examples.generate_with_agents",
+    }
+    done = ran(tmp_path, model_dir("llama"), functions, "run.num_rollout=1", "rollout.data=prompts.jsonl",
+               "score.rm_type=exact", "score.custom_rm_path=none", "eval.interval=none")  # fmt: skip
+    samples = done.samples(1)
+    assert [sample["rollout_id"] for sample in samples] == [index for index in range(8) for _ in range(2)]
+    assert {sample["reward"] for sample in samples} == {0.5}  # an untrained model says no word of the labels
+
+
+def test_demonstrations_by_a_rollout_function(
+    situation: None, model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = ran(tmp_path, model_dir("llama"), {"rollout.function_path": "slime_examples.sft_rollout"},
+               "run.num_rollout=1", "rollout.data=prompts.jsonl", "rollout.shuffle=false",
+               "rollout.n_samples_per_prompt=1", "algorithm.name=reinforce_plus_plus",
+               "eval.interval=none")  # fmt: skip
+    assert [sample["label"] in sample["taught"][0] for sample in done.samples(1)] == [True, True]
+    assert [sum(sample["loss_mask"]) - len(sample["label"]) for sample in done.samples(1)] == [1, 1]  # the end token
 
 
 def test_every_hook_is_tried_with_a_function_of_slimes_style() -> None:
@@ -281,7 +384,10 @@ def test_the_filter_that_scripts_of_slime_name_is_here() -> None:
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     settings = resolve([from_assignments([f"rollout.dynamic_sampling_filter_path={path}"])]).settings
     assert keep_group([Sample(reward=1.0), Sample(reward=0.0)], settings=settings) is True
-    assert keep_group([Sample(reward=1.0), Sample(reward=1.0)], settings=settings) == (False, "zero_std_1.0")
+    equal = [Sample(reward=1.0), Sample(reward=1.0)]
+    assert keep_group(equal, settings=settings) == (False, "zero_std_1.0")
+    fallback = resolve([from_assignments([f"rollout.dynamic_sampling_filter_path={path}_with_fallback"])]).settings
+    assert keep_group(equal, settings=fallback) == (False, "zero_std_1.0", True)
 
 
 def test_args_name_the_model_that_a_run_made_and_follow_servers_that_come_back() -> None:

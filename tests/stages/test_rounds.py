@@ -71,6 +71,20 @@ def odd(samples: list[Sample]) -> tuple[bool, str]:
     return samples[0].group_index % 2 == 1, "even"
 
 
+def test_a_filter_with_a_fallback_keeps_groups_that_would_need_further_prompts():
+    def prefers_odd(samples: list[Sample]) -> tuple[bool, str, bool]:
+        return *odd(samples), True
+
+    # Two groups make a round. Of three that are submitted one can be dropped: group 0. Groups 2 and 4 are needed.
+    rollout = {"over_sampling_batch_size": 3}
+    first = next(rounds(lengths(*[1] * 8), Slow(), keep_group=prefers_odd, rollout_batch_size=2, rollout=rollout))
+    assert sorted(set(numbers(first))) == [1, 2]
+    assert first.metrics["rollout/dynamic_filter/drop_even"] == 1
+    # Without over-sampling no group can be dropped.
+    first = next(rounds(lengths(*[1] * 8), Slow(), keep_group=prefers_odd, rollout_batch_size=2))
+    assert sorted(set(numbers(first))) == [0, 1]
+
+
 def test_every_group_that_a_filter_drops_is_replaced_by_the_next_prompt():
     engine = Slow()
     first, second = rounds(lengths(*[1] * 8), engine, keep_group=odd, num_rollout=2)

@@ -1,1 +1,1 @@
-"""Adapter to functions that were written for slime: `flags` of `args`, `shapes` of calls and results, `modules`."""
+"""Adapter to functions that were written for slime: `flags` of `args`, and `shapes` of calls and results."""

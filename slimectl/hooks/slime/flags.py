@@ -36,7 +36,7 @@ _OFF = """
 """
 _NONE = """
     ci_load_grad_norm ci_save_grad_norm custom_config_path dump_details eval_config eval_function_path eval_input_key
-    eval_label_key eval_max_context_len eval_max_prompt_len eval_tool_key http_proxy load_debug_rollout_data
+    eval_label_key eval_max_prompt_len eval_tool_key http_proxy load_debug_rollout_data
     load_debug_rollout_data_subsample load_forge_rollout_data max_turns megatron_config_path
     megatron_deepgemm_forward_layers megatron_deepgemm_forward_modules megatron_deepgemm_moe_forward_layers
     megatron_deepgemm_moe_forward_modules memory_snapshot_num_steps model_name mtp_num_layers multimodal_keys
@@ -137,6 +137,7 @@ def _upper_clip(settings: Settings) -> float:
 COMPUTED: dict[str, Callable[[Settings], Any]] = {
     "advantage_estimator": lambda settings: settings.algorithm.name,
     "eps_clip_high": _upper_clip,
+    "eval_max_context_len": lambda settings: settings.rollout.max_context_len,
     "eval_prompt_data": lambda settings: [word for pair in settings.eval.sources.items() for word in pair] or None,
     "eval_reward_key": lambda settings: settings.eval.reward_key or settings.score.reward_key,
     "global_batch_size": lambda settings: settings.rollouts_per_step,

@@ -159,10 +159,15 @@ def _graded(dataset: Mapping[str, Any]) -> list[Any]:
 
 
 def filter_result(result: Any) -> Any:
-    """Return what a filter returned, an object with `keep` and `reason` as (keep, reason)."""
+    """Return what a filter returned; an object with `keep` and `reason` as (keep, reason).
+
+    With `keep_when_insufficient` the tuple has True as a third member.
+    """
     if not hasattr(result, "keep"):
         return result
     reason = getattr(result, "reason", None)
+    if getattr(result, "keep_when_insufficient", False):
+        return result.keep, reason or "", True
     return result.keep if reason is None else (result.keep, reason)
 
 

@@ -1,0 +1,36 @@
+"""Functions of slime that cannot work here: each raises an error that says what to use in its place."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from slimectl.errors import HookError
+
+REMEDIES = {
+    "abort": "slimectl interrupts responses itself. Set rollout.partial_rollout = true to resume them.",
+    "eval_rollout": "Call generate_rollout(args, rollout_id, data_source, evaluation=True), with the data source that "
+    "your function gets.",
+    "generate_rollout": 'slime.rollout.sft_rollout is the algorithm sft. Set algorithm.name = "sft".',
+    "reward_func": 'On-policy distillation is an algorithm. Set algorithm.name = "opd" and algorithm.opd_teacher_url.',
+}
+_SAME = {"eval_rollout_single_dataset": "eval_rollout", "post_process_rewards": "reward_func"}
+
+
+class AbsentFunction:
+    """Raises HookError when it is called."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise HookError(f"{self.__name__} of slime does not work in slimectl. {REMEDIES[_remedy_of(self.__name__)]}")
+
+
+def _remedy_of(name: str) -> str:
+    return _SAME.get(name, name)
+
+
+def __getattr__(name: str) -> AbsentFunction:
+    if _remedy_of(name) not in REMEDIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return AbsentFunction(name)

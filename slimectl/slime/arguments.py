@@ -1,0 +1,89 @@
+"""`parse_args` for slime's flags, and functions by their paths."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from slimectl.hooks.args import FlatSettings
+from slimectl.settings.launch_scripts.conversion import Conversion, canonical, convert, typed
+from slimectl.settings.launch_scripts.flags import Flag, options
+from slimectl.settings.launch_scripts.shell_values import Field
+from slimectl.settings.launch_scripts.shell_words import Place
+from slimectl.settings.launch_scripts.slime import SLIME
+from slimectl.user_code import load_callable
+
+COMMAND_LINE = Place("command line", 1)
+
+
+def parse_args(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> FlatSettings:
+    """Return the arguments of this program's command line, which are slime's flags, as hooks get them.
+
+    `add_custom_arguments` adds arguments of the program's own to a parser. A flag that slimectl has no setting for is
+    an attribute too. Ends the program, as argparse does, for an unknown flag or a wrong value.
+    """
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        epilog="All other options are flags of slime. docs/from-slime.md of slimectl names the settings that they set.",
+    )
+    if add_custom_arguments is not None:
+        parser = add_custom_arguments(parser) or parser
+    own, words = parser.parse_known_args()
+    flags, loose = options([Field(word, COMMAND_LINE) for word in words])
+    unknown = [word.text for word in loose] + [flag.spelling for flag in flags if not _is_known(flag)]
+    if unknown:
+        parser.error(f"{unknown[0]} is not a flag of slime. Add it to add_custom_arguments.")
+    conversion = convert(SLIME, flags)
+    if faults := [*filter(None, map(_fault, flags)), *conversion.problems, *_refusals(conversion)]:
+        parser.error(faults[0].replace(" (launch)", ""))
+    return _with_attributes(conversion, flags, vars(own))
+
+
+def _is_known(flag: Flag) -> bool:
+    return SLIME.row(SLIME.name_of(flag.name)) is not None or canonical(flag.name).startswith("sglang_")
+
+
+def _fault(flag: Flag) -> str:
+    """Return why a flag's values cannot be read; empty if they can."""
+    row = SLIME.row(SLIME.name_of(flag.name))
+    try:
+        if row is not None and row.convert is not None:
+            row.convert(flag)
+    except ValueError as error:
+        return f"{flag} {error}"
+    return ""
+
+
+def _refusals(conversion: Conversion) -> list[str]:
+    """Return the errors of values that a setting refuses, as `run.num_rollout: input should be …`."""
+    return [item.reason for item in conversion.omissions if re.match(r"[a-z_]+\.[\w.]+: ", item.reason)]
+
+
+def _with_attributes(conversion: Conversion, flags: list[Flag], own: dict[str, Any]) -> FlatSettings:
+    """Return the settings as arguments, with the flags that no setting stands for, and the program's own."""
+    args = FlatSettings(conversion.settings)
+    omitted = {item.flag for item in conversion.omissions}
+    for flag in flags:
+        if str(flag) in omitted:
+            setattr(args, canonical(flag.name), typed(flag))
+    for name, value in own.items():
+        setattr(args, name, value)
+    return args
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Return the function at a path. Raises HookError if there is none."""
+    return load_callable(path, setting="load_function")
+
+
+class SingletonMeta(type):
+    """Metaclass of classes that have one instance in a process."""
+
+    _instances: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in cls._instances:
+            cls._instances[cls] = super().__call__(*args, **kwargs)
+        return cls._instances[cls]

@@ -1,0 +1,56 @@
+"""Rewards of samples as `[score]` describes them, for slime's functions that grade for themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from typing import Any
+
+from slimectl import builders
+from slimectl.errors import SettingsError
+from slimectl.hooks.args import settings_of
+from slimectl.rewards import Verifier, verifier
+from slimectl.settings import Settings
+from slimectl.stages.score import Grader
+from slimectl.types import Sample
+
+_graders: dict[int, tuple[Settings, Grader]] = {}
+"""Settings and their grader, by the settings' id. The settings are kept, so that the id stays theirs."""
+MAX_GRADERS = 8
+
+
+def _grader(args: Any) -> Grader:
+    settings = settings_of(args)
+    if id(settings) not in _graders:
+        if len(_graders) >= MAX_GRADERS:
+            _graders.clear()
+        _graders[id(settings)] = settings, builders.reward(settings)
+    return _graders[id(settings)][1]
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+    """Return the reward of a sample: by its own function, that of the settings, its metadata.rm_type, or rm_type."""
+    return (await batched_async_rm(args, [sample]))[0]
+
+
+async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
+    """Return the rewards of samples, in their order. They are not written into the samples."""
+    grader = _grader(args)
+    calls = await asyncio.gather(*(asyncio.to_thread(grader.grade, call) for call in grader.calls(samples)))
+    return [getattr(reward, "reward", reward) for rewards in calls for reward in rewards]
+
+
+@cache
+def _remote(url: str, max_retries: int) -> Verifier:
+    return verifier("remote_rm", url=url, max_retries=max_retries)
+
+
+async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
+    """Return the reward that the server at args.rm_url gives, after at most `max_retries` requests.
+
+    Raises SettingsError without an address, and BackendError if the server does not answer.
+    """
+    url = settings_of(args).score.rm_url
+    if not url:
+        raise SettingsError("score.rm_url: no address is set. remote_rm needs the server of the reward.")
+    return await asyncio.to_thread(_remote(url, max_retries - 1), sample)
