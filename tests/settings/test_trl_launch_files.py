@@ -173,7 +173,7 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"train.lora_rank": 8, "train.lora_alpha": 8.0, "train.lora_targets": ["q_proj", "v_proj"]}, []),
     ("run.py", python("**COMMON, max_steps=8", before="COMMON = dict(learning_rate=4e-6, num_generations=4)"),
      {"train.lr": 4e-6, "rollout.n_samples_per_prompt": 4, "run.num_rollout": 8}, []),
-    ("run.py", python("**table()", before="def table(): return {}"), {"train.lr": 1e-6},
+    ("run.py", python("**table()", before="def table(): return json.load(open('t.json'))"), {"train.lr": 1e-6},
      ["is a table that the program makes"]),
     ("run.py", python("max_steps=8", before="class Own(GRPOTrainer):\n    pass\n").replace("GRPOTrainer(m", "Own(m"),
      {"algorithm.name": "grpo", "run.num_rollout": 8}, ["is a trainer of your own"]),
