@@ -216,6 +216,39 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      "GRPOTrainer(model=model.model_name_or_path, reward_funcs=reward, args=config)\n",
      {"algorithm.name": "grpo", "algorithm.kl_loss_coef": 0.5, "score.custom_rm_path": "rewards.py:reward"},
      ["set model.path by hand"]),
+    # Python that is followed through functions and classes
+    ("run.py", "import argparse\nfrom rewards import reward\n\n\ndef parse():\n    p = argparse.ArgumentParser()\n"
+     "    p.add_argument('--lr', type=float, default=2e-6)\n    p.add_argument('--model', required=True)\n"
+     "    return p.parse_args()\n\n\ndef train(args):\n    c = GRPOConfig(learning_rate=args.lr, max_steps=2 * 5)\n"
+     "    GRPOTrainer(model=args.model, reward_funcs=reward, args=c, train_dataset='d')\n\n\ntrain(parse())\n",
+     {"train.lr": 2e-6, "run.num_rollout": 10}, ["set model.path by hand"]),
+    ("run.py", "@dataclass\nclass Options(ScriptArguments):\n"
+     "    names: list = field(default_factory=lambda: ['a', 'b'])\n\n\n"
+     "from rewards import a, b\nALL = {'a': a, 'b': b}\ndef main(options, config):\n"
+     "    GRPOTrainer('org/m', [ALL[name] for name in options.names], config, train_dataset=rows('org/d'))\n\n\n"
+     "def rows(path):\n    return load_dataset(path, 'main')['train'].map(lambda row: row)\n\n\n"
+     "main(*TrlParser((Options, GRPOConfig)).parse_args_and_config())\n",
+     {"score.rm": [{"path": "rewards.py:a"}, {"path": "rewards.py:b"}], "rollout.data": ["org/d/main"]}, []),
+    ("run.py", "@dataclass\nclass Own(SFTConfig):\n    learning_rate: float = 7e-6\n\n\n"
+     "(config,) = HfArgumentParser(Own).parse_args_into_dataclasses()\n"
+     "class Run:\n    def __init__(self, steps):\n        config.max_steps = steps\n"
+     "        self.model = AutoModel.from_pretrained('org/m').to('cuda')\n"
+     "    def train(self):\n        SFTTrainer(self.model, config, train_dataset='org/d').train()\n\n\n"
+     "Run(20).train()\n",
+     {"train.lr": 7e-6, "run.num_rollout": 20, "model.path": "org/m"}, []),
+    ("run.py", "def build(lr):\n    return SFTConfig(learning_rate=lr, max_steps=3)\n\n\n"
+     "for lr in (1e-5, 2e-5):\n    SFTTrainer('org/m', build(lr), train_dataset='org/d').train()\n",
+     {"run.num_rollout": 3}, ["set train.lr by hand"]),
+    ("run.py", "lr, steps = 1e-5, 5\n\n\ndef change():\n    global lr\n    if torch.cuda.is_available():\n"
+     "        lr = 3e-5\n\n\nchange()\ntable = {'seed': 1, 'max_steps': 3, 'beta': 2}\ndel table['seed']\n"
+     "table.pop('beta')\ntable.update(max_steps=4)\n"
+     "SFTTrainer('org/m', SFTConfig(learning_rate=lr, **table), train_dataset='org/d')\n",
+     {"run.num_rollout": 4},
+     ["it depends on a condition that is not evaluated (line 6); set train.lr", "it is deleted; set run.seed by hand"]),
+    ("run.py", "def make():\n    lr = 1e-5\n    def change():\n        nonlocal lr\n        lr = 3e-5\n    change()\n"
+     "    return SFTConfig(learning_rate=lr, max_steps=3)\n\n\n"
+     "SFTTrainer('org/m', make(), train_dataset='org/d')\n",
+     {"run.num_rollout": 3}, ["an inner function sets it; set train.lr by hand"]),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from slimectl.settings.launch_scripts.python_values import (
     MAX_MEMBERS,
     TABLE_METHODS,
     TEXT_METHODS,
+    TOO_LONG,
     Function,
     Instance,
     Leave,
@@ -39,12 +40,17 @@ SPEC = re.compile(r"[<>^]?[-+ ]?0?\d{0,3},?(?:\.\d{1,2})?[bdeEfFgGnosxX%]?")
 """Format specifications of a width that a program has."""
 READABLE = (Unreadable, ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 """What evaluating an expression raises where its value is not known."""
-MAIN = "__main__"
 
 
 def lines_of(node: ast.expr) -> tuple[int, int]:
     """The first and the last line of an expression."""
     return node.lineno, node.end_lineno or node.lineno
+
+
+def size_of(value: Any) -> int:
+    """The steps that a long text, list or table counts for."""
+    characters = sum(len(piece.text) for piece in value.pieces) if isinstance(value, Text) else 0
+    return characters >> 8 if characters else len(value) >> 4 if isinstance(value, list | dict) else 0
 
 
 def source_of(node: ast.AST) -> str:
@@ -60,7 +66,7 @@ class Expressions:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
-        self.globals: dict[str, Any] = {"__name__": lifted(MAIN, (1, 1))}
+        self.globals: dict[str, Any] = {"__name__": lifted("__main__", (1, 1))}
         self.frames: list[dict[str, Any]] = []
         self._steps = 0
 
@@ -76,9 +82,9 @@ class Expressions:
         """Set a name, an attribute or an element."""
         raise NotImplementedError
 
-    def count(self) -> None:
-        """Count a step. Raises Leave after too many."""
-        self._steps += 1
+    def count(self, steps: int = 1) -> None:
+        """Count steps. Raises Leave after too many."""
+        self._steps += steps
         if self._steps > MAX_STEPS:
             raise Leave("limit")
 
@@ -86,11 +92,14 @@ class Expressions:
         """The value of an expression; an Unknown with its source where the file does not tell it."""
         self.count()
         try:
-            return self._evaluated(node)
+            result = self._evaluated(node)
         except READABLE as error:
+            self.count(1_000 if str(error) == TOO_LONG else 0)
             source = source_of(node)
             reason = str(error) if isinstance(error, Unreadable) and str(error) else ""
             return Unknown(source, reason or f"{source[:60]} is known when the program runs")
+        self.count(size_of(result))
+        return result
 
     def _evaluated(self, node: ast.expr) -> Any:
         match node:
@@ -277,5 +286,5 @@ class Expressions:
             raise Unreadable(f"{name}() of a text is not read")
         text, values = plain(owner), [plain(argument) for argument in arguments]
         if name == "replace" and len(text) + text.count(values[0]) * len(values[1]) > MAX_TEXT:
-            raise Unreadable("it is too long")
+            raise Unreadable(TOO_LONG)
         return lifted(getattr(text, name)(*values), lines)

@@ -17,7 +17,15 @@ from slimectl.settings.launch_scripts.foreign import algorithm_of, is_training_c
 from slimectl.settings.launch_scripts.python_expressions import source_of
 from slimectl.settings.launch_scripts.python_program import CONFIGURATIONS, Program, parsed
 from slimectl.settings.launch_scripts.python_rewards import reward_fields
-from slimectl.settings.launch_scripts.python_values import Function, Instance, Reference, Unknown, Unreadable, plain
+from slimectl.settings.launch_scripts.python_values import (
+    Function,
+    Instance,
+    Reference,
+    Text,
+    Unknown,
+    Unreadable,
+    plain,
+)
 from slimectl.settings.launch_scripts.shell_values import Field
 from slimectl.settings.launch_scripts.shell_words import Place
 
@@ -309,7 +317,7 @@ def _origin_of(value: Any) -> Any:
     """The path that `load_dataset(PATH)` or `from_pretrained(PATH)` reads; the value itself of others."""
     names = ORIGINS.get(value.name.rpartition(".")[2], ()) if isinstance(value, Instance) else ()
     path = next((value.attributes[name] for name in names if name in value.attributes), value)
-    return value.attributes.get("data_files", value) if str(path) in FORMATS else path
+    return value.attributes.get("data_files", value) if isinstance(path, Text) and str(path) in FORMATS else path
 
 
 def _fields(value: Any, node: ast.AST, place: Place) -> Iterator[Field]:

@@ -66,6 +66,9 @@ class Statements(Expressions):
                 self._assign(statement.name, statement)
             case ast.Global(names=names) if self.frames:
                 self.frames[-1] |= {f"global {name}": True for name in names}
+            case ast.Nonlocal(names=names):
+                for frame in self.frames[:-1]:
+                    frame |= {name: Unknown(name, "an inner function sets it") for name in names if name in frame}
             case ast.Expr(value=value):
                 self.value(value)
             case ast.Return(value=value):

@@ -6,14 +6,16 @@ import ast
 import operator
 import posixpath
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from slimectl.settings.launch_scripts.shell_values import MAX_TEXT
 
 MAX_MEMBERS = 10_000
-"""Members of one list. A program that is followed has fewer."""
+"""Members of one list, with those inside it. A program that is followed has fewer."""
+TOO_LONG = "it is too long"
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,12 @@ class Text:
     def stripped(self, left: bool = True, right: bool = True) -> Text:
         """The text without blanks at its ends; every other piece keeps its lines."""
         pieces = list(self.pieces)
-        while left and pieces and not pieces[0].unknown and not pieces[0].text.strip():
-            pieces.pop(0)
-        if left and pieces and not pieces[0].unknown:
-            pieces[0] = replace(pieces[0], text=pieces[0].text.lstrip())
-        while right and pieces and not pieces[-1].unknown and not pieces[-1].text.rstrip():
-            pieces.pop()
-        if right and pieces and not pieces[-1].unknown:
-            pieces[-1] = replace(pieces[-1], text=pieces[-1].text.rstrip())
+        for position, strip in ((0, str.lstrip),) * left + ((-1, str.rstrip),) * right:
+            while pieces and not pieces[position].unknown:
+                piece = pieces.pop(position)
+                if text := strip(piece.text):
+                    pieces.insert(len(pieces) if position else 0, replace(piece, text=text))
+                    break
         return Text(tuple(pieces))
 
 
@@ -103,14 +103,14 @@ def joined(texts: Iterable[Text]) -> Text:
     """One text of several. Raises Unreadable if it is too long."""
     text = Text(tuple(piece for part in texts for piece in part.pieces))
     if len(text.pieces) > MAX_MEMBERS or sum(len(piece.text) for piece in text.pieces) > MAX_TEXT:
-        raise Unreadable("it is too long")
+        raise Unreadable(TOO_LONG)
     return text
 
 
 def bounded(members: list[Any]) -> list[Any]:
     """The list. Raises Unreadable if it is too long."""
     if len(members) > MAX_MEMBERS:
-        raise Unreadable("it is too long")
+        raise Unreadable(TOO_LONG)
     return members
 
 
@@ -125,19 +125,20 @@ def to_text(value: Any, lines: tuple[int, int]) -> Text:
     return Text((Piece(str(plain(value)), lines),))
 
 
-def plain(value: Any) -> Any:
-    """The Python value of what is known. Raises Unreadable for anything else."""
-    if isinstance(value, Text):
-        if value.unknown:
-            raise Unreadable(value.unknown)
+def plain(value: Any, members: Iterator[int] | None = None) -> Any:
+    """The Python value of what is known. Raises Unreadable for anything else, and for more than MAX_MEMBERS members."""
+    members = members or count()
+    if next(members) > MAX_MEMBERS:
+        raise Unreadable(TOO_LONG)
+    if isinstance(value, Text) and not value.unknown:
         return str(value)
-    if isinstance(value, Unknown):
-        raise Unreadable(value.reason)
+    if isinstance(value, Text | Unknown):
+        raise Unreadable(value.unknown if isinstance(value, Text) else value.reason)
     if isinstance(value, list | tuple):
-        return [plain(member) for member in value]
+        return [plain(member, members) for member in value]
     if isinstance(value, dict):
-        return {plain(key): plain(member) for key, member in value.items()}
-    if isinstance(value, Instance | Function | Reference):
+        return {plain(key, members): plain(member, members) for key, member in value.items()}
+    if isinstance(value, Instance | Function | Reference | ast.AST):
         raise Unreadable("it is an object")
     return value
 
