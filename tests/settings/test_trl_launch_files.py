@@ -33,6 +33,11 @@ FOLDER = {
     "parser = argparse.ArgumentParser()\nparser.add_argument('--lr', type=float, default=1e-5)\n"
     "args = parser.parse_args()\nconfig = RLOOConfig(learning_rate=args.lr, num_generations=4)\n"
     "RLOOTrainer('org/m', reward, config, train_dataset='org/d').train()\n",
+    "switches.py": "import argparse\nfrom trl import SFTConfig, SFTTrainer\n"
+    "p = argparse.ArgumentParser()\np.add_argument('--no_cap', action='store_true')\n"
+    "p.add_argument('--warm', action=argparse.BooleanOptionalAction, default=True)\nargs = p.parse_args()\n"
+    "steps = 7 if args.no_cap else 3\nseed = 1 if args.warm else 2\n"
+    "SFTTrainer('org/m', SFTConfig(max_steps=steps, seed=seed), train_dataset='org/d').train()\n",
 }
 """Files that lie beside every launch file below."""
 
@@ -128,6 +133,8 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"algorithm.name": "rloo", "train.lr": 4e-6, "train.global_batch_size": 16, "model.path": "org/m",
       "score.custom_rm_path": "rewards.py:reward"}, []),
     ("run.sh", "python program.py", {"algorithm.name": "rloo", "train.lr": 1e-5}, []),
+    ("run.sh", "python switches.py --no_cap --no-warm", {"run.num_rollout": 7, "run.seed": 2}, []),
+    ("run.sh", "python switches.py", {"run.num_rollout": 3, "run.seed": 1}, []),
     ("run.sh", f"accelerate launch gspo.py {IDS} --importance_sampling_level sequence --reward_funcs a.b --epsilon 0.1",
      {"algorithm.name": "gspo", "algorithm.eps_clip": 0.1, "algorithm.eps_clip_high": 0.1}, []),
     ("run.sh", f"accelerate launch run_dpo.py {IDS} --max_steps 10", {"algorithm.name": "dpo"}, []),
@@ -220,7 +227,8 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("run.py", "import argparse\nfrom rewards import reward\n\n\ndef parse():\n    p = argparse.ArgumentParser()\n"
      "    p.add_argument('--lr', type=float, default=2e-6)\n    p.add_argument('--model', required=True)\n"
      "    return p.parse_args()\n\n\ndef train(args):\n    c = GRPOConfig(learning_rate=args.lr, max_steps=2 * 5)\n"
-     "    GRPOTrainer(model=args.model, reward_funcs=reward, args=c, train_dataset='d')\n\n\ntrain(parse())\n",
+     "    GRPOTrainer(model=args.model, reward_funcs=reward, args=c, train_dataset='d')\n\n\n"
+     "def unused():\n    return GRPOConfig(learning_rate=1)\n\n\ntrain(parse())\n",
      {"train.lr": 2e-6, "run.num_rollout": 10}, ["set model.path by hand"]),
     ("run.py", "@dataclass\nclass Options(ScriptArguments):\n"
      "    names: list = field(default_factory=lambda: ['a', 'b'])\n\n\n"

@@ -70,7 +70,7 @@ def program_flags(path: Path, name: str, environ: Mapping[str, str], options: Se
     """
     program = Trainings(path, name, environ, options)
     flags = program.flags(None)
-    return [*flags, *(flag for flag in options if flag.name.replace("-", "_") not in program.used)]
+    return [*flags, *(flag for flag in options if flag.name not in program.used)]
 
 
 def has_trainer(path: Path, name: str) -> bool:
@@ -91,7 +91,7 @@ def _purpose(tree: ast.Module) -> str:
     return program_purpose(modules.values(), {f"{modules.get(name, '').partition('.')[0]}.{name}" for name in names})
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """A configuration or a trainer that a program makes: its class, where, and its arguments with their expressions."""
 
@@ -141,16 +141,13 @@ class Trainings(Program):
     def _follow_all(self, line: int | None) -> None:
         """Follow the module, then, if it makes no trainer by itself, its functions that make something."""
         is_short = self.guarded(lambda: self.run(self.tree.body))
-        lines = [record.line for record in self.records.values() if record.kind.endswith("Trainer")]
-        for node in ast.walk(self.tree) if line not in lines or not lines else ():
-            if (
-                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                and node not in self.followed
-                and self._makes(node)
-            ):
+        has_trainer = any(record.kind.endswith("Trainer") for record in self.records.values())
+        is_picked = line is None or line in [record.line for record in self.records.values()]
+        for node in ast.walk(self.tree) if not has_trainer or not is_picked else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and self._makes(node):
                 parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 unknown = {
-                    item.arg: Unknown(item.arg, f"{item.arg} is known when the program runs") for item in parameters
+                    item.arg: _unknown(ast.Name(item.arg)) for item in parameters
                     if not isinstance(self.globals.get(ast.unparse(item.annotation or item)), ast.ClassDef)
                 }  # fmt: skip
                 is_short = self.guarded(partial(self.follow, Function(node), [], unknown)) and is_short
@@ -158,9 +155,10 @@ class Trainings(Program):
             raise self.limit()
 
     def _makes(self, function: ast.AST) -> bool:
-        """Whether a function makes a configuration or a trainer that no other one has made."""
-        calls = (node for node in ast.walk(function) if isinstance(node, ast.Call) and node not in self.records)
-        return any(CONFIGURATIONS.match(ast.unparse(call.func).rpartition(".")[2]) for call in calls)
+        """Whether a function that was not followed makes a configuration or a trainer."""
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and node not in self.records]
+        names = [ast.unparse(call.func).rpartition(".")[2] for call in calls]
+        return function not in self.followed and any(map(CONFIGURATIONS.match, names))
 
     def references(self) -> list[Record]:
         """Names of classes that train, whether they are called or not."""

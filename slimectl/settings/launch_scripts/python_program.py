@@ -54,7 +54,8 @@ class Program(Statements):
     def __init__(self, tree: ast.Module, name: str, environ: Mapping[str, str], options: Sequence[Flag] = ()) -> None:
         super().__init__(environ)
         self.tree, self.name = tree, name
-        self.options = {flag.name.replace("-", "_").removeprefix("no_"): flag for flag in options}
+        names = [(flag.name.replace("-", "_"), flag) for flag in options]
+        self.options = {name.removeprefix("no_"): flag for name, flag in names} | dict(names)
         self.used: set[str] = set()
         """Options that decide a value."""
         self.followed: set[ast.AST] = set()
@@ -129,9 +130,9 @@ class Program(Statements):
             return default
         if flag.problem or len(flag.values) > 1:
             return Unknown(name, flag.problem or f"{name} has several values")
-        self.used.add(name)
+        self.used.add(flag.name)
         if not flag.values:
-            return not flag.name.startswith(("no-", "no_"))
+            return flag.name.replace("-", "_") == name
         text = flag.text
         if re.search(r"\bbool\b", kind):
             return text.lower() in ("true", "1", "yes")
