@@ -84,14 +84,14 @@ class Statements(Expressions):
             case ast.AugAssign(target=target, op=operator, value=value):
                 read = ast.copy_location(ast.parse(ast.unparse(target), mode="eval").body, target)
                 self.store(target, self.value(ast.copy_location(ast.BinOp(read, operator, value), statement)))
-            case ast.Delete(targets=targets):
-                for target in targets:
-                    self.store(target, Unknown(source_of(target), "it is deleted"))
             case _:
                 self._compound(statement)
 
     def _compound(self, statement: ast.stmt) -> None:
         match statement:
+            case ast.Delete(targets=targets):
+                for target in targets:
+                    self.store(target, Unknown(source_of(target), "it is deleted"))
             case ast.With(body=body) | ast.AsyncWith(body=body):
                 for item in statement.items:
                     if item.optional_vars:
