@@ -33,6 +33,11 @@ FOLDER = {
     "parser = argparse.ArgumentParser()\nparser.add_argument('--lr', type=float, default=1e-5)\n"
     "args = parser.parse_args()\nconfig = RLOOConfig(learning_rate=args.lr, num_generations=4)\n"
     "RLOOTrainer('org/m', reward, config, train_dataset='org/d').train()\n",
+    "switches.py": "import argparse\nfrom trl import SFTConfig, SFTTrainer\n"
+    "p = argparse.ArgumentParser()\np.add_argument('--no_cap', action='store_true')\n"
+    "p.add_argument('--warm', action=argparse.BooleanOptionalAction, default=True)\nargs = p.parse_args()\n"
+    "steps = 7 if args.no_cap else 3\nseed = 1 if args.warm else 2\n"
+    "SFTTrainer('org/m', SFTConfig(max_steps=steps, seed=seed), train_dataset='org/d').train()\n",
 }
 """Files that lie beside every launch file below."""
 
@@ -128,6 +133,8 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"algorithm.name": "rloo", "train.lr": 4e-6, "train.global_batch_size": 16, "model.path": "org/m",
       "score.custom_rm_path": "rewards.py:reward"}, []),
     ("run.sh", "python program.py", {"algorithm.name": "rloo", "train.lr": 1e-5}, []),
+    ("run.sh", "python switches.py --no_cap --no-warm", {"run.num_rollout": 7, "run.seed": 2}, []),
+    ("run.sh", "python switches.py", {"run.num_rollout": 3, "run.seed": 1}, []),
     ("run.sh", f"accelerate launch gspo.py {IDS} --importance_sampling_level sequence --reward_funcs a.b --epsilon 0.1",
      {"algorithm.name": "gspo", "algorithm.eps_clip": 0.1, "algorithm.eps_clip_high": 0.1}, []),
     ("run.sh", f"accelerate launch run_dpo.py {IDS} --max_steps 10", {"algorithm.name": "dpo"}, []),
@@ -173,7 +180,7 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"train.lora_rank": 8, "train.lora_alpha": 8.0, "train.lora_targets": ["q_proj", "v_proj"]}, []),
     ("run.py", python("**COMMON, max_steps=8", before="COMMON = dict(learning_rate=4e-6, num_generations=4)"),
      {"train.lr": 4e-6, "rollout.n_samples_per_prompt": 4, "run.num_rollout": 8}, []),
-    ("run.py", python("**table()", before="def table(): return {}"), {"train.lr": 1e-6},
+    ("run.py", python("**table()", before="def table(): return json.load(open('t.json'))"), {"train.lr": 1e-6},
      ["is a table that the program makes"]),
     ("run.py", python("max_steps=8", before="class Own(GRPOTrainer):\n    pass\n").replace("GRPOTrainer(m", "Own(m"),
      {"algorithm.name": "grpo", "run.num_rollout": 8}, ["is a trainer of your own"]),
@@ -216,6 +223,40 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      "GRPOTrainer(model=model.model_name_or_path, reward_funcs=reward, args=config)\n",
      {"algorithm.name": "grpo", "algorithm.kl_loss_coef": 0.5, "score.custom_rm_path": "rewards.py:reward"},
      ["set model.path by hand"]),
+    # Python that is followed through functions and classes
+    ("run.py", "import argparse\nfrom rewards import reward\n\n\ndef parse():\n    p = argparse.ArgumentParser()\n"
+     "    p.add_argument('--lr', type=float, default=2e-6)\n    p.add_argument('--model', required=True)\n"
+     "    return p.parse_args()\n\n\ndef train(args):\n    c = GRPOConfig(learning_rate=args.lr, max_steps=2 * 5)\n"
+     "    GRPOTrainer(model=args.model, reward_funcs=reward, args=c, train_dataset='d')\n\n\n"
+     "def unused():\n    return GRPOConfig(learning_rate=1)\n\n\ntrain(parse())\n",
+     {"train.lr": 2e-6, "run.num_rollout": 10}, ["set model.path by hand"]),
+    ("run.py", "@dataclass\nclass Options(ScriptArguments):\n"
+     "    names: list = field(default_factory=lambda: ['a', 'b'])\n\n\n"
+     "from rewards import a, b\nALL = {'a': a, 'b': b}\ndef main(options, config):\n"
+     "    GRPOTrainer('org/m', [ALL[name] for name in options.names], config, train_dataset=rows('org/d'))\n\n\n"
+     "def rows(path):\n    return load_dataset(path, 'main')['train'].map(lambda row: row)\n\n\n"
+     "main(*TrlParser((Options, GRPOConfig)).parse_args_and_config())\n",
+     {"score.rm": [{"path": "rewards.py:a"}, {"path": "rewards.py:b"}], "rollout.data": ["org/d/main"]}, []),
+    ("run.py", "@dataclass\nclass Own(SFTConfig):\n    learning_rate: float = 7e-6\n\n\n"
+     "(config,) = HfArgumentParser(Own).parse_args_into_dataclasses()\n"
+     "class Run:\n    def __init__(self, steps):\n        config.max_steps = steps\n"
+     "        self.model = AutoModel.from_pretrained('org/m').to('cuda')\n"
+     "    def train(self):\n        SFTTrainer(self.model, config, train_dataset='org/d').train()\n\n\n"
+     "Run(20).train()\n",
+     {"train.lr": 7e-6, "run.num_rollout": 20, "model.path": "org/m"}, []),
+    ("run.py", "def build(lr):\n    return SFTConfig(learning_rate=lr, max_steps=3)\n\n\n"
+     "for lr in (1e-5, 2e-5):\n    SFTTrainer('org/m', build(lr), train_dataset='org/d').train()\n",
+     {"run.num_rollout": 3}, ["set train.lr by hand"]),
+    ("run.py", "lr, steps = 1e-5, 5\n\n\ndef change():\n    global lr\n    if torch.cuda.is_available():\n"
+     "        lr = 3e-5\n\n\nchange()\ntable = {'seed': 1, 'max_steps': 3, 'beta': 2}\ndel table['seed']\n"
+     "table.pop('beta')\ntable.update(max_steps=4)\n"
+     "SFTTrainer('org/m', SFTConfig(learning_rate=lr, **table), train_dataset='org/d')\n",
+     {"run.num_rollout": 4},
+     ["it depends on a condition that is not evaluated (line 6); set train.lr", "it is deleted; set run.seed by hand"]),
+    ("run.py", "def make():\n    lr = 1e-5\n    def change():\n        nonlocal lr\n        lr = 3e-5\n    change()\n"
+     "    return SFTConfig(learning_rate=lr, max_steps=3)\n\n\n"
+     "SFTTrainer('org/m', make(), train_dataset='org/d')\n",
+     {"run.num_rollout": 3}, ["an inner function sets it; set train.lr by hand"]),
 ]  # fmt: skip
 
 

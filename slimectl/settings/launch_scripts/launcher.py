@@ -5,29 +5,26 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.launcher_expressions import MAX_STEPS
-from slimectl.settings.launch_scripts.launcher_program import Program
-from slimectl.settings.launch_scripts.launcher_values import (
+from slimectl.settings.launch_scripts.flags import Flag, options
+from slimectl.settings.launch_scripts.python_program import Program, parsed
+from slimectl.settings.launch_scripts.python_values import (
     Function,
     Instance,
-    Leave,
     Piece,
     Reference,
     Text,
-    Unknown,
     Unreadable,
     joined,
     lifted,
     plain,
     to_text,
-    truth,
 )
 from slimectl.settings.launch_scripts.shell import Script
 from slimectl.settings.launch_scripts.shell_commands import Command
@@ -37,12 +34,14 @@ from slimectl.settings.launch_scripts.shell_words import Place, read_text
 
 STARTS = re.compile(r"\b(?:execute_train|exec_command|os\.system|subprocess\.\w+|exec_command_all_ray_node)\(")
 """Calls that start a command; a file without one is no launcher."""
-RUNNERS = (
-    "exec_command", "exec_command_all_ray_node", "os.system", "subprocess.run", "subprocess.call",
-    "subprocess.check_call", "subprocess.check_output", "subprocess.Popen",
-)  # fmt: skip
+RUNNERS = re.compile(
+    r"os\.system|subprocess\.(?:run|call|check_call|check_output|Popen)"
+    r"|(?:\w*\.)*exec_command(?:_all_ray_node)?"
+)
 CLASSES = ("ExecuteTrainConfig",)
 """Classes of slime whose fields have the defaults below."""
+SWITCHES = {"get_env_enable_infinite_run": "SLIME_TEST_ENABLE_INFINITE_RUN"}
+"""Functions of slime that read a switch of the environment."""
 TRACKING = "adds wandb flags if WANDB_API_KEY is set in the environment; set track.with by hand"
 
 
@@ -58,7 +57,7 @@ def launched(
     text = read_text(path, name)
     if STARTS.search(text) is None:
         return None
-    launcher = Launcher(_parsed(text, name), name, environ, arguments)
+    launcher = Launcher(parsed(path, name), name, environ, options(arguments)[0])
     launcher.follow_all()
     script = Script(path, root, environ, depth=depth)
     script.launched = launched
@@ -72,137 +71,54 @@ def launched(
     return script if script.commands else None
 
 
-def _parsed(text: str, name: str) -> ast.Module:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            return ast.parse(text, filename=name)
-    except SyntaxError as error:
-        raise SettingsError(f"{name}:{error.lineno}: not valid Python: {error.msg}") from None
-    except (RecursionError, MemoryError, ValueError):
-        raise SettingsError(f"{name}: is nested too deeply for a launcher") from None
-
-
 class Launcher(Program):
     """A program that starts commands; those of slime's functions are known."""
 
-    def __init__(self, tree: ast.Module, name: str, environ: Mapping[str, str], arguments: Sequence[Field]) -> None:
-        super().__init__(environ)
+    def __init__(self, tree: ast.Module, name: str, environ: Mapping[str, str], options: Sequence[Flag]) -> None:
+        super().__init__(tree, name, environ, options)
         self.commands: list[tuple[Text, str]] = []
         """Commands, and why it is unknown whether each is started."""
         self.notes: list[Note] = []
-        self._tree, self._name = tree, name
-        self._options = _options(arguments)
-        self._entries: list[Function] = []
-        """Functions that a command line of typer starts."""
-        self._may_continue = True
 
     def follow_all(self) -> None:
         """Follow the module, then, if it starts nothing by itself, its functions that start training."""
-        self._guarded(lambda: self.run(self._tree.body))
-        if self.commands or not self._may_continue:
-            return
-        for node in self._tree.body:
-            if isinstance(node, ast.FunctionDef) and STARTS.search(ast.unparse(node)):
-                self._guarded(lambda node=node: self.follow(Function(node), [], {}))
-
-    def _guarded(self, follow: Any) -> None:
-        try:
-            follow()
-        except Leave as leave:
-            if leave.kind == "limit" and not self.commands:
-                self._may_continue = False
-                if "execute_train(" in ast.unparse(self._tree):
-                    raise SettingsError(f"{self._name}: takes more than {MAX_STEPS} steps; take out the loop") from None
-        except RecursionError:
-            raise SettingsError(f"{self._name}: is nested too deeply for a launcher") from None
-        self._frames.clear()
-        self._pending.clear()
-        self.condition = ""
-
-    def _run_functiondef(self, statement: ast.FunctionDef) -> None:
-        super()._run_functiondef(statement)
-        if any(re.search(r"\.command\b", ast.unparse(item)) for item in statement.decorator_list):
-            self._entries.append(Function(statement))
+        starting = [
+            node for node in self.tree.body if isinstance(node, ast.FunctionDef) and STARTS.search(ast.unparse(node))
+        ]
+        is_short = self.guarded(lambda: self.run(self.tree.body))
+        for node in starting if is_short and not self.commands else []:
+            is_short = self.guarded(partial(self.follow, Function(node), [], {})) and is_short
+        if not is_short and not self.commands and "execute_train(" in ast.unparse(self.tree):
+            raise self.limit()
 
     def call_reference(self, name: str, call: ast.Call, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         last, lines = name.rpartition(".")[2], (call.lineno, call.end_lineno or call.lineno)
         if last == "execute_train":
             self._train(arguments, keywords, lines)
             return None
-        if name in RUNNERS or last in ("exec_command", "exec_command_all_ray_node"):
+        if RUNNERS.fullmatch(name):
             self._start(arguments, keywords, lines)
             raise Unreadable("it is the output of a command")
-        if last == "get_bool_env_var":
-            default = plain(arguments[1]) if len(arguments) > 1 else plain(keywords.get("default", "false"))
-            return str(self.variable(plain(arguments[0]), default)).lower() in ("true", "1")
-        if last == "get_env_enable_infinite_run":
-            return str(self.variable("SLIME_TEST_ENABLE_INFINITE_RUN", "false")).lower() in ("true", "1")
+        if last == "get_bool_env_var" or last in SWITCHES:
+            values = [lifted(SWITCHES[last], lines)] if last in SWITCHES else [*arguments, *keywords.values()]
+            name, default, *_ = [*map(plain, values), "false"]
+            return str(self.variable(name, default)).lower() in ("true", "1")
         if last == "get_default_wandb_args":
-            self.notes.append(Note(Place(self._name, call.lineno), f"{name}() {TRACKING}"))
+            self.notes.append(Note(Place(self.name, call.lineno), f"{name}() {TRACKING}"))
             return Text()
-        if name in ("typer.run", "fire.Fire") and arguments and isinstance(arguments[0], Function):
-            return self.follow(arguments[0], [], {})
-        if name == "tyro.cli" and arguments and isinstance(arguments[0], ast.ClassDef):
-            return self.instance(arguments[0], [], {})
-        if last in ("Typer", "ArgumentParser"):
-            return Instance(None, {"kind": last})
-        raise Unreadable(f"{name}() is known when the program runs")
+        return super().call_reference(name, call, arguments, keywords)
 
-    def call_object(self, owner: Instance, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """The result of a method of a parser of arguments, or of a call of a typer application."""
-        if name == "" and owner.attributes.get("kind") == "Typer":
-            for entry in self._entries:
-                self.follow(entry, [], {})
-            return None
-        if name == "add_argument":
-            self._add_option(owner, [str(plain(item)) for item in arguments], keywords)
-            return None
-        if name in ("add_argument_group", "add_mutually_exclusive_group"):
-            return owner
-        if name in ("parse_args", "parse_known_args"):
-            options = Instance(None, {key: value for key, value in owner.attributes.items() if key != "kind"})
-            return options if name == "parse_args" else [options, []]
-        raise Unreadable(f"{name}() is known when the program runs")
-
-    def _add_option(self, parser: Instance, names: list[str], keywords: dict[str, Any]) -> None:
-        long_names = [name for name in names if name.startswith("--")] or names
-        name = str(plain(keywords["dest"])) if "dest" in keywords else long_names[0].lstrip("-").replace("-", "_")
-        action = str(keywords.get("action", ""))
-        switch = {"store_true": False, "store_false": True}.get(action)
-        default = keywords.get("default", switch)
-        if default is None and (truth(keywords.get("required", False)) or not names[0].startswith("-")):
-            default = Unknown(name, f"{name} is given when the program starts")
-        kind = keywords["type"].name if isinstance(keywords.get("type"), Reference) else ""
-        if name in self._options:
-            default = (not switch) if switch is not None else _converted(self._options[name], kind)
-        parser.attributes[name] = default
-
-    def field(self, name: str, node: ast.stmt, default: Any) -> Any:
-        if name not in self._options:
-            return default
-        annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
-        return _converted(self._options[name], annotation)
-
-    def parameter(self, parameter: ast.arg, default: ast.expr | None) -> Any:
-        if parameter.arg in self._options and len(self._frames) < 2:
-            return _converted(self._options[parameter.arg], ast.unparse(parameter.annotation or ast.Constant("")))
-        return super().parameter(parameter, default)
-
-    def _attribute(self, owner: Any, name: str) -> Any:
-        if isinstance(owner, Reference) and f"{owner.name}.{name}" == "sys.executable":
+    def attribute(self, owner: Any, name: str) -> Any:
+        if owner == Reference("sys") and name == "executable":
             return Text((Piece("python3", (1, 1)),))
         try:
-            return super()._attribute(owner, name)
+            return super().attribute(owner, name)
         except Unreadable:
-            bases = (
-                [ast.unparse(base) for base in owner.kind.bases] if isinstance(owner, Instance) and owner.kind else []
-            )
-            if not any(base.endswith(CLASSES) for base in bases):
+            bases = owner.kind.bases if isinstance(owner, Instance) and owner.kind else []
+            if not any(ast.unparse(base).endswith(CLASSES) for base in bases):
                 raise
-        lines = (1, 1)
-        nodes = self._options.get("num_nodes") or lifted(self._environ.get("SLURM_JOB_NUM_NODES", "1"), lines)
-        defaults = {"num_nodes": _converted(nodes, "int"), "cuda_core_dump": False, "extra_env_vars": Text()}
+        nodes = self.option("num_nodes", "int", int(self.environ.get("SLURM_JOB_NUM_NODES", "1")))
+        defaults = {"num_nodes": nodes, "cuda_core_dump": False, "extra_env_vars": Text()}
         if name not in defaults:
             raise Unreadable(f"{name} is given when the program starts")
         return defaults[name]
@@ -229,35 +145,6 @@ def _quoted(text: Text) -> Text:
     return Text(
         tuple(piece if piece.unknown else replace(piece, text=shlex.quote(piece.text)) for piece in text.pieces)
     )
-
-
-def _options(arguments: Sequence[Field]) -> dict[str, Any]:
-    """The options of a command line by name: a text, True for a switch, False for `--no-NAME`."""
-    options: dict[str, Any] = {}
-    name = ""
-    for field in arguments:
-        lines = (field.place.line, field.place.line)
-        if field.text.startswith("--"):
-            name, equals, value = field.text[2:].partition("=")
-            name = name.replace("-", "_")
-            options[name.removeprefix("no_")] = lifted(value, lines) if equals else not name.startswith("no_")
-        elif name:
-            piece = Piece(field.text, lines, field.problem)
-            options[name] = Text((piece,))
-    return options
-
-
-def _converted(value: Any, kind: str) -> Any:
-    """The value of an option as its type has it."""
-    if isinstance(value, Text) and not value.unknown:
-        text = str(value)
-        if re.search(r"\bbool\b", kind):
-            return text.lower() in ("true", "1", "yes")
-        if re.search(r"\bint\b", kind) and re.fullmatch(r"-?\d{1,18}", text):
-            return int(text)
-        if re.search(r"\bfloat\b", kind) and re.fullmatch(r"[-+.\deE]{1,30}", text):
-            return float(text)
-    return value
 
 
 def _add(script: Script, command: Text, source: Sequence[str], name: str) -> None:

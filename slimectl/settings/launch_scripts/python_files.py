@@ -1,33 +1,52 @@
-"""Reads the configurations in a Python file as flags, by its syntax tree alone; nothing of it is run."""
+"""Reads the configurations and trainers of a Python file as flags, by its syntax tree; nothing of it is run."""
 
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.documents import MAX_DEPTH, MAX_KEYS
+from slimectl.settings.launch_scripts.documents import MAX_KEYS
 from slimectl.settings.launch_scripts.flags import Flag, texts_of
 from slimectl.settings.launch_scripts.foreign import algorithm_of, is_training_class, program_purpose
+from slimectl.settings.launch_scripts.python_expressions import source_of
+from slimectl.settings.launch_scripts.python_program import CONFIGURATIONS, Program, parsed
 from slimectl.settings.launch_scripts.python_rewards import reward_fields
-from slimectl.settings.launch_scripts.python_values import CONFIGURATIONS, PythonFile, called_name
+from slimectl.settings.launch_scripts.python_values import (
+    Function,
+    Instance,
+    Reference,
+    Text,
+    Unknown,
+    Unreadable,
+    plain,
+)
 from slimectl.settings.launch_scripts.shell_values import Field
-from slimectl.settings.launch_scripts.shell_words import Place, read_text
+from slimectl.settings.launch_scripts.shell_words import Place
 
 DERIVED = (
     "map", "shuffle", "select", "filter", "train_test_split", "remove_columns", "rename_column", "cast_column", "take",
+    "rename_columns", "select_columns", "sort", "shard", "to", "cuda",
 )  # fmt: skip
-"""Methods of a data set that leave it what it was, in other rows and columns."""
+"""Methods that leave a data set or a model what it was, in other rows and columns or on another device."""
+ORIGINS: dict[str, tuple[str, ...]] = {
+    "load_dataset": ("0", "path"), "load_from_disk": ("0", "dataset_path"),
+    "from_pretrained": ("0", "pretrained_model_name_or_path", "model_name"), "get_soft_overlong_punishment": (),
+}  # fmt: skip
+"""Functions whose result is known by an argument, by position or by name."""
 FORMATS = ("json", "csv", "parquet", "text", "arrow")
 """First arguments of `load_dataset` that are no data set: the files are another argument."""
 ADAPTERS = ("LoraConfig", "get_peft_model")
 STACKS = ("openrlhf", "llamafactory", "swift", "verl", "roll", "slime", "axolotl", "nemo_rl")
-POSITIONS = {"GRPOTrainer": ("model", "reward_funcs"), "RLOOTrainer": ("model", "reward_funcs")}
-"""Arguments of trainers by position; the first one of any other is the model."""
+POSITIONS = {
+    "GRPOTrainer": ("model", "reward_funcs"), "RLOOTrainer": ("model", "reward_funcs"), **dict.fromkeys(ADAPTERS, ()),
+}  # fmt: skip
+"""Arguments by position. The first of any other trainer is the model, of any other configuration the output folder."""
 
 
 def python_flags(
@@ -37,9 +56,9 @@ def python_flags(
 
     `line` picks one of several trainings. Raises SettingsError if there are several, or if the file has none.
     """
-    source = _Trainings(_parsed(path, name), path, name, environ)
-    flags = _flags(source, line)
-    if not any(flag.name == "configuration" for flag in flags) and (purpose := source.purpose()):
+    program = Trainings(path, name, environ)
+    flags = program.flags(line)
+    if not any(flag.name == "configuration" for flag in flags) and (purpose := _purpose(program.tree)):
         raise SettingsError(f"{name}: {purpose}")
     return flags
 
@@ -49,215 +68,260 @@ def program_flags(path: Path, name: str, environ: Mapping[str, str], options: Se
 
     Options that decide no value follow, as they stand.
     """
-    source = _Trainings(_parsed(path, name), path, name, environ)
-    source.options = {flag.name.replace("-", "_"): flag for flag in options}
-    flags = _flags(source, None)
-    return [*flags, *(flag for flag in options if flag.name.replace("-", "_") not in source.used)]
+    program = Trainings(path, name, environ, options)
+    flags = program.flags(None)
+    return [*flags, *(flag for flag in options if flag.name not in program.used)]
 
 
 def has_trainer(path: Path, name: str) -> bool:
     """Whether a Python file names a class that trains."""
-    source = _Trainings(_parsed(path, name), path, name, {})
-    return any(isinstance(n, ast.Name) and is_training_class(source.library_class(n.id)) for n in ast.walk(source.tree))
+    program = Trainings(path, name, {})
+    program.guarded(lambda: program.run(program.tree.body))
+    return bool(program.references())
 
 
-def _flags(source: _Trainings, line: int | None) -> list[Flag]:
-    flags: list[Flag] = []
-    try:
-        flags += source.training(line)
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.Call) and CONFIGURATIONS.match(source.kind(node)) and not source.skips(node):
-                source.enter(node)
-                flags += source.flags_of(node)
-        flags += source.assignments()
-    except RecursionError:
-        raise SettingsError(f"{source.name}: is nested too deeply for a configuration") from None
-    if len(flags) > MAX_KEYS:
-        raise SettingsError(f"{source.name}: more than {MAX_KEYS} values; give a configuration")
-    return flags
+def _purpose(tree: ast.Module) -> str:
+    """The sentence about a file without a training class; empty where nothing is known of it."""
+    nodes = list(ast.walk(tree))
+    modules = {
+        alias.asname or alias.name.partition(".")[0]: getattr(node, "module", alias.name) or ""
+        for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+    }  # fmt: skip
+    names = [ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)]
+    return program_purpose(modules.values(), {f"{modules.get(name, '').partition('.')[0]}.{name}" for name in names})
 
 
-def _parsed(path: Path, name: str) -> ast.Module:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of an escape or a number that Python only frowns at
-            return ast.parse(read_text(path, name), filename=name)
-    except SyntaxError as error:
-        raise SettingsError(f"{name}:{error.lineno}: not valid Python: {error.msg}") from None
-    except (RecursionError, MemoryError, ValueError):
-        raise SettingsError(f"{name}: is nested too deeply for a configuration") from None
+@dataclass(eq=False)
+class Record:
+    """A configuration or a trainer that a program makes: its class, where, and its arguments with their expressions."""
+
+    name: str
+    """The class of the library with its module."""
+    own_name: str
+    """The class as the file calls it."""
+    node: ast.AST
+    result: Instance
+    nodes: dict[str, ast.AST]
+    is_called: bool = True
+
+    @property
+    def kind(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def line(self) -> int:
+        return getattr(self.node, "lineno", 1)
 
 
-class _Trainings(PythonFile):
-    """The configurations and trainers that a Python file makes."""
+class Trainings(Program):
+    """A program that makes configurations and trainers of TRL."""
 
-    _skipped: frozenset[ast.AST] = frozenset()
+    max_loop = 500
 
-    def training(self, line: int | None) -> Iterator[Flag]:
-        """The class that says what trains. Raises SettingsError if there are several."""
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        called = [(self.kind(node), node) for node in calls if is_training_class(self.kind(node))]
-        references: list[tuple[str, Any]] = [
-            (name, node) for node in ast.walk(self.tree)
-            if isinstance(node, ast.Name) and is_training_class(name := self.library_class(node.id))
+    def __init__(self, path: Path, name: str, environ: Mapping[str, str], options: Sequence[Flag] = ()) -> None:
+        super().__init__(parsed(path, name), name, environ, options)
+        self.path = path
+        self.records: dict[ast.AST, Record] = {}
+
+    def flags(self, line: int | None) -> list[Flag]:
+        """The arguments of the configurations and trainers as flags. Raises SettingsError for several trainings."""
+        self._follow_all(line)
+        try:
+            skipped = self._skipped(line)
+            flags = list(self._training(skipped))
+            for record in self.records.values():
+                if record not in skipped:
+                    flags += self._flags_of(record)
+        except RecursionError:
+            raise SettingsError(f"{self.name}: is nested too deeply to be read") from None
+        if len(flags) > MAX_KEYS:
+            raise SettingsError(f"{self.name}: more than {MAX_KEYS} values; give a configuration")
+        return flags
+
+    def _follow_all(self, line: int | None) -> None:
+        """Follow the module, then, if it makes no trainer by itself, its functions that make something."""
+        is_short = self.guarded(lambda: self.run(self.tree.body))
+        has_trainer = any(record.kind.endswith("Trainer") for record in self.records.values())
+        is_picked = line is None or line in [record.line for record in self.records.values()]
+        for node in ast.walk(self.tree) if not has_trainer or not is_picked else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and self._makes(node):
+                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                unknown = {
+                    item.arg: _unknown(ast.Name(item.arg)) for item in parameters
+                    if not isinstance(self.globals.get(ast.unparse(item.annotation or item)), ast.ClassDef)
+                }  # fmt: skip
+                is_short = self.guarded(partial(self.follow, Function(node), [], unknown)) and is_short
+        if not is_short and (self.records or self.references()):
+            raise self.limit()
+
+    def _makes(self, function: ast.AST) -> bool:
+        """Whether a function that was not followed makes a configuration or a trainer."""
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and node not in self.records]
+        names = [ast.unparse(call.func).rpartition(".")[2] for call in calls]
+        return function not in self.followed and any(map(CONFIGURATIONS.match, names))
+
+    def references(self) -> list[Record]:
+        """Names of classes that train, whether they are called or not."""
+        names = [node for node in ast.walk(self.tree) if isinstance(node, ast.Name)]
+        records = [
+            Record(self.library_class(self.globals.get(node.id), node.id), node.id, node, Instance(), {}, False)
+            for node in names
+        ]
+        return [record for record in records if is_training_class(record.kind)]
+
+    def apply(self, function: Any, call: ast.Call, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if isinstance(function, Unknown) and isinstance(call.func, ast.Name):
+            function = Reference(call.func.id)
+        name = self.library_class(function, "")
+        kind, own_name = name.rpartition(".")[2], getattr(function, "name", "").rpartition(".")[2]
+        is_own = isinstance(function, ast.ClassDef) and name == own_name and not is_training_class(kind)
+        if is_own or CONFIGURATIONS.match(kind) is None or not isinstance(function, Reference | ast.ClassDef):
+            return super().apply(function, call, arguments, keywords)
+        positions = POSITIONS.get(kind, ("model",) if kind.endswith("Trainer") else ("output_dir",))
+        spread = [word.value for word in call.keywords if word.arg is None]
+        expressions = dict(zip(positions, call.args, strict=False)) | {word.arg: word.value for word in call.keywords}
+        named = dict(zip(positions, arguments, strict=False)) | keywords
+        nodes: dict[str, ast.AST] = {key: expressions.get(key, (*spread, call)[0]) for key in named}
+        result = Instance(None, named, name)
+        if isinstance(function, ast.ClassDef) and not kind.endswith("Trainer"):
+            result.attributes |= self.instance(function, arguments, keywords).attributes
+            nodes = _defaults(function) | nodes
+        if (record := self.records.get(call)) is not None:
+            before = record.result.attributes
+            record.result.attributes = {
+                key: value if before.get(key) == value else _unknown(nodes.get(key, call))
+                for key, value in (before | result.attributes).items()
+            }
+        record = self.records.setdefault(call, Record(name, own_name, call, result, nodes))
+        if kind == "get_peft_model":
+            return arguments[0] if arguments else keywords.get("model")
+        return Instance(None, {}, name) if kind.endswith("Trainer") else record.result
+
+    def parsed_object(self, kind: Any) -> Any:
+        result, name = super().parsed_object(kind), self.library_class(kind, "")
+        if is_training_class(name.rpartition(".")[2]):
+            node = kind if isinstance(kind, ast.ClassDef) else ast.Pass()
+            self.records[node] = Record(name, name, node, result, _defaults(node), is_called=False)
+        return result
+
+    def store(self, target: ast.expr, value: Any) -> None:
+        super().store(target, value)
+        owner = self.value(target.value) if isinstance(target, ast.Attribute) else None
+        for record in self.records.values():
+            if isinstance(target, ast.Attribute) and record.result is owner:
+                record.nodes[target.attr] = target
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        return owner if name == "[]" else super().attribute(owner, name)
+
+    def call_object(self, owner: Instance, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        return owner if name in DERIVED else super().call_object(owner, name, arguments, keywords)
+
+    def call_reference(self, name: str, call: ast.Call, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if name.rpartition(".")[2] in ORIGINS:
+            return Instance(None, {str(number): item for number, item in enumerate(arguments)} | keywords, name)
+        return super().call_reference(name, call, arguments, keywords)
+
+    def _skipped(self, line: int | None) -> list[Record]:
+        """The trainings that were not picked by a line."""
+        called = [record for record in self.records.values() if record.is_called and is_training_class(record.kind)]
+        picked = next((record.kind for record in called if record.line == line), "")
+        return [
+            record for record in called if picked and record.line != line
+            and (algorithm_of(record.kind) != algorithm_of(picked) or record.kind == picked)
         ]  # fmt: skip
-        if line is not None and any(node.lineno == line for _, node in called):
-            picked = next(kind for kind, node in called if node.lineno == line)
-            self._skipped = frozenset(
-                node for kind, node in called
-                if node.lineno != line and (algorithm_of(kind) != algorithm_of(picked) or kind == picked)
-            )  # fmt: skip
-            called = [(kind, node) for kind, node in called if node not in self._skipped]
-        algorithms = {algorithm_of(kind) for kind, _ in called or references}
-        configurations = [node for kind, node in called if not kind.endswith("Trainer")]
+
+    def _training(self, skipped: Sequence[Record]) -> Iterator[Flag]:
+        """The class that says what trains. Raises SettingsError if there are several."""
+        present = [
+            record for record in self.records.values() if record not in skipped and is_training_class(record.kind)
+        ]
+        called = [record for record in present if record.is_called]
+        records = called or present or self.references()
+        algorithms = {algorithm_of(record.kind) for record in records}
+        configurations = [record for record in called if not record.kind.endswith("Trainer")]
         if len(algorithms) > 1 or len(configurations) > 1:
-            lines = sorted((node.lineno, kind) for kind, node in called or references)
+            lines = sorted((record.line, record.kind) for record in records)
             places = ", ".join(dict.fromkeys(f"{kind} in line {number}" for number, kind in lines))
             remedy = "pick one by --line N" if called else "read a copy that has one"
             raise SettingsError(f"{self.name}: has several trainings ({places}); {remedy}")
-        for kind, node in (called or references)[:1]:
-            place = Place(self.name, node.lineno)
-            yield from self._origin(kind, place)
-            yield Flag("configuration", "class", (Field(kind, place),), place)
+        for record in records[:1]:
+            place = Place(self.name, record.line)
+            yield from self._origin(record, place)
+            yield Flag("configuration", "class", (Field(record.kind, place),), place)
 
-    def _origin(self, kind: str, place: Place) -> Iterator[Flag]:
+    def _origin(self, record: Record, place: Place) -> Iterator[Flag]:
         """Yield a flag for a trainer of your own. Raises SettingsError for a class of another stack or of this file."""
-        if kind in self.classes and kind not in self.imports:
+        kind, (root, _, module) = record.kind, record.name.partition(".")
+        if isinstance(self.globals.get(record.name), ast.ClassDef):
             raise SettingsError(f"{place}: {kind} is a class of this file, not of TRL, and what it trains is not read")
-        module = next((module for module, name in self.imports.values() if name == kind), "trl")
-        root = module.partition(".")[0]
         if root in STACKS:
             raise SettingsError(f"{place}: {kind} is of {root}, not of TRL; give the script that starts this program")
-        if root not in ("trl", "unsloth"):
-            yield Flag("trainer.class", "class", (Field(f"{module}.{kind}", place),), place)
+        if module and root not in ("trl", "unsloth"):
+            yield Flag("trainer.class", "class", (Field(record.name, place),), place)
 
-    def purpose(self) -> str:
-        """The sentence about a file without a training class; empty where nothing is known of it."""
-        calls = {called_name(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
-        roots = {name: module.partition(".")[0] for name, (module, _) in self.imports.items()}
-        return program_purpose(self.modules, {f"{roots.get(name, '')}.{name}" for name in calls})
-
-    def skips(self, call: ast.Call) -> bool:
-        """Whether a call belongs to another training than the one that was picked."""
-        return call in self._skipped
-
-    def assignments(self) -> Iterator[Flag]:
-        """Arguments that are set after a configuration is made, as in `config.beta = 0.1`."""
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.Assign):
-                continue
-            self.enter(node)
-            target = node.targets[0]
-            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-                call = self.lookup(target.value.id)
-                kind = self.kind(call) if isinstance(call, ast.Call) and not self.skips(call) else ""
-                if is_training_class(kind) and not kind.endswith("Trainer"):
-                    keyword = ast.keyword(target.attr, node.value)
-                    yield from self._argument(target.attr, keyword, Place(self.name, node.lineno))
-
-    def flags_of(self, call: ast.Call) -> Iterator[Flag]:
+    def _flags_of(self, record: Record) -> Iterator[Flag]:
         """The arguments of a configuration; those of nested ones come by themselves."""
-        kind, own_name = self.kind(call), called_name(call)
+        kind, place = record.kind, Place(self.name, record.line)
         is_adapter, is_trainer = kind in ADAPTERS, kind.endswith("Trainer")
-        place = Place(self.name, call.lineno)
         if is_adapter:
             yield Flag("use_peft", kind, (Field("true", place),), place)
             yield Flag("peft_class", "class", (Field(kind, place),), place)
-        if is_trainer and own_name != kind and own_name in self.classes:
-            yield Flag("trainer.class", "class", (Field(own_name, place),), place)
-        for keyword in self._keywords(call, kind):
-            line = Place(self.name, keyword.value.lineno)
-            if keyword.arg is None:
-                yield from self._spread(kind, keyword.value, line)
-            elif keyword.arg == "reward_funcs":
-                fields = tuple(reward_fields(self, keyword.value, line))
-                yield Flag("trainer.reward_funcs", f"{keyword.arg} =", fields, line)
-            else:
-                name = keyword.arg.removeprefix("lora_") if is_adapter else keyword.arg
+        if is_trainer and record.own_name in self.globals and record.own_name != kind:
+            yield Flag("trainer.class", "class", (Field(record.own_name, place),), place)
+        for name, value in record.result.attributes.items():
+            node = record.nodes.get(name, record.node)
+            line = Place(self.name, getattr(node, "lineno", record.line))
+            if name == "**":
+                yield Flag("**", f"{kind} **", (Field("", line, "it is a table that the program makes"),), line)
+            elif name == "reward_funcs":
+                fields = tuple(reward_fields(self, self.path, value, node))
+                yield Flag("trainer.reward_funcs", f"{name} =", fields, line)
+            elif value is not None:
                 prefix = "lora_" if is_adapter else "trainer." if is_trainer else ""
-                yield from self._argument(f"{prefix}{name}", keyword, line)
+                key = f"{prefix}{name.removeprefix('lora_') if is_adapter else name}"
+                yield from self._argument(key, f"{name} =", value, node, line)
 
-    def _keywords(self, call: ast.Call, kind: str) -> Iterator[ast.keyword]:
-        """Arguments by name: those of the call, and the defaults of a class of the file's own."""
-        positions = POSITIONS.get(kind, ("model",) if kind.endswith("Trainer") else ())
-        if kind in ADAPTERS:
-            positions = ()
-        elif not positions:
-            positions = ("output_dir",)
-        yield from (ast.keyword(name, value) for name, value in zip(positions, call.args, strict=False))
-        yield from call.keywords
-        named = {word.arg for word in call.keywords}
-        definition = self.classes.get(called_name(call))
-        for node in definition.body if definition and not kind.endswith("Trainer") else []:
-            match node:
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as default) if name not in named:
-                    yield ast.keyword(name, default)
-
-    def _argument(self, name: str, keyword: ast.keyword, line: Place) -> Iterator[Flag]:
+    def _argument(self, name: str, spelling: str, value: Any, node: ast.AST, line: Place) -> Iterator[Flag]:
         """A value as a flag; a table as a flag for each of its keys."""
-        node = self._dataset(keyword.value)
-        if isinstance(node, ast.Constant) and node.value is None:
+        if isinstance(value, Instance) and any(record.result is value for record in self.records.values()):
             return
-        if isinstance(node, ast.Call) and CONFIGURATIONS.match(self.kind(node)):
+        origin = _origin_of(value)
+        if isinstance(origin, dict) and origin:
+            for key, member in origin.items():
+                yield Flag(f"{name}.{key}", f"{spelling[:-2]}.{key} =", tuple(_fields(member, node, line)), line)
             return
-        table = self.value(node)
-        if isinstance(table, dict) and table:
-            for key, value in table.items():
-                fields = tuple(Field(text, line) for text in texts_of(value))
-                yield Flag(f"{name}.{key}", f"{keyword.arg}.{key} =", fields, line)
-            return
-        yield Flag(name, f"{keyword.arg} =", tuple(self.fields(node, line)), line)
-        if name.endswith("train_dataset") and (config := self._dataset_config(keyword.value)):
-            yield Flag("dataset_config", "load_dataset", tuple(self.fields(config, line)), line)
+        yield Flag(name, spelling, tuple(_fields(origin, node, line)), line)
+        if name.endswith("train_dataset") and isinstance(value, Instance) and value.name.endswith("load_dataset"):
+            config = value.attributes.get("1", value.attributes.get("name"))
+            if config is not None:
+                yield Flag("dataset_config", "load_dataset", tuple(_fields(config, node, line)), line)
 
-    def _spread(self, kind: str, node: ast.expr, line: Place) -> Iterator[Flag]:
-        """The arguments that `**TABLE` stands for."""
-        table = self.value(node)
-        if not isinstance(table, dict):
-            yield Flag("**", f"{kind} **", (Field("", line, "it is a table that the program makes"),), line)
-            return
-        prefix = "lora_" if kind in ADAPTERS else "trainer." if kind.endswith("Trainer") else ""
-        for name, value in table.items():
-            if value is not None:
-                key = str(name).removeprefix("lora_") if kind in ADAPTERS else str(name)
-                fields = tuple(Field(text, line) for text in texts_of(value))
-                yield Flag(f"{prefix}{key}", f"{name} =", fields, line)
 
-    def _load_call(self, node: ast.expr) -> ast.expr:
-        """The call that a data set or a model comes from, through names that are set once and derived data sets."""
-        for _ in range(MAX_DEPTH):
-            value = self.lookup(node.id) if isinstance(node, ast.Name) else None
-            if value is not None:
-                node = value
-            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) not in ("os.environ", "environ"):
-                node = node.value
-            elif isinstance(node, ast.Call) and called_name(node) in DERIVED and isinstance(node.func, ast.Attribute):
-                node = node.func.value
-            elif isinstance(node, ast.Call) and called_name(node) == "get_peft_model" and node.args:
-                node = node.args[0]
-            else:
-                return node
-        return node
+def _defaults(node: ast.AST) -> dict[str, ast.AST]:
+    """The fields of a class with the expressions of their defaults."""
+    return {
+        item.target.id: item.value for item in getattr(node, "body", [])
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value
+    }  # fmt: skip
 
-    def _dataset(self, node: ast.expr) -> ast.expr:
-        """The path that `load_dataset(PATH)` or `from_pretrained(PATH)` reads."""
-        call = self._load_call(node)
-        if not isinstance(call, ast.Call):
-            return call
-        arguments = {word.arg: word.value for word in call.keywords}
-        if called_name(call) == "load_dataset":
-            first = call.args[0] if call.args else arguments.get("path")
-            if isinstance(first, ast.Constant) and first.value in FORMATS:
-                return arguments.get("data_files", call)
-            return first or call
-        if called_name(call) == "from_pretrained":
-            names = (arguments.get("pretrained_model_name_or_path"), arguments.get("model_name"), call)
-            return call.args[0] if call.args else next(item for item in names if item is not None)
-        return call
 
-    def _dataset_config(self, node: ast.expr) -> ast.expr | None:
-        """The configuration that `load_dataset(PATH, CONFIG)` names."""
-        call = self._load_call(node)
-        if not isinstance(call, ast.Call) or called_name(call) != "load_dataset":
-            return None
-        return call.args[1] if len(call.args) > 1 else next((w.value for w in call.keywords if w.arg == "name"), None)
+def _unknown(node: ast.AST) -> Unknown:
+    shown = source_of(node)[:60]
+    return Unknown(shown, f"{shown} is known when the program runs")
+
+
+def _origin_of(value: Any) -> Any:
+    """The path that `load_dataset(PATH)` or `from_pretrained(PATH)` reads; the value itself of others."""
+    names = ORIGINS.get(value.name.rpartition(".")[2], ()) if isinstance(value, Instance) else ()
+    path = next((value.attributes[name] for name in names if name in value.attributes), value)
+    return value.attributes.get("data_files", value) if isinstance(path, Text) and str(path) in FORMATS else path
+
+
+def _fields(value: Any, node: ast.AST, place: Place) -> Iterator[Field]:
+    try:
+        yield from (Field(text, place) for text in texts_of(plain(value)))
+    except Unreadable as error:
+        shown = (value.source if isinstance(value, Unknown) else source_of(node))[:60]
+        is_general = str(error) in ("", "it is an object") or str(error).endswith("known when the program runs")
+        yield Field(shown, place, f"{shown} is known when the program runs" if is_general else str(error))

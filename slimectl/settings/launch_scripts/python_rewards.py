@@ -5,75 +5,71 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from slimectl.settings.launch_scripts.documents import MAX_DEPTH
 from slimectl.settings.launch_scripts.foreign import is_training_class
-from slimectl.settings.launch_scripts.python_values import PythonFile, called_name
+from slimectl.settings.launch_scripts.python_expressions import source_of
+from slimectl.settings.launch_scripts.python_program import Program
+from slimectl.settings.launch_scripts.python_values import Function, Instance, Reference, Text, Unknown
 from slimectl.settings.launch_scripts.shell_values import Field
 from slimectl.settings.launch_scripts.shell_words import Place
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-def reward_fields(source: PythonFile, node: ast.expr, place: Place) -> Iterator[Field]:
+
+def reward_fields(program: Program, path: Path, value: Any, node: ast.AST) -> Iterator[Field]:
     """Reward functions by path, `FILE.py:NAME` or `MODULE:NAME`, and models by name."""
-    for _ in range(MAX_DEPTH):
-        value = source.lookup(node.id) if isinstance(node, ast.Name) else None
-        if not isinstance(value, ast.List | ast.Tuple | ast.Constant | ast.Name):
-            break
-        node = value
-    members = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-    for member in members:
-        yield _reward(source, member, place)
+    nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+    members = value if isinstance(value, list) else [value]
+    for number, member in enumerate(members):
+        expression = nodes[number] if len(nodes) == len(members) else node
+        yield _reward(program, path, member, expression)
 
 
-def _reward(source: PythonFile, node: ast.expr, place: Place) -> Field:
-    shown = " ".join(ast.unparse(node).split())[:60]
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return Field(node.value, place)
-    if isinstance(node, ast.Call) and source.kind(node) == "get_soft_overlong_punishment":
-        sizes = [*node.args, *(word.value for word in node.keywords)]
-        numbers = [source.value(size) for size in sizes]
-        if len(numbers) == 2 and None not in numbers:
-            return Field(f"get_soft_overlong_punishment:{numbers[0]}:{numbers[1]}", place)
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in source.imports:
-        module, original = source.imports[node.value.id]
-        return Field(_function_path(source, f"{module}.{original}".rstrip("."), node.attr), place)
-    if isinstance(node, ast.Name) and node.id in source.imports and source.imports[node.id][1]:
-        return Field(_function_path(source, *source.imports[node.id]), place)
-    if not isinstance(node, ast.Name):
-        return Field(shown, place, f"{shown} is made when the program runs")
-    return _own_reward(source, node.id, place)
+def _reward(program: Program, path: Path, value: Any, node: ast.AST) -> Field:
+    place = Place(program.name, getattr(node, "lineno", 1))
+    match value:
+        case Text(unknown=""):
+            return Field(str(value), place)
+        case Instance(name=name) if name.endswith("get_soft_overlong_punishment"):
+            sizes = list(value.attributes.values())
+            if len(sizes) == 2 and all(isinstance(size, int) for size in sizes):
+                return Field(f"get_soft_overlong_punishment:{sizes[0]}:{sizes[1]}", place)
+        case Reference(name=name) if "." in name:
+            module, _, function = name.rpartition(".")
+            file = f"{module.replace('.', '/')}.py"
+            source = Path(program.name).parent / file if (path.parent / file).is_file() else module
+            return Field(f"{source}:{function}", place)
+        case Function(node=ast.FunctionDef() | ast.AsyncFunctionDef() as definition, owner=None):
+            return _own_reward(program, definition, place)
+        case Reference(name=name):
+            return Field(name, place, f"{name} is not a function at the top of this file. {_move(name)}")
+    shown = (value.source if isinstance(value, Unknown) else source_of(node))[:60]
+    return Field(shown, place, f"{shown} is made when the program runs")
 
 
-def _own_reward(source: PythonFile, name: str, place: Place) -> Field:
+def _own_reward(program: Program, definition: ast.FunctionDef | ast.AsyncFunctionDef, place: Place) -> Field:
     """A function of this file, which must be at its top, and in a file that trains nothing when it is imported."""
-    functions = [node.name for node in source.tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    if name in functions and not _trains_on_import(source):
-        return Field(f"{source.name}:{name}", place)
-    is_string = isinstance(value := source.value(ast.Name(name)), str)
-    if is_string:
-        return Field(str(value), place)
-    reason = (
-        "importing this file would start its training"
-        if name in functions
-        else f"{name} is not a function at the top of this file"
-    )
-    return Field(name, place, f"{reason}. Move {name} to a file that holds only rewards and give FILE.py:{name}")
+    name = definition.name
+    if definition not in program.tree.body:
+        return Field(name, place, f"{name} is not a function at the top of this file. {_move(name)}")
+    if _trains_on_import(program):
+        return Field(name, place, f"importing this file would start its training. {_move(name)}")
+    return Field(f"{program.name}:{name}", place)
 
 
-def _trains_on_import(source: PythonFile) -> bool:
+def _move(name: str) -> str:
+    return f"Move {name} to a file that holds only rewards and give FILE.py:{name}"
+
+
+def _trains_on_import(program: Program) -> bool:
     """Whether a statement at the top of the file makes a trainer or trains."""
-    for statement in source.tree.body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    for statement in program.tree.body:
+        is_guarded = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+        if is_guarded or isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
             continue
-        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
-            continue
-        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-        if any(is_training_class(source.kind(call)) or called_name(call) in ("train", "main") for call in calls):
-            return True
+        for node in ast.walk(statement):
+            name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+            if name in ("train", "main") or is_training_class(program.library_class(program.globals.get(name), name)):
+                return True
     return False
-
-
-def _function_path(source: PythonFile, module: str, name: str) -> str:
-    """`MODULE:NAME`, or the file of a module that lies beside this one."""
-    file = f"{module.replace('.', '/')}.py"
-    return f"{Path(source.name).parent / file if (source.path.parent / file).is_file() else module}:{name}"

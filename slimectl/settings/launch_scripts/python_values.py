@@ -1,279 +1,289 @@
-"""Values of a Python file that can be read from its syntax tree alone: constants, names that are set once, defaults."""
+"""Values of a Python file that is followed: texts with the lines they come from, and what is not known."""
 
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import operator
+import posixpath
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
-from slimectl.settings.launch_scripts.documents import MAX_DEPTH, variable_value
-from slimectl.settings.launch_scripts.flags import Flag, texts_of
-from slimectl.settings.launch_scripts.shell_values import Field
-from slimectl.settings.launch_scripts.shell_words import Place
+from slimectl.settings.launch_scripts.shell_values import MAX_TEXT
 
-CONFIGURATIONS = re.compile(r"\w*(?:Config|Arguments|Trainer)$|get_peft_model$")
-PARSERS = ("HfArgumentParser", "TrlParser")
-MAX_STEPS = 20_000
-MAX_EXPONENT = 64
+MAX_MEMBERS = 10_000
+"""Members of one list, with those inside it. A program that is followed has fewer."""
+TOO_LONG = "it is too long"
 
 
-def _root(node: ast.expr | None) -> str:
-    """The name that a chain of calls begins with, as in `rows.map(f).select(n)` and `get_peft_model(model, …)`."""
-    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
-        if isinstance(node, ast.Call) and called_name(node) == "get_peft_model" and node.args:
-            node = node.args[0]
-        else:
-            node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
+@dataclass(frozen=True)
+class Unknown:
+    """A value that the file alone does not tell: its source, and why."""
+
+    source: str
+    reason: str
 
 
-def called_name(call: ast.Call) -> str:
-    """The last name of what is called."""
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text, with the first and last line of its source. `unknown` says why it is not known."""
+
+    text: str
+    lines: tuple[int, int]
+    unknown: str = ""
 
 
-class PythonFile:
-    """Names of a module that are set once, to values that can be read without running it."""
+@dataclass(frozen=True)
+class Text:
+    """A string as pieces in order."""
 
-    def __init__(self, tree: ast.Module, path: Path, name: str, environ: Mapping[str, str]) -> None:
-        self.path = path
-        self.name = name
-        self._environ = environ
-        self._steps = 0
-        self._functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-        self._parameters: set[str] = set()
-        self.tree = tree
-        self.values: dict[str, ast.expr | None] = {}
-        self.classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        self.imports = dict(_imports(tree))
-        self._defaults = dict(_options(tree))
-        self.options: Mapping[str, Flag] = {}
-        self.used: set[str] = set()
-        """Options that decide a value."""
-        attributes = {node for kind in self.classes.values() for node in kind.body}
-        for node in ast.walk(tree):
-            if node in attributes:
-                continue
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For):
-                targets = [node.target]
-            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-            for target in targets:
-                for item, part in self._parts(target, value):
-                    if not (item in self.values and _root(part) == item):
-                        self.values[item] = None if item in self.values else part
+    pieces: tuple[Piece, ...] = ()
+
+    def __str__(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
 
     @property
-    def modules(self) -> list[str]:
-        """The modules that the file imports."""
-        return [module for module, _ in self.imports.values()]
+    def unknown(self) -> str:
+        return next((piece.unknown for piece in self.pieces if piece.unknown), "")
 
-    def _parts(self, target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
-        """The names that an assignment sets, with their values."""
-        if isinstance(target, ast.Name):
-            yield target.id, value
-        elif isinstance(target, ast.Tuple):
-            call = called_name(value) if isinstance(value, ast.Call) else ""
-            parsed = self._parsed_classes() if call.startswith("parse_args") else []
-            for number, item in enumerate(target.elts):
-                part = value.elts[number] if isinstance(value, ast.Tuple) and number < len(value.elts) else None
-                if call == "from_pretrained" and number == 0:
-                    part = value
-                if number < len(parsed):
-                    part = ast.Call(parsed[number], [], [])
-                if isinstance(item, ast.Name):
-                    yield item.id, part
+    def stripped(self, left: bool = True, right: bool = True) -> Text:
+        """The text without blanks at its ends; every other piece keeps its lines."""
+        pieces = list(self.pieces)
+        for position, strip in ((0, str.lstrip),) * left + ((-1, str.rstrip),) * right:
+            while pieces and not pieces[position].unknown:
+                piece = pieces.pop(position)
+                if text := strip(piece.text):
+                    pieces.insert(len(pieces) if position else 0, replace(piece, text=text))
+                    break
+        return Text(tuple(pieces))
 
-    def _parsed_classes(self) -> list[ast.expr]:
-        """The dataclasses that a parser of transformers or TRL fills, in order."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call) and called_name(node) in PARSERS:
-                classes = [*node.args, *(word.value for word in node.keywords if word.arg == "dataclass_types")][:1]
-                return list(classes[0].elts) if classes and isinstance(classes[0], ast.Tuple | ast.List) else classes
-        return []
 
-    def enter(self, node: ast.AST) -> None:
-        """Read names as the functions around a node do, whose parameters only the program knows."""
-        self._parameters = {
-            argument.arg
-            for function in self._functions
-            if function.lineno <= getattr(node, "lineno", 0) <= (function.end_lineno or 0)
-            for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
-        }
+@dataclass(frozen=True)
+class Reference:
+    """A name that the file does not define, with its attributes: `os.environ`, `U.execute_train`."""
 
-    def lookup(self, name: str) -> ast.expr | None:
-        """The value that a name is set to, once; None for others."""
-        return None if name in self._parameters else self.values.get(name)
+    name: str
 
-    def kind(self, call: ast.Call) -> str:
-        """The class that is called: of one of the file's own, the library's class that it derives from."""
-        return self.library_class(called_name(call))
 
-    def library_class(self, name: str) -> str:
-        for _ in range(MAX_DEPTH):
-            definition = self.classes.get(name)
-            bases = [called_name(ast.Call(base, [], [])) for base in definition.bases] if definition else []
-            base = next((item for item in bases if CONFIGURATIONS.match(item)), "")
-            if not base:
-                break
-            name = base
-        return self.imports.get(name, ("", ""))[1] or name
+@dataclass
+class Instance:
+    """An object with attributes: of a class of the file, or what a call of the library `name` returns."""
 
-    def value(self, node: ast.expr) -> Any:
-        """The value of an expression; None if only the program knows it."""
-        try:
-            return self.evaluated(node, 0)
-        except (ValueError, TypeError, ArithmeticError):
-            return None
+    kind: ast.ClassDef | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
 
-    def fields(self, node: ast.expr, place: Place) -> Iterator[Field]:
-        try:
-            yield from (Field(text, place) for text in texts_of(self.evaluated(node, 0)))
-        except (ValueError, TypeError, ArithmeticError):
-            shown = " ".join(ast.unparse(node).split())[:60]
-            yield Field(shown, place, f"{shown} is known when the program runs")
 
-    def evaluated(self, node: ast.expr, depth: int) -> Any:
-        """The value of constants, names, lists, tables, f-strings and sums of them. Raises ValueError for others."""
-        self._steps += 1
-        if depth > MAX_DEPTH or self._steps > MAX_STEPS:
-            raise ValueError
-        match node:
-            case ast.Constant():
-                return node.value
-            case ast.Name(id=name):
-                value = self.lookup(name)
-                if value is None:
-                    return _function_name(name)
-                return self.evaluated(value, depth + 1)
-            case ast.List(elts=members) | ast.Tuple(elts=members):
-                return [self.evaluated(member, depth + 1) for member in members]
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self.evaluated(operand, depth + 1)
-            case ast.BinOp(left=first, op=operator, right=right):
-                return _calculated(self.evaluated(first, depth + 1), operator, self.evaluated(right, depth + 1))
-            case ast.JoinedStr(values=parts):
-                return "".join(str(self.evaluated(part, depth + 1)) for part in parts)
-            case ast.FormattedValue(value=value, format_spec=None, conversion=-1):
-                return self.evaluated(value, depth + 1)
-            case ast.Dict(keys=keys, values=members) if None not in keys:
-                pairs = zip(keys, members, strict=True)
-                return {self.evaluated(key, depth + 1): self.evaluated(item, depth + 1) for key, item in pairs if key}
-            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords):
-                return {word.arg: self.evaluated(word.value, depth + 1) for word in keywords if word.arg}
-            case ast.Call(keywords=[], args=[ast.Constant(value=str() as name), *defaults]):
-                if ast.unparse(node.func) in ("os.environ.get", "os.getenv", "environ.get", "getenv"):
-                    default = self.evaluated(defaults[0], depth + 1) if defaults else None
-                    return _required(variable_value(name, self._environ, default))
-            case ast.Subscript(value=table, slice=ast.Constant(value=str() as name)):
-                if ast.unparse(table) in ("os.environ", "environ"):
-                    return _required(variable_value(name, self._environ, None))
-            case ast.Attribute(value=ast.Name(id=name), attr=attribute):
-                return self.evaluated(self._attribute(self.lookup(name), attribute), depth + 1)
-        raise ValueError
+@dataclass(frozen=True)
+class Function:
+    """A function of the file, the object that it is bound to, and the names of the function around it.
 
-    def _given(self, name: str) -> ast.expr | None:
-        """The value of an option that the program is started with. Raises ValueError if it is unknown."""
-        flag = self.options.get(name)
-        if flag is None:
-            return None
-        if flag.problem or len(flag.values) > 1:
-            raise ValueError(name)
-        self.used.add(name)
-        text = flag.text if flag.values else "True"
-        try:
-            return ast.Constant(ast.literal_eval(text))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return ast.Constant({"true": True, "false": False}.get(text.lower(), text))
+    `node` is a name for an attribute of an object of a library.
+    """
 
-    def _attribute(self, call: ast.expr | None, name: str) -> ast.expr:
-        """The value of an attribute of `CLASS(…)`: as given there, else the default of a dataclass or of argparse.
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | str
+    owner: Instance | None = None
+    scope: dict[str, Any] = field(default_factory=dict, compare=False)
 
-        Raises ValueError for others.
-        """
-        if isinstance(call, ast.Call) and called_name(call) in ("parse_args", "parse_known_args"):
-            if name not in self._defaults:
-                raise ValueError(name)
-            return self._given(name) or self._defaults[name]
-        if not isinstance(call, ast.Call) or (kind := self.classes.get(called_name(call))) is None or call.args:
-            raise ValueError(name)
-        if option := self._given(name):
-            return option
-        values = {word.arg: word.value for word in call.keywords}
-        if None in values:
-            raise ValueError(name)
-        for node in kind.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-                values.setdefault(node.target.id, node.value)
-        value = values.get(name)
-        if isinstance(value, ast.Call) and called_name(value) == "field":
-            value = next((word.value for word in value.keywords if word.arg == "default"), None)
-        if value is None:
-            raise ValueError(name)
+
+class Unreadable(Exception):
+    """An expression whose value is not known; the message says why."""
+
+
+class Leave(Exception):
+    """`return`, `break`, `continue`, `raise` or the end of the program."""
+
+    def __init__(self, kind: str, value: Any = None) -> None:
+        self.kind, self.value = kind, value
+
+
+def joined(texts: Iterable[Text]) -> Text:
+    """One text of several. Raises Unreadable if it is too long."""
+    text = Text(tuple(piece for part in texts for piece in part.pieces))
+    if len(text.pieces) > MAX_MEMBERS or sum(len(piece.text) for piece in text.pieces) > MAX_TEXT:
+        raise Unreadable(TOO_LONG)
+    return text
+
+
+def bounded(members: list[Any]) -> list[Any]:
+    """The list. Raises Unreadable if it is too long."""
+    if len(members) > MAX_MEMBERS:
+        raise Unreadable(TOO_LONG)
+    return members
+
+
+def to_text(value: Any, lines: tuple[int, int]) -> Text:
+    """The text that an f-string makes of a value."""
+    if isinstance(value, Text):
         return value
+    if isinstance(value, Unknown):
+        return Text((Piece("".join(value.source.split()), lines, value.reason),))
+    if isinstance(value, Instance | Function | Reference):
+        raise Unreadable("it is an object")
+    return Text((Piece(str(plain(value)), lines),))
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(name here, (module, name there)) of every import; a module itself has no name there."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.asname or alias.name.partition(".")[0], (alias.name, "")
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield alias.asname or alias.name, (node.module or "", alias.name)
-
-
-def _options(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """(name, default) of the options that argparse reads."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or called_name(node) != "add_argument":
-            continue
-        names = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
-        arguments = {word.arg: word.value for word in node.keywords}
-        action = arguments.get("action")
-        default = arguments.get("default")
-        if default is None and isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
-            default = ast.Constant(action.value == "store_false")
-        name = max(names, key=len, default="").lstrip("-").replace("-", "_")
-        if isinstance(dest := arguments.get("dest"), ast.Constant):
-            name = str(dest.value)
-        if name and default is not None:
-            yield name, default
-
-
-def _required(value: Any) -> Any:
-    """A value that is there. Raises ValueError for None."""
-    if value is None:
-        raise ValueError
+def plain(value: Any, members: Iterator[int] | None = None) -> Any:
+    """The Python value of what is known. Raises Unreadable for anything else, and for more than MAX_MEMBERS members."""
+    members = members or count()
+    if next(members) > MAX_MEMBERS:
+        raise Unreadable(TOO_LONG)
+    if isinstance(value, Text) and not value.unknown:
+        return str(value)
+    if isinstance(value, Text | Unknown):
+        raise Unreadable(value.unknown if isinstance(value, Text) else value.reason)
+    if isinstance(value, list | tuple):
+        return [plain(member, members) for member in value]
+    if isinstance(value, dict):
+        return {plain(key, members): plain(member, members) for key, member in value.items()}
+    if isinstance(value, Instance | Function | Reference | ast.AST):
+        raise Unreadable("it is an object")
     return value
 
 
-def _function_name(name: str) -> str:
-    """A name that nothing sets is a function or an argument. Raises ValueError."""
-    raise ValueError(name)
+def lifted(value: Any, lines: tuple[int, int]) -> Any:
+    """A Python value as the interpreter holds it: strings as texts."""
+    if isinstance(value, str):
+        return Text((Piece(value, lines),))
+    if isinstance(value, list | tuple):
+        return [lifted(member, lines) for member in value]
+    if isinstance(value, dict):
+        return {key: lifted(member, lines) for key, member in value.items()}
+    return value
 
 
-def _calculated(first: Any, operator: ast.operator, second: Any) -> Any:
-    """The result of an operator between two numbers, or two texts joined. Raises ValueError for others."""
-    if isinstance(first, str) and isinstance(second, str) and isinstance(operator, ast.Add):
-        return first + second
-    if not isinstance(first, int | float) or not isinstance(second, int | float) or max(abs(first), abs(second)) > 1e18:
-        raise ValueError
-    match operator:
-        case ast.Add():
-            return first + second
-        case ast.Sub():
-            return first - second
-        case ast.Mult():
-            return first * second
-        case ast.Div():
-            return first / second
-        case ast.FloorDiv():
-            return first // second
-        case ast.Pow() if abs(second) <= MAX_EXPONENT:
-            return first**second
-    raise ValueError
+def truth(value: Any) -> bool | None:
+    """Whether a value counts as true; None if that is not known."""
+    if isinstance(value, Text):
+        is_filled = any(piece.text and not piece.unknown for piece in value.pieces)
+        return True if is_filled else None if value.unknown else False
+    if isinstance(value, Unknown | Reference) or (isinstance(value, Function) and isinstance(value.node, str)):
+        return None
+    return True if isinstance(value, Instance | Function) else bool(value)
+
+
+def copied(value: list[Any] | dict[Any, Any] | Instance) -> Any:
+    """A copy of a list, a table or an object; what it contains stays the same."""
+    return replace(value, attributes=dict(value.attributes)) if isinstance(value, Instance) else value.copy()
+
+
+def changeable(values: Iterable[Any]) -> list[Any]:
+    """The lists, tables and objects among values, and inside them."""
+    waiting, members = list(values), dict[int, Any]()
+    while waiting and len(members) < MAX_MEMBERS:
+        value = waiting.pop()
+        if isinstance(value, list | dict | Instance) and id(value) not in members:
+            members[id(value)] = value
+            inner = value.attributes if isinstance(value, Instance) else value
+            waiting += inner.values() if isinstance(inner, dict) else inner
+    return list(members.values())
+
+
+def restore(target: Any, content: Any) -> None:
+    """Give a list, a table or an object the content of another of its kind."""
+    if isinstance(target, list):
+        target[:] = content
+    elif isinstance(target, dict):
+        target.clear()
+        target.update(content)
+    else:
+        target.attributes = content.attributes
+
+
+def merged(values: Sequence[Any], reason: str) -> Any:
+    """A value after branches of which the taken one is unknown: what they share, and the remainder as unknown."""
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if all(isinstance(value, list) for value in values):
+        return _members(values, lambda member: merged([member, None], reason))
+    if all(isinstance(value, dict) for value in values):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: merged([value.get(key) for value in values], reason) for key in keys}
+    if all(isinstance(value, Instance) for value in values):
+        return replace(first, attributes=merged([value.attributes for value in values], reason))
+    if all(isinstance(value, Text | type(None)) for value in values):
+        pieces = [value.pieces if value else () for value in values]
+        return Text(tuple(_members(pieces, lambda piece: replace(piece, unknown=reason))))
+    shown = [
+        value.source if isinstance(value, Unknown) else str(value)
+        for value in values if not isinstance(value, Instance | Function)
+    ]  # fmt: skip
+    return Unknown(" or ".join(dict.fromkeys(shown)) or "…", reason)
+
+
+def _members(branches: Sequence[Sequence[Any]], uncertain: Callable[[Any], Any]) -> list[Any]:
+    """The members that all branches begin with, then those of each branch, made uncertain."""
+    shared = 0
+    shortest = min(map(len, branches))
+    while shared < shortest and all(branch[shared] == branches[0][shared] for branch in branches):
+        shared += 1
+    tails = [uncertain(member) for branch in branches for member in branch[shared:]]
+    return [*branches[0][:shared], *tails]
+
+
+def calculated(first: Any, operation: ast.operator, second: Any) -> Any:
+    """The result of an operator. Raises Unreadable where it is not known or not read."""
+    is_sum = isinstance(operation, ast.Add)
+    if is_sum and Text in (type(first), type(second)) and all(isinstance(x, Text | Unknown) for x in (first, second)):
+        pieces = (first if isinstance(first, Text) else second).pieces
+        lines = pieces[0].lines if pieces else (1, 1)
+        return joined([to_text(first, lines), to_text(second, lines)])
+    if is_sum and isinstance(first, list) and isinstance(second, list):
+        return bounded([*first, *second])
+    if isinstance(operation, ast.BitOr) and isinstance(first, dict) and isinstance(second, dict):
+        return first | second
+    if isinstance(operation, ast.Div) and isinstance(first, Text):  # of pathlib
+        return lifted(posixpath.join(plain(first), plain(second)), first.pieces[0].lines)
+    numbers = plain(first), plain(second)
+    is_readable = type(operation) in OPERATORS and (not isinstance(operation, ast.Pow) or abs(numbers[1]) <= 64)
+    if not is_readable or not all(isinstance(number, int | float) and abs(number) < 1e18 for number in numbers):
+        raise Unreadable("this operator is not read")
+    return OPERATORS[type(operation)](*numbers)
+
+
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.In: lambda member, members: member in members, ast.NotIn: lambda member, members: member not in members,
+}  # fmt: skip
+TEXT_METHODS = (
+    "split", "splitlines", "replace", "lower", "upper", "startswith", "endswith", "removesuffix", "removeprefix",
+    "partition", "rpartition", "rsplit", "title", "count", "isdigit",
+)  # fmt: skip
+LIST_METHODS: dict[str, Callable[..., Any]] = {
+    "append": list.append, "copy": list.copy, "clear": list.clear, "reverse": list.reverse,
+    "extend": lambda owner, members: owner.extend(members if isinstance(members, list) else [members]),
+    "insert": lambda owner, index, member: owner.insert(plain(index), member),
+    "pop": lambda owner, index=-1: owner.pop(plain(index)),
+    "remove": lambda owner, member: owner.pop([plain(item) for item in owner].index(plain(member))),
+}  # fmt: skip
+TABLE_METHODS: dict[str, Callable[..., Any]] = {
+    "get": lambda owner, key, default=None: owner.get(plain(key), default),
+    "pop": lambda owner, key, default=None: owner.pop(plain(key), default),
+    "setdefault": lambda owner, key, default=None: owner.setdefault(plain(key), default),
+    "copy": dict.copy, "values": lambda owner: list(owner.values()), "keys": lambda owner: lifted(list(owner), (1, 1)),
+    "items": lambda owner: [[lifted(key, (1, 1)), value] for key, value in owner.items()],
+    "update": lambda owner, table=(), **members: owner.update(spread(table) | members),
+}  # fmt: skip
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "int": int, "float": float, "bool": bool, "len": len, "min": min, "max": max, "abs": abs, "round": round,
+    "sorted": sorted, "list": list, "tuple": list, "sum": sum, "any": any, "all": all, "str": str,
+    "range": lambda *ends: list(range(*ends)[:MAX_MEMBERS]),
+    "enumerate": lambda members: list(enumerate(members)), "zip": lambda *members: list(zip(*members, strict=False)),
+    "shlex.quote": shlex.quote, "shlex.split": shlex.split, "shlex.join": shlex.join,
+    "os.path.join": posixpath.join, "os.path.basename": posixpath.basename, "os.path.dirname": posixpath.dirname,
+    "os.path.normpath": posixpath.normpath, "Path": posixpath.join, "pathlib.Path": posixpath.join,
+}  # fmt: skip
+"""Functions whose result follows from their arguments."""
+
+
+def spread(table: Any) -> dict[Any, Any]:
+    """The members that `**table` stands for; of one that is unknown a single member `**`."""
+    return dict(table) if isinstance(table, dict | tuple) else {"**": table}
