@@ -38,6 +38,15 @@ class Row:
     """The default there, where it differs from the one here: set if the flag is not given. Without a key, listed."""
 
 
+def namesakes(
+    section: str, names: str, convert: Callable[[Flag], Any] | None = None, *, flag: str = "", default: Any = None
+) -> list[Row]:
+    """Return the rows of flags whose settings in `section` have their names; `flag` is what precedes each name."""
+    return [
+        Row(f"{flag}{name}", f"{section}.{canonical(name)}", convert=convert, default=default) for name in names.split()
+    ]
+
+
 @dataclass(frozen=True)
 class Dialect:
     """A stack whose launch files are read: its table, and what follows from several flags together."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from slimectl.settings.launch_scripts.conversion import Row
+from slimectl.settings.launch_scripts.conversion import Row, namesakes
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.values import (
     ahead,
@@ -42,17 +42,13 @@ RUNNING = (
     Row("num_gpus_per_node", "cluster.num_gpus_per_node"),
     Row("num_nodes", "cluster.actor_num_nodes"),
     Row("model_update_buffer_size_mb", "sync.update_weight_buffer_size", "in MiB here, too", integer, default=1024),
-    Row(
-        "defaults", text="the files lie elsewhere: allow their folder by --root DIR. Stages of ZeRO have no counterpart"
-    ),
-    Row(
-        "logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
+    Row("defaults",
+        text="the files lie elsewhere: allow their folder by --root DIR. Stages of ZeRO have no counterpart"),
+    Row("logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
         "profiler_timeline checkpoint_config.type checkpoint_config.output_dir resume_from_checkpoint rpc_timeout "
         "hydra.run.dir hydra.output_subdir max_running_requests generate_opt_level model_name track_name "
-        "checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers",
-        text=REPORTS,
-    ),
-)
+        "checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers", text=REPORTS),
+)  # fmt: skip
 ROLLOUT = (
     Row("rollout_batch_size", "run.rollout_batch_size", "with environments episodes, by group_size", default=128),
     Row("prompt_length", "rollout.max_prompt_len", default=1024),
@@ -118,71 +114,48 @@ ROLLOUT = (
         text="the chat template is the model's; answers are sampled"),
 )  # fmt: skip
 ALGORITHM = (
-    Row(
-        "adv_estimator",
-        "algorithm.name",
-        "gae is ppo, reinforce reinforce_plus_plus",
-        choice(gae="ppo", grpo="grpo", reinforce="reinforce_plus_plus", rloo="rloo", gspo="gspo"),
-    ),
-    Row(
-        "pg_variant actor_train.pg_variant",
-        "algorithm.name",
-        convert=choice(vanilla="grpo", ppo="grpo", gspo="gspo", cispo="cispo"),
-    ),
-    Row("gamma", "algorithm.gamma"),
-    Row("lambd", "algorithm.lambd"),
+    Row("adv_estimator", "algorithm.name", "gae is ppo, reinforce reinforce_plus_plus",
+        choice("grpo rloo gspo", gae="ppo", reinforce="reinforce_plus_plus")),
+    Row("pg_variant actor_train.pg_variant", "algorithm.name",
+        convert=choice("gspo cispo", vanilla="grpo", ppo="grpo")),
+    *namesakes("algorithm", "gamma lambd kl_loss_coef"),
     Row("pg_clip", "algorithm.eps_clip", default=0.2),
     Row("pg_clip_low", "algorithm.eps_clip", "with use_pg_clip_range"),
     Row("pg_clip_high", "algorithm.eps_clip_high", "with use_pg_clip_range; pg_clip without it"),
     Row("value_clip", "algorithm.value_clip", "no bound there without it"),
     Row("dual_clip_loss", "algorithm.eps_clip_c", "true is 1 + 2 pg_clip", lambda flag: 1.4 if on(flag) else None),
-    Row(
-        "loss_agg_mode",
-        "algorithm.calculate_per_token_loss",
-        "token-mean is true, seq-mean-token-mean false",
-        choice(token_mean=True, seq_mean_token_mean=False, seq_mean_token_sum=False),
-        default=False,
-    ),
+    Row("loss_agg_mode", "algorithm.calculate_per_token_loss", "token-mean is true, seq-mean-token-mean false",
+        choice(token_mean=True, seq_mean_token_mean=False, seq_mean_token_sum=False), default=False),
     Row("whiten_advantages", "algorithm.normalize_advantages", convert=on),
     Row("use_kl_loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on"),
-    Row("kl_loss_coef", "algorithm.kl_loss_coef"),
     Row("add_token_level_kl", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
     Row("init_kl_coef", "algorithm.kl_coef"),
     Row("entropy_loss_coef", "algorithm.entropy_coef"),
-    Row(
-        "reward_clip advantage_clip reward_norm reward_shift reward_scale whiten_rewards norm_mean_type norm_std_type "
-        "kl_penalty target_kl kl_horizon difficulty_mask difficulty_low_threshold difficulty_high_threshold "
-        "error_max_len_clip max_len_mask difficulty_loss_weight length_loss_weight query_filter_config.type "
-        "query_filter_config.filter_args.threshold_up query_filter_config.filter_args.threshold_down "
-        "use_pg_clip_range train_infer_correction",
-        text=LOSS,
-    ),
+    Row("reward_clip advantage_clip reward_norm reward_shift reward_scale whiten_rewards norm_mean_type "
+        "norm_std_type kl_penalty target_kl kl_horizon difficulty_mask difficulty_low_threshold "
+        "difficulty_high_threshold error_max_len_clip max_len_mask difficulty_loss_weight length_loss_weight "
+        "query_filter_config.type query_filter_config.filter_args.threshold_up "
+        "query_filter_config.filter_args.threshold_down use_pg_clip_range train_infer_correction", text=LOSS),
     Row("beta", "algorithm.beta", "of dpo"),
     Row("label_smoothing", "algorithm.label_smoothing", "of dpo"),
     Row("teacher.model_args.model_name_or_path", "algorithm.opd_teacher_load", "with student_train"),
-    Row(
-        "teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
+    Row("teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
         "logits_topk teacher_temperature student_temperature kd_objective adaptive_kl_alpha is_pure_opd",
-        text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)",
-    ),
-    Row(
-        "ipo batch_adjust_mode step_reward_gamma reward_normalization.NAME ratio_type loss_agg_mode_NAME "
+        text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)"),
+    Row("ipo batch_adjust_mode step_reward_gamma reward_normalization.NAME ratio_type loss_agg_mode_NAME "
         "enable_old_logprobs_recompute episode_reward_weight step_reward_weight query_filter_config.NAME "
-        "rlvr_option.NAME",
-        text=LOSS,
-    ),
+        "rlvr_option.NAME", text=LOSS),
     Row("enable_reference", text="there is a reference where a coefficient of divergence is above 0"),
     Row("ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
     Row("critic_warmup", "algorithm.num_critic_only_steps"),
-)
+)  # fmt: skip
 TRAINING = (
     Row(f"{TRAIN}training_args.learning_rate", "train.lr", default=5e-5),
-    Row(f"{TRAIN}training_args.weight_decay", "train.weight_decay"),
+    *namesakes("train", "weight_decay adam_beta1", flag=f"{TRAIN}training_args."),
     Row(f"{TRAIN}training_args.warmup_steps", "train.lr_warmup_iters"),
     Row(f"{TRAIN}training_args.lr_scheduler_type", "train.lr_decay_style", convert=choice(
         constant="constant", linear="linear", cosine="cosine", constant_with_warmup="constant"), default="linear"),
     Row(f"{TRAIN}training_args.max_grad_norm max_grad_norm", "train.clip_grad"),
-    Row(f"{TRAIN}training_args.adam_beta1", "train.adam_beta1"),
     Row(f"{TRAIN}training_args.adam_beta2", "train.adam_beta2", default=0.999),
     Row(f"{TRAIN}training_args.per_device_train_batch_size", "train.global_batch_size",
         "times accumulation and data-parallel ranks, as samples of a step"),

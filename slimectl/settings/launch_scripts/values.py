@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from slimectl.redaction import is_reference
-from slimectl.settings.launch_scripts.conversion import Many, is_on, plain
+from slimectl.settings.launch_scripts.conversion import Many, is_on
 from slimectl.settings.launch_scripts.flags import Flag
 
 
@@ -38,8 +38,10 @@ class Always:
         return self.value
 
 
-def choice(**values: Any) -> Callable[[Flag], Any]:
-    """The setting's name of each of the flag's choices."""
+def choice(names: str = "", **others: Any) -> Callable[[Flag], Any]:
+    """Convert a choice: `names` are the same here, and `others` have another name or value."""
+    values = dict.fromkeys(names.split()) | others
+    values |= {name: name for name in names.split()}
 
     def convert(flag: Flag) -> Any:
         name = flag.text.strip().lower().replace("-", "_")
@@ -233,35 +235,3 @@ def trackers(flag: Flag) -> list[str]:
                "mlflow": "mlflow", "trackio": "trackio", "stdout": "stdout"}  # fmt: skip
     names = [library[name] for name in map(str.lower, comma_separated(flag)) if name in library]
     return list(dict.fromkeys(["stdout", *names]))
-
-
-__all__ = [
-    "Always",
-    "above_one",
-    "addresses",
-    "ahead",
-    "bounds",
-    "choice",
-    "comma_separated",
-    "dataset_name",
-    "dataset_pairs",
-    "function_path",
-    "function_paths",
-    "integer",
-    "json_object",
-    "layers",
-    "mib",
-    "named_datasets",
-    "number",
-    "off",
-    "on",
-    "plain",
-    "positive",
-    "rounds",
-    "secret",
-    "share",
-    "texts",
-    "trackers",
-    "verifier",
-    "warmup",
-]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Row, typed
+from slimectl.settings.launch_scripts.conversion import Row, namesakes, typed
 from slimectl.settings.launch_scripts.values import (
     Always,
     above_one,
@@ -48,31 +48,21 @@ DATA = (
     Row("data.max_prompt_length", "rollout.max_prompt_len", default=512),
     Row("data.max_response_length actor_rollout_ref.rollout.response_length", "rollout.max_response_len", default=512),
     Row("data.shuffle", "rollout.shuffle", convert=on, default=True),
-    Row("data.seed", "rollout.seed"),
-    Row(
-        "data.truncation data.filter_overlong_prompts data.filter_overlong_prompts_workers "
-        "actor_rollout_ref.rollout.prompt_length",
-        text="prompts above rollout.max_prompt_len are left out and counted",
-        default="error",
-    ),
+    *namesakes("rollout", "seed image_key", flag="data."),
+    Row("data.truncation data.filter_overlong_prompts data.filter_overlong_prompts_workers "
+        "actor_rollout_ref.rollout.prompt_length", text="prompts above rollout.max_prompt_len are left out and counted",
+        default="error"),
     Row("data.reward_fn_key", "score.rm_options.column", "with score.rm_type = by_column"),
-    Row(
-        "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt data.tokenizer data.use_shm "
+    Row("data.return_raw_chat data.return_raw_input_ids data.return_full_prompt data.tokenizer data.use_shm "
         "data.dataloader_num_workers data.trust_remote_code data.return_multi_modal_inputs",
-        text="prompts are chats, and the tokenizer is the model's",
-    ),
-    Row("data.image_key", "rollout.image_key"),
+        text="prompts are chats, and the tokenizer is the model's"),
     Row("data.apply_chat_template_kwargs", "rollout.apply_chat_template_kwargs", "a table", typed),
     Row("data.video_key", text="videos are not read by this version"),
-    Row(
-        "data.custom_cls.path data.custom_cls.name data.datagen.path data.sampler.class_path",
-        text="rollout.data takes module:function, and rollout.data_source_path a class of yours",
-    ),
-    Row(
-        "data.val_batch_size data.train_max_samples data.val_max_samples",
-        text="take a part of a file by path@[a:b] in rollout.data or eval.data",
-    ),
-)
+    Row("data.custom_cls.path data.custom_cls.name data.datagen.path data.sampler.class_path",
+        text="rollout.data takes module:function, and rollout.data_source_path a class of yours"),
+    Row("data.val_batch_size data.train_max_samples data.val_max_samples",
+        text="take a part of a file by path@[a:b] in rollout.data or eval.data"),
+)  # fmt: skip
 SUPERVISED = (
     Row("data.messages_key data.multiturn.messages_key", "rollout.input_key"),
     Row("data.response_key", "rollout.label_key"),
@@ -143,18 +133,15 @@ POLICY = (
         choice(kl="k1", k1="k1", mse="k2", k2="k2", k3="k3", low_var_kl="low_var_kl")),
     Row(f"{ACTOR}tis_imp_ratio_cap", "algorithm.tis_clip", "above 0 also algorithm.use_tis", positive),
     Row(f"{ACTOR}freeze_vision_tower", "train.freeze_vision_tower", convert=on, default=False),
-    Row(f"{OPTIM}lr", "train.lr"),
+    *namesakes("train", "lr lr_wsd_decay_style min_lr clip_grad", flag=OPTIM),
     Row(f"{OPTIM}lr_warmup_steps", "train.lr_warmup_iters", "negative is none", positive),
     Row(prefixed(OPTIM, "lr_scheduler_type warmup_style lr_scheduler lr_decay_style"), "train.lr_decay_style",
         convert=choice(constant="constant", cosine="cosine", linear="linear",
                        inverse_square_root="inverse-square-root", wsd="WSD")),
     Row(f"{OPTIM}lr_wsd_decay_steps", "train.lr_wsd_decay_iters"),
-    Row(f"{OPTIM}lr_wsd_decay_style", "train.lr_wsd_decay_style"),
     Row(f"{OPTIM}min_lr_ratio", "train.min_lr", "times the learning rate"),
-    Row(f"{OPTIM}min_lr", "train.min_lr"),
     Row(f"{OPTIM}weight_decay", "train.weight_decay", default=0.01),
     Row(f"{OPTIM}betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
-    Row(f"{OPTIM}clip_grad", "train.clip_grad"),
     Row(prefixed(OPTIM, "lr_warmup_steps_ratio warmup_steps_ratio"), "train.lr_warmup_fraction", convert=share),
     Row(f"{OPTIM}lr_decay_steps", "train.lr_decay_iters"),
     Row(f"{OPTIM}total_training_steps {OPTIM}num_cycles {OPTIM}optimizer {OPTIM}optimizer_impl {OPTIM}lr_warmup_init "
@@ -209,10 +196,7 @@ ENGINE = (
     Row(f"{ROLLOUT}name", "engine.backend", "trtllm is not started here, but vLLM",
         choice(vllm="vllm", sglang="sglang", sglang_async="sglang", trtllm="vllm"), default="vllm"),
     Row(f"{ROLLOUT}n", "rollout.n_samples_per_prompt", default=1),
-    Row(f"{ROLLOUT}temperature", "rollout.temperature"),
-    Row(f"{ROLLOUT}top_p", "rollout.top_p"),
-    Row(f"{ROLLOUT}top_k", "rollout.top_k"),
-    Row(f"{ROLLOUT}min_p", "rollout.min_p"),
+    *namesakes("rollout", "temperature top_p top_k min_p", flag=ROLLOUT),
     Row(f"{ROLLOUT}repetition_penalty", "rollout.repetition_penalty", "only vLLM also counts the prompt"),
     Row(f"{ROLLOUT}ignore_eos", "rollout.ignore_eos", convert=on),
     Row(f"{ROLLOUT}tensor_model_parallel_size", "cluster.rollout_num_gpus_per_engine", default=2),
@@ -251,8 +235,7 @@ ENGINE = (
     Row(prefixed(f"{ROLLOUT}agent.", "num_workers agent_loop_config_path default_agent_loop NAME"), text=AGENT),
     Row(f"{ROLLOUT}val_kwargs.n", "eval.n_samples_per_prompt"),
     Row(f"{ROLLOUT}val_kwargs.temperature", "eval.temperature", default=0.0),
-    Row(f"{ROLLOUT}val_kwargs.top_p", "eval.top_p"),
-    Row(f"{ROLLOUT}val_kwargs.top_k", "eval.top_k"),
+    *namesakes("eval", "top_p top_k", flag=f"{ROLLOUT}val_kwargs."),
     Row(f"{ROLLOUT}val_kwargs.max_tokens", "eval.max_response_len"),
     Row(f"{ROLLOUT}val_kwargs.do_sample", text="a temperature of 0 is greedy: eval.temperature"),
 )  # fmt: skip
@@ -328,11 +311,8 @@ REWARD = (
     Row("reward_model.sandbox_fusion.NAME sandbox_fusion.NAME", text="programs run in the sandbox of this machine"),
 )  # fmt: skip
 ASYNCHRONOUS = (
-    Row(
-        "async_training.trigger_parameter_sync_step",
-        "run.rollout_batch_size",
-        "times require_batches and ppo_mini_batch_size: prompts between two pushes of weights",
-    ),
+    Row("async_training.trigger_parameter_sync_step", "run.rollout_batch_size",
+        "times require_batches and ppo_mini_batch_size: prompts between two pushes of weights"),
     Row("async_training.require_batches", "run.rollout_batch_size", "as above"),
     Row("async_training.staleness_threshold", "run.async_level", "rounds, rounded up; 0 is none", ahead),
     Row("async_training.partial_rollout", "rollout.partial_rollout", convert=on),
@@ -344,7 +324,7 @@ ASYNCHRONOUS = (
     Row("rollout.total_rollout_steps", "run.num_rollout", "prompts in all, divided by those of a round"),
     Row("rollout.total_epochs", "run.num_epoch"),
     Row("rollout.test_freq", "eval.interval", "pushes of weights, which are rounds; negative is none", positive),
-)
+)  # fmt: skip
 TRAINER = (
     Row("trainer.total_epochs", "run.num_epoch", default=30),
     Row("trainer.total_training_steps", "run.num_rollout"),
@@ -360,39 +340,25 @@ TRAINER = (
     Row("trainer.default_local_dir", "run.dir", "its last part is run.name"),
     Row("trainer.balance_batch", "train.balance_data", convert=on),
     Row("trainer.critic_warmup", "algorithm.num_critic_only_steps"),
-    Row(
-        "trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep",
-        "run.keep_checkpoints",
-        "all there without it",
-        positive,
-    ),
+    Row("trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep", "run.keep_checkpoints", "all there without it",
+        positive),
     Row("trainer.log_val_generations", "track.samples"),
     Row("trainer.rollout_data_dir", "run.keep_samples", "samples are kept in the run's folder", Always(True)),
     Row("trainer.validation_data_dir", "eval.keep_samples", "kept in the run's folder", Always(True)),
-    Row(
-        "trainer.resume_mode trainer.resume_from_path trainer.del_local_ckpt_after_load trainer.default_hdfs_dir "
-        "trainer.max_critic_ckpt_to_keep trainer.esi_redundant_time",
-        text=RESUME,
-    ),
-    Row(
-        "model_engine engine",
-        "train.backend",
-        "fsdp and megatron",
-        choice(fsdp="fsdp", fsdp2="fsdp", megatron="megatron", dp="fsdp"),
-    ),
+    Row("trainer.resume_mode trainer.resume_from_path trainer.del_local_ckpt_after_load trainer.default_hdfs_dir "
+        "trainer.max_critic_ckpt_to_keep trainer.esi_redundant_time", text=RESUME),
+    Row("model_engine engine", "train.backend", "fsdp and megatron", choice("fsdp megatron", fsdp2="fsdp", dp="fsdp")),
     Row("optim", text="the optimizer is AdamW"),
     Row("actor_rollout_ref.nccl_timeout", text="it is no setting; sync.timeout_s is the limit of a weight update"),
     Row(f"{ACTOR}veomni.NAME actor_rollout_ref.ref.veomni.NAME", text="train.backend is fsdp or megatron"),
     Row("trainer.v1.trainer_mode", "run.async_level", "sync is 0; the others are set by hand"),
     Row("trainer.v1.NAME", text="run.async_level and run.max_staleness bound how old samples may be"),
-    Row("trainer.device", "train.device", convert=choice(cuda="cuda", cpu="cpu")),
-    Row(
-        "ray_init.num_cpus ray_kwargs.ray_init.num_cpus ray_kwargs.ray_init.runtime_env trainer.use_legacy_worker_impl "
-        "trainer.ray_wait_register_center_timeout trainer.profile_steps trainer.use_v1 ray_kwargs.NAME ray_init.NAME "
-        "transfer_queue.NAME hydra.NAME defaults",
-        text="Ray is cluster.executor and cluster.ray_address; run.profile names rounds to profile",
-    ),
-)
+    Row("trainer.device", "train.device", convert=choice("cuda cpu")),
+    Row("ray_init.num_cpus ray_kwargs.ray_init.num_cpus ray_kwargs.ray_init.runtime_env "
+        "trainer.use_legacy_worker_impl trainer.ray_wait_register_center_timeout trainer.profile_steps "
+        "trainer.use_v1 ray_kwargs.NAME ray_init.NAME transfer_queue.NAME hydra.NAME defaults",
+        text="Ray is cluster.executor and cluster.ray_address; run.profile names rounds to profile"),
+)  # fmt: skip
 GROUPS = {
     "Data": DATA, "Supervised": SUPERVISED,
     "Model": MODEL, "Policy": POLICY, "Engine": ENGINE, "Algorithm": ALGORITHM, "Reward": REWARD,
