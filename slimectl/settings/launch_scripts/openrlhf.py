@@ -5,8 +5,7 @@ from __future__ import annotations
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, stem
 from slimectl.settings.launch_scripts.flags import Flag
-from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, REWARD
-from slimectl.settings.launch_scripts.openrlhf_names import aliases
+from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, REWARD, aliases
 from slimectl.settings.launch_scripts.values import secret
 
 SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model", "train_opd": "opd"}

@@ -1,4 +1,4 @@
-"""The table of OpenRLHF's flags, by the flat names of its earlier versions, with the setting that each becomes."""
+"""The table of OpenRLHF's flags by their flat names (`--actor_num_nodes`), and dotted names (`--actor.num_nodes`)."""
 
 from __future__ import annotations
 
@@ -179,3 +179,69 @@ GROUPS = {
     "Cluster": CLUSTER, "Model": MODEL, "Data": DATA, "Algorithm": ALGORITHM, "Training": TRAINING,
     "Running": RUNNING,
 }  # fmt: skip
+DOTTED = """
+actor: num_nodes= num_gpus_per_node= model_name_or_path=pretrain gradient_checkpointing_enable=gradient_checkpointing
+  gradient_checkpointing_reentrant=gradient_checkpointing_use_reentrant eps_clip eps_clip_low_high dual_clip
+  policy_loss_type aux_loss_coef entropy_coef=entropy_loss_coef max_norm
+actor.adam: lr=actor_learning_rate betas=adam_betas weight_decay=l2
+actor.actor: lr_warmup_ratio
+ref: num_nodes= num_gpus_per_node= model_name_or_path= offload=ref_reward_offload
+critic: num_nodes= num_gpus_per_node= model_name_or_path=critic_pretrain value_clip
+  freezing_steps=freezing_actor_steps save_value_network
+critic.adam: lr=critic_learning_rate
+reward: num_nodes= num_gpus_per_node= model_name_or_path=reward_pretrain remote_url=remote_rm_url
+  normalize_enable=normalize_reward clip_range= overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef
+  offload=ref_reward_offload
+vllm: num_engines= tensor_parallel_size= gpu_memory_utilization= sync_backend= sync_with_ray= enable_sleep=
+  enforce_eager enable_prefix_caching
+algo.kl: init_coef=init_kl_coef use_loss=use_kl_loss estimator=kl_estimator target=kl_target horizon=kl_horizon
+algo.advantage: estimator=advantage_estimator gamma lambd no_std_norm=no_advantage_std_norm
+  is_correction_enable=enable_vllm_is_correction is_correction_threshold=vllm_is_truncated_threshold
+  is_correction_type=vllm_is_correction_type
+data: dataset_split=prompt_split tokenizer_chat_template=input_template prompt_dataset=prompt_data
+  prompt_probs=prompt_data_probs prompt_split dataset dataset_probs prompt_key chosen_key rejected_key output_key
+  input_key label_key image_key input_template apply_chat_template max_samples max_len prompt_max_len
+  disable_fast_tokenizer
+adam: eps=actor.adam.eps lr=learning_rate betas= weight_decay=l2
+algo: dynamic_filtering_enable=dynamic_filtering dynamic_filtering_range=dynamic_filtering_reward_range
+ds: param_dtype zero_stage zpg overlap_comm grad_accum_dtype deepcompile use_universal_ckpt=use_ds_universal_ckpt
+  tensor_parallel_size= enable_sleep=deepspeed_enable_sleep adam_offload attn_implementation experts_implementation
+  use_liger_kernel packing_samples load_in_4bit ring_attn_size ring_attn_head_stride=ring_head_stride
+  value_head_prefix
+ds.lora: rank=lora_rank alpha=lora_alpha target_modules dropout=lora_dropout
+rollout: batch_size= micro_batch_size=micro_rollout_batch_size n_samples_per_prompt max_new_tokens=generate_max_len
+  temperature top_p max_tokens_per_gpu= vllm_generate_batch_size
+generate: max_new_tokens=generate_max_len temperature top_p
+train: batch_size= micro_batch_size=micro_train_batch_size max_epochs num_episodes
+  dynamic_batch_enable=use_dynamic_batch max_tokens_per_gpu= colocate_all=colocate_all_models colocate_actor_ref
+  colocate_critic_reward async_enable=async_train async_queue_size partial_rollout_enable=partial_rollout
+  agent_func_path enable_ema ema_beta seed full_determinism_enable=full_determinism
+eval: dataset= split= steps= temperature= n_samples_per_prompt=
+ckpt: output_dir=save_path path= save_steps save_hf=save_hf_ckpt max_num=max_ckpt_num max_mem=max_ckpt_mem
+  load_enable=load_checkpoint disable_ds=disable_ds_ckpt
+logger: logging_steps tensorboard_dir=use_tensorboard
+logger.wandb: key=use_wandb org=wandb_org group=wandb_group project=wandb_project run_name=wandb_run_name
+model: model_name_or_path=pretrain gradient_checkpointing_enable=gradient_checkpointing beta label_smoothing
+  ipo_enable=ipo aux_loss_coef nll_loss_coef
+"""
+"""Names below each table: `NAME` is that flat flag, `NAME=` is TABLE_NAME, and `NAME=FLAT` another one."""
+SINGLE = {
+    "min_lr_ratio": "actor.min_lr_ratio", "optim": "actor.optim", "model_name_or_path": "pretrain",
+    "ckpt_save_path": "save_path", "vllm_enable_is_correction": "enable_vllm_is_correction",
+    "fsdp2_enable_sleep": "deepspeed_enable_sleep", "fsdp.": "ds.",
+}  # fmt: skip
+"""Spellings of single versions. What stands below `fsdp.` stood below `ds.`."""
+
+
+def aliases() -> dict[str, str]:
+    """Return the name in the table of every other spelling."""
+    spellings: dict[str, str] = {}
+    for line in DOTTED.replace("\n ", "").strip().splitlines():
+        table, _, names = line.partition(": ")
+        for name in names.split():
+            name, sign, flat = name.partition("=")
+            flat = flat or (f"{table}_{name}" if sign else name)
+            spellings[f"{table}.{name}"] = flat
+            if table.startswith("ds"):
+                spellings[f"fsdp{table.removeprefix('ds')}.{name}"] = flat
+    return spellings | SINGLE
