@@ -18,6 +18,8 @@ from slimectl.settings.loading import ALTERNATIVES, examine
 from slimectl.settings.root import Settings
 
 MAX_DROPS = 200
+ROWS = ("sft", "dpo", "reward_model")
+"""Algorithms that read rows, and sample nothing."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ def namesakes(
     ]
 
 
+def omit_unlisted(conversion: Conversion, flag: Flag) -> None:
+    """List a flag that has no row."""
+    reason = f"is not in the table of {conversion.dialect.title}. Search for a setting with `slimectl settings explain`"
+    conversion.omit(flag, reason)
+
+
 @dataclass(frozen=True)
 class Dialect:
     """A stack whose launch files are read: its table, and what follows from several flags together."""
@@ -55,7 +63,7 @@ class Dialect:
     title: str
     groups: Mapping[str, tuple[Row, ...]]
     settle: Callable[[Conversion], None]
-    unlisted: Callable[[Conversion, Flag], None]
+    unlisted: Callable[[Conversion, Flag], None] = omit_unlisted
     """Handles a flag that has no row."""
     form: str = "options"
     """How flags are written: options (`--lr 1e-6`) or hydra (`trainer.nnodes=1`)."""
@@ -186,12 +194,50 @@ class Conversion:
         self._names[key] = sources
         self._claims.setdefault(key, {}).update(dict.fromkeys(sources))
 
+    def put_known(self, key: str, value: Any, *sources: str) -> None:
+        """Set a key unless one of the flags that it came from is not known."""
+        if not self.is_unknown(*sources):
+            self.put(key, value, *sources)
+
+    def put_pair(self, name: str, first: str, second: str) -> bool:
+        """Set two keys from a flag with two values; return whether it has them."""
+        flag = self.flags.get(name)
+        pair = " ".join(flag.texts).strip("[]").replace(",", " ").split() if flag and not flag.problem else []
+        if len(pair) == 2:
+            self.put(first, pair[0], name)
+            self.put(second, pair[1], name)
+        return len(pair) == 2
+
+    def put_switched(self, key: str, switch: str, name: str, default: str) -> None:
+        """Set a coefficient if the switch that it needs is on."""
+        if self.switch(switch):
+            self.put(key, self.text(name, default), switch, name)
+        else:
+            self.take_back(key, f"{switch} is off")
+
+    def name_run(self, name: str) -> None:
+        """Divide the folder of a run into that of all runs and the run's name."""
+        if isinstance(self.values.get("run.dir"), str):
+            folder, _, run = str(self.values["run.dir"]).rstrip("/").rpartition("/")
+            self.put("run.dir", folder or ".", name)
+            if "run.name" not in self.values:
+                self.put("run.name", run, name)
+
+    def skip_sampling(self) -> None:
+        """Take no default of the other stack for sampling, as the algorithm reads rows."""
+        self.settled |= {row.key for row in self.dialect.rows.values() if row.key.startswith("rollout.")}
+        self.settled |= {"run.rollout_batch_size", "engine.backend", "engine.dtype"}
+
     def put_default(self, name: str, key: str, value: Any) -> None:
         """Set what the other stack does without a flag, unless the flag or the key is there."""
         row = self.dialect.row(name)
         names = row.names.split() if row else [name]
         if key not in self.values and not any(canonical(item) in self.flags for item in names):
             self.put(key, value, f"the default of {self.dialect.title} for {name}")
+
+    def names_of(self, key: str) -> tuple[str, ...]:
+        """Return the names of the flags that a key came from."""
+        return self._names[key]
 
     def omit_superseded(self) -> None:
         """List the flags whose key another flag has set in the end."""
@@ -207,6 +253,12 @@ class Conversion:
         if flag is not None:
             return f"{flag} ({flag.place})"
         return f"the default of {self.dialect.title} for {name}" if name in self.dialect.rows else name
+
+    def drop(self, *keys: str) -> None:
+        """Drop keys and list nothing."""
+        for key in keys:
+            self.values.pop(key, None)
+            self.sources.pop(key, None)
 
     def take_back(self, key: str, reason: str) -> None:
         """Drop a key again; its flags are listed with the reason."""
@@ -267,6 +319,8 @@ def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = Non
         else:
             take(conversion, flag, row)
     dialect.settle(conversion)
+    if str(conversion.values.get("cluster.actor_num_nodes", 1)) not in ("0", "1"):
+        conversion.put("cluster.executor", "ray", *conversion.names_of("cluster.actor_num_nodes"))
     conversion.omit_superseded()
     _take_defaults(conversion)
     _check(conversion)

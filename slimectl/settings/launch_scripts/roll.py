@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, typed
+from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Dialect, omit_unlisted, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.megatron import hand_over
 from slimectl.settings.launch_scripts.roll_keys import GROUPS, INFER, LAYOUT, TRAIN, devices
@@ -13,8 +13,6 @@ from slimectl.settings.launch_scripts.verl_keys import SIZES
 from slimectl.settings.run import KEY_VARIABLES
 
 FILES = "distils from a teacher's probabilities of the responses in a file; opd asks a teacher about the policy's own"
-ROWS = ("sft", "dpo")
-"""Algorithms that read rows, and sample nothing."""
 ENVIRONMENTS = ("custom_envs.", "custom_env.", "train_env_manager.", "val_env_manager.")
 WHITENING = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
@@ -42,10 +40,8 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         conversion.omit(flag, f"it is in a table; give that as JSON text in [{prefixes[prefix].rstrip('.')}]")
     elif name.startswith(("rewards.", "reward.", "reference.", "critic.", "system_envs.")):
         conversion.omit(flag, LAYOUT)
-    elif flag.problem:
-        conversion.omit(flag, flag.problem)
     else:
-        conversion.omit(flag, "is no key that this table knows; look for it by `slimectl settings explain`")
+        omit_unlisted(conversion, flag)
 
 
 def _take_field(conversion: Conversion, flag: Flag, leaf: str) -> None:
@@ -117,17 +113,13 @@ def _settle_rows(conversion: Conversion, kind: str) -> None:
     name = f"{TRAIN}training_args.num_train_epochs"
     epochs = conversion.flags.get(name)
     if "run.num_rollout" not in conversion.values and (epochs is None or not epochs.problem):
-        source = name if epochs else f"the default of ROLL for {name}"
-        conversion.put("run.num_epoch", epochs.texts[0] if epochs else 1, source)
+        conversion.put("run.num_epoch", epochs.texts[0] if epochs else 1, name)
         if epochs:
             conversion.unlist(name)
     if kind == "sft":
-        for key, column in (("rollout.input_key", "instruction"), ("rollout.label_key", "output")):
-            if key not in conversion.values:
-                name = "prompt_key" if "input" in key else "response_key"
-                conversion.put(key, column, f"the default of ROLL for {name}")
-    conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
-    conversion.settled |= {"engine.dtype", "run.rollout_batch_size"}
+        conversion.put_default("prompt_key", "rollout.input_key", "instruction")
+        conversion.put_default("response_key", "rollout.label_key", "output")
+    conversion.skip_sampling()
 
 
 def _settle_algorithm(conversion: Conversion, kind: str) -> None:
@@ -184,27 +176,20 @@ def _settle_loss(conversion: Conversion) -> None:
         ("use_kl_loss", "kl_loss_coef", "algorithm.kl_loss_coef", "0"),
         ("add_token_level_kl", "init_kl_coef", "algorithm.kl_coef", "0.2"),
     ):
-        if conversion.switch(switch):
-            conversion.put(key, conversion.text(coefficient, default), switch, coefficient)
-        else:
-            conversion.take_back(key, f"{switch} is off")
+        conversion.put_switched(key, switch, coefficient, default)
     values = conversion.values
     clip = conversion.real("pg_clip", 0.2)
     if conversion.switch("use_pg_clip_range"):
         for name, key in (("pg_clip_low", "algorithm.eps_clip"), ("pg_clip_high", "algorithm.eps_clip_high")):
-            source = name if name in conversion.flags else f"the default of ROLL for {name}"
-            if not conversion.is_unknown(name):
-                conversion.put(key, conversion.real(name, 0.2), source)
+            conversion.put_known(key, conversion.real(name, 0.2), name)
         conversion.unlist("use_pg_clip_range")
     else:
         conversion.take_back("algorithm.eps_clip_high", "use_pg_clip_range is off, so that pg_clip is both bounds")
         if "pg_clip_low" in conversion.flags:
             conversion.omit(conversion.flags["pg_clip_low"], "use_pg_clip_range is off")
-        if not conversion.is_unknown("pg_clip"):
-            source = "pg_clip" if "pg_clip" in conversion.flags else "the default of ROLL for pg_clip"
-            conversion.put("algorithm.eps_clip", clip, source)
-            if values.get("algorithm.name") in ("gspo", "cispo"):
-                conversion.put("algorithm.eps_clip_high", clip, source)
+        conversion.put_known("algorithm.eps_clip", clip, "pg_clip")
+        if values.get("algorithm.name") in ("gspo", "cispo"):
+            conversion.put_known("algorithm.eps_clip_high", clip, "pg_clip")
     if values.get("algorithm.name") == "ppo" and "value_clip" not in conversion.flags:
         conversion.put("algorithm.value_clip", 1e6, "ROLL clips no values without value_clip")
     if conversion.switch("dual_clip_loss"):
@@ -217,10 +202,7 @@ def _settle_prompts(conversion: Conversion) -> None:
     """Prompts are chats of a file; their lengths decide that of a response, whatever its engine's arguments say."""
     count = "num_return_sequences_in_group"
     if count in conversion.flags or f"{INFER}generating_args.num_return_sequences" in conversion.flags:
-        number = conversion.number(count, 1)
-        source = count if count in conversion.flags else f"the default of ROLL for {count}"
-        if not conversion.is_unknown(count):
-            conversion.put("rollout.n_samples_per_prompt", number, source)
+        conversion.put_known("rollout.n_samples_per_prompt", conversion.number(count, 1), count)
     lengths = ("sequence_length", "prompt_length")
     if "response_length" in conversion.flags and not conversion.is_unknown("response_length"):
         conversion.put("rollout.max_response_len", conversion.text("response_length"), "response_length")
@@ -238,14 +220,11 @@ def _settle_environment(conversion: Conversion) -> None:
     episodes = conversion.number("rollout_batch_size", 128)
     group, rows = "train_env_manager.group_size", "rollout_batch_size"
     conversion.program_defaults |= {"prompt_length": None, "num_return_sequences_in_group": None}
-    if not conversion.is_unknown(group):
-        source = group if group in conversion.flags else f"the default of ROLL for {group}"
-        conversion.put("rollout.n_samples_per_prompt", size, source)
-        if not conversion.is_unknown(rows):
-            conversion.put("run.rollout_batch_size", max(1, episodes // size), rows, group)
+    conversion.put_known("rollout.n_samples_per_prompt", size, group)
+    conversion.put_known("run.rollout_batch_size", max(1, episodes // size), rows, group)
     groups = "train_env_manager.num_env_groups"
-    if groups in conversion.flags and not conversion.is_unknown(groups, group):
-        conversion.put("rollout.env_concurrency", conversion.number(groups, 1) * size, groups, group)
+    if groups in conversion.flags:
+        conversion.put_known("rollout.env_concurrency", conversion.number(groups, 1) * size, groups, group)
     tags = conversion.flags.get("train_env_manager.tags")
     kinds = [conversion.text(f"{table}{tag}.env_type") for tag in (tags.texts if tags else [])
              for table in ("custom_envs.", "custom_env.") if f"{table}{tag}.env_type" in conversion.flags]  # fmt: skip
@@ -278,8 +257,8 @@ def _settle_sizes(conversion: Conversion) -> None:
         ranks //= conversion.number(size, 1)
     ranks //= conversion.number(f"{TRAIN}model_args.ulysses_size", 1)
     samples = max(1, ranks) * conversion.number(names[0], 8) * conversion.number(names[1], 1)
-    source = f"the default of ROLL for {names[0]}"
     present = [name for name in names if name in conversion.flags]
+    source = f"the default of ROLL for {names[0]}"
     conversion.put("train.global_batch_size", samples, *(present or [source]), mapping)
 
 
@@ -293,7 +272,6 @@ def _settle_devices(conversion: Conversion) -> None:
             "cluster.actor_num_nodes", len(training) // per_node, f"{TRAIN}device_mapping", "num_gpus_per_node"
         )
         conversion.put("cluster.actor_num_gpus_per_node", per_node, f"{TRAIN}device_mapping", "num_gpus_per_node")
-        conversion.put("cluster.executor", "ray", f"{TRAIN}device_mapping")
 
 
 ROLES = {"sft_train.": TRAIN, "student_train.": TRAIN, "student_infer.": INFER}

@@ -121,8 +121,7 @@ def _settle_model(conversion: Conversion, folder: str, start: str, scheme: str) 
     if is_folder and not flag.problem:
         conversion.put("model.path", start, name)
         return
-    conversion.values.pop("model.path", None)
-    conversion.sources.pop("model.path", None)
+    conversion.drop("model.path")
     conversion.unlist(name)
     tokenizer = f"only the tokenizer{' and the engine' if scheme else ''} of {last_part(folder)}"
     conversion.omit(
@@ -152,8 +151,7 @@ def _compares(conversion: Conversion) -> bool:
 
 def _ask_to_convert(conversion: Conversion, key: str, name: str) -> None:
     """List a checkpoint of Megatron among what the user sets."""
-    conversion.values.pop(key, None)
-    conversion.sources.pop(key, None)
+    conversion.drop(key)
     path = _path(conversion, name)
     reason = f"is a checkpoint of Megatron. Set {key} to what `slimectl convert {path} DIR` makes"
     conversion.omit(conversion.flags[name], reason, by_hand=True)

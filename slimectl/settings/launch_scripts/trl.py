@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, typed
+from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Dialect, Omission, omit_unlisted, typed
 from slimectl.settings.launch_scripts.trl_algorithms import (
     GROUP_NORMALIZED,
-    ROWS,
     SAMPLING,
     class_of,
     require_algorithm,
@@ -76,7 +75,7 @@ def unlisted(conversion: Conversion, flag: Any) -> None:
     if flag.name == "**":
         conversion.omit(flag, "is a table that the program makes. Set its values by hand", by_hand=True)
         return
-    conversion.omit(flag, "is not in the table of TRL. Search for a setting with `slimectl settings explain`")
+    omit_unlisted(conversion, flag)
 
 
 def settle(conversion: Conversion) -> None:
@@ -272,11 +271,9 @@ def _settle_adapter(conversion: Conversion) -> None:
 def _settle_processes(conversion: Conversion) -> None:
     """Machines and precision."""
     machines = max(conversion.number("num_machines", 1), conversion.number("nnodes", 1))
-    if machines > 1:
-        conversion.put("cluster.executor", "ray", "num_machines", "nnodes")
-        if "num_processes" in conversion.flags and not conversion.is_unknown("num_processes", "num_machines"):
-            gpus = conversion.number("num_processes", machines) // machines  # those of all machines there
-            conversion.put("cluster.actor_num_gpus_per_node", max(1, gpus), "num_processes", "num_machines")
+    if machines > 1 and "num_processes" in conversion.flags:
+        gpus = max(1, conversion.number("num_processes", machines) // machines)  # those of all machines there
+        conversion.put_known("cluster.actor_num_gpus_per_node", gpus, "num_processes", "num_machines")
     names = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
     dtype = next((conversion.text(name) for name in names if conversion.text(name)), "")
     if conversion.values.get("train.dtype") == "float32" and dtype.endswith("bfloat16"):
@@ -288,12 +285,8 @@ def _settle_processes(conversion: Conversion) -> None:
 def _settle_names(conversion: Conversion) -> None:
     """The run's folder, its data set's configuration, and arguments of the chat template."""
     values = conversion.values
-    if isinstance(values.get("run.dir"), str):
-        folder, _, name = str(values["run.dir"]).rstrip("/").rpartition("/")
-        conversion.put("run.dir", folder or ".", "output_dir")
-        if "run.name" not in values:
-            conversion.put("run.name", name, "output_dir")
-    elif values.get("algorithm.name") in ROWS:
+    conversion.name_run("output_dir")
+    if values.get("algorithm.name") in ROWS:
         conversion.put_default("output_dir", "run.name", "trainer_output")
     config, data = conversion.text("dataset_config", conversion.text("dataset_configs")), values.get("rollout.data")
     if config and isinstance(data, list) and len(data) == 1 and data[0].count("/") == 1:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Omission, stem
+from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Omission, stem
 from slimectl.settings.launch_scripts.foreign import algorithms_in, own_algorithm
 
-ROWS = ("sft", "dpo", "reward_model")
-"""Algorithms that read rows, and sample nothing."""
 GROUP_NORMALIZED = ("grpo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo")
 TELLING = {
     "grpo": "delta scale_rewards importance_sampling_level top_entropy_quantile use_bias_correction_kl entropy_coef "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, typed
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, omit_unlisted, take, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.megatron import hand_over
 from slimectl.settings.launch_scripts.verl_keys import ACTOR, GROUPS, OPTIM, ROLLOUT
@@ -29,11 +29,10 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     if flag.name.startswith(ARGUMENTS):
         conversion.omit(flag, "make it the default of a parameter of the reward function", by_hand=True)
     elif prefix is None:
-        conversion.omit(flag, "is no key that this table knows; look for the setting by `slimectl settings explain`")
-    elif flag.problem:
-        conversion.omit(flag, f"{flag.problem}; set {TABLES[prefix]}… by hand", by_hand=True)
+        omit_unlisted(conversion, flag)
     elif flag.values:
-        conversion.put(f"{TABLES[prefix]}{flag.name.removeprefix(prefix)}", typed(flag), flag.name)
+        key = f"{TABLES[prefix]}{flag.name.removeprefix(prefix)}"
+        take(conversion, flag, Row(flag.name, key, convert=typed))
 
 
 PROGRAMS = (("sft", r"sft"), ("fully_async", r"fully_async"), ("one_step_off", r"one_step_off"))
@@ -101,18 +100,12 @@ def _settle_run(conversion: Conversion) -> None:
         conversion.note_default("trainer.logger", "console and wandb", 'add "wandb" to track.with')
     tokens = f"{ACTOR}ppo_max_token_len_per_gpu"
     if conversion.switch(f"{ACTOR}use_dynamic_bsz") and tokens not in conversion.flags:
-        conversion.put("train.max_tokens_per_gpu", 16384, f"the default of verl for {tokens}")
+        conversion.put("train.max_tokens_per_gpu", 16384, tokens)
     if conversion.switch(f"{ACTOR}fsdp_config.param_offload"):
         conversion.put(
             "train.offload", "parameters", f"{ACTOR}fsdp_config.param_offload", f"{ACTOR}fsdp_config.optimizer_offload"
         )
-    if conversion.number("trainer.nnodes", 1) > 1:
-        conversion.put("cluster.executor", "ray", "trainer.nnodes")
-    if isinstance(values.get("run.dir"), str):
-        folder, _, name = str(values["run.dir"]).rstrip("/").rpartition("/")
-        conversion.put("run.dir", folder or ".", "trainer.default_local_dir")
-        if "run.name" not in values:
-            conversion.put("run.name", name, "trainer.default_local_dir")
+    conversion.name_run("trainer.default_local_dir")
 
 
 def _settle_optimizer(conversion: Conversion, kind: str) -> None:
@@ -126,17 +119,11 @@ def _settle_optimizer(conversion: Conversion, kind: str) -> None:
     if f"{OPTIM}min_lr_ratio" in conversion.flags and "train.min_lr" in conversion.values:
         rate = conversion.real(f"{OPTIM}min_lr_ratio", 0.0) * conversion.real(f"{OPTIM}lr", 1e-6)
         conversion.put("train.min_lr", rate, f"{OPTIM}min_lr_ratio", f"{OPTIM}lr")
-    betas = conversion.flags.get(f"{OPTIM}betas")
-    pair = " ".join(betas.texts).strip("[]").replace(",", " ").split() if betas and not betas.problem else []
-    if len(pair) == 2:
-        conversion.put("train.adam_beta1", pair[0], f"{OPTIM}betas")
-        conversion.put("train.adam_beta2", pair[1], f"{OPTIM}betas")
-    elif betas is None:
-        second = 0.95 if is_first_version else 0.999
-        conversion.put("train.adam_beta2", second, "the default of verl for actor.optim.betas")
-    if "train.lora_rank" in conversion.values and "train.lora_alpha" not in conversion.values:
+    if not conversion.put_pair(f"{OPTIM}betas", "train.adam_beta1", "train.adam_beta2"):
+        conversion.put_default(f"{OPTIM}betas", "train.adam_beta2", 0.95 if is_first_version else 0.999)
+    if "train.lora_rank" in conversion.values:
         is_merged = "actor_rollout_ref.model.lora.rank" in conversion.flags
-        conversion.put("train.lora_alpha", 32 if is_merged else 16, "the default of verl for lora_alpha")
+        conversion.put_default("actor_rollout_ref.model.lora_alpha", "train.lora_alpha", 32 if is_merged else 16)
 
 
 def _settle_sft(conversion: Conversion) -> None:
@@ -156,19 +143,17 @@ def _settle_sft(conversion: Conversion) -> None:
             conversion.put(key, column, f"the default of verl for {name}")
     if "data.shuffle" not in conversion.flags:
         conversion.put("rollout.shuffle", True, "the default of verl for data.shuffle")
-    conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
-    conversion.settled |= {"engine.backend", "engine.dtype", "cluster.rollout_num_gpus_per_engine", "eval.temperature"}
-    conversion.settled |= {"cluster.actor_num_gpus_per_node", "train.global_batch_size", "run.rollout_batch_size"}
+    conversion.skip_sampling()
+    conversion.settled |= {"cluster.rollout_num_gpus_per_engine", "eval.temperature"}
+    conversion.settled |= {"cluster.actor_num_gpus_per_node", "train.global_batch_size"}
     rows = conversion.values.pop("run.rollout_batch_size", None)
-    source = "data.train_batch_size" if rows else "the default of verl for data.train_batch_size"
-    if not conversion.is_unknown("data.train_batch_size"):
-        conversion.put("train.global_batch_size", rows or 256, source)
+    conversion.put_known("train.global_batch_size", rows or 256, "data.train_batch_size")
 
 
 def _settle_loss(conversion: Conversion) -> None:
     """The sum over tokens, its bounds and its divergences."""
-    _settle_divergence(conversion, f"{ACTOR}use_kl_loss", f"{ACTOR}kl_loss_coef", "algorithm.kl_loss_coef")
-    _settle_divergence(conversion, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef")
+    conversion.put_switched("algorithm.kl_loss_coef", f"{ACTOR}use_kl_loss", f"{ACTOR}kl_loss_coef", "0.001")
+    conversion.put_switched("algorithm.kl_coef", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "0.001")
     values = conversion.values
     mode = conversion.text(f"{ACTOR}loss_agg_mode")
     factor = values.get("algorithm.fixed_length")
@@ -224,23 +209,12 @@ def _settle_algorithm(conversion: Conversion) -> None:
         conversion.put("algorithm.name", name, estimator)
 
 
-def _settle_divergence(conversion: Conversion, switch: str, coefficient: str, key: str) -> None:
-    """A divergence is on by a switch there, and by its coefficient here; verl's default of that is 0.001."""
-    if not conversion.switch(switch):
-        conversion.take_back(key, f"{switch} is off")
-    else:
-        conversion.put(key, conversion.text(coefficient, "0.001"), switch, coefficient)
-
-
 def _settle_sizes(conversion: Conversion) -> None:
     """Steps are counted in prompts there, and in samples here."""
     samples = conversion.number(f"{ROLLOUT}n", 1)
     prompts = conversion.number(f"{ACTOR}ppo_mini_batch_size", 256)
     names = [name for name in (f"{ACTOR}ppo_mini_batch_size", f"{ROLLOUT}n") if name in conversion.flags]
-    source = names if f"{ACTOR}ppo_mini_batch_size" in names else ["the default of verl for ppo_mini_batch_size"]
-    problems = [conversion.flags[name] for name in names if conversion.flags[name].problem]
-    if not problems:
-        conversion.put("train.global_batch_size", prompts * samples, *source)
+    conversion.put_known("train.global_batch_size", prompts * samples, *(names or [f"{ACTOR}ppo_mini_batch_size"]))
 
 
 def _settle_correction(conversion: Conversion) -> None:
@@ -260,8 +234,7 @@ def _settle_asynchronous(conversion: Conversion) -> None:
     prompts = conversion.number(f"{ACTOR}ppo_mini_batch_size", 256)
     for name, default in sizes.items():
         prompts *= conversion.number(name, default)
-    if not conversion.is_unknown(*sizes, f"{ACTOR}ppo_mini_batch_size"):
-        conversion.put("run.rollout_batch_size", prompts, *sizes, f"{ACTOR}ppo_mini_batch_size")
+    conversion.put_known("run.rollout_batch_size", prompts, *sizes, f"{ACTOR}ppo_mini_batch_size")
     conversion.take_back("rollout.over_sampling_batch_size", "prompts are drawn one by one in any case")
     if "async_training.staleness_threshold" not in conversion.flags:
         conversion.put("run.async_level", 1, "the default of verl for async_training.staleness_threshold")
@@ -279,9 +252,8 @@ def _settle_asynchronous(conversion: Conversion) -> None:
 
 def _settle_separate_engines(conversion: Conversion) -> None:
     """Engines on GPUs of their own, whose log-probabilities the loss takes."""
-    if not conversion.is_unknown("rollout.nnodes", "rollout.n_gpus_per_node"):
-        gpus = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
-        conversion.put("cluster.rollout_num_gpus", gpus, "rollout.nnodes", "rollout.n_gpus_per_node")
+    gpus = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
+    conversion.put_known("cluster.rollout_num_gpus", gpus, "rollout.nnodes", "rollout.n_gpus_per_node")
     names = ("algorithm.rollout_correction.bypass_mode", "async_training.use_rollout_log_probs",
              "async_training.compute_prox_log_prob")  # fmt: skip
     if not any(name in conversion.flags for name in names):
@@ -302,9 +274,9 @@ def _settle_engine(conversion: Conversion, kind: str) -> None:
         conversion.put(f"{engine}.args.{argument}", 0.5, f"the default of verl for {memory}")
     if kind == "ppo" and "actor_rollout_ref.hybrid_engine" not in conversion.flags:
         conversion.put("cluster.colocate", True, "verl's engines share the trainer's GPUs")
-    if values.get("cluster.colocate") and not conversion.is_unknown("trainer.nnodes", "trainer.n_gpus_per_node"):
+    if values.get("cluster.colocate"):
         gpus = conversion.number("trainer.nnodes", 1) * conversion.number("trainer.n_gpus_per_node", 8)
-        conversion.put("cluster.rollout_num_gpus", gpus, "trainer.nnodes", "trainer.n_gpus_per_node")
+        conversion.put_known("cluster.rollout_num_gpus", gpus, "trainer.nnodes", "trainer.n_gpus_per_node")
     if values.get("train.backend") == "megatron":
         conversion.take_back("train.offload", "with Megatron-core it is megatron.optimizer_cpu_offload")
     elif "megatron" in " ".join(conversion.flags["launcher"].texts if "launcher" in conversion.flags else []):
