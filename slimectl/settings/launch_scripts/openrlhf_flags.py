@@ -183,8 +183,8 @@ DOTTED = """
 actor: num_nodes= num_gpus_per_node= model_name_or_path=pretrain gradient_checkpointing_enable=gradient_checkpointing
   gradient_checkpointing_reentrant=gradient_checkpointing_use_reentrant eps_clip eps_clip_low_high dual_clip
   policy_loss_type aux_loss_coef entropy_coef=entropy_loss_coef max_norm
+  lr_scheduler lr_warmup_ratio
 actor.adam: lr=actor_learning_rate betas=adam_betas weight_decay=l2
-actor.actor: lr_warmup_ratio
 ref: num_nodes= num_gpus_per_node= model_name_or_path= offload=ref_reward_offload
 critic: num_nodes= num_gpus_per_node= model_name_or_path=critic_pretrain value_clip
   freezing_steps=freezing_actor_steps save_value_network

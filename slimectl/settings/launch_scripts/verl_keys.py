@@ -127,6 +127,7 @@ POLICY = (
     Row(f"{ACTOR}policy_loss.loss_mode", "algorithm.name", "vanilla is the estimator's own; geo_mean is gmpo",
         choice(vanilla="grpo", gspo="gspo", cispo="cispo", sapo="sapo", geo_mean="gmpo")),
     Row(f"{ACTOR}entropy_coeff", "algorithm.entropy_coef"),
+    *namesakes("algorithm", "tau_pos tau_neg", flag=ACTOR),
     Row(f"{ACTOR}use_kl_loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on"),
     Row(f"{ACTOR}kl_loss_coef", "algorithm.kl_loss_coef"),
     Row(f"{ACTOR}kl_loss_type", "algorithm.kl_loss_type", "kl is k1, mse is k2",
