@@ -45,9 +45,8 @@ RUNNING = (
     Row("defaults",
         text="the files lie elsewhere: allow their folder by --root DIR. Stages of ZeRO have no counterpart"),
     Row("logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
-        "profiler_timeline checkpoint_config.type checkpoint_config.output_dir resume_from_checkpoint rpc_timeout "
-        "hydra.run.dir hydra.output_subdir max_running_requests generate_opt_level model_name track_name "
-        "checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers", text=REPORTS),
+        "profiler_timeline resume_from_checkpoint rpc_timeout max_running_requests generate_opt_level model_name "
+        "track_name checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers", text=REPORTS),
 )  # fmt: skip
 ROLLOUT = (
     Row("rollout_batch_size", "run.rollout_batch_size", "with environments episodes, by group_size", default=128),
@@ -85,7 +84,7 @@ ROLLOUT = (
     Row("max_actions_per_traj", "rollout.env_max_turns", "with rollout.env"),
     Row("train_env_manager.group_size", "rollout.n_samples_per_prompt", "episodes of one start"),
     Row("train_env_manager.num_env_groups", "rollout.env_concurrency", "times group_size, with rollout.env"),
-    Row("train_env_manager.tags custom_envs.NAME custom_env.NAME val_env_manager.NAME train_env_manager.NAME",
+    Row("custom_envs.NAME custom_env.NAME val_env_manager.NAME train_env_manager.NAME",
         text="an environment is rollout.env (docs/environments.md)"),
     Row("env_manager_cls agent_config_common.NAME env_config.NAME agent_system_template agent_template",
         text="an environment is rollout.env, a program rollout.agent (docs/environments.md, docs/agents.md)"),

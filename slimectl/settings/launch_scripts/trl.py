@@ -14,9 +14,9 @@ from slimectl.settings.launch_scripts.trl_algorithms import (
     require_algorithm,
     settle_algorithm,
     settle_loss,
+    settle_rewards,
 )
 from slimectl.settings.launch_scripts.trl_names import GROUPS, TOOLS
-from slimectl.settings.launch_scripts.trl_rewards import settle_rewards
 
 Defaults = Mapping[str, tuple[str, Any]]
 SAMPLED: Defaults = {

@@ -155,8 +155,6 @@ POLICY = (
     Row(f"{ACTOR}fsdp_config.param_offload", "train.offload", convert=Always("parameters")),
     Row(f"{ACTOR}fsdp_config.optimizer_offload {ACTOR}fsdp_config.offload_policy", "train.offload",
         convert=Always("optimizer")),
-    Row(prefixed(f"{ACTOR}fsdp_config.", "fsdp_size reshard_after_forward wrap_policy.min_num_params forward_prefetch "
-                 "model_dtype use_torch_compile entropy_from_logits_with_chunking NAME"), text=SHARDS),
     Row(f"{ACTOR}ulysses_sequence_parallel_size actor_rollout_ref.ref.ulysses_sequence_parallel_size "
         f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size", text=SEQUENCE),
     *(Row(f"{ACTOR}megatron.{size}", f"megatron.{size}") for size in SIZES),
@@ -168,25 +166,21 @@ POLICY = (
     Row(f"{ACTOR}megatron.use_dist_checkpointing {ACTOR}megatron.dist_checkpointing_path {ACTOR}megatron.use_mbridge "
         f"{ACTOR}megatron.vanilla_mbridge", text="models are read from Hugging Face directories"),
     Row(f"{ACTOR}megatron.dtype", "train.dtype", convert=choice(bfloat16="bfloat16", float32="float32")),
-    Row(f"{ACTOR}megatron.override_ddp_config.NAME {ACTOR}megatron.seed {ACTOR}megatron.dist_checkpointing_prefix "
-        f"{ACTOR}megatron.forward_only {ACTOR}megatron.override_mcore_model_config.NAME", text=SHARDS),
+    Row(f"{ACTOR}fsdp_config.NAME {ACTOR}megatron.override_ddp_config.NAME {ACTOR}megatron.seed "
+        f"{ACTOR}megatron.dist_checkpointing_prefix {ACTOR}megatron.forward_only "
+        f"{ACTOR}megatron.override_mcore_model_config.NAME", text=SHARDS),
     Row(f"{ACTOR}megatron.override_transformer_config.NAME {OPTIM}override_optimizer_config.NAME",
         "megatron.args.NAME", "where the name is a field of Megatron's; others as in slime's table"),
     Row(f"{ACTOR}entropy_checkpointing {ACTOR}entropy_from_logits_with_chunking {ACTOR}use_fused_kernels "
-        f"{ACTOR}use_remove_padding {ACTOR}calculate_entropy {ACTOR}use_prefix_grouper", text=KERNELS),
+        f"{ACTOR}use_remove_padding {ACTOR}calculate_entropy {ACTOR}use_prefix_grouper {ACTOR}use_torch_compile "
+        "actor_rollout_ref.ref.use_torch_compile", text=KERNELS),
     Row(f"{ACTOR}policy_loss.NAME {ACTOR}kl_cov_ratio", text="docs/algorithms.md has the losses; "
         "train.custom_loss_function_path is one of yours"),
     Row(f"{ACTOR}profiler.NAME actor_rollout_ref.ref.profiler.NAME actor_rollout_ref.rollout.profiler.NAME "
         "critic.profiler.NAME global_profiler.NAME actor_rollout_ref.profiler.NAME profile.NAME",
         text="run.profile names rounds to profile"),
-    Row(f"{ACTOR}use_torch_compile actor_rollout_ref.ref.use_torch_compile", text=KERNELS),
-    Row(prefixed(f"{ACTOR}checkpoint.", "contents save_contents load_contents async_save NAME"),
-        text="a checkpoint has all that a run needs to go on"),
-    Row(prefixed("actor_rollout_ref.ref.", "fsdp_config.param_offload fsdp_config.optimizer_offload strategy "
-                 "megatron.param_offload megatron.tensor_model_parallel_size megatron.pipeline_model_parallel_size "
-                 "megatron.expert_model_parallel_size megatron.expert_tensor_parallel_size "
-                 "megatron.context_parallel_size megatron.virtual_pipeline_model_parallel_size NAME"),
-        text="the reference is laid out as the policy is"),
+    Row(f"{ACTOR}checkpoint.NAME", text="a checkpoint has all that a run needs to resume"),
+    Row("actor_rollout_ref.ref.NAME", text="the reference has the layout of the policy"),
     Row("actor_rollout_ref.ref.model.path", "algorithm.ref_load"),
     Row(prefixed("actor_rollout_ref.", "ref.log_prob_micro_batch_size ref.log_prob_micro_batch_size_per_gpu "
                  "ref.log_prob_use_dynamic_bsz ref.log_prob_max_token_len_per_gpu rollout.log_prob_micro_batch_size "
@@ -229,11 +223,7 @@ ENGINE = (
         text="set the argument of the engine in [vllm.args] or [sglang.args], by its name there"),
     Row(f"{ROLLOUT}enable_rollout_routing_replay", "train.use_rollout_routing_replay", convert=on),
     Row(f"{ROLLOUT}calculate_log_probs", text=SAMPLED),
-    Row(prefixed(f"{ROLLOUT}multi_turn.", "enable max_turns max_assistant_turns max_user_turns max_parallel_calls "
-                 "tool_config_path interaction_config_path format max_tool_response_length completion_callback "
-                 "use_inference_chat_template tokenization_sanity_check_mode tool_response_truncate_side NAME"),
-        text=AGENT),
-    Row(prefixed(f"{ROLLOUT}agent.", "num_workers agent_loop_config_path default_agent_loop NAME"), text=AGENT),
+    Row(f"{ROLLOUT}multi_turn.NAME {ROLLOUT}agent.NAME", text=AGENT),
     Row(f"{ROLLOUT}val_kwargs.n", "eval.n_samples_per_prompt"),
     Row(f"{ROLLOUT}val_kwargs.temperature", "eval.temperature", default=0.0),
     *namesakes("eval", "top_p top_k", flag=f"{ROLLOUT}val_kwargs."),
@@ -281,13 +271,7 @@ ALGORITHM = (
     Row("critic.optim.lr", "algorithm.critic_lr"),
     Row("critic.model.path", "algorithm.critic_load"),
     Row("critic.cliprange_value", "algorithm.value_clip", default=0.5),
-    Row(prefixed("critic.", "model.use_remove_padding model.enable_gradient_checkpointing model.tokenizer_path "
-                 "ppo_micro_batch_size_per_gpu ppo_micro_batch_size ppo_max_token_len_per_gpu use_dynamic_bsz strategy "
-                 "ppo_mini_batch_size ppo_epochs grad_clip optim.weight_decay "
-                 "optim.lr_warmup_steps_ratio optim.lr_warmup_steps model.fsdp_config.param_offload "
-                 "model.fsdp_config.optimizer_offload fsdp_config.param_offload forward_max_token_len_per_gpu "
-                 "ulysses_sequence_parallel_size loss_agg_mode NAME"),
-        text="all but its learning rate is as the policy's"),
+    Row("critic.NAME", text="the critic trains as the policy does, apart from its learning rate"),
 )  # fmt: skip
 OVERLONG = ("reward_model.overlong_buffer", "custom_reward_function.overlong_buffer",
             "reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg")  # fmt: skip
@@ -302,9 +286,7 @@ REWARD = (
         text="each manager calls the function of custom_reward_function, or the verifier of the data_source"),
     Row("reward_model.model.path reward.reward_model.model_path reward.reward_model.model.path",
         "score.rm_options.path", "with reward_model.enable, also score.rm_type = reward_model"),
-    Row(prefixed("reward_model.", "enable strategy micro_batch_size_per_gpu model.input_tokenizer "
-                 "model.fsdp_config.param_offload model.use_remove_padding max_length use_dynamic_bsz "
-                 "launch_reward_fn_async enable_resource_pool n_gpus_per_node nnodes NAME"), text=REWARD_MODEL),
+    Row("reward_model.NAME", text=REWARD_MODEL),
     Row(" ".join(f"{place}.{name}" for place in OVERLONG for name in ("enable", "len", "penalty_factor", "log")),
         "score.rm", "a sum of the reward and overlong"),
     Row("reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len", "score.rm",
