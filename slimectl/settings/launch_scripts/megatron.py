@@ -47,8 +47,7 @@ ARGUMENTS = (
     Row("deterministic-mode", "train.deterministic", convert=on),
     Row("use-precision-aware-optimizer", text="train.optimizer_state_dtype sets the dtype of both moments"),
     Row("exp-avg-dtype", "train.optimizer_state_dtype", "fp32 is the default", choice(fp32="float32", bf16="bfloat16")),
-    Row("exp-avg-sq-dtype main-grads-dtype main-params-dtype",
-        text="train.optimizer_state_dtype sets both moments; gradients and master weights are float32"),
+    Row("exp-avg-sq-dtype main-grads-dtype main-params-dtype", text="train.optimizer_state_dtype sets both moments"),
     Row("overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step align-param-gather "
         "delay-wgrad-compute overlap-moe-expert-parallel-comm", text=OVERLAP),
     Row("accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 no-check-for-nan-in-loss-and-grad "
@@ -60,17 +59,15 @@ ARGUMENTS = (
         "no-bias-swiglu-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl use-cpu-initialization "
         "enable-experimental tp-comm-overlap manual-gc manual-gc-interval no-persist-layer-norm "
         "distributed-optimizer-overlap", text=FREE),
-    Row("fp8-format fp8", "megatron.args.fp8", "sets transformer_impl = transformer_engine, too; for dense models",
-        typed),
+    Row("fp8-format fp8", "megatron.args.fp8", "with transformer_impl; for dense models", typed),
     Row("fp8-param-gather", text="parameters are gathered in train.dtype"),
-    Row("fp4-format fp4-recipe fp4-param-gather", text="there is no training in 4 bits; matrices are multiplied in "
-        "train.dtype"),
+    Row("fp4-format fp4-recipe fp4-param-gather", text="there is no training in 4 bits"),
     Row("use-mcore-models use-megatron-fsdp use-dist-ckpt ckpt-format dist-ckpt-format auto-detect-ckpt-format "
         "ckpt-fully-parallel-save dist-ckpt-strictness no-ckpt-fully-parallel-save ckpt-convert-format",
         text="megatron.save_format is the layout of checkpoints"),
     Row("train-iters exit-interval log-interval log-throughput log-timers-to-tensorboard timing-log-level "
-        "tensorboard-log-interval train-samples eval-iters lr-decay-samples "
-        "save-retain-interval", text="run.num_rollout counts rounds; every step is logged"),
+        "tensorboard-log-interval train-samples eval-iters lr-decay-samples save-retain-interval",
+        text="run.num_rollout counts rounds; every step is logged"),
     Row("data-cache-path num-workers no-create-attention-mask-in-dataloader variable-seq-lengths split",
         text="rollout.data reads the prompts; packed sequences vary in length"),
     Row("tokenizer-type tokenizer-model", text="the tokenizer comes from model.path"),

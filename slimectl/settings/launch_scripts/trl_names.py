@@ -130,14 +130,13 @@ ALGORITHM = (
     Row("vllm_importance_sampling_correction", "algorithm.use_tis", convert=on),
     Row("vllm_importance_sampling_cap vllm_importance_sampling_clip_max", "algorithm.tis_clip"),
     Row("vllm_importance_sampling_clip_min", "algorithm.tis_clip_low"),
-    Row("vllm_importance_sampling_mode", "algorithm.tis_level", "its first half; the second is algorithm.tis_mode",
+    Row("vllm_importance_sampling_mode", "algorithm.tis_level", "also algorithm.tis_mode",
         lambda flag: correction_mode(flag)),
     Row("reward_funcs trainer.reward_funcs", text=REWARDS),
     Row("reward_weights", text="give weights in score.rm: [{path = 'FILE.py:NAME', weight = …}, …]"),
     Row("reward_model_name_or_path reward_model_path", "score.rm_options.path", "with score.rm_type = reward_model"),
     Row("trainer.reward_processing_classes trainer.reward_model trainer.value_model trainer.ref_model", text=LOADING),
-    Row("max_length max_seq_length", "rollout.max_context_len",
-        "1024 there for sft, dpo and reward_model. Longer rows are left out here, and cut there", integer),
+    Row("max_length max_seq_length", "rollout.max_context_len", "longer rows are left out here and cut there", integer),
     Row("packing packing_strategy eval_packing padding_free assistant_only_loss completion_only_loss eos_token "
         "truncation_mode", text="demonstrations are packed, and only turns of the assistant are trained on"),
 )  # fmt: skip
@@ -159,8 +158,7 @@ TRAINING = (
     Row("adam_epsilon", "train.adam_eps"),
     Row("max_grad_norm", "train.clip_grad"),
     Row("optim optim_args optim_args.NAME optim_target_modules", text="the optimizer is AdamW"),
-    Row("per_device_train_batch_size", "train.global_batch_size",
-        "times processes and accumulation, as samples of a step", default=8),
+    Row("per_device_train_batch_size", "train.global_batch_size", "times processes and accumulation", default=8),
     Row("gradient_accumulation_steps", "train.global_batch_size", "as above"),
     Row("steps_per_generation", "run.rollout_batch_size", "rounds of several steps: prompts of a round"),
     Row("generation_batch_size", "run.rollout_batch_size", "divided by num_generations"),
@@ -175,8 +173,7 @@ TRAINING = (
     Row("gradient_checkpointing_kwargs gradient_checkpointing_kwargs.NAME torch_compile torch_compile_backend "
         "torch_compile_mode use_cpu liger_kernel_config length_column_name torch_empty_cache_steps "
         "auto_find_batch_size group_by_length activation_offloading", text=KERNELS),
-    Row("num_processes nproc_per_node num_gpus", "cluster.actor_num_gpus_per_node",
-        "of `accelerate launch`, divided by num_machines, or `torchrun`", integer),
+    Row("num_processes nproc_per_node num_gpus", "cluster.actor_num_gpus_per_node", "divided by num_machines", integer),
     Row("num_machines nnodes", "cluster.actor_num_nodes", "of `accelerate launch` or `torchrun`", integer),
     Row("deepspeed fsdp fsdp_config ddp_timeout ddp_find_unused_parameters local_rank accelerator_config config_file "
         "main_process_port main_process_ip master_port machine_rank rdzv_backend rdzv_endpoint node_rank ddp_backend "
