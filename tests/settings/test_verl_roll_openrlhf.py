@@ -30,8 +30,8 @@ BY_SOURCE = {"score.rm_type": "by_column"}
 VERL: list[tuple[str, dict[str, Any], str]] = [
     (PPO, {"algorithm.name": "ppo", **BY_SOURCE, "run.num_epoch": 30, "train.gradient_checkpointing": True,
            "train.global_batch_size": 256, "run.seed": 42, "algorithm.lambd": 1.0, "train.weight_decay": 0.01}, ""),
-    (GRPO + f"{ACTOR}policy_loss.loss_mode=sapo {ACTOR}tau_neg=1.2", {"algorithm.name": "sapo", "algorithm.tau_neg": 1.2},
-     ""),
+    (GRPO + f"{ACTOR}policy_loss.loss_mode=sapo {ACTOR}tau_neg=1.2",
+     {"algorithm.name": "sapo", "algorithm.tau_neg": 1.2}, ""),
     (GRPO + f"{ROLLOUT}n=8 {ACTOR}ppo_mini_batch_size=64", {"train.global_batch_size": 512, **BY_SOURCE}, ""),
     (GRPO + "data.reward_fn_key=source", {**BY_SOURCE, "score.rm_options": {"column": "source"}}, ""),
     (GRPO + FUNCTION, {"score.custom_rm_path": "/r.py:compute_score", "score.rm_type": None}, ""),

@@ -15,6 +15,8 @@ PRECEDENCE = {
     "+": 9, "-": 9, "*": 10, "/": 10, "%": 10, "**": 12,
 }  # fmt: skip
 UNARY = 11
+STEPS = {"++": 1, "--": -1}
+NAME = re.compile(r"[A-Za-z_]")
 MAX_TOKENS = 2_000
 
 
@@ -82,11 +84,14 @@ class Evaluation:
     def _token(self) -> str:
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
+    def _advance(self) -> str:
+        """Return the next token, and step over it."""
+        token = self._token
+        self._next += 1
+        return token
+
     def _take(self, *tokens: str) -> str | None:
-        if self._token in tokens:
-            self._next += 1
-            return self._tokens[self._next - 1]
-        return None
+        return self._advance() if self._token in tokens else None
 
     def _expression(self) -> int:
         value = self._binary(1)
@@ -101,8 +106,7 @@ class Evaluation:
     def _binary(self, lowest: int) -> int:
         first = self._operand()
         while (precedence := PRECEDENCE.get(self._token, 0)) >= lowest:
-            symbol = self._tokens[self._next]
-            self._next += 1
+            symbol = self._advance()
             second = self._binary(precedence if symbol == "**" else precedence + 1)
             first = _wrapped(OPERATORS[symbol](first, second))
         return first
@@ -112,45 +116,35 @@ class Evaluation:
             value = self._binary(UNARY)
             return {"-": _wrapped(-value), "+": value, "!": int(not value), "~": ~value}[symbol]
         if symbol := self._take("++", "--"):
-            return self._assigned(self._name(), 1 if symbol == "++" else -1)
+            name = self._advance()
+            if not NAME.match(name):
+                raise ValueError(f"needs a variable in place of {name!r}")
+            return self._assigned(name, self._read(name) + STEPS[symbol])
         if self._take("("):
             value = self._expression()
             if not self._take(")"):
                 raise ValueError("has ( without )")
             return value
-        token = self._token
-        self._next += 1
+        token = self._advance()
         if token[:1].isdigit():
             return _number(token)
-        if not re.match(r"[A-Za-z_]", token):
+        if not NAME.match(token):
             raise ValueError(f"is not understood at {token!r}" if token else "ends too early")
         return self._variable(token)
-
-    def _name(self) -> str:
-        token = self._token
-        self._next += 1
-        if not re.match(r"[A-Za-z_]", token):
-            raise ValueError(f"needs a variable in place of {token!r}")
-        return token
 
     def _variable(self, name: str) -> int:
         """The value of a variable, or of an assignment to it."""
         if symbol := self._take("++", "--"):
-            value = self._read(name)
-            self._assigned(name, 1 if symbol == "++" else -1)
-            return value
+            return self._assigned(name, self._read(name) + STEPS[symbol]) - STEPS[symbol]
         symbol = self._take("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
         if symbol is None:
             return self._read(name)
         second = self._expression()
-        value = second if symbol == "=" else _wrapped(OPERATORS[symbol[:-1]](self._read(name), second))
-        self._write(name, value)
-        return value
+        return self._assigned(name, second if symbol == "=" else OPERATORS[symbol[:-1]](self._read(name), second))
 
-    def _assigned(self, name: str, change: int) -> int:
-        value = _wrapped(self._read(name) + change)
-        self._write(name, value)
-        return value
+    def _assigned(self, name: str, value: int) -> int:
+        self._write(name, _wrapped(value))
+        return _wrapped(value)
 
 
 def _number(token: str) -> int:

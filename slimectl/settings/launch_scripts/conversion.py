@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -161,16 +162,16 @@ class Conversion:
         return flag is not None and not flag.condition and is_on(flag)
 
     def number(self, name: str, default: int) -> int:
-        try:
-            return int(float(self.text(name, str(default))))
-        except (ValueError, OverflowError):
-            return default
+        """The value of a flag as a whole number."""
+        value = self.real(name, default)
+        return int(value) if math.isfinite(value) else default
 
     def is_unknown(self, *names: str) -> bool:
         """Whether one of the flags is given with a value that the file alone does not tell."""
         return any(flag.problem for name in names if (flag := self.flags.get(name)) is not None)
 
     def real(self, name: str, default: float) -> float:
+        """The value of a flag as a number; the default if it is not given or no number."""
         try:
             return float(self.text(name, str(default)))
         except ValueError:
@@ -275,15 +276,12 @@ class Conversion:
 
     def note_default(self, name: str, value: Any, reason: str) -> None:
         """List a default of the other stack that no setting takes over."""
-        self.omissions.append(Omission(f"the default of {self.dialect.title} for {name}, {value}", "", reason))
+        shown = f"the default of {self.dialect.title} for {name}{'' if value is None else f', {value}'}"
+        self.omissions.append(Omission(shown, "", reason))
 
-    def omit_key(self, key: str, reason: str) -> None:
-        """List a setting whose value only the user knows."""
-        self.omissions.append(Omission(key, "", reason, by_hand=True))
-
-    def ask_for(self, key: str, reason: str) -> None:
-        """List a setting first among those that the user must set."""
-        self.omissions.append(Omission(key, "", reason, by_hand=True, first=True))
+    def ask_for(self, key: str, reason: str, *, first: bool = True) -> None:
+        """List a setting that the user must set, before all flags unless `first` is false."""
+        self.omissions.append(Omission(key, "", reason, by_hand=True, first=first))
 
 
 def is_on(flag: Flag) -> bool:

@@ -54,7 +54,7 @@ def _settle_algorithm(conversion: Conversion) -> None:
     if script in SCRIPTS:
         conversion.put("algorithm.name", SCRIPTS[script], "launcher")
     elif "advantage_estimator" not in conversion.flags:
-        conversion.put("algorithm.name", "ppo", "the default of OpenRLHF for --advantage_estimator")
+        conversion.put("algorithm.name", "ppo", "advantage_estimator")
     elif estimator is not None:
         conversion.put("algorithm.name", estimator, "advantage_estimator")
     if script not in SCRIPTS and text("policy_loss_type") == "gspo":
@@ -129,8 +129,8 @@ def _settle_engines(conversion: Conversion) -> None:
         conversion.put("cluster.rollout_num_gpus", engines * size, "vllm_num_engines", "vllm_tensor_parallel_size")
     else:
         conversion.settled.add("vllm.args.gpu_memory_utilization")
-    if conversion.switch("use_dynamic_batch") and "train_max_tokens_per_gpu" not in conversion.flags:
-        conversion.put("train.max_tokens_per_gpu", 16192, "the default of OpenRLHF for --train_max_tokens_per_gpu")
+    if conversion.switch("use_dynamic_batch"):
+        conversion.put_default("train_max_tokens_per_gpu", "train.max_tokens_per_gpu", 16192)
     if not conversion.switch("async_train"):
         conversion.take_back("run.async_level", "has no effect there without --async_train")
     else:
@@ -146,12 +146,11 @@ def _settle_rows(conversion: Conversion) -> None:
         conversion.take_back("rollout.max_context_len", "rows are not cut")
     else:
         conversion.note_default("max_len", 2048 if name == "sft" else 512, "rows are not cut")
-    if name == "sft" and "rollout.input_key" not in conversion.values:
-        conversion.put("rollout.input_key", "input", "the default of OpenRLHF for --input_key")
+    if name == "sft":
+        conversion.put_default("input_key", "rollout.input_key", "input")
     conversion.program_defaults |= {"actor_learning_rate": RATES[name], "reward_clip_range": None}
     if "max_epochs" not in conversion.flags:
-        source = "the default of OpenRLHF for --max_epochs"
-        conversion.put("run.num_epoch", 2 if name == "sft" else 1, source)
+        conversion.put("run.num_epoch", 2 if name == "sft" else 1, "max_epochs")
     elif not conversion.is_unknown("max_epochs"):
         conversion.put("run.num_epoch", conversion.text("max_epochs"), "max_epochs")
         conversion.unlist("max_epochs")
@@ -165,11 +164,9 @@ def _settle_lengths(conversion: Conversion) -> None:
         return
     conversion.settled.add("rollout.max_prompt_len")
     length = conversion.number("max_len", 2048)
-    source = "max_len" if "max_len" in conversion.flags else "the default of OpenRLHF for --data.max_len"
-    if not conversion.is_unknown("max_len"):
-        conversion.put("rollout.max_context_len", length, source)
-        if "generate_max_len" not in conversion.flags:
-            conversion.put("rollout.max_response_len", length, source)
+    conversion.put_known("rollout.max_context_len", length, "max_len")
+    if "generate_max_len" not in conversion.flags:
+        conversion.put_known("rollout.max_response_len", length, "max_len")
 
 
 def _settle_optimizer(conversion: Conversion) -> None:
@@ -195,9 +192,8 @@ def _settle_run(conversion: Conversion) -> None:
         if text("use_wandb").lower() in ("true", "1", ""):
             conversion.values.pop("track.api_key")
     if "use_tensorboard" in conversion.flags:
-        conversion.put(
-            "track.with", [*values.get("track.with", ["stdout"]), "tensorboard"], "use_wandb", "use_tensorboard"
-        )
+        trackers = [*values.get("track.with", ["stdout"]), "tensorboard"]
+        conversion.put("track.with", trackers, "use_wandb", "use_tensorboard")
     if "run.save_interval" not in values:
         conversion.settled.add("run.keep_checkpoints")
     conversion.name_run("save_path")
@@ -209,10 +205,8 @@ def _settle_reward(conversion: Conversion) -> None:
     agent = conversion.flags.get("agent_func_path")
     if agent is not None:
         conversion.values.pop("rollout.custom_generate_function_path", None)
-        reason = (
-            "its AgentInstance or AgentExecutor brings the reward; write it as rollout.custom_generate_function_path"
-        )
-        conversion.omit(agent, f"{reason} (docs/agents.md)", first=True)
+        reason = "brings the reward. Write it as rollout.custom_generate_function_path (docs/agents.md)"
+        conversion.omit(agent, reason, first=True)
         conversion.take_back("score.rm_url", "--agent_func_path goes before it")
         conversion.take_back("score.rm_options.path", "--agent_func_path goes before it")
     elif address is not None and "score.rm_url" in conversion.values:
@@ -226,11 +220,5 @@ def _settle_reward(conversion: Conversion) -> None:
         conversion.put("score.rm_type", "reward_model", "reward_pretrain")
 
 
-OPENRLHF = Dialect(
-    "openrlhf",
-    "OpenRLHF",
-    GROUPS,
-    settle,
-    programs=r"(openrlhf|molt)\.cli\.train_",
-    aliases=aliases(),
-)
+PROGRAMS = r"(openrlhf|molt)\.cli\.train_"
+OPENRLHF = Dialect("openrlhf", "OpenRLHF", GROUPS, settle, programs=PROGRAMS, aliases=aliases())

@@ -129,7 +129,7 @@ def _settle_algorithm(conversion: Conversion, kind: str) -> None:
     variant = conversion.text("pg_variant", conversion.text("actor_train.pg_variant"))
     estimator = conversion.converted("adv_estimator")
     if "adv_estimator" not in conversion.flags:
-        conversion.put("algorithm.name", "ppo", "the default of ROLL for adv_estimator")
+        conversion.put("algorithm.name", "ppo", "adv_estimator")
     elif estimator is not None and variant in ("", "vanilla", "ppo"):
         conversion.put("algorithm.name", estimator, "adv_estimator")
     flag = conversion.flags.get("adv_estimator")
@@ -183,9 +183,7 @@ def settle_reward(conversion: Conversion) -> None:
         place = ", ".join(listed) or domain
         key = "score.rm_options.types" if len(domains) > 1 else "score.rm_type"
         worker_class = f"{kind or 'no class'} of rewards.{domain}"
-        conversion.ask_for(
-            key, f"{worker_class} grades {place}. Give its verifier, judge or function (docs/verifiers.md)"
-        )
+        conversion.ask_for(key, f"{worker_class} grades {place}. Give its verifier or function (docs/verifiers.md)")
     for name in sources:
         conversion.unlist(name)
     if len(domains) == 1 and types:
@@ -197,16 +195,14 @@ def settle_reward(conversion: Conversion) -> None:
         conversion.put("score.rm_options.types", types, *(name for name in sources if name.endswith("tag_included")))
     for kind in dict.fromkeys(types.values()):
         if kind in NOTES:
-            conversion.omit_key("rollout.data", NOTES[kind])
+            conversion.ask_for("rollout.data", NOTES[kind], first=False)
 
 
 def _settle_normalization(conversion: Conversion) -> None:
     """Episodes are compared with those of their group where ROLL says so; other comparisons are left to the user."""
     grouping = conversion.text("reward_normalization.grouping", "state")
     method = conversion.text("reward_normalization.method", "identity")
-    names = [
-        name for name in ("reward_normalization.grouping", "reward_normalization.method") if name in conversion.flags
-    ]
+    names = [name for item in ("grouping", "method") if (name := f"reward_normalization.{item}") in conversion.flags]
     if grouping == "traj_group_id" and method in ("mean_std", "mean"):
         conversion.put("algorithm.name", "grpo", "adv_estimator", *names)
         if method == "mean":
@@ -297,10 +293,8 @@ def _settle_sizes(conversion: Conversion) -> None:
         return
     if conversion.is_unknown(*names) or not (ranks := len(_mapping(conversion, mapping))):
         conversion.values.pop("train.global_batch_size", None)
-        conversion.omit_key(
-            "train.global_batch_size",
-            "ranks x per_device_train_batch_size x gradient_accumulation_steps; the file does not tell all of these",
-        )
+        reason = "ranks x per_device_train_batch_size x gradient_accumulation_steps, which the file does not tell"
+        conversion.ask_for("train.global_batch_size", reason, first=False)
         return
     for size in (f"{TRAIN}strategy_args.strategy_config.{size}" for size in SIZES[:3]):
         ranks //= conversion.number(size, 1)
@@ -317,21 +311,12 @@ def _settle_devices(conversion: Conversion) -> None:
         conversion.put("cluster.colocate", True, f"{TRAIN}device_mapping", f"{INFER}device_mapping")
     per_node = conversion.number("num_gpus_per_node", 8)
     if len(training) > per_node and not len(training) % per_node:
-        conversion.put(
-            "cluster.actor_num_nodes", len(training) // per_node, f"{TRAIN}device_mapping", "num_gpus_per_node"
-        )
-        conversion.put("cluster.actor_num_gpus_per_node", per_node, f"{TRAIN}device_mapping", "num_gpus_per_node")
+        sources = (f"{TRAIN}device_mapping", "num_gpus_per_node")
+        conversion.put("cluster.actor_num_nodes", len(training) // per_node, *sources)
+        conversion.put("cluster.actor_num_gpus_per_node", per_node, *sources)
 
 
 ROLES = {"sft_train.": TRAIN, "student_train.": TRAIN, "student_infer.": INFER}
 """Workers of other pipelines, by those of reinforcement learning."""
-ROLL = Dialect(
-    "roll",
-    "ROLL",
-    GROUPS,
-    settle,
-    unlisted,
-    form="hydra",
-    programs=r"start_\w*pipeline",
-    aliases=ROLES,
-)
+PROGRAMS = r"start_\w*pipeline"
+ROLL = Dialect("roll", "ROLL", GROUPS, settle, unlisted, form="hydra", programs=PROGRAMS, aliases=ROLES)

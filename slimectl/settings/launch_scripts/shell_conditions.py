@@ -40,17 +40,17 @@ class Condition:
         return False
 
     def _either(self) -> bool | None:
-        value = self._both()
-        while self._take("||", "-o"):
-            second_word = self._both()
-            value = True if True in (value, second_word) else None if None in (value, second_word) else False
-        return value
+        return self._chain(("||", "-o"), self._both, decisive=True)
 
     def _both(self) -> bool | None:
-        value = self._one()
-        while self._take("&&", "-a"):
-            second_word = self._one()
-            value = False if False in (value, second_word) else None if None in (value, second_word) else True
+        return self._chain(("&&", "-a"), self._one, decisive=False)
+
+    def _chain(self, signs: tuple[str, ...], part: Callable[[], bool | None], *, decisive: bool) -> bool | None:
+        """Evaluate parts between signs; one part with the decisive value decides."""
+        value = part()
+        while self._take(*signs):
+            both = (value, part())
+            value = decisive if decisive in both else None if None in both else not decisive
         return value
 
     def _one(self) -> bool | None:
@@ -94,8 +94,8 @@ class Condition:
                 return NUMERIC[sign](int(texts[0]), int(texts[1]))
             except ValueError:
                 return None
-        if self._globs and sign in ("=", "==", "!=") and is_costly(*texts):
-            return None
         if self._globs and sign in ("=", "==", "!="):
+            if is_costly(*texts):
+                return None
             return (pattern(texts[1]).fullmatch(texts[0]) is not None) != (sign == "!=")
         return TEXTUAL[sign](*texts)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from slimectl.settings.launch_scripts.shell_values import Field, checked, joined
 from slimectl.settings.launch_scripts.shell_words import Place
 
-CLASSES = {"[:upper:]": "A-Z", "[:lower:]": "a-z", "[:digit:]": "0-9", "[:space:]": " \\t\\n", "[:alpha:]": "A-Za-z",
+CLASSES = {"[:upper:]": "A-Z", "[:lower:]": "a-z", "[:digit:]": "0-9", "[:space:]": " \t\n", "[:alpha:]": "A-Za-z",
            "[:alnum:]": "A-Za-z0-9"}  # fmt: skip
 ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 SUBSTITUTION = re.compile(r"s([/|,#:@])((?:(?!\1).)*)\1((?:(?!\1).)*)\1(g?)\Z")
@@ -24,7 +25,8 @@ MAX_NUMBERS = 10_000
 def filtered(argv: Sequence[str], text: str) -> str | None:
     """The output of a command for a text on its stdin; None for commands and options that are not known here."""
     filters: dict[str, Callable[[Sequence[str], str], str | None]] = {
-        "tr": _tr, "cut": _cut, "sed": _sed, "awk": _awk, "head": _head, "tail": _tail, "wc": _wc, "xargs": _xargs,
+        "tr": _tr, "cut": _cut, "sed": _sed, "awk": _awk, "head": partial(_ends, last=False),
+        "tail": partial(_ends, last=True), "wc": _wc, "xargs": _xargs,
         "cat": lambda argv, text: None if argv else text,
     }  # fmt: skip
     command = filters.get(argv[0]) if argv else None
@@ -39,10 +41,11 @@ def _characters(text: str) -> str:
     """
     for name, characters in (CLASSES | ESCAPES).items():
         text = text.replace(name, characters)
-    text = text.replace("\\t", "\t").replace("\\n", "\n")
-    return re.sub(
-        r"(.)-(.)", lambda span: "".join(map(chr, range(ord(span[1]), min(ord(span[2]), ord(span[1]) + 128) + 1))), text
-    )
+
+    def span(match: re.Match[str]) -> str:
+        return "".join(map(chr, range(ord(match[1]), min(ord(match[2]), ord(match[1]) + 128) + 1)))
+
+    return re.sub(r"(.)-(.)", span, text)
 
 
 def _tr(argv: Sequence[str], text: str) -> str | None:
@@ -114,14 +117,10 @@ def _awk(argv: Sequence[str], text: str) -> str | None:
     return "\n".join(lines)
 
 
-def _head(argv: Sequence[str], text: str) -> str | None:
+def _ends(argv: Sequence[str], text: str, *, last: bool) -> str | None:
     match = re.fullmatch(r"(?:-n\s?|-)(\d{1,4})|", " ".join(argv))
-    return match and "\n".join(text.rstrip("\n").split("\n")[: int(match[1] or 10)])
-
-
-def _tail(argv: Sequence[str], text: str) -> str | None:
-    match = re.fullmatch(r"(?:-n\s?|-)(\d{1,4})|", " ".join(argv))
-    return match and "\n".join(text.rstrip("\n").split("\n")[-int(match[1] or 10) :])
+    lines, count = text.rstrip("\n").split("\n"), int(match[1] or 10) if match else 0
+    return match and "\n".join(lines[-count:] if last else lines[:count])
 
 
 def _wc(argv: Sequence[str], text: str) -> str | None:

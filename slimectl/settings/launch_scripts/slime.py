@@ -30,11 +30,8 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     """Hand `--sglang-NAME` to SGLang; list any other flag."""
     name = canonical(flag.name)
     if not name.startswith("sglang_"):
-        conversion.omit(
-            flag,
-            f"is not in the table of slime's flags. Set custom.{name} if a function of yours reads it, or "
-            f"megatron.args.{name} if megatron-core does",
-        )
+        keys = f"Set custom.{name} if a function of yours reads it, or megatron.args.{name} if megatron-core does"
+        conversion.omit(flag, f"is not in the table of slime's flags. {keys}")
     else:
         take(conversion, flag, Row(name, f"sglang.args.{name.removeprefix('sglang_')}", convert=typed))
 
@@ -70,7 +67,7 @@ def _drop_sampling(conversion: Conversion) -> None:
         if conversion.sources[key].startswith("--"):
             conversion.take_back(key, "supervised training never samples")
         else:
-            del conversion.values[key], conversion.sources[key]
+            conversion.drop(key)
 
 
 def _settle_tracking(conversion: Conversion) -> None:
@@ -82,9 +79,8 @@ def _settle_tracking(conversion: Conversion) -> None:
         conversion.name_run("save")
     parts = [conversion.text(name) for name in ("tb_project_name", "tb_experiment_name")]
     if key := next((key for key in values if key.startswith("track.kwargs.tensorboard")), None):
-        conversion.put(
-            key, "/".join(["tensorboard_log", *filter(None, parts)]), "tb_project_name", "tb_experiment_name"
-        )
+        folder = "/".join(["tensorboard_log", *filter(None, parts)])
+        conversion.put(key, folder, "tb_project_name", "tb_experiment_name")
 
 
 def _settle_algorithm(conversion: Conversion) -> None:
@@ -170,12 +166,9 @@ def _settle_trainer(conversion: Conversion) -> None:
 
 def _settle_lora(conversion: Conversion) -> None:
     """Take the rate and the decay of adapters, which take precedence over those of the model."""
-    rate = next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), "")
-    if rate and not conversion.is_unknown(rate):
-        conversion.put("train.lr", conversion.text(rate), rate)
-    decay = "lora_weight_decay"
-    source = decay if decay in conversion.flags else "the default of slime for lora-weight-decay"
-    conversion.put("train.weight_decay", conversion.text(decay, "0.0"), source)
+    if rate := next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), ""):
+        conversion.put_known("train.lr", conversion.text(rate), rate)
+    conversion.put("train.weight_decay", conversion.text("lora_weight_decay", "0.0"), "lora_weight_decay")
 
 
 def _settle_placement(conversion: Conversion) -> None:

@@ -72,11 +72,10 @@ def _told(conversion: Conversion) -> tuple[str, str]:
 
 def require_algorithm(conversion: Conversion) -> None:
     """Ask for the algorithm before all else where the file does not name it."""
-    place = str(next(iter(conversion.flags.values())).place) if conversion.flags else ""
     is_sampled = conversion.flags.keys() & SAMPLING
     candidates = "grpo (as written here) or rloo" if is_sampled else "sft, dpo, reward_model, grpo or rloo"
     reason = f"no class and no program in this file names it. Set it by hand: {candidates}"
-    conversion.omissions.insert(0, Omission("algorithm.name", place, reason, by_hand=True, first=True))
+    conversion.omissions.insert(0, Omission("algorithm.name", _place(conversion), reason, by_hand=True, first=True))
 
 
 def settle_loss(conversion: Conversion, name: str) -> None:
@@ -110,10 +109,7 @@ def settle_loss(conversion: Conversion, name: str) -> None:
     elif "importance_sampling_level" in conversion.flags:
         conversion.put("algorithm.name", values.get("algorithm.name", "grpo"), "importance_sampling_level")
     if values.get("algorithm.name") == "gspo" and "epsilon_high" not in conversion.flags:
-        epsilon = conversion.real("epsilon", 0.2)
-        conversion.put(
-            "algorithm.eps_clip_high", epsilon, "epsilon" if "epsilon" in conversion.flags else "epsilon_high"
-        )
+        conversion.put("algorithm.eps_clip_high", conversion.real("epsilon", 0.2), "epsilon")
 
 
 def _settle_scale(conversion: Conversion) -> None:
@@ -136,9 +132,8 @@ def _settle_cispo(conversion: Conversion) -> None:
     if bound > 1:
         conversion.put("algorithm.eps_clip_high", bound - 1, "epsilon_high")
         return
-    place = str(conversion.flags["loss_type"].place)
     reason = f"TRL bounds the ratio by {bound:g}, and slimectl needs a bound above 1. Set it by hand"
-    conversion.omissions.append(Omission("algorithm.eps_clip_high", place, reason, by_hand=True))
+    conversion.ask_for("algorithm.eps_clip_high", reason, first=False)
 
 
 def _settle_divergence(conversion: Conversion, name: str) -> None:
@@ -203,9 +198,8 @@ def _put(conversion: Conversion, parts: list[dict[str, Any]], sources: list[str]
     if any(part.get("type") == "math" for part in parts) and "rollout.label_key" not in conversion.values:
         conversion.put("rollout.label_key", "solution", *sources)
     if len(parts) > 1 or weights != [1.0] * len(parts):
-        weighted = [
-            part if weight == 1.0 else {**part, "weight": weight} for part, weight in zip(parts, weights, strict=True)
-        ]
+        pairs = zip(parts, weights, strict=True)
+        weighted = [part if weight == 1.0 else {**part, "weight": weight} for part, weight in pairs]
         conversion.put("score.rm", weighted, *sources, "reward_weights")
         return
     (part,) = parts
@@ -250,4 +244,5 @@ def _part(text: str) -> dict[str, Any] | None:
 
 
 def _place(conversion: Conversion) -> str:
+    """The place of the first flag."""
     return str(next(iter(conversion.flags.values())).place) if conversion.flags else ""

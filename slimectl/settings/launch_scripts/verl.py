@@ -35,15 +35,11 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         take(conversion, flag, Row(flag.name, key, convert=typed))
 
 
-PROGRAMS = (("sft", r"sft"), ("fully_async", r"fully_async"), ("one_step_off", r"one_step_off"))
-"""Programs by a pattern of their command, which names a module or a configuration."""
-
-
 def program(conversion: Conversion) -> str:
     """The program of verl that the command starts, or whose configuration it is: ppo if nothing says another."""
     launcher = conversion.flags.get("launcher")
     command = " ".join(launcher.texts) if launcher else ""
-    if kind := next((kind for kind, pattern in PROGRAMS if re.search(pattern, command)), ""):
+    if kind := next((kind for kind in ("sft", "fully_async", "one_step_off") if kind in command), ""):
         return kind
     if any(name.startswith("async_training.") for name in conversion.flags):
         return "fully_async"
@@ -55,7 +51,6 @@ def program(conversion: Conversion) -> str:
 
 def settle(conversion: Conversion) -> None:
     """Join what verl decides by several keys together."""
-    values = conversion.values
     kind = program(conversion)
     conversion.put("train.dtype", "bfloat16", "verl computes in bfloat16")
     _settle_optimizer(conversion, kind)
@@ -63,8 +58,7 @@ def settle(conversion: Conversion) -> None:
     if kind == "sft":
         _settle_sft(conversion)
         return
-    if "algorithm.adv_estimator" not in conversion.flags and "algorithm.name" not in values:
-        conversion.put("algorithm.name", "ppo", "the default of verl for algorithm.adv_estimator")
+    conversion.put_default("algorithm.adv_estimator", "algorithm.name", "ppo")
     _settle_algorithm(conversion)
     _settle_loss(conversion)
     _settle_sizes(conversion)
@@ -102,9 +96,8 @@ def _settle_run(conversion: Conversion) -> None:
     if conversion.switch(f"{ACTOR}use_dynamic_bsz") and tokens not in conversion.flags:
         conversion.put("train.max_tokens_per_gpu", 16384, tokens)
     if conversion.switch(f"{ACTOR}fsdp_config.param_offload"):
-        conversion.put(
-            "train.offload", "parameters", f"{ACTOR}fsdp_config.param_offload", f"{ACTOR}fsdp_config.optimizer_offload"
-        )
+        flags = [f"{ACTOR}fsdp_config.{name}_offload" for name in ("param", "optimizer")]
+        conversion.put("train.offload", "parameters", *flags)
     conversion.name_run("trainer.default_local_dir")
 
 
@@ -138,11 +131,8 @@ def _settle_sft(conversion: Conversion) -> None:
             column = conversion.text(f"data.{name}_key", question[f"data.{name}_key"])
             conversion.put(part, f"{column}.{parts.text}", f"data.{name}_key", parts.name)
     for name, column in columns.items():
-        key = "rollout.label_key" if "response" in name else "rollout.input_key"
-        if key not in conversion.values:
-            conversion.put(key, column, f"the default of verl for {name}")
-    if "data.shuffle" not in conversion.flags:
-        conversion.put("rollout.shuffle", True, "the default of verl for data.shuffle")
+        conversion.put_default(name, "rollout.label_key" if "response" in name else "rollout.input_key", column)
+    conversion.put_default("data.shuffle", "rollout.shuffle", True)
     conversion.skip_sampling()
     conversion.settled |= {"cluster.rollout_num_gpus_per_engine", "eval.temperature"}
     conversion.settled |= {"cluster.actor_num_gpus_per_node", "train.global_batch_size"}
@@ -166,9 +156,8 @@ def _settle_loss(conversion: Conversion) -> None:
         conversion.put("algorithm.fixed_length", 1, f"{ACTOR}loss_agg_mode")
     if values.get("algorithm.tis_clip") and f"{ACTOR}tis_imp_ratio_cap" in conversion.flags:
         conversion.put("algorithm.use_tis", True, f"{ACTOR}tis_imp_ratio_cap")
-    low = conversion.flags.get(f"{ACTOR}clip_ratio_low")
-    if low and not low.problem:
-        conversion.put("algorithm.eps_clip", low.text, f"{ACTOR}clip_ratio_low")
+    if low := conversion.text(f"{ACTOR}clip_ratio_low"):
+        conversion.put("algorithm.eps_clip", low, f"{ACTOR}clip_ratio_low")
     own_bounds = values.get("algorithm.name") in ("gspo", "cispo", "gmpo", "dapo")
     is_open = not {f"{ACTOR}clip_ratio_high", f"{ACTOR}clip_ratio"} & conversion.flags.keys()
     if is_open and (own_bounds or "algorithm.eps_clip" in values):
@@ -236,12 +225,11 @@ def _settle_asynchronous(conversion: Conversion) -> None:
         prompts *= conversion.number(name, default)
     conversion.put_known("run.rollout_batch_size", prompts, *sizes, f"{ACTOR}ppo_mini_batch_size")
     conversion.take_back("rollout.over_sampling_batch_size", "prompts are drawn one by one in any case")
-    if "async_training.staleness_threshold" not in conversion.flags:
-        conversion.put("run.async_level", 1, "the default of verl for async_training.staleness_threshold")
+    conversion.put_default("async_training.staleness_threshold", "run.async_level", 1)
     if "run.async_level" in conversion.values:
         conversion.take_back("rollout.partial_rollout", "answers under way at a push of weights go on by themselves")
-    elif "async_training.partial_rollout" not in conversion.flags:
-        conversion.put("rollout.partial_rollout", True, "the default of verl for async_training.partial_rollout")
+    else:
+        conversion.put_default("async_training.partial_rollout", "rollout.partial_rollout", True)
     is_endless = conversion.text("rollout.total_rollout_steps").lower() in ("null", "none")
     if not is_endless and not conversion.is_unknown("rollout.total_rollout_steps"):
         total = conversion.number("rollout.total_rollout_steps", 100)
@@ -282,22 +270,13 @@ def _settle_engine(conversion: Conversion, kind: str) -> None:
     elif "megatron" in " ".join(conversion.flags["launcher"].texts if "launcher" in conversion.flags else []):
         conversion.put("train.backend", "megatron", "launcher")
     elif any(key.startswith("megatron.") for key in values):
-        conversion.put(
-            "train.backend", "megatron", *[name for name in conversion.flags if f"{ACTOR}megatron." in name][:1]
-        )
+        names = [name for name in conversion.flags if f"{ACTOR}megatron." in name]
+        conversion.put("train.backend", "megatron", *names[:1])
     if values.get("train.backend") == "megatron":
         conversion.settled.add("train.gradient_checkpointing")  # recompute_granularity decides it there
 
 
 PREFIXES = {"optim.": OPTIM, "model.": "actor_rollout_ref.model."}
 """Tables of the supervised trainers, by those of the others."""
-VERL = Dialect(
-    "verl",
-    "verl",
-    GROUPS,
-    settle,
-    unlisted,
-    form="hydra",
-    programs=r"main_ppo|sft_trainer|fully_async_main|(^|/)recipe[./].*main_\w+",
-    aliases=PREFIXES,
-)
+PROGRAMS = r"main_ppo|sft_trainer|fully_async_main|(^|/)recipe[./].*main_\w+"
+VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra", programs=PROGRAMS, aliases=PREFIXES)
