@@ -183,16 +183,15 @@ def with_defaults(
     if not any(entry.is_own for entry in entries):
         entries.append(Entry("_self_", "", 0))
     for entry in entries[:MAX_FILES]:
-        file = path.parent / f"{entry.file.removesuffix('.yaml')}.yaml"
+        relative = f"{entry.file.removesuffix('.yaml')}.yaml"
+        file = path.parent / relative
         if entry.is_own:
             joined = _over(joined, document)
         elif file.is_file() and file.resolve().is_relative_to(root.resolve()) and file.resolve() != path.resolve():
-            shown = str(Path(name).parent / f"{entry.file.removesuffix('.yaml')}.yaml")
+            shown = str(Path(name).parent / relative)
             package = _package(file, shown, entry.package)
-            flags = read(file, shown)
-            joined = _over(
-                joined, {f"{package}{flag.name}": replace(flag, name=f"{package}{flag.name}") for flag in flags}
-            )
+            flags = [replace(flag, name=f"{package}{flag.name}") for flag in read(file, shown)]
+            joined = _over(joined, {flag.name: flag for flag in flags})
         elif not STOCK.fullmatch(entry.file.rpartition("/")[2]):
             unread.append(Field(entry.file, Place(name, entry.line)))
     result = list(joined.values())

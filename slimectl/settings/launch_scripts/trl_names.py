@@ -7,8 +7,8 @@ from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.foreign import own_algorithm
 from slimectl.settings.launch_scripts.values import (
     choice,
-    comma_separated,
     integer,
+    layers,
     number,
     on,
     positive,
@@ -37,7 +37,7 @@ MODEL = (
     Row("lora_alpha peft_config.lora_alpha", "train.lora_alpha", "times the root of the rank with use_rslora", number),
     Row("lora_target_modules peft_config.target_modules", "train.lora_targets",
         "all-linear is the default here; q_proj and v_proj there where it is not given",
-        lambda flag: lora_targets(flag)),
+        layers),
     Row("lora_dropout lora_bias lora_task_type lora_modules_to_save use_rslora lora_use_rslora use_dora "
         "lora_use_dora trainer.peft_config peft_config peft_config.NAME lora_inference_mode lora_target_parameters "
         "lora_random_state lora_use_gradient_checkpointing lora_max_seq_length",
@@ -209,14 +209,6 @@ RUNNING = (
         text="of AsyncGRPOConfig; rounds are sampled ahead by run.async_level"),
     Row("trainer.args trainer.callbacks args", text="the configuration is read beside it"),
 )  # fmt: skip
-
-
-def lora_targets(flag: Flag) -> list[str]:
-    """Names of layers. Raises ValueError for all-linear, which is the default here."""
-    names = comma_separated(flag)
-    if names == ["all-linear"]:
-        raise ValueError("stands for all linear layers, as here")
-    return names
 
 
 def correction_mode(flag: Flag) -> Many:

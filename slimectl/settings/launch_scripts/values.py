@@ -68,10 +68,10 @@ def integer(flag: Flag) -> int:
     return int(value)
 
 
-def positive(flag: Flag) -> int:
-    """A count, where zero or less stands for none."""
+def positive(flag: Flag, lowest: int = 1) -> int:
+    """A count, where less than the lowest stands for none."""
     value = integer(flag)
-    if value <= 0:
+    if value < lowest:
         raise ValueError(f"{flag.text} stands for none, as here")
     return value
 
@@ -91,12 +91,6 @@ def share(flag: Flag) -> float:
     return value
 
 
-def warmup(flag: Flag) -> Many:
-    """Steps of warm-up, or a number below 1 as their share of all steps (transformers 5)."""
-    value = number(flag)
-    return Many({"train.lr_warmup_fraction": value} if 0 < value < 1 else {"train.lr_warmup_iters": integer(flag)})
-
-
 def mib(flag: Flag) -> int:
     """Bytes to MiB."""
     return max(1, integer(flag) >> 20)
@@ -107,7 +101,7 @@ def json_object(flag: Flag) -> Any:
     try:
         value = json.loads(" ".join(flag.texts))
     except (json.JSONDecodeError, RecursionError):
-        raise ValueError("is no JSON object; write it as a table by hand") from None
+        value = None
     if not isinstance(value, dict):
         raise ValueError("is no JSON object; write it as a table by hand")
     return value
@@ -129,7 +123,7 @@ def texts(flag: Flag) -> list[str]:
 
 def layers(flag: Flag) -> list[str]:
     """Names of layers with an adapter; all of them are the default here."""
-    names = texts(flag)
+    names = comma_separated(flag)
     if names in (["all-linear"], ["all"]):
         raise ValueError(f"{names[0]} is the default here")
     return names
@@ -137,10 +131,7 @@ def layers(flag: Flag) -> list[str]:
 
 def above_one(flag: Flag) -> int:
     """A size of which 1 stands for none."""
-    value = integer(flag)
-    if value <= 1:
-        raise ValueError(f"{flag.text} stands for none, as here")
-    return value
+    return positive(flag, 2)
 
 
 def comma_separated(flag: Flag) -> list[str]:
