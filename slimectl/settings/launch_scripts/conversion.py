@@ -146,7 +146,7 @@ class Conversion:
     """Keys that take no default of the other stack."""
     program_defaults: dict[str, Any] = field(default_factory=dict)
     """Defaults of the program that is started, by the first name of a row. They replace the row's own; None is none."""
-    _names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The names of the flags that set each key in the end."""
     _claims: dict[str, dict[str, None]] = field(default_factory=dict)
     """The names of all flags that have set a key, in order."""
@@ -192,7 +192,7 @@ class Conversion:
         self.values[key] = value
         present = [name for name in sources if name in self.flags or name not in self.dialect.rows]
         self.sources[key] = ", ".join(dict.fromkeys(self._source(name) for name in present or sources[:1]))
-        self._names[key] = sources
+        self.names[key] = sources
         self._claims.setdefault(key, {}).update(dict.fromkeys(sources))
 
     def put_known(self, key: str, value: Any, *sources: str) -> None:
@@ -236,13 +236,9 @@ class Conversion:
         if key not in self.values and not any(canonical(item) in self.flags for item in names):
             self.put(key, value, f"the default of {self.dialect.title} for {name}")
 
-    def names_of(self, key: str) -> tuple[str, ...]:
-        """Return the names of the flags that a key came from."""
-        return self._names[key]
-
     def omit_superseded(self) -> None:
         """List the flags whose key another flag has set in the end."""
-        effective = {name for key in self.values for name in self._names.get(key, ())}
+        effective = {name for key in self.values for name in self.names.get(key, ())}
         for key, names in self._claims.items():
             for name in names:
                 is_flag = name in self.flags and name not in ("launcher", "configuration")
@@ -261,11 +257,13 @@ class Conversion:
             self.values.pop(key, None)
             self.sources.pop(key, None)
 
-    def take_back(self, key: str, reason: str) -> None:
-        """Drop a key again; its flags are listed with the reason."""
+    def take_back(self, key: str, reason: str, *, defaults: bool = True) -> None:
+        """Drop a key again, and list what it came from; a default only with `defaults`."""
         if key in self.values:
             del self.values[key]
-            self.omissions.append(Omission(self.sources.pop(key), "", reason))
+            source = self.sources.pop(key)
+            if defaults or not source.startswith("the default of "):
+                self.omissions.append(Omission(source, "", reason))
 
     def unlist(self, name: str) -> None:
         """Take a flag from the list of those without a counterpart: with another flag it has one."""
@@ -318,7 +316,7 @@ def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = Non
             take(conversion, flag, row)
     dialect.settle(conversion)
     if str(conversion.values.get("cluster.actor_num_nodes", 1)) not in ("0", "1"):
-        conversion.put("cluster.executor", "ray", *conversion.names_of("cluster.actor_num_nodes"))
+        conversion.put("cluster.executor", "ray", *conversion.names["cluster.actor_num_nodes"])
     conversion.omit_superseded()
     _take_defaults(conversion)
     _check(conversion)
@@ -441,7 +439,8 @@ def _check(conversion: Conversion) -> None:
         if idle:
             for name, line in idle.items():
                 reason = line.removeprefix(f"{name} ").removesuffix(", or drop it")
-                _drop(conversion, name, f"{name} {reason}")
+                for key in [key for key in conversion.values if key == name or key.startswith(f"{name}.")]:
+                    conversion.take_back(key, f"{name} {reason}", defaults=False)
         elif refused:
             line, key = refused[0]
             conversion.take_back(key, line.replace(" (launch)", ""))
@@ -460,12 +459,3 @@ def _check(conversion: Conversion) -> None:
 def _is_about(line: str, key: str) -> bool:
     """Whether an error is that of one value: `train.lr: input should be …, not 'x' (launch)`."""
     return line.startswith(f"{'.'.join(key.split('.')[:2])}: ") and "(launch)" in line
-
-
-def _drop(conversion: Conversion, name: str, reason: str) -> None:
-    for key in list(conversion.values):
-        if key == name or key.startswith(f"{name}."):
-            if conversion.sources[key].startswith("the default of "):
-                del conversion.values[key], conversion.sources[key]
-            else:
-                conversion.take_back(key, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Dialect, omit_unlisted, typed
+from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Dialect, Row, omit_unlisted, take, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.megatron import hand_over
 from slimectl.settings.launch_scripts.roll_keys import GROUPS, INFER, LAYOUT, TRAIN, devices
@@ -33,9 +33,9 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     leaf = name.removeprefix(prefix)
     if leaf.rpartition("_")[2] == "key" and prefix == "tracker_kwargs." and tracker in KEY_VARIABLES:
         conversion.put("track.api_key", secret(KEY_VARIABLES[tracker])(flag), name)
-    elif prefix and prefixes[prefix] and not flag.problem and "." not in leaf:
-        conversion.put(f"{prefixes[prefix]}{leaf}", typed(flag), name)
-    elif prefix and prefixes[prefix] and not flag.problem:
+    elif prefix and prefixes[prefix] and "." not in leaf:
+        take(conversion, flag, Row(name, f"{prefixes[prefix]}{leaf}", convert=typed))
+    elif prefix and prefixes[prefix]:
         conversion.omit(flag, f"it is in a table; give that as JSON text in [{prefixes[prefix].rstrip('.')}]")
     elif name.startswith(("rewards.", "reward.", "reference.", "critic.", "system_envs.")):
         conversion.omit(flag, LAYOUT)

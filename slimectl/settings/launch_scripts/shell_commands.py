@@ -11,14 +11,16 @@ from pathlib import Path
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_conditions import Condition
-from slimectl.settings.launch_scripts.shell_filters import filtered, formatted, sequence
+from slimectl.settings.launch_scripts.shell_expressions import Condition
 from slimectl.settings.launch_scripts.shell_programs import (
     ENDS_IN_BLANK,
     RUNNERS,
+    filtered,
+    formatted,
     inner_script,
     interruption,
     script_file,
+    sequence,
 )
 from slimectl.settings.launch_scripts.shell_values import Field, Value, joined
 from slimectl.settings.launch_scripts.shell_variables import Note, Variables, short
