@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from slimectl.cli.app import app
 from slimectl.errors import SettingsError
 from slimectl.settings.keys import setting_names
-from slimectl.settings.launch_scripts.conversion import canonical
+from slimectl.settings.launch_scripts.conversion import Dialect, Row, canonical
 from slimectl.settings.launch_scripts.reading import DIALECTS, Reading, read
-from slimectl.settings.launch_scripts.writing import flag_table, settings_file
+from slimectl.settings.launch_scripts.writing import flag_name, inline, settings_file
 from slimectl.settings.layers import from_file
 from slimectl.settings.loading import resolve
 
@@ -440,6 +440,26 @@ def test_an_unknown_stack_and_a_missing_file_are_one_line(tmp_path: Path):
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-slime.md"
 MARK = "<!-- tables -->\n"
+
+
+def flag_table(dialect: Dialect) -> str:
+    """The table of a stack as Markdown, for docs/from-slime.md: each group under a heading of its own."""
+    head = ["", "| there | here | how it changes, or why not |", "|---|---|---|"]
+    groups = dialect.groups.items()
+    return "\n\n".join(
+        "\n".join([f"### {dialect.title}: {group}", *head, *(_row(dialect, row) for row in rows)])
+        for group, rows in groups
+    )
+
+
+def _row(dialect: Dialect, row: Row) -> str:
+    aliases = [alias for alias, name in dialect.aliases.items() if name in map(canonical, row.names.split())]
+    names = ", ".join(flag_name(dialect, name) for name in [*row.names.split(), *aliases])
+    text = row.text.replace("|", r"\|")
+    if row.default is not None:
+        default = f"{inline(row.default)} there where it is not given"
+        text = f"{text}; {default}" if text else default
+    return f"| {names} | {f'`{row.key}`' if row.key else ''} | {text} |"
 
 
 def page() -> str:

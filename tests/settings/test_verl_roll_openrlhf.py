@@ -30,6 +30,8 @@ BY_SOURCE = {"score.rm_type": "by_column"}
 VERL: list[tuple[str, dict[str, Any], str]] = [
     (PPO, {"algorithm.name": "ppo", **BY_SOURCE, "run.num_epoch": 30, "train.gradient_checkpointing": True,
            "train.global_batch_size": 256, "run.seed": 42, "algorithm.lambd": 1.0, "train.weight_decay": 0.01}, ""),
+    (GRPO + f"{ACTOR}policy_loss.loss_mode=sapo {ACTOR}tau_neg=1.2",
+     {"algorithm.name": "sapo", "algorithm.tau_neg": 1.2}, ""),
     (GRPO + f"{ROLLOUT}n=8 {ACTOR}ppo_mini_batch_size=64", {"train.global_batch_size": 512, **BY_SOURCE}, ""),
     (GRPO + "data.reward_fn_key=source", {**BY_SOURCE, "score.rm_options": {"column": "source"}}, ""),
     (GRPO + FUNCTION, {"score.custom_rm_path": "/r.py:compute_score", "score.rm_type": None}, ""),
@@ -106,6 +108,8 @@ OPENRLHF: list[tuple[str, dict[str, Any], str]] = [
                 "algorithm.kl_coef": 0.01, "algorithm.calculate_per_token_loss": True,
                 "train.lr_warmup_fraction": 0.03, "train.min_lr": 1e-7, "rollout.n_samples_per_prompt": 1,
                 "rollout.shuffle": True, "train.adam_beta2": 0.95}, ""),
+    (RAY + RM + " --actor.lr_scheduler linear --actor.lr_warmup_ratio 0.2",
+     {"train.lr_decay_style": "linear", "train.lr_warmup_fraction": 0.2, "train.min_lr": 0.0}, ""),
     (RAY, {}, "score.rm_type"),
     (RAY + "--reward_pretrain /rm", {"score.rm_type": "reward_model", "score.rm_options": {"path": "/rm"}}, ""),
     (RAY + "--remote_rm_url /r/reward_func.py", {"score.rm_type": None}, "--remote_rm_url /r/reward_func.py"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from slimectl.settings.loading import ALTERNATIVES, examine
 from slimectl.settings.root import Settings
 
 MAX_DROPS = 200
+ROWS = ("sft", "dpo", "reward_model")
+"""Algorithms that read rows, and sample nothing."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,21 @@ class Row:
     """The default there, where it differs from the one here: set if the flag is not given. Without a key, listed."""
 
 
+def namesakes(
+    section: str, names: str, convert: Callable[[Flag], Any] | None = None, *, flag: str = "", default: Any = None
+) -> list[Row]:
+    """Return the rows of flags whose settings in `section` have their names; `flag` is what precedes each name."""
+    return [
+        Row(f"{flag}{name}", f"{section}.{canonical(name)}", convert=convert, default=default) for name in names.split()
+    ]
+
+
+def omit_unlisted(conversion: Conversion, flag: Flag) -> None:
+    """List a flag that has no row."""
+    reason = f"is not in the table of {conversion.dialect.title}. Search for a setting with `slimectl settings explain`"
+    conversion.omit(flag, reason)
+
+
 @dataclass(frozen=True)
 class Dialect:
     """A stack whose launch files are read: its table, and what follows from several flags together."""
@@ -46,7 +64,7 @@ class Dialect:
     title: str
     groups: Mapping[str, tuple[Row, ...]]
     settle: Callable[[Conversion], None]
-    unlisted: Callable[[Conversion, Flag], None]
+    unlisted: Callable[[Conversion, Flag], None] = omit_unlisted
     """Handles a flag that has no row."""
     form: str = "options"
     """How flags are written: options (`--lr 1e-6`) or hydra (`trainer.nnodes=1`)."""
@@ -128,7 +146,7 @@ class Conversion:
     """Keys that take no default of the other stack."""
     program_defaults: dict[str, Any] = field(default_factory=dict)
     """Defaults of the program that is started, by the first name of a row. They replace the row's own; None is none."""
-    _names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The names of the flags that set each key in the end."""
     _claims: dict[str, dict[str, None]] = field(default_factory=dict)
     """The names of all flags that have set a key, in order."""
@@ -144,16 +162,16 @@ class Conversion:
         return flag is not None and not flag.condition and is_on(flag)
 
     def number(self, name: str, default: int) -> int:
-        try:
-            return int(float(self.text(name, str(default))))
-        except (ValueError, OverflowError):
-            return default
+        """The value of a flag as a whole number."""
+        value = self.real(name, default)
+        return int(value) if math.isfinite(value) else default
 
     def is_unknown(self, *names: str) -> bool:
         """Whether one of the flags is given with a value that the file alone does not tell."""
         return any(flag.problem for name in names if (flag := self.flags.get(name)) is not None)
 
     def real(self, name: str, default: float) -> float:
+        """The value of a flag as a number; the default if it is not given or no number."""
         try:
             return float(self.text(name, str(default)))
         except ValueError:
@@ -174,8 +192,42 @@ class Conversion:
         self.values[key] = value
         present = [name for name in sources if name in self.flags or name not in self.dialect.rows]
         self.sources[key] = ", ".join(dict.fromkeys(self._source(name) for name in present or sources[:1]))
-        self._names[key] = sources
+        self.names[key] = sources
         self._claims.setdefault(key, {}).update(dict.fromkeys(sources))
+
+    def put_known(self, key: str, value: Any, *sources: str) -> None:
+        """Set a key unless one of the flags that it came from is not known."""
+        if not self.is_unknown(*sources):
+            self.put(key, value, *sources)
+
+    def put_pair(self, name: str, first: str, second: str) -> bool:
+        """Set two keys from a flag with two values; return whether it has them."""
+        flag = self.flags.get(name)
+        pair = " ".join(flag.texts).strip("[]").replace(",", " ").split() if flag and not flag.problem else []
+        if len(pair) == 2:
+            self.put(first, pair[0], name)
+            self.put(second, pair[1], name)
+        return len(pair) == 2
+
+    def put_switched(self, key: str, switch: str, name: str, default: str) -> None:
+        """Set a coefficient if the switch that it needs is on."""
+        if self.switch(switch):
+            self.put(key, self.text(name, default), switch, name)
+        else:
+            self.take_back(key, f"{switch} is off")
+
+    def name_run(self, name: str) -> None:
+        """Divide the folder of a run into that of all runs and the run's name."""
+        if isinstance(self.values.get("run.dir"), str):
+            folder, _, run = str(self.values["run.dir"]).rstrip("/").rpartition("/")
+            self.put("run.dir", folder or ".", name)
+            if "run.name" not in self.values:
+                self.put("run.name", run, name)
+
+    def skip_sampling(self) -> None:
+        """Take no default of the other stack for sampling, as the algorithm reads rows."""
+        self.settled |= {row.key for row in self.dialect.rows.values() if row.key.startswith("rollout.")}
+        self.settled |= {"run.rollout_batch_size", "engine.backend", "engine.dtype"}
 
     def put_default(self, name: str, key: str, value: Any) -> None:
         """Set what the other stack does without a flag, unless the flag or the key is there."""
@@ -186,7 +238,7 @@ class Conversion:
 
     def omit_superseded(self) -> None:
         """List the flags whose key another flag has set in the end."""
-        effective = {name for key in self.values for name in self._names.get(key, ())}
+        effective = {name for key in self.values for name in self.names.get(key, ())}
         for key, names in self._claims.items():
             for name in names:
                 is_flag = name in self.flags and name not in ("launcher", "configuration")
@@ -199,11 +251,19 @@ class Conversion:
             return f"{flag} ({flag.place})"
         return f"the default of {self.dialect.title} for {name}" if name in self.dialect.rows else name
 
-    def take_back(self, key: str, reason: str) -> None:
-        """Drop a key again; its flags are listed with the reason."""
+    def drop(self, *keys: str) -> None:
+        """Drop keys and list nothing."""
+        for key in keys:
+            self.values.pop(key, None)
+            self.sources.pop(key, None)
+
+    def take_back(self, key: str, reason: str, *, defaults: bool = True) -> None:
+        """Drop a key again, and list what it came from; a default only with `defaults`."""
         if key in self.values:
             del self.values[key]
-            self.omissions.append(Omission(self.sources.pop(key), "", reason))
+            source = self.sources.pop(key)
+            if defaults or not source.startswith("the default of "):
+                self.omissions.append(Omission(source, "", reason))
 
     def unlist(self, name: str) -> None:
         """Take a flag from the list of those without a counterpart: with another flag it has one."""
@@ -214,15 +274,12 @@ class Conversion:
 
     def note_default(self, name: str, value: Any, reason: str) -> None:
         """List a default of the other stack that no setting takes over."""
-        self.omissions.append(Omission(f"the default of {self.dialect.title} for {name}, {value}", "", reason))
+        shown = f"the default of {self.dialect.title} for {name}{'' if value is None else f', {value}'}"
+        self.omissions.append(Omission(shown, "", reason))
 
-    def omit_key(self, key: str, reason: str) -> None:
-        """List a setting whose value only the user knows."""
-        self.omissions.append(Omission(key, "", reason, by_hand=True))
-
-    def ask_for(self, key: str, reason: str) -> None:
-        """List a setting first among those that the user must set."""
-        self.omissions.append(Omission(key, "", reason, by_hand=True, first=True))
+    def ask_for(self, key: str, reason: str, *, first: bool = True) -> None:
+        """List a setting that the user must set, before all flags unless `first` is false."""
+        self.omissions.append(Omission(key, "", reason, by_hand=True, first=first))
 
 
 def is_on(flag: Flag) -> bool:
@@ -258,6 +315,8 @@ def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = Non
         else:
             take(conversion, flag, row)
     dialect.settle(conversion)
+    if str(conversion.values.get("cluster.actor_num_nodes", 1)) not in ("0", "1"):
+        conversion.put("cluster.executor", "ray", *conversion.names["cluster.actor_num_nodes"])
     conversion.omit_superseded()
     _take_defaults(conversion)
     _check(conversion)
@@ -380,7 +439,8 @@ def _check(conversion: Conversion) -> None:
         if idle:
             for name, line in idle.items():
                 reason = line.removeprefix(f"{name} ").removesuffix(", or drop it")
-                _drop(conversion, name, f"{name} {reason}")
+                for key in [key for key in conversion.values if key == name or key.startswith(f"{name}.")]:
+                    conversion.take_back(key, f"{name} {reason}", defaults=False)
         elif refused:
             line, key = refused[0]
             conversion.take_back(key, line.replace(" (launch)", ""))
@@ -399,12 +459,3 @@ def _check(conversion: Conversion) -> None:
 def _is_about(line: str, key: str) -> bool:
     """Whether an error is that of one value: `train.lr: input should be …, not 'x' (launch)`."""
     return line.startswith(f"{'.'.join(key.split('.')[:2])}: ") and "(launch)" in line
-
-
-def _drop(conversion: Conversion, name: str, reason: str) -> None:
-    for key in list(conversion.values):
-        if key == name or key.startswith(f"{name}."):
-            if conversion.sources[key].startswith("the default of "):
-                del conversion.values[key], conversion.sources[key]
-            else:
-                conversion.take_back(key, reason)

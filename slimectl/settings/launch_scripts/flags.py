@@ -60,25 +60,18 @@ def _quoted(text: str) -> str:
 
 def options(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
     """Divide the words behind a training script into options with their values, and words before all options."""
-    heads: list[tuple[Field, str, list[Field]]] = []
+    flags: list[Flag] = []
     loose: list[Field] = []
     for field in fields:
-        match = OPTION.match(field.text)
-        if match is None:
-            (heads[-1][2] if heads else loose).append(field)
-            continue
-        name, value = match.groups()
-        heads.append((field, name, [] if value is None else [replace(field, text=value)]))
-    flags = [
-        Flag(
-            name,
-            head.text.partition("=")[0],
-            tuple(map(_checked, values)),
-            head.place,
-            "" if "=" in head.text else head.unknown,
-        )
-        for head, name, values in heads
-    ]
+        if (match := OPTION.match(field.text)) is not None:
+            name, value = match.groups()
+            values = () if value is None else (_checked(replace(field, text=value)),)
+            condition = "" if "=" in field.text else field.unknown
+            flags.append(Flag(name, field.text.partition("=")[0], values, field.place, condition))
+        elif flags:
+            flags[-1] = replace(flags[-1], values=(*flags[-1].values, _checked(field)))
+        else:
+            loose.append(field)
     return flags, loose
 
 

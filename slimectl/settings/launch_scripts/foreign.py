@@ -9,6 +9,9 @@ from pathlib import Path
 PAIRS = "The nearest is algorithm.name = dpo, which learns from pairs"
 TEACHER = "The nearest is algorithm.name = opd, which asks a teacher about the policy's own responses"
 SAMPLED = "The nearest is algorithm.name = grpo, which learns from rewards of sampled responses"
+GRADED = "The nearest is algorithm.name = reward_model, which grades whole responses"
+DEMONSTRATED = "The nearest is algorithm.name = sft, which learns from responses to prompts"
+BEST = "Sample with `slimectl rollout`, keep the best, and train with algorithm.name = sft"
 TOKENS = "The nearest is algorithm.name = gspo, whose ratio is that of the whole response"
 
 
@@ -25,10 +28,7 @@ ALGORITHMS: Mapping[str, str] = _named(
     orpo__cpo__simpo__alphapo__robust_dpo=("learns from pairs without a reference model", PAIRS),
     ipo__odpo__mpo__ncapair__exo=("learns from pairs by another loss than that of dpo", PAIRS),
     tpo=("learns from three responses to each prompt", PAIRS),
-    prm=(
-        "trains a reward model that grades single steps",
-        "The nearest is algorithm.name = reward_model, which grades whole responses",
-    ),
+    prm=("trains a reward model that grades single steps", GRADED),
     gkd__minillm__gold__kd__knowledge_distillation=("distils from a teacher", TEACHER),
     distillation__async_distillation__server_distillation__iw_opd=("distils from a teacher", TEACHER),
     sdft__sdpo__ssd=("distils from the policy itself", TEACHER),
@@ -38,18 +38,12 @@ ALGORITHMS: Mapping[str, str] = _named(
     gfpo=("leaves responses out of each group by a metric of their own", SAMPLED),
     prime=("learns from rewards of single tokens that it trains as it runs", SAMPLED),
     flowrl__flow_rl=("matches the distribution of rewards instead of raising their mean", SAMPLED),
-    raft__rft__iterative_sft=(
-        "fine-tunes on the best of its own responses",
-        "Sample with `slimectl rollout`, keep the best, and train with algorithm.name = sft",
-    ),
+    raft__rft__iterative_sft=("fine-tunes on the best of its own responses", BEST),
     grpo_with_replay_buffer=("repeats old groups from a buffer", SAMPLED),
     gspo_token=("gives every token its own advantage under one ratio for the whole response", TOKENS),
     ddpo__alignprop=("trains a model that draws images", "slimectl trains language models"),
     es=("trains by evolution strategies, without gradients", SAMPLED),
-    pt__pretrain__clm=(
-        "pretrains on plain text",
-        "The nearest is algorithm.name = sft, which learns from responses to prompts",
-    ),
+    pt__pretrain__clm=("pretrains on plain text", DEMONSTRATED),
 )
 """Algorithms without a counterpart, by the name that classes, subcommands and scripts have."""
 OWN = {
@@ -68,16 +62,11 @@ EVALUATION = "evaluates a model. Set eval.data, or run `slimectl rollout` and `s
 SAMPLING = "samples responses and trains nothing. That is `slimectl rollout` or `slimectl serve`"
 WEIGHTS = "merges or converts weights. That is `slimectl convert`"
 PREPARATION = "prepares or downloads data and trains nothing. Set rollout.data to the file that it writes"
+SERVER = "starts a server. Set engine.url to its address, or engine.backend for a server"
 PROGRAMS: Sequence[tuple[str, str]] = (
     (r"\bserve_rm\b", "serves a reward model. Grade with score.rm_type = reward_model or remote_rm"),
-    (
-        r"\btrl vllm-serve\b|\bvllm serve\b|vllm\.entrypoints\b|\bvllm_serve\b",
-        "starts a server of vLLM. Set engine.backend = vllm, or engine.url for a server that runs",
-    ),
-    (
-        r"sglang\.launch_server\b|sglang_router\b",
-        "starts a server of SGLang. Set engine.backend = sglang, or engine.url for a server that runs",
-    ),
+    (r"\btrl vllm-serve\b|\bvllm serve\b|vllm\.entrypoints\b|\bvllm_serve\b", f"{SERVER} of vLLM"),
+    (r"sglang\.launch_server\b|sglang_router\b", f"{SERVER} of SGLang"),
     (r"\b(lm_eval|lm-eval|lighteval|evalscope|opencompass|evalplus|inspect eval|swift eval)\b", EVALUATION),
     (r"\bstart_distill(_vl)?_pipeline\b", ALGORITHMS["distillation"]),
     (r"\bstart_agentic_rollout_pipeline\b", SAMPLING),
@@ -98,20 +87,13 @@ PROGRAMS: Sequence[tuple[str, str]] = (
 )
 """Patterns of commands that do not train here, and the sentence about each."""
 DOCUMENTS: Sequence[tuple[str, str]] = (
-    (
-        "compute_environment|distributed_type|fsdp_config machine_rank",
-        "is a configuration of Accelerate and starts processes. Give the script that trains: slimectl starts its own "
-        "processes (cluster.actor_num_gpus_per_node)",
-    ),
-    (
-        "zero_optimization|train_micro_batch_size_per_gpu|zero_allow_untested_optimizer",
-        "is a configuration of DeepSpeed and divides memory. Give the script that trains: here that is train.offload",
-    ),
+    ("compute_environment|distributed_type|fsdp_config machine_rank", "is a configuration of Accelerate and starts "
+     "processes. Give the script that trains: slimectl starts its own processes (cluster.actor_num_gpus_per_node)"),
+    ("zero_optimization|train_micro_batch_size_per_gpu|zero_allow_untested_optimizer", "is a configuration of "
+     "DeepSpeed and divides memory. Give the script that trains: here that is train.offload"),
     ("jobs", "is a workflow of GitHub Actions. Give the script that one of its steps starts"),
-    (
-        "stages image|stages variables|before_script|include stages",
-        "is a pipeline of GitLab CI. Give the script that one of its jobs starts",
-    ),
+    ("stages image|stages variables|before_script|include stages",
+     "is a pipeline of GitLab CI. Give the script that one of its jobs starts"),
     ("services", "is a file of Docker Compose. Give the command that one of its services starts"),
     ("apiVersion kind", "is a manifest of Kubernetes. Give the command that its container starts"),
     ("resources run|resources setup", "is a task of SkyPilot. Give the commands of its `run` as a script"),
@@ -124,17 +106,15 @@ DOCUMENTS: Sequence[tuple[str, str]] = (
     ("task doc_to_text|task dataset_path", "is a task of lm-evaluation-harness. Set eval.data to its rows"),
     ("dataset_info|task_categories|configs license|splits features", "describes data. Set rollout.data to its rows"),
     ("tokenizer_class|added_tokens_decoder|added_tokens model", "belongs to a tokenizer. Set model.path to its folder"),
-    (
-        "architectures|model_type transformers_version|transformers_version eos_token_id",
-        "belongs to a model. Set model.path to its folder",
-    ),
+    ("architectures|model_type transformers_version|transformers_version eos_token_id",
+     "belongs to a model. Set model.path to its folder"),
     ("_target_", "is a part of a configuration of Hydra. Give the script that starts the training"),
     ("peft_type", "belongs to an adapter. Set train.lora_load to its folder"),
     ("log_history", "is the state of a training that ran. Give the script that started it"),
     ("channels dependencies|dependencies devDependencies", "lists packages and starts no training"),
     ("repos", "is a configuration of pre-commit and starts no training"),
     ("site_name nav", "describes pages of documentation and starts no training"),
-)
+)  # fmt: skip
 """Top-level keys of documents of other kinds: alternatives between bars, each a set of keys that are all there."""
 SUFFIXES = {
     ".md": "is text, such as a README or a data card. Give the script that it shows",
@@ -162,14 +142,10 @@ LIBRARIES = {
 }
 """Libraries that say what a Python file without a trainer does."""
 GENERAL = (
-    "trains with the Trainer of transformers, whose loss is that of the model. The nearest is "
-    "algorithm.name = sft, which learns from responses to prompts (docs/algorithms.md)"
+    f"trains with the Trainer of transformers, whose loss is that of the model. {DEMONSTRATED} (docs/algorithms.md)"
 )
 CALLS = {
-    **dict.fromkeys(
-        ("transformers.Trainer", "transformers.Seq2SeqTrainer", "transformers.TrainingArguments"),
-        GENERAL,
-    ),
+    **dict.fromkeys([f"transformers.{name}" for name in ("Trainer", "Seq2SeqTrainer", "TrainingArguments")], GENERAL),
     **dict.fromkeys(("vllm.LLM", "sglang.Engine"), SAMPLING),
     "fastapi.FastAPI": "is a server. Set score.rm_type = remote_rm if it grades responses",
     **dict.fromkeys(("datasets.load_dataset", ".to_json", ".to_parquet", ".save_to_disk", ".to_csv"), PREPARATION),

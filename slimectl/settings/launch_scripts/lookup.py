@@ -41,8 +41,8 @@ def near_names(name: str) -> list[str]:
 
 def _counterparts(dialect: Dialect, name: str) -> Iterator[Counterpart]:
     exact = dialect.name_of(name)
-    if exact in dialect.rows:
-        yield _described(dialect, name, dialect.rows[exact])
+    if row := dialect.row(exact):
+        yield _described(dialect, name, row)
     elif key := _handed_over(dialect, name):
         yield Counterpart(name, key, f"{dialect.title}: {flag_name(dialect, name)} is {key}, as it stands")
     elif "." not in name:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, stem
-from slimectl.settings.launch_scripts.flags import Flag
-from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, REWARD
-from slimectl.settings.launch_scripts.openrlhf_names import aliases
+from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Dialect, stem
+from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, REWARD, aliases
 from slimectl.settings.launch_scripts.values import secret
 
 SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model", "train_opd": "opd"}
 """Programs that train by other algorithms than the flags say."""
 SAMPLING = ("train_ppo_ray", "train_ppo")
 """Programs whose flags name the algorithm."""
-ROWS = ("sft", "dpo", "reward_model")
-"""Algorithms that read rows, and sample nothing."""
 RATES = {"sft": 5e-6, "dpo": 1e-5, "reward_model": 9e-6}
 THRESHOLD = "vllm_is_truncated_threshold"
 LEVEL, MODE, GATE = (f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "gating"))
 UNBOUNDED = 1e6
 """A bound of weights that none reaches."""
-
-
-def unlisted(conversion: Conversion, flag: Flag) -> None:
-    """List a flag without a row."""
-    conversion.omit(flag, "is no flag that this table knows; look for the setting by `slimectl settings explain`")
 
 
 def settle(conversion: Conversion) -> None:
@@ -61,7 +54,7 @@ def _settle_algorithm(conversion: Conversion) -> None:
     if script in SCRIPTS:
         conversion.put("algorithm.name", SCRIPTS[script], "launcher")
     elif "advantage_estimator" not in conversion.flags:
-        conversion.put("algorithm.name", "ppo", "the default of OpenRLHF for --advantage_estimator")
+        conversion.put("algorithm.name", "ppo", "advantage_estimator")
     elif estimator is not None:
         conversion.put("algorithm.name", estimator, "advantage_estimator")
     if script not in SCRIPTS and text("policy_loss_type") == "gspo":
@@ -81,14 +74,10 @@ def _settle_algorithm(conversion: Conversion) -> None:
 
 def _settle_loss(conversion: Conversion) -> None:
     """Bounds and sums whose defaults differ by algorithm here."""
-    values = conversion.values
-    name = values.get("algorithm.name")
-    bound = conversion.flags.get("eps_clip_low_high")
-    if bound is not None and len(bound.values) == 2 and not bound.problem:
-        conversion.put("algorithm.eps_clip", bound.texts[0], "eps_clip_low_high")
-        conversion.put("algorithm.eps_clip_high", bound.texts[1], "eps_clip_low_high")
-    elif name == "gspo" and not conversion.is_unknown("eps_clip"):
-        conversion.put("algorithm.eps_clip_high", conversion.real("eps_clip", 0.2), "eps_clip")
+    name = conversion.values.get("algorithm.name")
+    has_bounds = conversion.put_pair("eps_clip_low_high", "algorithm.eps_clip", "algorithm.eps_clip_high")
+    if name == "gspo" and not has_bounds:
+        conversion.put_known("algorithm.eps_clip_high", conversion.real("eps_clip", 0.2), "eps_clip")
     if name == "gspo":
         conversion.put("algorithm.calculate_per_token_loss", False, "gspo takes the mean of each response")
     if name == "dr_grpo":
@@ -97,42 +86,37 @@ def _settle_loss(conversion: Conversion) -> None:
 
 def _settle_correction(conversion: Conversion) -> None:
     """The correction for engine and trainer that disagree: of tokens, or of whole responses by their geometric mean."""
-    values = conversion.values
     level, kind = conversion.text(LEVEL, "off"), conversion.text("vllm_is_correction_type", "tis")
     is_old = conversion.switch("enable_vllm_is_correction")
     pair = conversion.flags.get(THRESHOLD)
     bounds = [0.5, 5.0] if pair is None else [float(text) for text in pair.texts if not pair.problem]
     bounds = [0.0, *bounds] if len(bounds) == 1 else bounds
-    keys = ("use_tis", "tis_clip", "tis_clip_low", "tis_mode", "tis_level")
+    keys = [f"algorithm.{key}" for key in ("use_tis", "tis_clip", "tis_clip_low", "tis_mode", "tis_level")]
     flags = [name for name in (LEVEL, "enable_vllm_is_correction", "vllm_is_correction_type", MODE, THRESHOLD)
              if name in conversion.flags]  # fmt: skip
     if (not is_old and level == "off") or not flags:
         for key in keys:
-            conversion.take_back(f"algorithm.{key}", "the correction is off")
+            conversion.take_back(key, "the correction is off")
         return
     if conversion.text(GATE, "ratio") != "ratio" or len(bounds) != 2:
-        for key in keys:
-            values.pop(f"algorithm.{key}", None)
+        conversion.drop(*keys)
         reason = "the gate is the ratio of probabilities, within two bounds; set algorithm.use_tis or use_rs by hand"
         conversion.omit(conversion.flags[GATE if GATE in conversion.flags else THRESHOLD], reason, by_hand=True)
         return
     low, high = bounds
-    if values.get("algorithm.name") == "gspo":
-        for key in keys:
-            values.pop(f"algorithm.{key}", None)
-        conversion.put("algorithm.use_rollout_logprobs", True, *flags)
+    if conversion.values.get("algorithm.name") == "gspo":
+        conversion.drop(*keys)
+        settings: dict[str, Any] = {"use_rollout_logprobs": True}
     elif level == "seq" or (is_old and kind == "seq-mask-tis"):
-        for key, value in (("use_rs", True), ("rs_level", "geometric"), ("rs_clip_low", low), ("rs_clip", high)):
-            conversion.put(f"algorithm.{key}", value, *flags)
-        values.pop("algorithm.tis_mode", None)
-        conversion.put("algorithm.use_tis", True, *flags)
-        conversion.put("algorithm.tis_clip", UNBOUNDED, *flags)
-        conversion.values.pop("algorithm.tis_clip_low", None)
+        conversion.drop(*keys)
+        settings = {"use_tis": True, "tis_clip": UNBOUNDED, "use_rs": True, "rs_level": "geometric",
+                    "rs_clip_low": low, "rs_clip": high}  # fmt: skip
     else:
-        for key, value in (("use_tis", True), ("tis_clip_low", low), ("tis_clip", high)):
-            conversion.put(f"algorithm.{key}", value, *flags)
+        settings = {"use_tis": True, "tis_clip_low": low, "tis_clip": high}
         if not is_old and MODE not in conversion.flags:
             conversion.put("algorithm.tis_mode", "mask", f"the default of OpenRLHF for --{MODE}")
+    for key, value in settings.items():
+        conversion.put(f"algorithm.{key}", value, *flags)
 
 
 def _settle_engines(conversion: Conversion) -> None:
@@ -145,10 +129,8 @@ def _settle_engines(conversion: Conversion) -> None:
         conversion.put("cluster.rollout_num_gpus", engines * size, "vllm_num_engines", "vllm_tensor_parallel_size")
     else:
         conversion.settled.add("vllm.args.gpu_memory_utilization")
-    if conversion.switch("use_dynamic_batch") and "train_max_tokens_per_gpu" not in conversion.flags:
-        conversion.put("train.max_tokens_per_gpu", 16192, "the default of OpenRLHF for --train_max_tokens_per_gpu")
-    if conversion.number("actor_num_nodes", 1) > 1:
-        conversion.put("cluster.executor", "ray", "actor_num_nodes")
+    if conversion.switch("use_dynamic_batch"):
+        conversion.put_default("train_max_tokens_per_gpu", "train.max_tokens_per_gpu", 16192)
     if not conversion.switch("async_train"):
         conversion.take_back("run.async_level", "has no effect there without --async_train")
     else:
@@ -159,18 +141,16 @@ def _settle_engines(conversion: Conversion) -> None:
 def _settle_rows(conversion: Conversion) -> None:
     """Programs that read rows sample nothing, and train for epochs."""
     name = str(conversion.values["algorithm.name"])
-    conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
-    conversion.settled |= {"run.rollout_batch_size"}
+    conversion.skip_sampling()
     if "max_len" in conversion.flags:
         conversion.take_back("rollout.max_context_len", "rows are not cut")
     else:
         conversion.note_default("max_len", 2048 if name == "sft" else 512, "rows are not cut")
-    if name == "sft" and "rollout.input_key" not in conversion.values:
-        conversion.put("rollout.input_key", "input", "the default of OpenRLHF for --input_key")
+    if name == "sft":
+        conversion.put_default("input_key", "rollout.input_key", "input")
     conversion.program_defaults |= {"actor_learning_rate": RATES[name], "reward_clip_range": None}
     if "max_epochs" not in conversion.flags:
-        source = "the default of OpenRLHF for --max_epochs"
-        conversion.put("run.num_epoch", 2 if name == "sft" else 1, source)
+        conversion.put("run.num_epoch", 2 if name == "sft" else 1, "max_epochs")
     elif not conversion.is_unknown("max_epochs"):
         conversion.put("run.num_epoch", conversion.text("max_epochs"), "max_epochs")
         conversion.unlist("max_epochs")
@@ -184,31 +164,24 @@ def _settle_lengths(conversion: Conversion) -> None:
         return
     conversion.settled.add("rollout.max_prompt_len")
     length = conversion.number("max_len", 2048)
-    source = "max_len" if "max_len" in conversion.flags else "the default of OpenRLHF for --data.max_len"
-    if not conversion.is_unknown("max_len"):
-        conversion.put("rollout.max_context_len", length, source)
-        if "generate_max_len" not in conversion.flags:
-            conversion.put("rollout.max_response_len", length, source)
+    conversion.put_known("rollout.max_context_len", length, "max_len")
+    if "generate_max_len" not in conversion.flags:
+        conversion.put_known("rollout.max_response_len", length, "max_len")
 
 
 def _settle_optimizer(conversion: Conversion) -> None:
     """Settings of AdamW and its schedule, whose floor is a share of the rate."""
     name = str(conversion.values.get("algorithm.name"))
     if conversion.text("lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
-        source = "lr_scheduler" if "lr_scheduler" in conversion.flags else "the default of OpenRLHF for --lr_scheduler"
         default = RATES.get(name, 1e-6)
         rate = conversion.real("actor_learning_rate", conversion.real("learning_rate", default))
         share = conversion.real("actor.min_lr_ratio", 0.1)
         if not conversion.is_unknown("actor_learning_rate", "learning_rate", "lr_scheduler"):
-            conversion.put("train.min_lr", float(f"{share * rate:.6g}"), "actor.min_lr_ratio", source)
-    betas = conversion.flags.get("adam_betas")
-    if betas is not None and len(betas.values) == 2 and not betas.problem:
-        conversion.put("train.adam_beta1", betas.texts[0], "adam_betas")
-        conversion.put("train.adam_beta2", betas.texts[1], "adam_betas")
-    elif betas is None:
-        conversion.put("train.adam_beta2", 0.95, "the default of OpenRLHF for --adam_betas")
-    if "train.lora_rank" in conversion.values and "train.lora_alpha" not in conversion.values:
-        conversion.put("train.lora_alpha", 16, "the default of OpenRLHF for --lora_alpha")
+            conversion.put("train.min_lr", float(f"{share * rate:.6g}"), "actor.min_lr_ratio", "lr_scheduler")
+    if not conversion.put_pair("adam_betas", "train.adam_beta1", "train.adam_beta2"):
+        conversion.put_default("adam_betas", "train.adam_beta2", 0.95)
+    if "train.lora_rank" in conversion.values:
+        conversion.put_default("lora_alpha", "train.lora_alpha", 16)
 
 
 def _settle_run(conversion: Conversion) -> None:
@@ -219,16 +192,11 @@ def _settle_run(conversion: Conversion) -> None:
         if text("use_wandb").lower() in ("true", "1", ""):
             conversion.values.pop("track.api_key")
     if "use_tensorboard" in conversion.flags:
-        conversion.put(
-            "track.with", [*values.get("track.with", ["stdout"]), "tensorboard"], "use_wandb", "use_tensorboard"
-        )
+        trackers = [*values.get("track.with", ["stdout"]), "tensorboard"]
+        conversion.put("track.with", trackers, "use_wandb", "use_tensorboard")
     if "run.save_interval" not in values:
         conversion.settled.add("run.keep_checkpoints")
-    if isinstance(values.get("run.dir"), str):
-        folder, _, name = str(values["run.dir"]).rstrip("/").rpartition("/")
-        conversion.put("run.dir", folder or ".", "save_path")
-        if "run.name" not in values:
-            conversion.put("run.name", name, "save_path")
+    conversion.name_run("save_path")
 
 
 def _settle_reward(conversion: Conversion) -> None:
@@ -237,10 +205,8 @@ def _settle_reward(conversion: Conversion) -> None:
     agent = conversion.flags.get("agent_func_path")
     if agent is not None:
         conversion.values.pop("rollout.custom_generate_function_path", None)
-        reason = (
-            "its AgentInstance or AgentExecutor brings the reward; write it as rollout.custom_generate_function_path"
-        )
-        conversion.omit(agent, f"{reason} (docs/agents.md)", first=True)
+        reason = "brings the reward. Write it as rollout.custom_generate_function_path (docs/agents.md)"
+        conversion.omit(agent, reason, first=True)
         conversion.take_back("score.rm_url", "--agent_func_path goes before it")
         conversion.take_back("score.rm_options.path", "--agent_func_path goes before it")
     elif address is not None and "score.rm_url" in conversion.values:
@@ -254,12 +220,5 @@ def _settle_reward(conversion: Conversion) -> None:
         conversion.put("score.rm_type", "reward_model", "reward_pretrain")
 
 
-OPENRLHF = Dialect(
-    "openrlhf",
-    "OpenRLHF",
-    GROUPS,
-    settle,
-    unlisted,
-    programs=r"(openrlhf|molt)\.cli\.train_",
-    aliases=aliases(),
-)
+PROGRAMS = r"(openrlhf|molt)\.cli\.train_"
+OPENRLHF = Dialect("openrlhf", "OpenRLHF", GROUPS, settle, programs=PROGRAMS, aliases=aliases())

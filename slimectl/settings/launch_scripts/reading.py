@@ -11,7 +11,7 @@ from pathlib import Path
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import foreign
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
-from slimectl.settings.launch_scripts.documents import yaml_flags
+from slimectl.settings.launch_scripts.documents import STOCK, yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, is_part_of, options
 from slimectl.settings.launch_scripts.launcher import launched
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
@@ -32,12 +32,6 @@ PROGRAM = re.compile(r"[\w./~${}-]*\.py")
 MODULE = re.compile(r"\w+(\.\w+)+")
 OF_LAUNCHERS = ("config_file", "num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus")
 """Flags of `accelerate launch` and `torchrun` that say how many processes train."""
-STOCK = (
-    "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer", "dapo_megatron_trainer",
-    "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer", "one_step_off_ppo_trainer",
-    "one_step_off_ppo_megatron_trainer",
-)  # fmt: skip
-"""Configurations that come with verl."""
 NAMES_OF_FILES = ("config", "config_path", "config_name", "config_dir")
 """Flags that name the file of a configuration, or its folder."""
 YAML = (".yaml", ".yml")
@@ -183,9 +177,8 @@ def _training_command(
         places = [launch.launcher.place.line for launch in main if launch.launcher]
         lines = ", ".join(map(str, places))
         if len(set(places)) == 1:
-            raise SettingsError(
-                f"{path}:{places[0]}: is started {len(main)} times with other flags; read a copy that starts it once"
-            )
+            problem = f"is started {len(main)} times with other flags; read a copy that starts it once"
+            raise SettingsError(f"{path}:{places[0]}: {problem}")
         raise SettingsError(f"{path}: has {len(main)} training commands (lines {lines}); pick one by --line N")
     return main[0]
 
@@ -206,10 +199,8 @@ def _refuse_foreign(script: Script) -> None:
     """Raise SettingsError if a command of a script does something that is known by name."""
     for command in script.commands:
         shown = " ".join(field.text for field in command.fields)
-        programs = [
-            field.text for field in command.fields if re.fullmatch(f"{PROGRAM.pattern}|{MODULE.pattern}", field.text)
-        ]
-        purposes = (foreign.absent_program(program) for program in programs)
+        texts = [field.text for field in command.fields]
+        purposes = (foreign.absent_program(text) for text in texts if PROGRAM.fullmatch(text) or MODULE.fullmatch(text))
         if purpose := foreign.command_purpose(shown) or next(filter(None, purposes), ""):
             raise SettingsError(f"{command.place}: `{shown if len(shown) <= 60 else f'{shown[:57]}…'}` {purpose}")
 
@@ -231,10 +222,8 @@ def _launch(command: Command, dialect: Dialect) -> Launch | None:
     num_known = _known(dialect, flags)
     if dialect.programs and re.search(dialect.programs, program.text):
         num_known += FEWEST_FLAGS
-    if dialect.name == "trl" and any(
-        field.text.rpartition("/")[2] == "accelerate" for field in command.fields[:position]
-    ):
-        num_known += 1
+    starters = [field.text.rpartition("/")[2] for field in command.fields[:position]]
+    num_known += dialect.name == "trl" and "accelerate" in starters
     return Launch(dialect, tuple(flags), num_known, launcher, command.condition)
 
 
@@ -276,14 +265,10 @@ def _with_configuration(
     document = _document_of(file, path, root)
     own_flags = [flag for flag in launch.flags if canonical(flag.name) not in NAMES_OF_FILES]
     base: list[Flag] = []
-    if document is None and Path(file).stem in STOCK:
-        pass  # verl's own: its values are the defaults of the table
-    elif document is None:
-        line = (
-            f"{file}: is not read, as no such file lies in {root}; give that file itself, or allow a folder by --root"
-        )
+    if document is None and not STOCK.fullmatch(Path(file).stem):
+        line = f"{file}: is not read, as no such file lies in {root}. Give that file, or allow a folder by --root"
         notes.append(Note(place, line))
-    else:
+    elif document is not None:
         relative = os.path.relpath(document, path.parent)
         shown = str(document) if relative.startswith("..") else str(path.parent / relative)
         base = yaml_flags(document, shown, environ, root)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, typed
+from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Dialect, Row, omit_unlisted, take, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.megatron import hand_over
 from slimectl.settings.launch_scripts.roll_keys import GROUPS, INFER, LAYOUT, TRAIN, devices
-from slimectl.settings.launch_scripts.roll_rewards import settle_reward
 from slimectl.settings.launch_scripts.values import secret
 from slimectl.settings.launch_scripts.verl_keys import SIZES
 from slimectl.settings.run import KEY_VARIABLES
 
 FILES = "distils from a teacher's probabilities of the responses in a file; opd asks a teacher about the policy's own"
-ROWS = ("sft", "dpo")
-"""Algorithms that read rows, and sample nothing."""
 ENVIRONMENTS = ("custom_envs.", "custom_env.", "train_env_manager.", "val_env_manager.")
 WHITENING = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
@@ -36,16 +33,14 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     leaf = name.removeprefix(prefix)
     if leaf.rpartition("_")[2] == "key" and prefix == "tracker_kwargs." and tracker in KEY_VARIABLES:
         conversion.put("track.api_key", secret(KEY_VARIABLES[tracker])(flag), name)
-    elif prefix and prefixes[prefix] and not flag.problem and "." not in leaf:
-        conversion.put(f"{prefixes[prefix]}{leaf}", typed(flag), name)
-    elif prefix and prefixes[prefix] and not flag.problem:
+    elif prefix and prefixes[prefix] and "." not in leaf:
+        take(conversion, flag, Row(name, f"{prefixes[prefix]}{leaf}", convert=typed))
+    elif prefix and prefixes[prefix]:
         conversion.omit(flag, f"it is in a table; give that as JSON text in [{prefixes[prefix].rstrip('.')}]")
     elif name.startswith(("rewards.", "reward.", "reference.", "critic.", "system_envs.")):
         conversion.omit(flag, LAYOUT)
-    elif flag.problem:
-        conversion.omit(flag, flag.problem)
     else:
-        conversion.omit(flag, "is no key that this table knows; look for it by `slimectl settings explain`")
+        omit_unlisted(conversion, flag)
 
 
 def _take_field(conversion: Conversion, flag: Flag, leaf: str) -> None:
@@ -117,17 +112,13 @@ def _settle_rows(conversion: Conversion, kind: str) -> None:
     name = f"{TRAIN}training_args.num_train_epochs"
     epochs = conversion.flags.get(name)
     if "run.num_rollout" not in conversion.values and (epochs is None or not epochs.problem):
-        source = name if epochs else f"the default of ROLL for {name}"
-        conversion.put("run.num_epoch", epochs.texts[0] if epochs else 1, source)
+        conversion.put("run.num_epoch", epochs.texts[0] if epochs else 1, name)
         if epochs:
             conversion.unlist(name)
     if kind == "sft":
-        for key, column in (("rollout.input_key", "instruction"), ("rollout.label_key", "output")):
-            if key not in conversion.values:
-                name = "prompt_key" if "input" in key else "response_key"
-                conversion.put(key, column, f"the default of ROLL for {name}")
-    conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
-    conversion.settled |= {"engine.dtype", "run.rollout_batch_size"}
+        conversion.put_default("prompt_key", "rollout.input_key", "instruction")
+        conversion.put_default("response_key", "rollout.label_key", "output")
+    conversion.skip_sampling()
 
 
 def _settle_algorithm(conversion: Conversion, kind: str) -> None:
@@ -138,7 +129,7 @@ def _settle_algorithm(conversion: Conversion, kind: str) -> None:
     variant = conversion.text("pg_variant", conversion.text("actor_train.pg_variant"))
     estimator = conversion.converted("adv_estimator")
     if "adv_estimator" not in conversion.flags:
-        conversion.put("algorithm.name", "ppo", "the default of ROLL for adv_estimator")
+        conversion.put("algorithm.name", "ppo", "adv_estimator")
     elif estimator is not None and variant in ("", "vanilla", "ppo"):
         conversion.put("algorithm.name", estimator, "adv_estimator")
     flag = conversion.flags.get("adv_estimator")
@@ -159,13 +150,59 @@ def _settle_algorithm(conversion: Conversion, kind: str) -> None:
             conversion.omit(flag, reason, by_hand=True)
 
 
+WORKERS = {
+    "MathRuleRewardWorker": "math",
+    "GSM8KMathRewardWorker": "math",
+    "Geo3kRewardWorker": "math",
+    "CodeSandboxRewardWorker": "code",
+    "GeneralRuleRewardWorker": "ifeval",
+    "CrossThinkQARuleRewardWorker": "boxed_gpqa",
+    "MultipleChoiceBoxedRuleRewardWorker": "boxed_gpqa",
+    "GeneralValRuleRewardWorker": "gpqa",
+}
+"""The verifier of each class of workers."""
+NOTES = {
+    "code": "give rows metadata.tests, which `code` reads in place of test_cases",
+    "ifeval": "give rows metadata.instruction_id_list and kwargs, which `ifeval` reads in place of ground_truth",
+}
+
+
+def settle_reward(conversion: Conversion) -> None:
+    """Set the verifier of every domain; one without a counterpart is listed first."""
+    domains = dict.fromkeys(name.split(".")[1] for name in conversion.flags if name.startswith("rewards."))
+    types: dict[str, str] = {}
+    sources: list[str] = []
+    for domain in domains:
+        worker, tags = f"rewards.{domain}.worker_cls", f"rewards.{domain}.tag_included"
+        kind = conversion.text(worker).rpartition(".")[2]
+        listed = conversion.flags[tags].texts if tags in conversion.flags and not conversion.is_unknown(tags) else []
+        sources += [name for name in (worker, tags) if name in conversion.flags]
+        if kind in WORKERS:
+            types |= dict.fromkeys(listed or [domain], WORKERS[kind])
+            continue
+        place = ", ".join(listed) or domain
+        key = "score.rm_options.types" if len(domains) > 1 else "score.rm_type"
+        worker_class = f"{kind or 'no class'} of rewards.{domain}"
+        conversion.ask_for(key, f"{worker_class} grades {place}. Give its verifier or function (docs/verifiers.md)")
+    for name in sources:
+        conversion.unlist(name)
+    if len(domains) == 1 and types:
+        conversion.put("score.rm_type", next(iter(types.values())), *sources)
+    elif types:
+        conversion.put("score.rm_type", "by_column", "the rewards of the file go by the tag of a row")
+        column = conversion.text(f"{TRAIN}data_args.tag", "tag")
+        conversion.put("score.rm_options.column", column, "the tag of a row names its reward")
+        conversion.put("score.rm_options.types", types, *(name for name in sources if name.endswith("tag_included")))
+    for kind in dict.fromkeys(types.values()):
+        if kind in NOTES:
+            conversion.ask_for("rollout.data", NOTES[kind], first=False)
+
+
 def _settle_normalization(conversion: Conversion) -> None:
     """Episodes are compared with those of their group where ROLL says so; other comparisons are left to the user."""
     grouping = conversion.text("reward_normalization.grouping", "state")
     method = conversion.text("reward_normalization.method", "identity")
-    names = [
-        name for name in ("reward_normalization.grouping", "reward_normalization.method") if name in conversion.flags
-    ]
+    names = [name for item in ("grouping", "method") if (name := f"reward_normalization.{item}") in conversion.flags]
     if grouping == "traj_group_id" and method in ("mean_std", "mean"):
         conversion.put("algorithm.name", "grpo", "adv_estimator", *names)
         if method == "mean":
@@ -184,27 +221,20 @@ def _settle_loss(conversion: Conversion) -> None:
         ("use_kl_loss", "kl_loss_coef", "algorithm.kl_loss_coef", "0"),
         ("add_token_level_kl", "init_kl_coef", "algorithm.kl_coef", "0.2"),
     ):
-        if conversion.switch(switch):
-            conversion.put(key, conversion.text(coefficient, default), switch, coefficient)
-        else:
-            conversion.take_back(key, f"{switch} is off")
+        conversion.put_switched(key, switch, coefficient, default)
     values = conversion.values
     clip = conversion.real("pg_clip", 0.2)
     if conversion.switch("use_pg_clip_range"):
         for name, key in (("pg_clip_low", "algorithm.eps_clip"), ("pg_clip_high", "algorithm.eps_clip_high")):
-            source = name if name in conversion.flags else f"the default of ROLL for {name}"
-            if not conversion.is_unknown(name):
-                conversion.put(key, conversion.real(name, 0.2), source)
+            conversion.put_known(key, conversion.real(name, 0.2), name)
         conversion.unlist("use_pg_clip_range")
     else:
         conversion.take_back("algorithm.eps_clip_high", "use_pg_clip_range is off, so that pg_clip is both bounds")
         if "pg_clip_low" in conversion.flags:
             conversion.omit(conversion.flags["pg_clip_low"], "use_pg_clip_range is off")
-        if not conversion.is_unknown("pg_clip"):
-            source = "pg_clip" if "pg_clip" in conversion.flags else "the default of ROLL for pg_clip"
-            conversion.put("algorithm.eps_clip", clip, source)
-            if values.get("algorithm.name") in ("gspo", "cispo"):
-                conversion.put("algorithm.eps_clip_high", clip, source)
+        conversion.put_known("algorithm.eps_clip", clip, "pg_clip")
+        if values.get("algorithm.name") in ("gspo", "cispo"):
+            conversion.put_known("algorithm.eps_clip_high", clip, "pg_clip")
     if values.get("algorithm.name") == "ppo" and "value_clip" not in conversion.flags:
         conversion.put("algorithm.value_clip", 1e6, "ROLL clips no values without value_clip")
     if conversion.switch("dual_clip_loss"):
@@ -217,10 +247,7 @@ def _settle_prompts(conversion: Conversion) -> None:
     """Prompts are chats of a file; their lengths decide that of a response, whatever its engine's arguments say."""
     count = "num_return_sequences_in_group"
     if count in conversion.flags or f"{INFER}generating_args.num_return_sequences" in conversion.flags:
-        number = conversion.number(count, 1)
-        source = count if count in conversion.flags else f"the default of ROLL for {count}"
-        if not conversion.is_unknown(count):
-            conversion.put("rollout.n_samples_per_prompt", number, source)
+        conversion.put_known("rollout.n_samples_per_prompt", conversion.number(count, 1), count)
     lengths = ("sequence_length", "prompt_length")
     if "response_length" in conversion.flags and not conversion.is_unknown("response_length"):
         conversion.put("rollout.max_response_len", conversion.text("response_length"), "response_length")
@@ -238,14 +265,11 @@ def _settle_environment(conversion: Conversion) -> None:
     episodes = conversion.number("rollout_batch_size", 128)
     group, rows = "train_env_manager.group_size", "rollout_batch_size"
     conversion.program_defaults |= {"prompt_length": None, "num_return_sequences_in_group": None}
-    if not conversion.is_unknown(group):
-        source = group if group in conversion.flags else f"the default of ROLL for {group}"
-        conversion.put("rollout.n_samples_per_prompt", size, source)
-        if not conversion.is_unknown(rows):
-            conversion.put("run.rollout_batch_size", max(1, episodes // size), rows, group)
+    conversion.put_known("rollout.n_samples_per_prompt", size, group)
+    conversion.put_known("run.rollout_batch_size", max(1, episodes // size), rows, group)
     groups = "train_env_manager.num_env_groups"
-    if groups in conversion.flags and not conversion.is_unknown(groups, group):
-        conversion.put("rollout.env_concurrency", conversion.number(groups, 1) * size, groups, group)
+    if groups in conversion.flags:
+        conversion.put_known("rollout.env_concurrency", conversion.number(groups, 1) * size, groups, group)
     tags = conversion.flags.get("train_env_manager.tags")
     kinds = [conversion.text(f"{table}{tag}.env_type") for tag in (tags.texts if tags else [])
              for table in ("custom_envs.", "custom_env.") if f"{table}{tag}.env_type" in conversion.flags]  # fmt: skip
@@ -269,17 +293,15 @@ def _settle_sizes(conversion: Conversion) -> None:
         return
     if conversion.is_unknown(*names) or not (ranks := len(_mapping(conversion, mapping))):
         conversion.values.pop("train.global_batch_size", None)
-        conversion.omit_key(
-            "train.global_batch_size",
-            "ranks x per_device_train_batch_size x gradient_accumulation_steps; the file does not tell all of these",
-        )
+        reason = "ranks x per_device_train_batch_size x gradient_accumulation_steps, which the file does not tell"
+        conversion.ask_for("train.global_batch_size", reason, first=False)
         return
     for size in (f"{TRAIN}strategy_args.strategy_config.{size}" for size in SIZES[:3]):
         ranks //= conversion.number(size, 1)
     ranks //= conversion.number(f"{TRAIN}model_args.ulysses_size", 1)
     samples = max(1, ranks) * conversion.number(names[0], 8) * conversion.number(names[1], 1)
-    source = f"the default of ROLL for {names[0]}"
     present = [name for name in names if name in conversion.flags]
+    source = f"the default of ROLL for {names[0]}"
     conversion.put("train.global_batch_size", samples, *(present or [source]), mapping)
 
 
@@ -289,22 +311,12 @@ def _settle_devices(conversion: Conversion) -> None:
         conversion.put("cluster.colocate", True, f"{TRAIN}device_mapping", f"{INFER}device_mapping")
     per_node = conversion.number("num_gpus_per_node", 8)
     if len(training) > per_node and not len(training) % per_node:
-        conversion.put(
-            "cluster.actor_num_nodes", len(training) // per_node, f"{TRAIN}device_mapping", "num_gpus_per_node"
-        )
-        conversion.put("cluster.actor_num_gpus_per_node", per_node, f"{TRAIN}device_mapping", "num_gpus_per_node")
-        conversion.put("cluster.executor", "ray", f"{TRAIN}device_mapping")
+        sources = (f"{TRAIN}device_mapping", "num_gpus_per_node")
+        conversion.put("cluster.actor_num_nodes", len(training) // per_node, *sources)
+        conversion.put("cluster.actor_num_gpus_per_node", per_node, *sources)
 
 
 ROLES = {"sft_train.": TRAIN, "student_train.": TRAIN, "student_infer.": INFER}
 """Workers of other pipelines, by those of reinforcement learning."""
-ROLL = Dialect(
-    "roll",
-    "ROLL",
-    GROUPS,
-    settle,
-    unlisted,
-    form="hydra",
-    programs=r"start_\w*pipeline",
-    aliases=ROLES,
-)
+PROGRAMS = r"start_\w*pipeline"
+ROLL = Dialect("roll", "ROLL", GROUPS, settle, unlisted, form="hydra", programs=PROGRAMS, aliases=ROLES)

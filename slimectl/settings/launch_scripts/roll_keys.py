@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from slimectl.settings.launch_scripts.conversion import Row
+from slimectl.settings.launch_scripts.conversion import Row, namesakes
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.values import (
     ahead,
@@ -42,17 +42,11 @@ RUNNING = (
     Row("num_gpus_per_node", "cluster.num_gpus_per_node"),
     Row("num_nodes", "cluster.actor_num_nodes"),
     Row("model_update_buffer_size_mb", "sync.update_weight_buffer_size", "in MiB here, too", integer, default=1024),
-    Row(
-        "defaults", text="the files lie elsewhere: allow their folder by --root DIR. Stages of ZeRO have no counterpart"
-    ),
-    Row(
-        "logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
-        "profiler_timeline checkpoint_config.type checkpoint_config.output_dir resume_from_checkpoint rpc_timeout "
-        "hydra.run.dir hydra.output_subdir max_running_requests generate_opt_level model_name track_name "
-        "checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers",
-        text=REPORTS,
-    ),
-)
+    Row("defaults", text="the files lie elsewhere: allow their folder by --root DIR"),
+    Row("logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
+        "profiler_timeline resume_from_checkpoint rpc_timeout max_running_requests generate_opt_level model_name "
+        "track_name checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers", text=REPORTS),
+)  # fmt: skip
 ROLLOUT = (
     Row("rollout_batch_size", "run.rollout_batch_size", "with environments episodes, by group_size", default=128),
     Row("prompt_length", "rollout.max_prompt_len", default=1024),
@@ -81,111 +75,83 @@ ROLLOUT = (
       for name, text in (("repetition_penalty", "only vLLM also counts the prompt"), ("presence_penalty", ""),
                          ("frequency_penalty", ""))),
     Row(f"{INFER}generating_args.num_return_sequences", "rollout.n_samples_per_prompt"),
-    Row(f"{INFER}generating_args.num_beams {INFER}generating_args.do_sample", text="answers are sampled"),
+    Row(f"{INFER}generating_args.num_beams {INFER}generating_args.do_sample", text="responses are sampled"),
     Row(f"{INFER}generating_args.stop_strings", "rollout.stop", convert=texts),
-    Row(f"{INFER}generating_args.include_stop_str_in_output", text="an answer has what its engine returns"),
-    Row(f"{INFER}generating_args.NAME", text="answers are sampled from the policy as it is"),
+    Row(f"{INFER}generating_args.include_stop_str_in_output", text="a response has what its engine returns"),
+    Row(f"{INFER}generating_args.NAME", text="responses are sampled from the policy as it is"),
     Row("max_tokens_per_step", "rollout.env_turn_tokens", "with rollout.env"),
     Row("max_actions_per_traj", "rollout.env_max_turns", "with rollout.env"),
     Row("train_env_manager.group_size", "rollout.n_samples_per_prompt", "episodes of one start"),
     Row("train_env_manager.num_env_groups", "rollout.env_concurrency", "times group_size, with rollout.env"),
-    Row("train_env_manager.tags custom_envs.NAME custom_env.NAME val_env_manager.NAME train_env_manager.NAME",
-        text="an environment is rollout.env (docs/environments.md)"),
+    Row("custom_envs.NAME custom_env.NAME val_env_manager.NAME train_env_manager.NAME", text="set rollout.env"),
     Row("env_manager_cls agent_config_common.NAME env_config.NAME agent_system_template agent_template",
         text="an environment is rollout.env, a program rollout.agent (docs/environments.md, docs/agents.md)"),
-    Row(f"{INFER}strategy_args.strategy_name", "engine.backend", convert=choice(
-        vllm="vllm", sglang="sglang", hf_infer="embedded")),
+    Row(f"{INFER}strategy_args.strategy_name", "engine.backend", convert=choice("vllm sglang", hf_infer="embedded")),
     Row(f"{INFER}num_gpus_per_worker", "cluster.rollout_num_gpus_per_engine"),
     Row(prefixed(f"{INFER}strategy_args.strategy_config.", "tensor_parallel_size tp_size"),
         "cluster.rollout_num_gpus_per_engine"),
     Row(prefixed(f"{INFER}strategy_args.strategy_config.", "load_format sleep_level"),
-        text="engines load model.path, and free their memory in turn with cluster.colocate"),
-    Row(f"{INFER}device_mapping", "cluster.rollout_num_gpus", "the number of devices",
-        lambda flag: len(devices(flag))),
+        text="engines load model.path"),
+    Row(f"{INFER}device_mapping", "cluster.rollout_num_gpus", "the number of devices", lambda flag: len(devices(flag))),
     Row(f"{INFER}model_args.dtype {INFER}model_args.torch_dtype", "engine.dtype",
         convert=choice(bf16="bfloat16", fp32="float32", fp16="float16"), default="bfloat16"),
     Row(f"{INFER}worker_cls {TRAIN}worker_cls", text="an agent or a reward of yours is a hook (docs/hooks.md)"),
     Row(prefixed(INFER, "infer_batch_size use_sequence_packing model_args.disable_gradient_checkpointing "
                  "model_args.attn_implementation data_args.template name model_args.NAME"),
-        text="engines batch by themselves"),
+        text="engines form batches"),
     Row("validation.data_args.file_name", "eval.data", "each file becomes a table, called after it", named_datasets),
     Row("validation.generating_args.top_p", "eval.top_p", default=0.7),
     Row("validation.generating_args.top_k", "eval.top_k", default=50),
     Row("validation.generating_args.temperature", "eval.temperature", default=0.95),
     Row("validation.generating_args.num_return_sequences", "eval.n_samples_per_prompt"),
     Row("validation.generating_args.max_new_tokens", "eval.max_response_len"),
-    Row("validation.data_args.template validation.generating_args.num_beams",
-        text="the chat template is the model's; answers are sampled"),
+    Row("validation.data_args.template validation.generating_args.num_beams", text="responses are sampled"),
 )  # fmt: skip
 ALGORITHM = (
-    Row(
-        "adv_estimator",
-        "algorithm.name",
-        "gae is ppo, reinforce reinforce_plus_plus",
-        choice(gae="ppo", grpo="grpo", reinforce="reinforce_plus_plus", rloo="rloo", gspo="gspo"),
-    ),
-    Row(
-        "pg_variant actor_train.pg_variant",
-        "algorithm.name",
-        convert=choice(vanilla="grpo", ppo="grpo", gspo="gspo", cispo="cispo"),
-    ),
-    Row("gamma", "algorithm.gamma"),
-    Row("lambd", "algorithm.lambd"),
+    Row("adv_estimator", "algorithm.name", "gae is ppo",
+        choice("grpo rloo gspo", gae="ppo", reinforce="reinforce_plus_plus")),
+    Row("pg_variant actor_train.pg_variant", "algorithm.name",
+        convert=choice("gspo cispo", vanilla="grpo", ppo="grpo")),
+    *namesakes("algorithm", "gamma lambd kl_loss_coef"),
     Row("pg_clip", "algorithm.eps_clip", default=0.2),
     Row("pg_clip_low", "algorithm.eps_clip", "with use_pg_clip_range"),
     Row("pg_clip_high", "algorithm.eps_clip_high", "with use_pg_clip_range; pg_clip without it"),
     Row("value_clip", "algorithm.value_clip", "no bound there without it"),
     Row("dual_clip_loss", "algorithm.eps_clip_c", "true is 1 + 2 pg_clip", lambda flag: 1.4 if on(flag) else None),
-    Row(
-        "loss_agg_mode",
-        "algorithm.calculate_per_token_loss",
-        "token-mean is true, seq-mean-token-mean false",
-        choice(token_mean=True, seq_mean_token_mean=False, seq_mean_token_sum=False),
-        default=False,
-    ),
+    Row("loss_agg_mode", "algorithm.calculate_per_token_loss", "token-mean is true, seq-mean-token-mean false",
+        choice(token_mean=True, seq_mean_token_mean=False, seq_mean_token_sum=False), default=False),
     Row("whiten_advantages", "algorithm.normalize_advantages", convert=on),
     Row("use_kl_loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on"),
-    Row("kl_loss_coef", "algorithm.kl_loss_coef"),
     Row("add_token_level_kl", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
     Row("init_kl_coef", "algorithm.kl_coef"),
     Row("entropy_loss_coef", "algorithm.entropy_coef"),
-    Row(
-        "reward_clip advantage_clip reward_norm reward_shift reward_scale whiten_rewards norm_mean_type norm_std_type "
-        "kl_penalty target_kl kl_horizon difficulty_mask difficulty_low_threshold difficulty_high_threshold "
-        "error_max_len_clip max_len_mask difficulty_loss_weight length_loss_weight query_filter_config.type "
-        "query_filter_config.filter_args.threshold_up query_filter_config.filter_args.threshold_down "
-        "use_pg_clip_range train_infer_correction",
-        text=LOSS,
-    ),
+    Row("reward_clip advantage_clip reward_norm reward_shift reward_scale whiten_rewards norm_mean_type "
+        "norm_std_type kl_penalty target_kl kl_horizon difficulty_mask difficulty_low_threshold "
+        "difficulty_high_threshold error_max_len_clip max_len_mask difficulty_loss_weight length_loss_weight "
+        "query_filter_config.type query_filter_config.filter_args.threshold_up "
+        "query_filter_config.filter_args.threshold_down use_pg_clip_range train_infer_correction", text=LOSS),
     Row("beta", "algorithm.beta", "of dpo"),
     Row("label_smoothing", "algorithm.label_smoothing", "of dpo"),
     Row("teacher.model_args.model_name_or_path", "algorithm.opd_teacher_load", "with student_train"),
-    Row(
-        "teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
+    Row("teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
         "logits_topk teacher_temperature student_temperature kd_objective adaptive_kl_alpha is_pure_opd",
-        text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)",
-    ),
-    Row(
-        "ipo batch_adjust_mode step_reward_gamma reward_normalization.NAME ratio_type loss_agg_mode_NAME "
+        text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)"),
+    Row("ipo batch_adjust_mode step_reward_gamma reward_normalization.NAME ratio_type loss_agg_mode_NAME "
         "enable_old_logprobs_recompute episode_reward_weight step_reward_weight query_filter_config.NAME "
-        "rlvr_option.NAME",
-        text=LOSS,
-    ),
+        "rlvr_option.NAME", text=LOSS),
     Row("enable_reference", text="there is a reference where a coefficient of divergence is above 0"),
     Row("ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
     Row("critic_warmup", "algorithm.num_critic_only_steps"),
-)
+)  # fmt: skip
 TRAINING = (
     Row(f"{TRAIN}training_args.learning_rate", "train.lr", default=5e-5),
-    Row(f"{TRAIN}training_args.weight_decay", "train.weight_decay"),
+    *namesakes("train", "weight_decay adam_beta1", flag=f"{TRAIN}training_args."),
     Row(f"{TRAIN}training_args.warmup_steps", "train.lr_warmup_iters"),
-    Row(f"{TRAIN}training_args.lr_scheduler_type", "train.lr_decay_style", convert=choice(
-        constant="constant", linear="linear", cosine="cosine", constant_with_warmup="constant"), default="linear"),
+    Row(f"{TRAIN}training_args.lr_scheduler_type", "train.lr_decay_style",
+        convert=choice("constant linear cosine", constant_with_warmup="constant"), default="linear"),
     Row(f"{TRAIN}training_args.max_grad_norm max_grad_norm", "train.clip_grad"),
-    Row(f"{TRAIN}training_args.adam_beta1", "train.adam_beta1"),
     Row(f"{TRAIN}training_args.adam_beta2", "train.adam_beta2", default=0.999),
-    Row(f"{TRAIN}training_args.per_device_train_batch_size", "train.global_batch_size",
-        "times accumulation and data-parallel ranks, as samples of a step"),
+    Row(f"{TRAIN}training_args.per_device_train_batch_size", "train.global_batch_size", "times accumulation and ranks"),
     Row(f"{TRAIN}training_args.gradient_accumulation_steps", "train.global_batch_size", "as above"),
     Row(f"{TRAIN}model_update_frequency", "sync.update_weights_interval"),
     Row(f"{TRAIN}training_args.bf16", text="train.dtype is bfloat16 without actor_train.model_args.dtype"),
@@ -201,8 +167,7 @@ TRAINING = (
     Row(f"{TRAIN}model_args.freeze_module_prefix", "train.freeze_vision_tower", "vision_model is true",
         choice(vision_model=True)),
     Row("lora_rank lora_alpha lora_target", text="actor_train takes them over by ${…}: train.lora_rank"),
-    Row(f"{TRAIN}model_args.lora_dropout {TRAIN}model_args.autocast_adapter_dtype",
-        text="adapters have no dropout, and are in float32"),
+    Row(f"{TRAIN}model_args.lora_dropout {TRAIN}model_args.autocast_adapter_dtype", text="adapters are in float32"),
     Row(f"{TRAIN}model_args.model_config_kwargs.NAME", text="the model's shape is that of its config.json"),
     Row(f"{TRAIN}model_args.NAME {TRAIN}use_remove_padding {TRAIN}offload_nccl {TRAIN}logits_in_fp32", text=KERNELS),
     Row(f"{TRAIN}model_args.attn_implementation {TRAIN}model_args.model_type {TRAIN}infer_batch_size "
@@ -211,26 +176,23 @@ TRAINING = (
     Row(f"{TRAIN}use_dynamic_batching_in_train", "train.use_dynamic_batch_size", convert=on),
     Row(f"{TRAIN}max_tokens_per_microbatch_in_train", "train.max_tokens_per_gpu"),
     Row(f"{TRAIN}use_dynamic_batching_in_infer {TRAIN}max_tokens_per_microbatch_in_infer",
-        text="train.max_tokens_per_gpu is the limit of every pass"),
+        text="set train.max_tokens_per_gpu"),
     Row(f"{TRAIN}data_args.file_name", "rollout.data", convert=texts),
     Row(f"{TRAIN}data_args.prompt", "rollout.input_key"),
     Row(f"{TRAIN}data_args.messages", "rollout.input_key"),
-    Row(f"{TRAIN}data_args.tag {TRAIN}data_args.response {TRAIN}data_args.id",
-        text="the column that rewards go by is score.rm_options.column, the label rollout.label_key"),
+    Row(f"{TRAIN}data_args.tag {TRAIN}data_args.response {TRAIN}data_args.id", text="set score.rm_options.column"),
     Row(prefixed(f"{TRAIN}data_args.", "template dataset_dir preprocessing_num_workers interleave_probs "
                  "domain_interleave_probs dataset_type domain_interleave_probs.NAME"),
         text="the chat template is the model's; rollout.data_weights mixes sources"),
-    Row(f"{TRAIN}strategy_args.strategy_name", "train.backend", convert=choice(
-        megatron_train="megatron", deepspeed_train="fsdp", fsdp2_train="fsdp", fsdp_train="fsdp")),
+    Row(f"{TRAIN}strategy_args.strategy_name", "train.backend",
+        convert=choice(megatron_train="megatron", deepspeed_train="fsdp", fsdp2_train="fsdp", fsdp_train="fsdp")),
     *(Row(f"{TRAIN}strategy_args.strategy_config.{size}", f"megatron.{size}", "1 is none" if "virtual" in size else "",
           (lambda flag: max(2, integer(flag)) if integer(flag) > 1 else None) if "virtual" in size else None)
       for size in SIZES),
     Row(f"{TRAIN}strategy_args.strategy_config.use_distributed_optimizer", "megatron.use_distributed_optimizer",
         convert=on),
-    Row(f"{TRAIN}strategy_args.strategy_config.NAME", "megatron.args.NAME",
-        "as in slime's table; so additional_configs"),
-    Row(f"{TRAIN}strategy_args.strategy_config.sequence_parallel",
-        text="on where megatron.tensor_model_parallel_size is above 1"),
+    Row(f"{TRAIN}strategy_args.strategy_config.NAME", "megatron.args.NAME", "also additional_configs"),
+    Row(f"{TRAIN}strategy_args.strategy_config.sequence_parallel", text="on with tensor parallelism"),
     Row(f"{TRAIN}device_mapping", "cluster.actor_num_gpus_per_node", "the number of devices",
         lambda flag: len(devices(flag))),
 )  # fmt: skip

@@ -10,9 +10,8 @@ from typing import TypeAlias
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
 from slimectl.settings.launch_scripts.shell_commands import MAX_CALLS, NOT_EXECUTED, Commands, Leave
-from slimectl.settings.launch_scripts.shell_conditions import Condition
-from slimectl.settings.launch_scripts.shell_filters import filtered
-from slimectl.settings.launch_scripts.shell_programs import RUNNERS, inner_script
+from slimectl.settings.launch_scripts.shell_expressions import Condition
+from slimectl.settings.launch_scripts.shell_programs import RUNNERS, filtered, inner_script
 from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution
 

@@ -11,14 +11,16 @@ from pathlib import Path
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_conditions import Condition
-from slimectl.settings.launch_scripts.shell_filters import filtered, formatted, sequence
+from slimectl.settings.launch_scripts.shell_expressions import Condition
 from slimectl.settings.launch_scripts.shell_programs import (
     ENDS_IN_BLANK,
     RUNNERS,
+    filtered,
+    formatted,
     inner_script,
     interruption,
     script_file,
+    sequence,
 )
 from slimectl.settings.launch_scripts.shell_values import Field, Value, joined
 from slimectl.settings.launch_scripts.shell_variables import Note, Variables, short
@@ -265,31 +267,32 @@ class Commands(Variables):
         arguments, self._arguments = self._arguments, fields[1:]
         self._calls += 1
         try:
-            return self._run_all(self._functions[name])
+            return self._returned(self._functions[name])
+        finally:
+            self._arguments = arguments
+            self._calls -= 1
+
+    def _returned(self, statements: Sequence[syntax.Statement], *, subshell: bool = False) -> bool | None:
+        """Follow the statements of a function or a file, which `return` ends."""
+        try:
+            return self._subshell(statements) if subshell else self._run_all(statements)
         except Leave as leave:
             if leave.kind != "return":
                 raise
             return True
-        finally:
-            self._arguments = arguments
-            self._calls -= 1
 
     def _source(self, fields: list[Field], command: syntax.Simple) -> bool | None:
         if len(fields) < 2:
             return True
         field, place = fields[1], command.place
-        if field.problem:
-            self.notes.append(Note(place, f"source {field.text}: is not read, as {field.problem}"))
-            return None
-        path = next((path for path in self._candidates(field.text) if path.is_file()), None)
-        if path is None:
-            path = self._candidates(field.text)[0]
-        if not path.resolve().is_relative_to(self._root):
-            line = f"source {field.text}: is not read, as it lies outside {self._root}; allow a folder by --root DIR"
+        paths = self._candidates(field.text)
+        path = next((path for path in paths if path.is_file()), paths[0])
+        reason = field.problem
+        if not reason and not path.resolve().is_relative_to(self._root):
+            reason = f"it lies outside {self._root}; allow a folder by --root DIR"
+        if reason or not path.is_file():
+            line = f"source {field.text}: is not read, as {reason or 'there is no such file'}"
             self.notes.append(Note(place, line))
-            return None
-        if not path.is_file():
-            self.notes.append(Note(place, f"source {field.text}: is not read, as there is no such file"))
             return None
         if path.resolve() in [item.resolve() for item in self._files]:
             raise SettingsError(f"{place}: source {field.text}: the file reads itself; take that line out")
@@ -309,12 +312,7 @@ class Commands(Variables):
             raise SettingsError(f"{place}: files that read files, more than {MAX_CALLS} deep; give the last of them")
         self._files.append(path)
         try:
-            statements = self._parsed(path, shown)
-            return self._subshell(statements) if subshell else self._run_all(statements)
-        except Leave as leave:
-            if leave.kind != "return":
-                raise
-            return True
+            return self._returned(self._parsed(path, shown), subshell=subshell)
         finally:
             self._files.pop()
 

@@ -1,12 +1,175 @@
-"""Recognizes the script that a command starts, and the line that ends a command too early."""
+"""Programs in scripts: those that only change text, such as tr, sed and awk, and those that start another script."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from slimectl.settings.launch_scripts.shell_values import Field
+from slimectl.settings.launch_scripts.shell_values import Field, checked, joined
+from slimectl.settings.launch_scripts.shell_words import Place
+
+CLASSES = {"[:upper:]": "A-Z", "[:lower:]": "a-z", "[:digit:]": "0-9", "[:space:]": " \t\n", "[:alpha:]": "A-Za-z",
+           "[:alnum:]": "A-Za-z0-9"}  # fmt: skip
+ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+SUBSTITUTION = re.compile(r"s([/|,#:@])((?:(?!\1).)*)\1((?:(?!\1).)*)\1(g?)\Z")
+PLAIN = re.compile(r"\^?(?:[\w\s.=:,/@%_-]|\.\*|\\[./])*\$?\Z")
+"""Expressions of sed that mean the same in Python."""
+AWK = re.compile(r"\s*\{\s*print\s+(?:\$(\d+|NF)|(NF))\s*;?\s*\}\s*\Z")
+MAX_LINES = 10_000
+MAX_NUMBERS = 10_000
+"""Numbers that `seq` prints at most."""
+
+
+def filtered(argv: Sequence[str], text: str) -> str | None:
+    """The output of a command for a text on its stdin; None for commands and options that are not known here."""
+    filters: dict[str, Callable[[Sequence[str], str], str | None]] = {
+        "tr": _tr, "cut": _cut, "sed": _sed, "awk": _awk, "head": partial(_ends, last=False),
+        "tail": partial(_ends, last=True), "wc": _wc, "xargs": _xargs,
+        "cat": lambda argv, text: None if argv else text,
+    }  # fmt: skip
+    command = filters.get(argv[0]) if argv else None
+    return None if command is None or text.count("\n") > MAX_LINES else command(argv[1:], text)
+
+
+def _characters(text: str) -> str:
+    """The characters of a set of tr, ranges written out.
+
+    >>> _characters("a-d_")
+    'abcd_'
+    """
+    for name, characters in (CLASSES | ESCAPES).items():
+        text = text.replace(name, characters)
+
+    def span(match: re.Match[str]) -> str:
+        return "".join(map(chr, range(ord(match[1]), min(ord(match[2]), ord(match[1]) + 128) + 1)))
+
+    return re.sub(r"(.)-(.)", span, text)
+
+
+def _tr(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _tr(["[:upper:]", "[:lower:]"], "Qwen3-VL"), _tr(["-d", "VL"], "Qwen3-VL")
+    ('qwen3-vl', 'Qwen3-')
+    """
+    if len(argv) != 2 or (argv[0].startswith("-") and argv[0] != "-d"):
+        return None
+    if argv[0] == "-d":
+        return "".join(character for character in text if character not in _characters(argv[1]))
+    old, new = map(_characters, argv)
+    if not old or not new:
+        return None
+    return text.translate(str.maketrans(old, new.ljust(len(old), new[-1])[: len(old)]))
+
+
+def _cut(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _cut(["-d/", "-f2"], "org/name"), _cut(["-d", "-", "-f", "1,3"], "a-b-c")
+    ('name', 'a-c')
+    """
+    match = re.fullmatch(r"(?:-d\s?(.)\s)?-f\s?(\d+(?:,\d+)*)(?:\s-d\s?(.))?", " ".join(argv), re.DOTALL)
+    if match is None:
+        return None
+    separator, numbers = match[1] or match[3] or "\t", [int(number) for number in match[2].split(",")]
+    lines = []
+    for line in text.split("\n"):
+        parts = line.split(separator)
+        selection = [parts[number - 1] for number in sorted(set(numbers)) if 0 < number <= len(parts)]
+        lines.append(line if len(parts) == 1 else separator.join(selection))
+    return "\n".join(lines)
+
+
+def _sed(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _sed(["s/-Instruct//g; s/Qwen/qwen/"], "Qwen-7B-Instruct")
+    'qwen-7B'
+    """
+    scripts = [word for word in argv if word not in ("-e", "-E", "-r")]
+    for command in (part.strip() for script in scripts for part in script.split(";") if part.strip()):
+        match = SUBSTITUTION.fullmatch(command)
+        if match is None or not PLAIN.match(match[2]) or re.search(r"[\\&]", match[3]) or match[2].count("*") > 1:
+            return None
+        expression, new = re.compile(match[2]), match[3]
+        count = 0 if match[4] else 1
+        text = "\n".join(expression.sub(lambda _, new=new: new, line, count=count) for line in text.split("\n"))  # type: ignore[misc]
+    return text if scripts else None
+
+
+def _awk(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _awk(["-F,", "{print NF}"], "0,1,2"), _awk(["{print $2}"], "a b")
+    ('3', 'b')
+    """
+    arguments = list(argv)
+    separator = None
+    if arguments and arguments[0].startswith("-F"):
+        separator = arguments.pop(0)[2:] or (arguments.pop(0) if arguments else "")
+    match = AWK.match(arguments[0]) if len(arguments) == 1 else None
+    if match is None or (separator is not None and len(separator) != 1):
+        return None
+    lines = []
+    for line in text.rstrip("\n").split("\n"):
+        parts = line.split(separator)
+        number = len(parts) if match[2] or match[1] == "NF" else int(match[1])
+        field = line if number == 0 else parts[number - 1] if number <= len(parts) else ""
+        lines.append(str(number) if match[2] else field)
+    return "\n".join(lines)
+
+
+def _ends(argv: Sequence[str], text: str, *, last: bool) -> str | None:
+    match = re.fullmatch(r"(?:-n\s?|-)(\d{1,4})|", " ".join(argv))
+    lines, count = text.rstrip("\n").split("\n"), int(match[1] or 10) if match else 0
+    return match and "\n".join(lines[-count:] if last else lines[:count])
+
+
+def _wc(argv: Sequence[str], text: str) -> str | None:
+    """
+    >>> _wc(["-l"], "0,1".replace(",", chr(10))), _wc(["-w"], "a b c")
+    ('2', '3')
+    """
+    if list(argv) == ["-l"]:
+        return str(len(text.rstrip("\n").split("\n")) if text.strip("\n") else 0)
+    return str(len(text.split())) if list(argv) == ["-w"] else None
+
+
+def _xargs(argv: Sequence[str], text: str) -> str | None:
+    return None if argv else " ".join(text.split())
+
+
+def sequence(argv: list[str]) -> range | None:
+    """The numbers of `seq LAST`, `seq FIRST LAST` or `seq FIRST STEP LAST`; None for others and for very many.
+
+    >>> list(sequence(["16", "8", "32"]))
+    [16, 24, 32]
+    """
+    if not 1 <= len(argv) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", text) for text in argv):
+        return None
+    first, *steps, last = [1, *map(int, argv)] if len(argv) == 1 else [int(text) for text in argv]
+    step = steps[0] if steps else 1
+    if step == 0 or abs(last - first) // abs(step) > MAX_NUMBERS:
+        return None
+    return range(first, last + (1 if step > 0 else -1), step)
+
+
+def formatted(argv: list[Field], place: Place) -> Field:
+    """The output of printf with %s, %d and %q; a format with more values than places is used again."""
+    if not argv:
+        return Field("", place)
+    full = joined(argv, place)
+    template = argv[0].text.replace("\\n", "\n").replace("\\t", "\t")
+    pieces = re.split(r"%[sdq]", template)
+    if full.unknown or "%" in "".join(pieces).replace("%%", ""):
+        return Field(template, place, full.unknown or f"the printf of {place} is not read")
+    places, values, text = re.findall(r"%[sdq]", template), [word.text for word in argv[1:]], ""
+    while True:
+        for piece, letter in zip(pieces, [*places, ""], strict=True):
+            value = values.pop(0) if letter and values else ""
+            text += piece + (shlex.quote(value) if letter == "%q" else value)
+        if not values or not places:
+            return Field(checked(text, place).replace("%%", "%"), place)
+
 
 RUNNERS = ("bash", "sh", "sbatch", "qsub", "bsub", "ssh", "tmux", "screen")
 """Commands that run a text which they are given."""

@@ -12,10 +12,11 @@ from pathlib import Path
 from slimectl.errors import SettingsError
 from slimectl.redaction import is_secret_name
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.arithmetic import Evaluation
+from slimectl.settings.launch_scripts.shell_expressions import Evaluation
 from slimectl.settings.launch_scripts.shell_values import (
     Field,
     Value,
+    checked,
     elements,
     is_costly,
     joined,
@@ -200,7 +201,8 @@ class Variables(ABC):
     def _divided_word(self, word: Word) -> list[Field]:
         """Expand a word; marks in it are left."""
         if all(isinstance(part, Literal) for part in word.parts):
-            return [joined(self._part_texts(word), word.place)]
+            texts = [part.text for part in word.parts if isinstance(part, Literal)]
+            return [Field(checked("".join(texts), word.place), word.place)]
         fields: list[Field] = []
         open_field: list[Field] = []
         is_open = False
@@ -222,9 +224,6 @@ class Variables(ABC):
         if is_open:
             fields.append(joined(open_field, self._first_place(open_field, word.place)))
         return fields
-
-    def _part_texts(self, word: Word) -> list[Field]:
-        return [Field(part.text, word.place) for part in word.parts if isinstance(part, Literal)]
 
     @staticmethod
     def _first_place(fields: Sequence[Field], place: Place) -> Place:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slimectl.errors import SettingsError
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.keys import DEFAULT_ALGORITHM
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, canonical, stem, typed
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, Row, canonical, stem, take, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.slime_flags import GENERATE, GROUPS, SFT
 from slimectl.settings.launch_scripts.slime_weights import has_experts, settle_weights
@@ -30,16 +30,10 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     """Hand `--sglang-NAME` to SGLang; list any other flag."""
     name = canonical(flag.name)
     if not name.startswith("sglang_"):
-        conversion.omit(
-            flag,
-            f"is not in the table of slime's flags. Set custom.{name} if a function of yours reads it, or "
-            f"megatron.args.{name} if megatron-core does",
-        )
-    elif flag.problem:
-        key = f"sglang.args.{name.removeprefix('sglang_')}"
-        conversion.omit(flag, f"{flag.problem}; set {key} by hand", by_hand=True)
+        keys = f"Set custom.{name} if a function of yours reads it, or megatron.args.{name} if megatron-core does"
+        conversion.omit(flag, f"is not in the table of slime's flags. {keys}")
     else:
-        conversion.put(f"sglang.args.{name.removeprefix('sglang_')}", typed(flag), name)
+        take(conversion, flag, Row(name, f"sglang.args.{name.removeprefix('sglang_')}", convert=typed))
 
 
 def settle(conversion: Conversion) -> None:
@@ -73,7 +67,7 @@ def _drop_sampling(conversion: Conversion) -> None:
         if conversion.sources[key].startswith("--"):
             conversion.take_back(key, "supervised training never samples")
         else:
-            del conversion.values[key], conversion.sources[key]
+            conversion.drop(key)
 
 
 def _settle_tracking(conversion: Conversion) -> None:
@@ -81,15 +75,12 @@ def _settle_tracking(conversion: Conversion) -> None:
     values = conversion.values
     if conversion.switch("use_wandb") and conversion.switch("use_tensorboard"):
         conversion.put("track.with", ["stdout", "wandb", "tensorboard"], "use_wandb", "use_tensorboard")
-    if "save" in conversion.flags and isinstance(values.get("run.dir"), str):
-        folder, _, name = str(values["run.dir"]).rstrip("/").rpartition("/")
-        conversion.put("run.dir", folder or ".", "save")
-        conversion.put("run.name", name, "save")
+    if "save" in conversion.flags:
+        conversion.name_run("save")
     parts = [conversion.text(name) for name in ("tb_project_name", "tb_experiment_name")]
     if key := next((key for key in values if key.startswith("track.kwargs.tensorboard")), None):
-        conversion.put(
-            key, "/".join(["tensorboard_log", *filter(None, parts)]), "tb_project_name", "tb_experiment_name"
-        )
+        folder = "/".join(["tensorboard_log", *filter(None, parts)])
+        conversion.put(key, folder, "tb_project_name", "tb_experiment_name")
 
 
 def _settle_algorithm(conversion: Conversion) -> None:
@@ -175,26 +166,20 @@ def _settle_trainer(conversion: Conversion) -> None:
 
 def _settle_lora(conversion: Conversion) -> None:
     """Take the rate and the decay of adapters, which take precedence over those of the model."""
-    rate = next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), "")
-    if rate and not conversion.is_unknown(rate):
-        conversion.put("train.lr", conversion.text(rate), rate)
-    decay = "lora_weight_decay"
-    source = decay if decay in conversion.flags else "the default of slime for lora-weight-decay"
-    conversion.put("train.weight_decay", conversion.text(decay, "0.0"), source)
+    if rate := next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), ""):
+        conversion.put_known("train.lr", conversion.text(rate), rate)
+    conversion.put("train.weight_decay", conversion.text("lora_weight_decay", "0.0"), "lora_weight_decay")
 
 
 def _settle_placement(conversion: Conversion) -> None:
     values = conversion.values
-    nodes = conversion.number("actor_num_nodes", 1)
-    gpus = nodes * conversion.number("actor_num_gpus_per_node", 8)
+    gpus = conversion.number("actor_num_nodes", 1) * conversion.number("actor_num_gpus_per_node", 8)
     if conversion.switch("colocate"):
         conversion.take_back("cluster.rollout_num_gpus", "with --colocate engines have the trainer's GPUs")
         if not conversion.is_unknown("actor_num_nodes", "actor_num_gpus_per_node"):
             conversion.put("cluster.rollout_num_gpus", gpus, "colocate")
         if values.get("sync.transport") == "distributed":
             conversion.put("sync.transport", "tensor", "colocate", "update_weight_transport")
-    if nodes > 1:
-        conversion.put("cluster.executor", "ray", "actor_num_nodes")
     if conversion.text("update_weight_mode") == "delta":
         conversion.put("sync.transport", "delta", "update_weight_mode", "update_weight_transport")
     address = conversion.text("sglang_router_ip")

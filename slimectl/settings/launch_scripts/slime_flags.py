@@ -5,7 +5,7 @@ Hooks that were written for slime read the settings by this table, too: as `args
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Row, typed
+from slimectl.settings.launch_scripts.conversion import Row, namesakes, typed
 from slimectl.settings.launch_scripts.megatron import ARGUMENTS, SHAPE
 from slimectl.settings.launch_scripts.values import (
     Always,
@@ -40,78 +40,47 @@ LAUNCH = (
     Row("debug-rollout-only", text="use `slimectl rollout -c FILE` to only sample"),
     Row("debug-train-only", text="use `slimectl train SAMPLES -c FILE` to only train"),
     Row("load-debug-rollout-data load-debug-rollout-data-subsample load-forge-rollout-data", text=DUMPS),
-)
+)  # fmt: skip
 CLUSTER = (
-    Row("actor-num-nodes", "cluster.actor_num_nodes"),
+    *namesakes("cluster", "actor-num-nodes rollout-num-gpus-per-engine"),
     Row("actor-num-gpus-per-node", "cluster.actor_num_gpus_per_node", default=8),
     Row("rollout-num-gpus", "cluster.rollout_num_gpus", "0 starts only a router there: set engine.url", positive),
-    Row("rollout-num-gpus-per-engine", "cluster.rollout_num_gpus_per_engine"),
     Row("num-gpus-per-node rollout-num-gpus-per-node", "cluster.num_gpus_per_node"),
     Row("colocate", "cluster.colocate", "engines share all GPUs of the trainer", on),
     Row("offload offload-train", "cluster.offload_train", convert=on),
     Row("no-offload-train", "cluster.offload_train", "the opposite", off),
-    Row(
-        "offload-rollout no-offload-rollout",
-        text="with cluster.colocate, engines always free their memory while the trainer works",
-    ),
+    Row("offload-rollout no-offload-rollout", text="with cluster.colocate, engines always free their memory"),
     Row("distributed-backend", text="train.device decides it: nccl on GPUs, gloo on CPUs"),
     Row("distributed-timeout-minutes", text="not a setting; sync.timeout_s limits a weight update"),
     Row("critic-num-nodes critic-num-gpus-per-node", text="the critic shares the trainer's GPUs"),
-)
+)  # fmt: skip
 TRAINING = (
     Row("force-fp8-ue8m0-scale", text="scales of pushed fp8 weights are float32 numbers"),
-    Row(
-        "offload-train-mode disable-weights-backuper",
-        text="cluster.offload_train moves weights and optimizer to the CPU",
-    ),
+    Row("offload-train-mode disable-weights-backuper", text="cluster.offload_train moves both to the CPU"),
     Row("post-self-attn-layernorm post-mlp-layernorm", text="config.json names the layers"),
     Row("qwen-gdn-backend", text="there is one implementation of linear attention"),
     Row("train-env-vars", text="export the variables before `slimectl run`; ranks inherit them"),
-    Row(
-        "update-weight-mode",
-        "sync.transport",
-        "delta is a transport here; full is any other transport",
-        choice(full="auto", delta="delta"),
-    ),
-    Row(
-        "update-weight-transport",
-        "sync.transport",
-        "nccl becomes distributed, or tensor on shared GPUs",
-        choice(nccl="distributed", disk="disk"),
-    ),
+    Row("update-weight-mode", "sync.transport", "delta is a transport here; full is any other transport",
+        choice("delta", full="auto")),
+    Row("update-weight-transport", "sync.transport", "nccl is distributed, or tensor on shared GPUs",
+        choice("disk", nccl="distributed")),
     Row("release-train", text="cluster.offload_train frees the trainer's memory while engines sample"),
     Row("update-weight-disk-dir update-weight-delta-dir", "sync.update_weight_disk_dir"),
     Row("update-weight-disk-keep-files", "sync.update_weight_disk_keep_files", convert=on),
-    Row(
-        "update-weight-delta-encoding update-weight-encoding",
-        "sync.update_weight_delta_encoding",
-        convert=choice(xor="xor", overwrite="overwrite"),
-    ),
-    Row(
-        "update-weight-delta-checksum",
-        "sync.update_weight_delta_checksum",
-        "blake3 becomes blake2b",
-        choice(xxh3_128="xxh3-128", blake3="blake2b", adler32="adler32"),
-    ),
+    Row("update-weight-delta-encoding update-weight-encoding", "sync.update_weight_delta_encoding",
+        convert=choice("xor overwrite")),
+    Row("update-weight-delta-checksum", "sync.update_weight_delta_checksum", "blake3 becomes blake2b",
+        choice("adler32", xxh3_128="xxh3-128", blake3="blake2b")),
     Row("custom-update-weight-post-write-path", "sync.custom_post_write_path", convert=function_path),
     Row("update-weight-local-checkpoint-dir", text="engines read weights from sync.update_weight_disk_dir"),
     Row("custom-model-provider-path", "megatron.custom_model_provider_path", convert=function_path),
-    Row("recompute-loss-function", text="the loss is always computed in chunks"),
-    Row("log-probs-chunk-size", text="log-probabilities are always computed in chunks that fit"),
-    Row("only-train-params-name-list", "train.only_train_params_name_list", convert=texts),
-    Row("freeze-params-name-list", "train.freeze_params_name_list", convert=texts),
+    Row("recompute-loss-function log-probs-chunk-size", text="both are always computed in chunks that fit"),
+    *namesakes("train", "only-train-params-name-list freeze-params-name-list", texts),
     Row("use-lora", text="train.lora_rank switches LoRA on"),
-    Row("lora-rank", "train.lora_rank"),
-    Row("lora-alpha", "train.lora_alpha"),
-    Row("lora-load", "train.lora_load"),
+    *namesakes("train", "lora-rank lora-alpha lora-load"),
     Row("lora-learning-rate", "train.lr"),
     Row("lora-weight-decay", "train.weight_decay"),
-    Row(
-        "lora-target-modules",
-        "train.lora_targets",
-        "the last part of each module's name, as in Hugging Face models",
-        texts,
-    ),
+    Row("lora-target-modules", "train.lora_targets", "the last part of each module's Hugging Face name", texts),
     Row("lora-target-preset", text="set train.lora_targets to module names"),
     Row("save-lora lora-save-merged-hf", text="checkpoints hold the adapter; `slimectl convert` merges it"),
     Row("lora-dropout", text="LoRA has no dropout here"),
@@ -124,63 +93,32 @@ TRAINING = (
     Row("use-critic", text="only algorithm.name = ppo has a critic"),
     Row("bf16", "train.dtype", convert=Always("bfloat16"), default="bfloat16"),
     Row("fsdp-cpu-offload", "train.offload", convert=Always("parameters")),
-    Row(
-        "fsdp-cpu-backend attn-implementation fsdp-state-dict-cpu-offload",
-        text="train.device decides kernels and backends",
-    ),
+    Row("fsdp-cpu-backend attn-implementation fsdp-state-dict-cpu-offload", text="train.device decides these"),
     Row("qkv-format", text="sequences are packed without padding (thd)"),
-    Row(
-        "int4-params-rollout",
-        text="weights cannot be pushed as int4; the engine samples in engine.dtype, or in fp8 with engine.load",
-    ),
-    Row(
-        "delta-compression delta-dtype delta-full-interval",
-        text="deltas are exact here: sync.update_weight_delta_encoding",
-    ),
+    Row("int4-params-rollout", text="weights are never pushed as int4; use engine.dtype, or fp8 by engine.load"),
+    Row("delta-compression delta-dtype delta-full-interval", text="see sync.update_weight_delta_encoding"),
     Row("fp16", text="train.dtype is bfloat16 or float32"),
-)
+)  # fmt: skip
 ROLLOUT = (
     Row("hf-checkpoint", "model.path"),
     Row("megatron-to-hf-mode", text="models are always Hugging Face directories"),
     Row("processor", text="the processor comes from model.path"),
     Row("model-name", text="config.json names the model family"),
-    Row(
-        "rollout-function-path",
-        "rollout.function_path",
-        "slimectl replaces slime's own functions",
-        function_path,
-    ),
-    Row("rollout-temperature", "rollout.temperature"),
-    Row("rollout-top-p", "rollout.top_p"),
-    Row("rollout-top-k", "rollout.top_k"),
-    Row("rollout-max-context-len", "rollout.max_context_len"),
-    Row("rollout-max-prompt-len", "rollout.max_prompt_len"),
-    Row("rollout-max-response-len", "rollout.max_response_len"),
+    Row("rollout-function-path", "rollout.function_path", "slimectl replaces slime's own functions", function_path),
+    *namesakes("rollout", "temperature top-p top-k max-context-len max-prompt-len max-response-len seed",
+               flag="rollout-"),
     Row("rollout-skip-special-tokens", "rollout.skip_special_tokens", convert=on, default=False),
-    Row("rollout-stop", "rollout.stop", convert=texts),
-    Row("rollout-stop-token-ids", "rollout.stop_token_ids", convert=texts),
+    *namesakes("rollout", "stop stop-token-ids", texts, flag="rollout-"),
     Row("rollout-shuffle", "rollout.shuffle", convert=on),
-    Row("rollout-seed", "rollout.seed"),
     Row("over-sampling-batch-size", "rollout.over_sampling_batch_size"),
-    Row(
-        "dynamic-sampling-filter-path",
-        "rollout.dynamic_sampling_filter_path",
-        "check_reward_nonzero_std becomes slimectl.stages.filters:nonzero_std",
-        function_path,
-    ),
-    Row("partial-rollout", "rollout.partial_rollout", convert=on),
-    Row("mask-offpolicy-in-partial-rollout", "rollout.mask_offpolicy_in_partial_rollout", convert=on),
-    Row("custom-generate-function-path", "rollout.custom_generate_function_path", convert=function_path),
+    Row("dynamic-sampling-filter-path", "rollout.dynamic_sampling_filter_path",
+        "check_reward_nonzero_std becomes slimectl.stages.filters:nonzero_std", function_path),
+    *namesakes("rollout", "partial-rollout mask-offpolicy-in-partial-rollout", on),
+    *namesakes("rollout", "custom-generate-function-path buffer-filter-path", function_path),
     Row("rollout-sample-hook-path", "rollout.sample_hook_path", convert=function_paths),
-    Row("custom-rollout-log-function-path", "track.custom_rollout_log_function_path", convert=function_path),
-    Row("custom-eval-rollout-log-function-path", "track.custom_eval_rollout_log_function_path", convert=function_path),
-    Row("buffer-filter-path", "rollout.buffer_filter_path", convert=function_path),
-    Row(
-        "update-weight-buffer-size update-weights-bucket-size",
-        "sync.update_weight_buffer_size",
-        "bytes become MiB",
-        mib,
-    ),
+    *namesakes("track", "custom-rollout-log-function-path custom-eval-rollout-log-function-path", function_path),
+    Row("update-weight-buffer-size update-weights-bucket-size", "sync.update_weight_buffer_size", "bytes become MiB",
+        mib),
     Row("update-weights-interval", "sync.update_weights_interval"),
     Row("keep-old-actor", text="old log-probabilities always use the weights before the steps of a round"),
     Row("rollout-data-postprocess-path", "rollout.data_postprocess_path", convert=function_path),
@@ -189,328 +127,179 @@ ROLLOUT = (
     Row("async-buffer-size", "run.async_level"),
     Row("flush-cache-interval", text="engines flush their cache at every weight update; see sync.pause_mode"),
     Row("buffer-sort-by-staleness", text="unfinished responses resume in the order of their prompts"),
-    Row(
-        "rollout-data-dir rollout-storage-profile rollout-storage-declaration rollout-queue-NAME "
+    Row("rollout-data-dir rollout-storage-profile rollout-storage-declaration rollout-queue-NAME "
         "rollout-io-concurrency rollout-session-id rollout-cleanup-timeout",
-        text="there is no sample queue on disk; the executor sends samples to the ranks",
-    ),
+        text="there is no sample queue on disk; the executor sends samples to the ranks"),
     Row("max-turns", "custom.max_turns", "your function reads args.max_turns", typed),
-)
+)  # fmt: skip
 FAULTS = (
     Row("use-fault-tolerance", "engine.use_fault_tolerance", convert=on, default=False),
-    Row("rollout-health-check-interval", "engine.health_check_interval"),
-    Row("rollout-health-check-timeout", "engine.health_check_timeout"),
-    Row("rollout-health-check-first-wait", "engine.health_check_first_wait"),
-)
+    *namesakes("engine", "health-check-interval health-check-timeout health-check-first-wait", flag="rollout-"),
+)  # fmt: skip
 DATA = (
     Row("num-rollout", "run.num_rollout", "0 only evaluates there: use `slimectl evaluate`", rounds),
-    Row("num-epoch", "run.num_epoch"),
+    *namesakes("run", "num-epoch rollout-batch-size"),
     Row("disable-rollout-global-dataset", text="set rollout.data_source_path to your own source"),
     Row("data-source-path", "rollout.data_source_path", convert=function_path),
     Row("prompt-data", "rollout.data", convert=texts),
     Row("apply-chat-template", "rollout.apply_chat_template", convert=on),
     Row("apply-chat-template-kwargs", "rollout.apply_chat_template_kwargs", "the JSON becomes a table", json_object),
     Row("input-key", "rollout.input_key", default="input"),
-    Row("label-key", "rollout.label_key"),
+    *namesakes("rollout", "label-key metadata-key tool-key"),
     Row("multimodal-keys", "rollout.image_key", "the column of the images; videos are not read", image_column),
-    Row("metadata-key", "rollout.metadata_key"),
-    Row("tool-key", "rollout.tool_key"),
-    Row("start-rollout-id", text=CHECKPOINT),
-    Row("rollout-batch-size", "run.rollout_batch_size"),
     Row("n-samples-per-prompt", "rollout.n_samples_per_prompt", default=1),
-    Row("global-batch-size", "train.global_batch_size"),
-    Row("num-steps-per-rollout", "train.num_steps_per_rollout"),
-    Row("micro-batch-size", "train.micro_batch_size"),
-    Row("balance-data", "train.balance_data", convert=on, default=False),
+    *namesakes("train", "global-batch-size num-steps-per-rollout micro-batch-size max-tokens-per-gpu"),
+    *namesakes("train", "balance-data use-dynamic-batch-size", on, default=False),
     Row("balance-by-flops", "train.balance_by_flops", convert=on),
-    Row("use-dynamic-batch-size", "train.use_dynamic_batch_size", convert=on, default=False),
-    Row("max-tokens-per-gpu", "train.max_tokens_per_gpu"),
     Row("log-probs-max-tokens-per-gpu", text="train.max_tokens_per_gpu limits every pass"),
-)
+)  # fmt: skip
 EVALUATION = (
     Row("eval-function-path", text="set custom_generate_function_path in [eval.data.NAME]"),
-    Row("eval-interval", "eval.interval"),
-    Row(
-        "eval-prompt-data",
-        "eval.data",
-        "NAME PATH pairs become a table; a path without a name is called aime",
-        dataset_pairs,
-    ),
+    *namesakes("eval", "interval temperature top-p top-k max-response-len min-new-tokens", flag="eval-"),
+    Row("eval-prompt-data", "eval.data", "NAME PATH pairs become a table; NAME is aime by default", dataset_pairs),
     Row("eval-config", text="pass the same file to `slimectl run --eval-config FILE`"),
     Row("skip-eval-before-train", "eval.before_train", "the opposite", off),
-    Row("eval-input-key", text="set input_key in [eval.data.NAME]"),
-    Row("eval-label-key", text="set label_key in [eval.data.NAME]"),
-    Row("eval-tool-key", text="set tool_key in [eval.data.NAME]"),
+    Row("eval-input-key eval-label-key eval-tool-key", text="set input_key, label_key, tool_key in [eval.data.NAME]"),
     Row("n-samples-per-eval-prompt", "eval.n_samples_per_prompt"),
-    Row("eval-temperature", "eval.temperature"),
-    Row("eval-top-p", "eval.top_p"),
-    Row("eval-top-k", "eval.top_k"),
-    Row("eval-max-response-len", "eval.max_response_len"),
     Row("eval-max-prompt-len", text="rollout.max_prompt_len limits every prompt"),
-    Row("eval-min-new-tokens", "eval.min_new_tokens"),
     Row("eval-max-context-len", text="rollout.max_context_len limits every conversation"),
-)
+)  # fmt: skip
 ALGORITHM = (
     Row("ref-load", "algorithm.ref_load", "must be a Hugging Face directory; without it the reference is model.path"),
     Row("ref-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.ref_load"),
-    Row("load", text=CHECKPOINT),
-    Row("ckpt-step", text=CHECKPOINT),
+    Row("load ckpt-step start-rollout-id", text=CHECKPOINT),
     Row("save", "run.dir", "its parent becomes run.dir, its name run.name"),
-    Row("save-interval", "run.save_interval"),
+    *namesakes("run", "save-interval seed"),
     Row("async-save", text="checkpoints are written while the next round is sampled if run.async_level is above 0"),
     Row("no-save-optim", text="checkpoints always hold the optimizer, so that a run resumes exactly"),
     Row("no-load-optim no-load-rng finetune", text="a new run starts with a new optimizer; --resume restores it"),
     Row("save-hf", text="checkpoints are Hugging Face directories already (megatron.save_format)"),
-    Row("seed", "run.seed"),
-    Row("clip-grad", "train.clip_grad"),
-    Row("calculate-per-token-loss", "algorithm.calculate_per_token_loss", convert=on, default=False),
-    Row("lr", "train.lr"),
+    *namesakes("train", "clip-grad lr lr-wsd-decay-iters lr-wsd-decay-style lr-warmup-iters lr-decay-iters min-lr "
+               "adam-beta1 adam-eps"),
+    *namesakes("algorithm", "calculate-per-token-loss normalize-advantages", on, default=False),
     Row("optimizer", text="the optimizer is AdamW"),
-    Row(
-        "lr-decay-style",
-        "train.lr_decay_style",
-        default="linear",
-        convert=choice(
-            constant="constant", linear="linear", cosine="cosine", inverse_square_root="inverse-square-root", wsd="WSD"
-        ),
-    ),
-    Row("lr-wsd-decay-iters", "train.lr_wsd_decay_iters"),
-    Row("lr-wsd-decay-style", "train.lr_wsd_decay_style"),
-    Row("lr-warmup-iters", "train.lr_warmup_iters"),
-    Row("lr-decay-iters", "train.lr_decay_iters"),
+    Row("lr-decay-style", "train.lr_decay_style",
+        convert=choice("constant linear cosine", inverse_square_root="inverse-square-root", wsd="WSD"),
+        default="linear"),
     Row("lr-warmup-fraction", "train.lr_warmup_fraction", "rounded up to whole steps", share),
-    Row("min-lr", "train.min_lr"),
     Row("weight-decay", "train.weight_decay", default=0.01),
-    Row("adam-beta1", "train.adam_beta1"),
     Row("adam-beta2", "train.adam_beta2", default=0.999),
-    Row("adam-eps", "train.adam_eps"),
-    Row("num-critic-only-steps", "algorithm.num_critic_only_steps"),
-    Row("critic-lr", "algorithm.critic_lr"),
-    Row("critic-load", "algorithm.critic_load"),
-    Row(
-        "critic-save critic-lr-warmup-iters", text="the critic is saved with the policy; its learning rate is constant"
-    ),
+    *namesakes("algorithm", "num-critic-only-steps critic-lr critic-load eps-clip-high eps-clip-c value-clip kl-coef "
+               "kl-loss-coef ref-update-interval entropy-coef gamma tis-clip-low opsm-delta"),
+    Row("critic-save critic-lr-warmup-iters", text="the critic is saved with the policy, and its rate is constant"),
     Row("megatron-config-path", text="write its keys into [megatron] and [megatron.args]"),
     Row("eps-clip", "algorithm.eps_clip", default=0.2),
-    Row("eps-clip-high", "algorithm.eps_clip_high"),
-    Row("eps-clip-c", "algorithm.eps_clip_c"),
-    Row("value-clip", "algorithm.value_clip"),
-    Row("kl-coef", "algorithm.kl_coef"),
-    Row(
-        "loss-type",
-        "algorithm.name",
-        "sft_loss is algorithm.name = sft",
-        choice(policy_loss="grpo", sft_loss="sft", custom_loss="grpo"),
-    ),
-    Row("custom-loss-function-path", "train.custom_loss_function_path", convert=function_path),
-    Row(
-        "kl-loss-type",
-        "algorithm.kl_loss_type",
-        default="k1",
-        convert=choice(k1="k1", k2="k2", k3="k3", low_var_kl="low_var_kl"),
-    ),
-    Row(
-        "advantage-estimator",
-        "algorithm.name",
-        "on_policy_distillation is opd",
-        choice(
-            grpo="grpo",
-            gspo="gspo",
-            cispo="cispo",
-            ppo="ppo",
-            reinforce_plus_plus="reinforce_plus_plus",
-            reinforce_plus_plus_baseline="reinforce_plus_plus_baseline",
-            on_policy_distillation="opd",
-        ),
-    ),
-    Row(
-        "disable-compute-advantages-and-returns", text="set train.custom_advantage_function_path to your own estimator"
-    ),
-    Row("custom-advantage-function-path", "train.custom_advantage_function_path", convert=function_path),
+    Row("loss-type", "algorithm.name", "sft_loss is algorithm.name = sft",
+        choice(policy_loss="grpo", sft_loss="sft", custom_loss="grpo")),
+    *namesakes("train", "custom-loss-function-path custom-advantage-function-path custom-tis-function-path "
+               "custom-pg-loss-reducer-function-path", function_path),
+    Row("kl-loss-type", "algorithm.kl_loss_type", convert=choice("k1 k2 k3 low_var_kl"), default="k1"),
+    Row("advantage-estimator", "algorithm.name", "on_policy_distillation is opd",
+        choice("grpo gspo cispo ppo reinforce_plus_plus reinforce_plus_plus_baseline", on_policy_distillation="opd")),
+    Row("disable-compute-advantages-and-returns", text="your own estimator is train.custom_advantage_function_path"),
     Row("use-kl-loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on; without this flag it is 0"),
-    Row("kl-loss-coef", "algorithm.kl_loss_coef"),
-    Row("use-unbiased-kl", "algorithm.use_unbiased_kl", convert=on),
-    Row("ref-update-interval", "algorithm.ref_update_interval"),
-    Row("entropy-coef", "algorithm.entropy_coef"),
-    Row("gamma", "algorithm.gamma"),
+    *namesakes("algorithm", "use-unbiased-kl use-rollout-logprobs use-tis use-opsm", on),
     Row("lambd", "algorithm.lambd", default=1.0),
-    Row("normalize-advantages", "algorithm.normalize_advantages", convert=on, default=False),
     Row("disable-grpo-std-normalization", "algorithm.grpo_std_normalization", "the opposite", off),
-    Row(
-        "disable-rewards-normalization",
-        text="grpo always compares the responses to a prompt; reinforce_plus_plus uses rewards as they are",
-    ),
+    Row("disable-rewards-normalization",
+        text="grpo always compares the responses to a prompt; reinforce_plus_plus uses rewards as they are"),
     Row("use-rollout-entropy", "algorithm.report_entropy", "entropy is measured in every step", on),
     Row("get-mismatch-metrics", text="trainer and engine are always compared (docs/metrics.md)"),
     Row("reset-optimizer-states", text="the optimizer keeps its state between rounds"),
-    Row(
-        "use-stateless-adam",
-        text="AdamW keeps both moments; train.optimizer_state_dtype = bfloat16 halves their memory",
-    ),
-    Row("use-rollout-logprobs", "algorithm.use_rollout_logprobs", convert=on),
-    Row("use-tis", "algorithm.use_tis", convert=on),
+    Row("use-stateless-adam", text="train.optimizer_state_dtype = bfloat16 halves the memory of AdamW's moments"),
     Row("tis-clip tis-threshold", "algorithm.tis_clip"),
-    Row("tis-clip-low", "algorithm.tis_clip_low"),
-    Row("custom-tis-function-path", "train.custom_tis_function_path", convert=function_path),
-    Row("custom-pg-loss-reducer-function-path", "train.custom_pg_loss_reducer_function_path", convert=function_path),
     Row("use-routing-replay", "megatron.use_routing_replay", convert=on),
     Row("routing-replay-prefetch-microbatches", text="recorded routes are not read from disk"),
-    Row(
-        "pg-loss-type use-score-centering score-centering-top-k",
-        text="the objective follows from algorithm.name; there is no score centering",
-    ),
-    Row(
-        "use-rollout-routing-replay",
-        "train.use_rollout_routing_replay",
-        "takes precedence over --use-routing-replay",
-        on,
-    ),
-    Row("use-opsm", "algorithm.use_opsm", convert=on),
-    Row("opsm-delta", "algorithm.opsm_delta"),
-)
+    Row("pg-loss-type use-score-centering score-centering-top-k", text="algorithm.name decides the objective"),
+    Row("use-rollout-routing-replay", "train.use_rollout_routing_replay", "overrides --use-routing-replay", on),
+)  # fmt: skip
 DISTILLATION = (
     Row("use-opd", "algorithm.opd_kl_coef", "a coefficient above 0 switches it on", Always(1.0)),
     Row("opd-type", text="the teacher is a directory (opd_teacher_load) or servers (opd_teacher_url)"),
-    Row("opd-kl-coef", "algorithm.opd_kl_coef"),
-    Row("opd-teacher-load", "algorithm.opd_teacher_load"),
+    *namesakes("algorithm", "opd-kl-coef opd-teacher-load"),
     Row("opd-teacher-loads", "algorithm.opd_teacher_load", "only one teacher is supported"),
-    Row(
-        "use-mopd mopd-NAME topk-level-opd opd-top-k",
-        text="distillation uses one teacher and the sampled token: algorithm.opd_kl_coef",
-    ),
+    Row("use-mopd mopd-NAME topk-level-opd opd-top-k",
+        text="there is one teacher, of sampled tokens: algorithm.opd_kl_coef"),
     Row("opd-teacher-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.opd_teacher_load"),
-)
+)  # fmt: skip
 TRACKING = (
     Row("use-wandb", "track.with", "wandb is added to the list", Always(["stdout", "wandb"])),
-    Row("wandb-mode", "track.mode"),
-    Row("wandb-dir", "track.dir"),
-    Row(
-        "wandb-key",
-        "track.api_key",
-        "becomes a reference to the environment; the key is not copied",
-        secret("WANDB_API_KEY"),
-        secret=True,
-    ),
-    Row("wandb-host", "track.host"),
+    *namesakes("track", "mode dir host group project run-id", flag="wandb-"),
+    Row("wandb-key", "track.api_key", "a reference to the environment", secret("WANDB_API_KEY"), secret=True),
     Row("wandb-team", "track.entity"),
-    Row("wandb-group", "track.group"),
-    Row("wandb-project", "track.project"),
     Row("disable-wandb-random-suffix", "track.random_suffix", "the opposite", off),
     Row("wandb-always-use-train-step", "track.always_use_train_step", convert=on),
-    Row("log-multi-turn", "track.log_multi_turn", convert=on),
-    Row("log-passrate", "track.log_passrate", convert=on),
+    *namesakes("track", "log-multi-turn log-passrate log-correct-samples", on),
     Row("log-reward-category", "track.log_reward_category"),
-    Row("log-correct-samples", "track.log_correct_samples", convert=on),
-    Row("wandb-run-id", "track.run_id"),
     Row("use-tensorboard", "track.with", "tensorboard is added to the list", Always(["stdout", "tensorboard"])),
     Row("tb-project-name tb-experiment-name", "track.kwargs.tensorboard.log_dir", "tensorboard_log/PROJECT/EXPERIMENT"),
-)
+)  # fmt: skip
 DEBUGGING = (
     Row("save-debug-rollout-data", "run.keep_samples", "samples are kept in the run directory", Always(True)),
     Row("save-debug-train-data", "run.keep_samples", "training data are kept in the run directory", Always("train")),
     Row("dump-details", "run.keep_samples", "as for --save-debug-train-data", Always("train")),
-    Row(
-        "memory-snapshot-dir memory-snapshot-num-steps memory-recorder record-memory-history profile-target "
-        "use-pytorch-profiler tensorboard-dir",
-        text="set run.profile = [FIRST, LAST], in rounds",
-    ),
-    Row("profile-step-start profile-step-end", text="set run.profile = [FIRST, LAST], in rounds"),
+    Row("memory-snapshot-dir memory-snapshot-num-steps memory-recorder record-memory-history profile-target "
+        "use-pytorch-profiler tensorboard-dir profile-step-start profile-step-end",
+        text="set run.profile = [FIRST, LAST], in rounds"),
     Row("check-weight-update-equal", "sync.check_weight_update_equal", convert=on),
     Row("output-dir", "run.dir"),
-)
+)  # fmt: skip
 NETWORK = (
     Row("http-proxy", text="export http_proxy before `slimectl run`"),
     Row("use-distributed-post", text="requests are always asynchronous; engine.server_concurrency limits them"),
-)
+)  # fmt: skip
 REWARD = (
     Row("rm-type", "score.rm_type", convert=verifier),
-    Row("reward-key", "score.reward_key"),
+    *namesakes("score", "reward-key rm-url"),
     Row("eval-reward-key", "eval.reward_key"),
     Row("group-rm", "score.group_rm", convert=on),
-    Row("rm-url", "score.rm_url"),
-    Row("custom-rm-path", "score.custom_rm_path", convert=function_path),
-    Row("custom-reward-post-process-path", "score.custom_reward_post_process_path", convert=function_path),
-    Row(
-        "custom-convert-samples-to-train-data-path",
-        "train.custom_convert_samples_to_train_data_path",
-        convert=function_path,
-    ),
-)
+    *namesakes("score", "custom-rm-path custom-reward-post-process-path", function_path),
+    Row("custom-convert-samples-to-train-data-path", "train.custom_convert_samples_to_train_data_path",
+        convert=function_path),
+)  # fmt: skip
 BUFFER = (
-    Row(
-        "rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type",
-        text="there is no buffer server; run your agent with rollout.agent (docs/agents.md)",
-    ),
+    Row("rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type",
+        text="there is no buffer server; run your agent with rollout.agent (docs/agents.md)"),
     Row("loss-mask-type", text="the chat template of the model decides the mask"),
     Row("data-pad-size-multiplier", text="packed sequences are not padded"),
-    Row("rollout-sample-filter-path", "rollout.sample_filter_path", convert=function_path),
-    Row("rollout-all-samples-process-path", "rollout.all_samples_process_path", convert=function_path),
-)
+    *namesakes("rollout", "sample-filter-path all-samples-process-path", function_path, flag="rollout-"),
+)  # fmt: skip
 MEGATRON_HOOKS = (
     Row("custom-megatron-init-path", "megatron.custom_init_path", convert=function_path),
-    Row(
-        "custom-megatron-before-log-prob-hook-path", "megatron.custom_before_log_prob_hook_path", convert=function_path
-    ),
-    Row(
-        "custom-megatron-before-train-step-hook-path",
-        "megatron.custom_before_train_step_hook_path",
-        convert=function_path,
-    ),
-    Row(
-        "megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules "
-        "megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules",
-        text=DEEPGEMM,
-    ),
-)
+    Row("custom-megatron-before-log-prob-hook-path", "megatron.custom_before_log_prob_hook_path",
+        convert=function_path),
+    Row("custom-megatron-before-train-step-hook-path", "megatron.custom_before_train_step_hook_path",
+        convert=function_path),
+    Row("megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules megatron-deepgemm-moe-forward-layers "
+        "megatron-deepgemm-moe-forward-modules", text=DEEPGEMM),
+)  # fmt: skip
 OTHERS = (
-    Row(
-        "mtp-num-layers mtp-loss-scaling-factor enable-mtp-training",
-        text="layers of multi-token prediction are kept by conversions and not trained",
-    ),
-    Row(
-        "ci-test ci-disable-kl-checker ci-disable-logprobs-checker ci-save-grad-norm ci-load-grad-norm "
-        "ci-metric-checker-key ci-metric-checker-threshold",
-        text=CI,
-    ),
+    Row("mtp-num-layers mtp-loss-scaling-factor enable-mtp-training", text="these layers are kept and not trained"),
+    Row("ci-test ci-disable-kl-checker ci-disable-logprobs-checker ci-save-grad-norm ci-load-grad-norm "
+        "ci-metric-checker-key ci-metric-checker-threshold", text=CI),
     Row("ci-train-rollout-logprob-abs-diff-threshold", "run.max_logprob_mismatch"),
     Row("custom-config-path", text="pass the same file to `slimectl run --custom-config FILE`"),
-    Row(
-        "padded-vocab-size make-vocab-size-divisible-by",
-        text="the parallel layout decides the padding of the vocabulary",
-    ),
-)
+    Row("padded-vocab-size make-vocab-size-divisible-by", text="the parallel layout decides the padding"),
+)  # fmt: skip
 ROUTER = (
     Row("sglang-router-ip sglang-router-port", "engine.url", "IP and port together become an address"),
-    Row(
-        "use-slime-router use-miles-router slime-router-NAME",
-        text="slimectl has one router; engine.router is its policy",
-    ),
-    Row(
-        "slime-router-middleware-paths",
-        text="samples keep tokens and log-probabilities without a middleware; write others for aiohttp: "
-        "engine.middleware_paths",
-    ),
+    Row("use-slime-router use-miles-router slime-router-NAME", text="engine.router is the policy of the one router"),
+    Row("slime-router-middleware-paths", text="engine.middleware_paths takes aiohttp middleware; samples need none"),
     Row("sglang-router-request-timeout-secs", "engine.request_timeout_s"),
     Row("sglang-server-concurrency", "engine.server_concurrency"),
     Row("sglang-router-policy router-policy", "engine.router"),
-    Row(
-        "router-balance-abs-threshold router-balance-rel-threshold sglang-router-balance-abs-threshold "
-        "sglang-router-balance-rel-threshold",
-        text="engine.router is the policy; its thresholds are not settings",
-    ),
+    Row("router-balance-abs-threshold router-balance-rel-threshold sglang-router-balance-abs-threshold "
+        "sglang-router-balance-rel-threshold", text="engine.router is the policy; its thresholds are not settings"),
     Row("prefill-num-servers", "sglang.prefill_num_servers"),
     Row("sglang-config", text="write the groups of the file as sglang.server_groups"),
-    Row(
-        "sglang-model-path sglang-trust-remote-code sglang-random-seed sglang-enable-memory-saver "
-        "sglang-tp-size sglang-port sglang-host sglang-nnodes sglang-node-rank sglang-dist-init-addr "
-        "sglang-gpu-id-step sglang-base-gpu-id sglang-nccl-port sglang-skip-server-warmup "
-        "sglang-enable-return-routed-experts",
-        text=OWNED,
-    ),
+    Row("sglang-model-path sglang-trust-remote-code sglang-random-seed sglang-enable-memory-saver sglang-tp-size "
+        "sglang-port sglang-host sglang-nnodes sglang-node-rank sglang-dist-init-addr sglang-gpu-id-step "
+        "sglang-base-gpu-id sglang-nccl-port sglang-skip-server-warmup sglang-enable-return-routed-experts",
+        text=OWNED),
     Row("sglang-dtype", "engine.dtype", "use the same dtype in engine and trainer where you can"),
     Row("sglang-context-length", "rollout.max_context_len"),
     Row("sglang-NAME", "sglang.args.NAME", "every other field of SGLang's ServerArgs"),
-)
+)  # fmt: skip
 
 GROUPS = {
     "Start": LAUNCH, "Cluster": CLUSTER, "Training": TRAINING, "Rollout": ROLLOUT, "Fault tolerance": FAULTS,

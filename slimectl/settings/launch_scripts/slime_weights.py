@@ -98,12 +98,9 @@ def _settle_engine(conversion: Conversion, folder: str, scheme: str) -> None:
     """Give engines the quantized folder, if weights can be pushed in its form."""
     flag = conversion.flags["hf_checkpoint"]
     if scheme not in PUSHED:
-        conversion.omit(
-            flag,
-            f"holds {scheme} weights, which cannot be pushed to engines. Leave engine.load out to sample in bfloat16, "
-            f"or set it to a folder that `slimectl convert MODEL DIR --quantize fp8` makes",
-            by_hand=True,
-        )
+        reason = (f"holds {scheme} weights, which cannot be pushed to engines. Leave engine.load out to sample in "
+                  "bfloat16, or set it to a folder that `slimectl convert MODEL DIR --quantize fp8` makes")  # fmt: skip
+        conversion.omit(flag, reason, by_hand=True)
     elif flag.problem:
         conversion.unlist("hf_checkpoint")
         conversion.omit(flag, f"{flag.problem}; set engine.load by hand", by_hand=True)
@@ -121,16 +118,12 @@ def _settle_model(conversion: Conversion, folder: str, start: str, scheme: str) 
     if is_folder and not flag.problem:
         conversion.put("model.path", start, name)
         return
-    conversion.values.pop("model.path", None)
-    conversion.sources.pop("model.path", None)
+    conversion.drop("model.path")
     conversion.unlist(name)
     tokenizer = f"only the tokenizer{' and the engine' if scheme else ''} of {last_part(folder)}"
-    conversion.omit(
-        flag,
-        f"is what training starts from, with {tokenizer}. Set model.path to a Hugging Face directory of these "
-        f"weights: `slimectl convert {start} DIR --config {folder}`",
-        by_hand=True,
-    )
+    command = f"`slimectl convert {start} DIR --config {folder}`"
+    reason = f"Set model.path to a Hugging Face directory of these weights: {command}"
+    conversion.omit(flag, f"is what training starts from, with {tokenizer}. {reason}", by_hand=True)
 
 
 def _settle_reference(conversion: Conversion, folder: str, start: str) -> None:
@@ -152,8 +145,7 @@ def _compares(conversion: Conversion) -> bool:
 
 def _ask_to_convert(conversion: Conversion, key: str, name: str) -> None:
     """List a checkpoint of Megatron among what the user sets."""
-    conversion.values.pop(key, None)
-    conversion.sources.pop(key, None)
+    conversion.drop(key)
     path = _path(conversion, name)
     reason = f"is a checkpoint of Megatron. Set {key} to what `slimectl convert {path} DIR` makes"
     conversion.omit(conversion.flags[name], reason, by_hand=True)

@@ -6,18 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, typed
+from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Dialect, Omission, omit_unlisted, typed
 from slimectl.settings.launch_scripts.trl_algorithms import (
     GROUP_NORMALIZED,
-    ROWS,
     SAMPLING,
     class_of,
     require_algorithm,
     settle_algorithm,
     settle_loss,
+    settle_rewards,
 )
 from slimectl.settings.launch_scripts.trl_names import GROUPS, TOOLS
-from slimectl.settings.launch_scripts.trl_rewards import settle_rewards
 
 Defaults = Mapping[str, tuple[str, Any]]
 SAMPLED: Defaults = {
@@ -29,20 +28,13 @@ DEFAULTS: Mapping[str, Defaults] = {
     **dict.fromkeys(GROUP_NORMALIZED, SAMPLED),
     "rloo": {**SAMPLED, "num_generations": ("rollout.n_samples_per_prompt", 2), "beta": ("algorithm.kl_coef", 0.05)},
     "sft": {"learning_rate": ("train.lr", 2e-5), "max_length": ("rollout.max_context_len", 1024)},
-    "dpo": {
-        "learning_rate": ("train.lr", 1e-6),
-        "beta": ("algorithm.beta", 0.1),
-        "max_length": ("rollout.max_context_len", 1024),
-    },
+    "dpo": {"learning_rate": ("train.lr", 1e-6), "max_length": ("rollout.max_context_len", 1024),
+            "beta": ("algorithm.beta", 0.1)},
     "reward_model": {"learning_rate": ("train.lr", 1e-4), "max_length": ("rollout.max_context_len", 1024)},
-    "ppo": {
-        "learning_rate": ("train.lr", 5e-5),
-        "kl_coef": ("algorithm.kl_coef", 0.05),
-        "response_length": ("rollout.max_response_len", 53),
-        "temperature": ("rollout.temperature", 0.7),
-        "num_generations": ("rollout.n_samples_per_prompt", 1),
-    },
-}
+    "ppo": {"learning_rate": ("train.lr", 5e-5), "kl_coef": ("algorithm.kl_coef", 0.05),
+            "response_length": ("rollout.max_response_len", 53), "temperature": ("rollout.temperature", 0.7),
+            "num_generations": ("rollout.n_samples_per_prompt", 1)},
+}  # fmt: skip
 """Defaults of each trainer by argument: TRL 1.16.0, of ppo 0.24.0."""
 ASYNCHRONOUS: Defaults = {
     "lr_scheduler_type": ("train.lr_decay_style", "constant"),
@@ -76,7 +68,7 @@ def unlisted(conversion: Conversion, flag: Any) -> None:
     if flag.name == "**":
         conversion.omit(flag, "is a table that the program makes. Set its values by hand", by_hand=True)
         return
-    conversion.omit(flag, "is not in the table of TRL. Search for a setting with `slimectl settings explain`")
+    omit_unlisted(conversion, flag)
 
 
 def settle(conversion: Conversion) -> None:
@@ -99,7 +91,7 @@ def settle(conversion: Conversion) -> None:
         conversion.put_default(argument, key, value)
     for argument, reason in LISTED.get(name, {}).items():
         if argument not in conversion.flags:
-            conversion.omissions.append(Omission(f"the default of TRL for {argument}", "", reason))
+            conversion.note_default(argument, None, reason)
     if name not in ROWS and (is_named or conversion.flags.keys() & SAMPLING):
         settle_rewards(conversion)
     if not is_named:
@@ -124,8 +116,7 @@ def _settle_engine(conversion: Conversion, name: str) -> None:
         pass  # its servers are a default
     elif conversion.text("vllm_mode", "server" if has_address else "colocate") == "colocate":
         conversion.put("cluster.colocate", True, "vllm_mode", "use_vllm")
-        gpus = conversion.number("num_processes", conversion.number("nproc_per_node", 0))
-        if gpus:
+        if gpus := conversion.number("num_processes", conversion.number("nproc_per_node", 0)):
             conversion.put("cluster.rollout_num_gpus", gpus, "num_processes", "nproc_per_node")
         conversion.put_default("vllm_gpu_memory_utilization", "vllm.args.gpu_memory_utilization", 0.3)
     elif not conversion.flags.keys() & {"vllm_server_base_url", "vllm_url"}:
@@ -155,7 +146,7 @@ def _settle_sizes(conversion: Conversion, name: str) -> int:
     Return the number of steps of a round.
     """
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    names: list[str] = [size for size in sizes if size in conversion.flags]
+    names = [size for size in sizes if size in conversion.flags]
     device = conversion.number("per_device_train_batch_size", 8)
     accumulation = conversion.number("gradient_accumulation_steps", 1)
     processes = next((item for item in ("num_processes", "nproc_per_node") if item in conversion.flags), None)
@@ -163,7 +154,7 @@ def _settle_sizes(conversion: Conversion, name: str) -> int:
     if processes == "nproc_per_node":
         ranks *= conversion.number("nnodes", 1)
     samples = device * accumulation * ranks
-    source = [*names, *([processes] if processes else [])] or ["the default of TRL for per_device_train_batch_size"]
+    source = [*names, *([processes] if processes else [])] or [sizes[0]]
     conversion.put("train.global_batch_size", samples, *source)
     if not processes and names:
         reason = f"is multiplied by the processes, which this file does not tell; {samples} is that of one process"
@@ -204,8 +195,7 @@ def _settle_intervals(conversion: Conversion, steps: int) -> None:
             shown = argument if argument in conversion.flags else argument.replace("steps", "strategy")
             conversion.omit(conversion.flags[shown], f"is in parts of an epoch there; set {key} by hand", by_hand=True)
         elif interval >= 1:
-            source = argument if argument in conversion.flags else f"the default of TRL for {argument}"
-            conversion.put(key, max(1, int(interval) // steps), source)
+            conversion.put(key, max(1, int(interval) // steps), argument)
     held_out = [key for key in conversion.values if key.startswith("eval.data.")]
     strategies = (conversion.text("eval_strategy"), conversion.text("evaluation_strategy"))
     if "eval.interval" not in conversion.values and "epoch" not in strategies:
@@ -259,11 +249,9 @@ def _settle_adapter(conversion: Conversion) -> None:
             conversion.unlist(scaled)
     conversion.put("train.lora_alpha", scale, *names)
     if "peft_class" not in conversion.flags and not of_table and "lora_dropout" not in conversion.flags:
-        reason = "TRL's adapters have a dropout of 0.05. slimectl has none"
-        conversion.omissions.append(Omission("the default of TRL for lora_dropout", "", reason))
-    for name in ("use_peft", "peft_class"):
-        if name in conversion.flags:
-            conversion.unlist(name)
+        conversion.note_default("lora_dropout", None, "TRL's adapters have a dropout of 0.05. slimectl has none")
+    for name in conversion.flags.keys() & {"use_peft", "peft_class"}:
+        conversion.unlist(name)
     all_linear = conversion.text("peft_class") == "get_peft_model"
     if "train.lora_targets" not in values and not all_linear:
         conversion.put_default("lora_target_modules", "train.lora_targets", ["q_proj", "v_proj"])
@@ -272,11 +260,9 @@ def _settle_adapter(conversion: Conversion) -> None:
 def _settle_processes(conversion: Conversion) -> None:
     """Machines and precision."""
     machines = max(conversion.number("num_machines", 1), conversion.number("nnodes", 1))
-    if machines > 1:
-        conversion.put("cluster.executor", "ray", "num_machines", "nnodes")
-        if "num_processes" in conversion.flags and not conversion.is_unknown("num_processes", "num_machines"):
-            gpus = conversion.number("num_processes", machines) // machines  # those of all machines there
-            conversion.put("cluster.actor_num_gpus_per_node", max(1, gpus), "num_processes", "num_machines")
+    if machines > 1 and "num_processes" in conversion.flags:
+        gpus = max(1, conversion.number("num_processes", machines) // machines)  # those of all machines there
+        conversion.put_known("cluster.actor_num_gpus_per_node", gpus, "num_processes", "num_machines")
     names = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
     dtype = next((conversion.text(name) for name in names if conversion.text(name)), "")
     if conversion.values.get("train.dtype") == "float32" and dtype.endswith("bfloat16"):
@@ -288,12 +274,8 @@ def _settle_processes(conversion: Conversion) -> None:
 def _settle_names(conversion: Conversion) -> None:
     """The run's folder, its data set's configuration, and arguments of the chat template."""
     values = conversion.values
-    if isinstance(values.get("run.dir"), str):
-        folder, _, name = str(values["run.dir"]).rstrip("/").rpartition("/")
-        conversion.put("run.dir", folder or ".", "output_dir")
-        if "run.name" not in values:
-            conversion.put("run.name", name, "output_dir")
-    elif values.get("algorithm.name") in ROWS:
+    conversion.name_run("output_dir")
+    if values.get("algorithm.name") in ROWS:
         conversion.put_default("output_dir", "run.name", "trainer_output")
     config, data = conversion.text("dataset_config", conversion.text("dataset_configs")), values.get("rollout.data")
     if config and isinstance(data, list) and len(data) == 1 and data[0].count("/") == 1:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.conversion import Conversion, Omission, stem
-from slimectl.settings.launch_scripts.foreign import algorithms_in, own_algorithm
+import re
+from typing import Any
 
-ROWS = ("sft", "dpo", "reward_model")
-"""Algorithms that read rows, and sample nothing."""
+from slimectl.errors import SettingsError
+from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Omission, stem
+from slimectl.settings.launch_scripts.foreign import algorithms_in, own_algorithm
+from slimectl.settings.launch_scripts.values import texts
+from slimectl.settings.launch_scripts.writing import inline
+
 GROUP_NORMALIZED = ("grpo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo")
 TELLING = {
     "grpo": "delta scale_rewards importance_sampling_level top_entropy_quantile use_bias_correction_kl entropy_coef "
@@ -69,11 +72,10 @@ def _told(conversion: Conversion) -> tuple[str, str]:
 
 def require_algorithm(conversion: Conversion) -> None:
     """Ask for the algorithm before all else where the file does not name it."""
-    place = str(next(iter(conversion.flags.values())).place) if conversion.flags else ""
     is_sampled = conversion.flags.keys() & SAMPLING
     candidates = "grpo (as written here) or rloo" if is_sampled else "sft, dpo, reward_model, grpo or rloo"
     reason = f"no class and no program in this file names it. Set it by hand: {candidates}"
-    conversion.omissions.insert(0, Omission("algorithm.name", place, reason, by_hand=True, first=True))
+    conversion.omissions.insert(0, Omission("algorithm.name", _place(conversion), reason, by_hand=True, first=True))
 
 
 def settle_loss(conversion: Conversion, name: str) -> None:
@@ -107,10 +109,7 @@ def settle_loss(conversion: Conversion, name: str) -> None:
     elif "importance_sampling_level" in conversion.flags:
         conversion.put("algorithm.name", values.get("algorithm.name", "grpo"), "importance_sampling_level")
     if values.get("algorithm.name") == "gspo" and "epsilon_high" not in conversion.flags:
-        epsilon = conversion.real("epsilon", 0.2)
-        conversion.put(
-            "algorithm.eps_clip_high", epsilon, "epsilon" if "epsilon" in conversion.flags else "epsilon_high"
-        )
+        conversion.put("algorithm.eps_clip_high", conversion.real("epsilon", 0.2), "epsilon")
 
 
 def _settle_scale(conversion: Conversion) -> None:
@@ -133,9 +132,8 @@ def _settle_cispo(conversion: Conversion) -> None:
     if bound > 1:
         conversion.put("algorithm.eps_clip_high", bound - 1, "epsilon_high")
         return
-    place = str(conversion.flags["loss_type"].place)
     reason = f"TRL bounds the ratio by {bound:g}, and slimectl needs a bound above 1. Set it by hand"
-    conversion.omissions.append(Omission("algorithm.eps_clip_high", place, reason, by_hand=True))
+    conversion.ask_for("algorithm.eps_clip_high", reason, first=False)
 
 
 def _settle_divergence(conversion: Conversion, name: str) -> None:
@@ -151,3 +149,100 @@ def _settle_divergence(conversion: Conversion, name: str) -> None:
         conversion.values.pop("algorithm.use_unbiased_kl", None)
     elif name != "gmpo":
         conversion.put_default("use_bias_correction_kl", "algorithm.use_unbiased_kl", True)
+
+
+ACCURACY = {"type": "math"}
+NAMED: dict[str, dict[str, Any]] = {
+    "accuracy_reward": ACCURACY,
+    "reasoning_accuracy_reward": ACCURACY,
+    "accuracy": ACCURACY,
+    "think_format_reward": {"path": "trl.rewards:think_format_reward"},
+    "get_soft_overlong_punishment": {"type": "overlong", "limit": 1280, "buffer": 256},
+}
+"""Names that `trl grpo --reward_funcs` takes, and `accuracy` of Open R1, as parts of score.rm."""
+FUNCTIONS = ("reward_funcs", "trainer.reward_funcs")
+MODELS = ("reward_model_name_or_path", "reward_model_path")
+UNNAMED = "this file names no reward. Set score.rm_type, or score.custom_rm_path = FILE.py:NAME (docs/verifiers.md)"
+
+
+def settle_rewards(conversion: Conversion) -> None:
+    """Set the reward, or ask for it before all else."""
+    parts: list[dict[str, Any]] = []
+    unknown: list[str] = []
+    sources = [name for name in (*FUNCTIONS, *MODELS) if name in conversion.flags]
+    for name in sources:
+        flag = conversion.flags[name]
+        for value, text in zip(flag.values, flag.texts, strict=True):
+            part = {"type": "reward_model", "path": text} if name in MODELS else _part(text)
+            if value.problem or part is None:
+                unknown.append(value.problem or f"{text} is a name that only the program knows")
+            else:
+                parts.append(part)
+        if name in FUNCTIONS:
+            conversion.unlist(name)
+    conversion.values.pop("score.rm_options.path", None)
+    place = str(conversion.flags[sources[0]].place) if sources else _place(conversion)
+    if unknown or not parts:
+        shown = str(conversion.flags[sources[0]]) if sources else "score"
+        reason = "; ".join(dict.fromkeys(unknown))
+        beside = f" (beside score.rm = {inline(parts)})" if parts else ""
+        reason = f"{reason}. Set score.custom_rm_path or score.rm by hand{beside}" if reason else UNNAMED
+        conversion.omissions.insert(0, Omission(shown, place, reason, by_hand=True, first=True))
+    else:
+        _put(conversion, parts, sources)
+
+
+def _put(conversion: Conversion, parts: list[dict[str, Any]], sources: list[str]) -> None:
+    """Set one reward by its key, several as a weighted sum."""
+    weights = _weights(conversion, len(parts))
+    if any(part.get("type") == "math" for part in parts) and "rollout.label_key" not in conversion.values:
+        conversion.put("rollout.label_key", "solution", *sources)
+    if len(parts) > 1 or weights != [1.0] * len(parts):
+        pairs = zip(parts, weights, strict=True)
+        weighted = [part if weight == 1.0 else {**part, "weight": weight} for part, weight in pairs]
+        conversion.put("score.rm", weighted, *sources, "reward_weights")
+        return
+    (part,) = parts
+    if "type" not in part:
+        conversion.put("score.custom_rm_path", part["path"], *sources)
+        return
+    conversion.put("score.rm_type", part["type"], *sources)
+    for option, value in part.items():
+        if option != "type":
+            conversion.put(f"score.rm_options.{option}", value, *sources)
+
+
+def _weights(conversion: Conversion, count: int) -> list[float]:
+    """Weights of the parts; 1 each where they are not given, or do not fit, which is listed."""
+    flag = conversion.flags.get("reward_weights")
+    if flag is None:
+        return [1.0] * count
+    try:
+        weights = [float(text) for text in texts(flag)]
+    except ValueError:
+        weights = []
+    if flag.problem or len(weights) != count:
+        conversion.omit(flag, f"is not one number for each of {count} rewards; set score.rm by hand", by_hand=True)
+        return [1.0] * count
+    conversion.unlist("reward_weights")
+    return weights
+
+
+def _part(text: str) -> dict[str, Any] | None:
+    """A reward as a part of score.rm: by name, by path, or a reward model; None for a name of another program."""
+    name = text.removeprefix("trl.rewards:").removeprefix("trl.rewards.")
+    if name in NAMED:
+        return NAMED[name]
+    if match := re.fullmatch(r"get_soft_overlong_punishment:(\d+):(\d+)", text):
+        return {"type": "overlong", "limit": int(match[1]), "buffer": int(match[2])}
+    if ":" in text:
+        return {"path": text}
+    if "/" in text:
+        return {"type": "reward_model", "path": text}
+    module, dot, function = text.rpartition(".")
+    return {"path": f"{module}:{function}"} if dot and re.fullmatch(r"[\w.]+", text) else None
+
+
+def _place(conversion: Conversion) -> str:
+    """The place of the first flag."""
+    return str(next(iter(conversion.flags.values())).place) if conversion.flags else ""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from slimectl.redaction import is_reference
-from slimectl.settings.launch_scripts.conversion import Many, is_on, plain
+from slimectl.settings.launch_scripts.conversion import Many, is_on
 from slimectl.settings.launch_scripts.flags import Flag
 
 
@@ -38,8 +38,10 @@ class Always:
         return self.value
 
 
-def choice(**values: Any) -> Callable[[Flag], Any]:
-    """The setting's name of each of the flag's choices."""
+def choice(names: str = "", **others: Any) -> Callable[[Flag], Any]:
+    """Convert a choice: `names` are the same here, and `others` have another name or value."""
+    values = dict.fromkeys(names.split()) | others
+    values |= {name: name for name in names.split()}
 
     def convert(flag: Flag) -> Any:
         name = flag.text.strip().lower().replace("-", "_")
@@ -66,10 +68,10 @@ def integer(flag: Flag) -> int:
     return int(value)
 
 
-def positive(flag: Flag) -> int:
-    """A count, where zero or less stands for none."""
+def positive(flag: Flag, lowest: int = 1) -> int:
+    """A count, where less than the lowest stands for none."""
     value = integer(flag)
-    if value <= 0:
+    if value < lowest:
         raise ValueError(f"{flag.text} stands for none, as here")
     return value
 
@@ -89,12 +91,6 @@ def share(flag: Flag) -> float:
     return value
 
 
-def warmup(flag: Flag) -> Many:
-    """Steps of warm-up, or a number below 1 as their share of all steps (transformers 5)."""
-    value = number(flag)
-    return Many({"train.lr_warmup_fraction": value} if 0 < value < 1 else {"train.lr_warmup_iters": integer(flag)})
-
-
 def mib(flag: Flag) -> int:
     """Bytes to MiB."""
     return max(1, integer(flag) >> 20)
@@ -105,7 +101,7 @@ def json_object(flag: Flag) -> Any:
     try:
         value = json.loads(" ".join(flag.texts))
     except (json.JSONDecodeError, RecursionError):
-        raise ValueError("is no JSON object; write it as a table by hand") from None
+        value = None
     if not isinstance(value, dict):
         raise ValueError("is no JSON object; write it as a table by hand")
     return value
@@ -127,7 +123,7 @@ def texts(flag: Flag) -> list[str]:
 
 def layers(flag: Flag) -> list[str]:
     """Names of layers with an adapter; all of them are the default here."""
-    names = texts(flag)
+    names = comma_separated(flag)
     if names in (["all-linear"], ["all"]):
         raise ValueError(f"{names[0]} is the default here")
     return names
@@ -135,10 +131,7 @@ def layers(flag: Flag) -> list[str]:
 
 def above_one(flag: Flag) -> int:
     """A size of which 1 stands for none."""
-    value = integer(flag)
-    if value <= 1:
-        raise ValueError(f"{flag.text} stands for none, as here")
-    return value
+    return positive(flag, 2)
 
 
 def comma_separated(flag: Flag) -> list[str]:
@@ -233,35 +226,3 @@ def trackers(flag: Flag) -> list[str]:
                "mlflow": "mlflow", "trackio": "trackio", "stdout": "stdout"}  # fmt: skip
     names = [library[name] for name in map(str.lower, comma_separated(flag)) if name in library]
     return list(dict.fromkeys(["stdout", *names]))
-
-
-__all__ = [
-    "Always",
-    "above_one",
-    "addresses",
-    "ahead",
-    "bounds",
-    "choice",
-    "comma_separated",
-    "dataset_name",
-    "dataset_pairs",
-    "function_path",
-    "function_paths",
-    "integer",
-    "json_object",
-    "layers",
-    "mib",
-    "named_datasets",
-    "number",
-    "off",
-    "on",
-    "plain",
-    "positive",
-    "rounds",
-    "secret",
-    "share",
-    "texts",
-    "trackers",
-    "verifier",
-    "warmup",
-]  # fmt: skip

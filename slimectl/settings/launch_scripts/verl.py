@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, typed
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, omit_unlisted, take, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.megatron import hand_over
 from slimectl.settings.launch_scripts.verl_keys import ACTOR, GROUPS, OPTIM, ROLLOUT
@@ -29,22 +29,17 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     if flag.name.startswith(ARGUMENTS):
         conversion.omit(flag, "make it the default of a parameter of the reward function", by_hand=True)
     elif prefix is None:
-        conversion.omit(flag, "is no key that this table knows; look for the setting by `slimectl settings explain`")
-    elif flag.problem:
-        conversion.omit(flag, f"{flag.problem}; set {TABLES[prefix]}… by hand", by_hand=True)
+        omit_unlisted(conversion, flag)
     elif flag.values:
-        conversion.put(f"{TABLES[prefix]}{flag.name.removeprefix(prefix)}", typed(flag), flag.name)
-
-
-PROGRAMS = (("sft", r"sft"), ("fully_async", r"fully_async"), ("one_step_off", r"one_step_off"))
-"""Programs by a pattern of their command, which names a module or a configuration."""
+        key = f"{TABLES[prefix]}{flag.name.removeprefix(prefix)}"
+        take(conversion, flag, Row(flag.name, key, convert=typed))
 
 
 def program(conversion: Conversion) -> str:
     """The program of verl that the command starts, or whose configuration it is: ppo if nothing says another."""
     launcher = conversion.flags.get("launcher")
     command = " ".join(launcher.texts) if launcher else ""
-    if kind := next((kind for kind, pattern in PROGRAMS if re.search(pattern, command)), ""):
+    if kind := next((kind for kind in ("sft", "fully_async", "one_step_off") if kind in command), ""):
         return kind
     if any(name.startswith("async_training.") for name in conversion.flags):
         return "fully_async"
@@ -56,7 +51,6 @@ def program(conversion: Conversion) -> str:
 
 def settle(conversion: Conversion) -> None:
     """Join what verl decides by several keys together."""
-    values = conversion.values
     kind = program(conversion)
     conversion.put("train.dtype", "bfloat16", "verl computes in bfloat16")
     _settle_optimizer(conversion, kind)
@@ -64,8 +58,7 @@ def settle(conversion: Conversion) -> None:
     if kind == "sft":
         _settle_sft(conversion)
         return
-    if "algorithm.adv_estimator" not in conversion.flags and "algorithm.name" not in values:
-        conversion.put("algorithm.name", "ppo", "the default of verl for algorithm.adv_estimator")
+    conversion.put_default("algorithm.adv_estimator", "algorithm.name", "ppo")
     _settle_algorithm(conversion)
     _settle_loss(conversion)
     _settle_sizes(conversion)
@@ -101,18 +94,11 @@ def _settle_run(conversion: Conversion) -> None:
         conversion.note_default("trainer.logger", "console and wandb", 'add "wandb" to track.with')
     tokens = f"{ACTOR}ppo_max_token_len_per_gpu"
     if conversion.switch(f"{ACTOR}use_dynamic_bsz") and tokens not in conversion.flags:
-        conversion.put("train.max_tokens_per_gpu", 16384, f"the default of verl for {tokens}")
+        conversion.put("train.max_tokens_per_gpu", 16384, tokens)
     if conversion.switch(f"{ACTOR}fsdp_config.param_offload"):
-        conversion.put(
-            "train.offload", "parameters", f"{ACTOR}fsdp_config.param_offload", f"{ACTOR}fsdp_config.optimizer_offload"
-        )
-    if conversion.number("trainer.nnodes", 1) > 1:
-        conversion.put("cluster.executor", "ray", "trainer.nnodes")
-    if isinstance(values.get("run.dir"), str):
-        folder, _, name = str(values["run.dir"]).rstrip("/").rpartition("/")
-        conversion.put("run.dir", folder or ".", "trainer.default_local_dir")
-        if "run.name" not in values:
-            conversion.put("run.name", name, "trainer.default_local_dir")
+        flags = [f"{ACTOR}fsdp_config.{name}_offload" for name in ("param", "optimizer")]
+        conversion.put("train.offload", "parameters", *flags)
+    conversion.name_run("trainer.default_local_dir")
 
 
 def _settle_optimizer(conversion: Conversion, kind: str) -> None:
@@ -126,17 +112,11 @@ def _settle_optimizer(conversion: Conversion, kind: str) -> None:
     if f"{OPTIM}min_lr_ratio" in conversion.flags and "train.min_lr" in conversion.values:
         rate = conversion.real(f"{OPTIM}min_lr_ratio", 0.0) * conversion.real(f"{OPTIM}lr", 1e-6)
         conversion.put("train.min_lr", rate, f"{OPTIM}min_lr_ratio", f"{OPTIM}lr")
-    betas = conversion.flags.get(f"{OPTIM}betas")
-    pair = " ".join(betas.texts).strip("[]").replace(",", " ").split() if betas and not betas.problem else []
-    if len(pair) == 2:
-        conversion.put("train.adam_beta1", pair[0], f"{OPTIM}betas")
-        conversion.put("train.adam_beta2", pair[1], f"{OPTIM}betas")
-    elif betas is None:
-        second = 0.95 if is_first_version else 0.999
-        conversion.put("train.adam_beta2", second, "the default of verl for actor.optim.betas")
-    if "train.lora_rank" in conversion.values and "train.lora_alpha" not in conversion.values:
+    if not conversion.put_pair(f"{OPTIM}betas", "train.adam_beta1", "train.adam_beta2"):
+        conversion.put_default(f"{OPTIM}betas", "train.adam_beta2", 0.95 if is_first_version else 0.999)
+    if "train.lora_rank" in conversion.values:
         is_merged = "actor_rollout_ref.model.lora.rank" in conversion.flags
-        conversion.put("train.lora_alpha", 32 if is_merged else 16, "the default of verl for lora_alpha")
+        conversion.put_default("actor_rollout_ref.model.lora_alpha", "train.lora_alpha", 32 if is_merged else 16)
 
 
 def _settle_sft(conversion: Conversion) -> None:
@@ -151,24 +131,19 @@ def _settle_sft(conversion: Conversion) -> None:
             column = conversion.text(f"data.{name}_key", question[f"data.{name}_key"])
             conversion.put(part, f"{column}.{parts.text}", f"data.{name}_key", parts.name)
     for name, column in columns.items():
-        key = "rollout.label_key" if "response" in name else "rollout.input_key"
-        if key not in conversion.values:
-            conversion.put(key, column, f"the default of verl for {name}")
-    if "data.shuffle" not in conversion.flags:
-        conversion.put("rollout.shuffle", True, "the default of verl for data.shuffle")
-    conversion.settled |= {row.key for row in conversion.dialect.rows.values() if row.key.startswith("rollout.")}
-    conversion.settled |= {"engine.backend", "engine.dtype", "cluster.rollout_num_gpus_per_engine", "eval.temperature"}
-    conversion.settled |= {"cluster.actor_num_gpus_per_node", "train.global_batch_size", "run.rollout_batch_size"}
+        conversion.put_default(name, "rollout.label_key" if "response" in name else "rollout.input_key", column)
+    conversion.put_default("data.shuffle", "rollout.shuffle", True)
+    conversion.skip_sampling()
+    conversion.settled |= {"cluster.rollout_num_gpus_per_engine", "eval.temperature"}
+    conversion.settled |= {"cluster.actor_num_gpus_per_node", "train.global_batch_size"}
     rows = conversion.values.pop("run.rollout_batch_size", None)
-    source = "data.train_batch_size" if rows else "the default of verl for data.train_batch_size"
-    if not conversion.is_unknown("data.train_batch_size"):
-        conversion.put("train.global_batch_size", rows or 256, source)
+    conversion.put_known("train.global_batch_size", rows or 256, "data.train_batch_size")
 
 
 def _settle_loss(conversion: Conversion) -> None:
     """The sum over tokens, its bounds and its divergences."""
-    _settle_divergence(conversion, f"{ACTOR}use_kl_loss", f"{ACTOR}kl_loss_coef", "algorithm.kl_loss_coef")
-    _settle_divergence(conversion, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef")
+    conversion.put_switched("algorithm.kl_loss_coef", f"{ACTOR}use_kl_loss", f"{ACTOR}kl_loss_coef", "0.001")
+    conversion.put_switched("algorithm.kl_coef", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "0.001")
     values = conversion.values
     mode = conversion.text(f"{ACTOR}loss_agg_mode")
     factor = values.get("algorithm.fixed_length")
@@ -181,9 +156,8 @@ def _settle_loss(conversion: Conversion) -> None:
         conversion.put("algorithm.fixed_length", 1, f"{ACTOR}loss_agg_mode")
     if values.get("algorithm.tis_clip") and f"{ACTOR}tis_imp_ratio_cap" in conversion.flags:
         conversion.put("algorithm.use_tis", True, f"{ACTOR}tis_imp_ratio_cap")
-    low = conversion.flags.get(f"{ACTOR}clip_ratio_low")
-    if low and not low.problem:
-        conversion.put("algorithm.eps_clip", low.text, f"{ACTOR}clip_ratio_low")
+    if low := conversion.text(f"{ACTOR}clip_ratio_low"):
+        conversion.put("algorithm.eps_clip", low, f"{ACTOR}clip_ratio_low")
     own_bounds = values.get("algorithm.name") in ("gspo", "cispo", "gmpo", "dapo")
     is_open = not {f"{ACTOR}clip_ratio_high", f"{ACTOR}clip_ratio"} & conversion.flags.keys()
     if is_open and (own_bounds or "algorithm.eps_clip" in values):
@@ -224,23 +198,12 @@ def _settle_algorithm(conversion: Conversion) -> None:
         conversion.put("algorithm.name", name, estimator)
 
 
-def _settle_divergence(conversion: Conversion, switch: str, coefficient: str, key: str) -> None:
-    """A divergence is on by a switch there, and by its coefficient here; verl's default of that is 0.001."""
-    if not conversion.switch(switch):
-        conversion.take_back(key, f"{switch} is off")
-    else:
-        conversion.put(key, conversion.text(coefficient, "0.001"), switch, coefficient)
-
-
 def _settle_sizes(conversion: Conversion) -> None:
     """Steps are counted in prompts there, and in samples here."""
     samples = conversion.number(f"{ROLLOUT}n", 1)
     prompts = conversion.number(f"{ACTOR}ppo_mini_batch_size", 256)
     names = [name for name in (f"{ACTOR}ppo_mini_batch_size", f"{ROLLOUT}n") if name in conversion.flags]
-    source = names if f"{ACTOR}ppo_mini_batch_size" in names else ["the default of verl for ppo_mini_batch_size"]
-    problems = [conversion.flags[name] for name in names if conversion.flags[name].problem]
-    if not problems:
-        conversion.put("train.global_batch_size", prompts * samples, *source)
+    conversion.put_known("train.global_batch_size", prompts * samples, *(names or [f"{ACTOR}ppo_mini_batch_size"]))
 
 
 def _settle_correction(conversion: Conversion) -> None:
@@ -260,15 +223,13 @@ def _settle_asynchronous(conversion: Conversion) -> None:
     prompts = conversion.number(f"{ACTOR}ppo_mini_batch_size", 256)
     for name, default in sizes.items():
         prompts *= conversion.number(name, default)
-    if not conversion.is_unknown(*sizes, f"{ACTOR}ppo_mini_batch_size"):
-        conversion.put("run.rollout_batch_size", prompts, *sizes, f"{ACTOR}ppo_mini_batch_size")
+    conversion.put_known("run.rollout_batch_size", prompts, *sizes, f"{ACTOR}ppo_mini_batch_size")
     conversion.take_back("rollout.over_sampling_batch_size", "prompts are drawn one by one in any case")
-    if "async_training.staleness_threshold" not in conversion.flags:
-        conversion.put("run.async_level", 1, "the default of verl for async_training.staleness_threshold")
+    conversion.put_default("async_training.staleness_threshold", "run.async_level", 1)
     if "run.async_level" in conversion.values:
         conversion.take_back("rollout.partial_rollout", "answers under way at a push of weights go on by themselves")
-    elif "async_training.partial_rollout" not in conversion.flags:
-        conversion.put("rollout.partial_rollout", True, "the default of verl for async_training.partial_rollout")
+    else:
+        conversion.put_default("async_training.partial_rollout", "rollout.partial_rollout", True)
     is_endless = conversion.text("rollout.total_rollout_steps").lower() in ("null", "none")
     if not is_endless and not conversion.is_unknown("rollout.total_rollout_steps"):
         total = conversion.number("rollout.total_rollout_steps", 100)
@@ -279,9 +240,8 @@ def _settle_asynchronous(conversion: Conversion) -> None:
 
 def _settle_separate_engines(conversion: Conversion) -> None:
     """Engines on GPUs of their own, whose log-probabilities the loss takes."""
-    if not conversion.is_unknown("rollout.nnodes", "rollout.n_gpus_per_node"):
-        gpus = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
-        conversion.put("cluster.rollout_num_gpus", gpus, "rollout.nnodes", "rollout.n_gpus_per_node")
+    gpus = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
+    conversion.put_known("cluster.rollout_num_gpus", gpus, "rollout.nnodes", "rollout.n_gpus_per_node")
     names = ("algorithm.rollout_correction.bypass_mode", "async_training.use_rollout_log_probs",
              "async_training.compute_prox_log_prob")  # fmt: skip
     if not any(name in conversion.flags for name in names):
@@ -302,30 +262,21 @@ def _settle_engine(conversion: Conversion, kind: str) -> None:
         conversion.put(f"{engine}.args.{argument}", 0.5, f"the default of verl for {memory}")
     if kind == "ppo" and "actor_rollout_ref.hybrid_engine" not in conversion.flags:
         conversion.put("cluster.colocate", True, "verl's engines share the trainer's GPUs")
-    if values.get("cluster.colocate") and not conversion.is_unknown("trainer.nnodes", "trainer.n_gpus_per_node"):
+    if values.get("cluster.colocate"):
         gpus = conversion.number("trainer.nnodes", 1) * conversion.number("trainer.n_gpus_per_node", 8)
-        conversion.put("cluster.rollout_num_gpus", gpus, "trainer.nnodes", "trainer.n_gpus_per_node")
+        conversion.put_known("cluster.rollout_num_gpus", gpus, "trainer.nnodes", "trainer.n_gpus_per_node")
     if values.get("train.backend") == "megatron":
         conversion.take_back("train.offload", "with Megatron-core it is megatron.optimizer_cpu_offload")
     elif "megatron" in " ".join(conversion.flags["launcher"].texts if "launcher" in conversion.flags else []):
         conversion.put("train.backend", "megatron", "launcher")
     elif any(key.startswith("megatron.") for key in values):
-        conversion.put(
-            "train.backend", "megatron", *[name for name in conversion.flags if f"{ACTOR}megatron." in name][:1]
-        )
+        names = [name for name in conversion.flags if f"{ACTOR}megatron." in name]
+        conversion.put("train.backend", "megatron", *names[:1])
     if values.get("train.backend") == "megatron":
         conversion.settled.add("train.gradient_checkpointing")  # recompute_granularity decides it there
 
 
 PREFIXES = {"optim.": OPTIM, "model.": "actor_rollout_ref.model."}
 """Tables of the supervised trainers, by those of the others."""
-VERL = Dialect(
-    "verl",
-    "verl",
-    GROUPS,
-    settle,
-    unlisted,
-    form="hydra",
-    programs=r"main_ppo|sft_trainer|fully_async_main|(^|/)recipe[./].*main_\w+",
-    aliases=PREFIXES,
-)
+PROGRAMS = r"main_ppo|sft_trainer|fully_async_main|(^|/)recipe[./].*main_\w+"
+VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra", programs=PROGRAMS, aliases=PREFIXES)

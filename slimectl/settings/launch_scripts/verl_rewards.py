@@ -29,8 +29,7 @@ def settle_reward(conversion: Conversion) -> None:
     path = _given(conversion, *(f"{prefix}path" for prefix in FUNCTION))
     name = _given(conversion, *(f"{prefix}name" for prefix in FUNCTION))
     manager = _given(conversion, *MANAGER)
-    for key in ("score.custom_rm_path", "score.rm"):
-        conversion.values.pop(key, None)
+    conversion.drop("score.custom_rm_path", "score.rm")
     shown = path or manager
     if manager:
         conversion.unlist(manager.name)
@@ -62,12 +61,8 @@ def _take_function(conversion: Conversion, path: Flag, name: Flag | None) -> Non
         conversion.omit(path, f"{problem}; set score.custom_rm_path by hand", first=True)
         return
     if switch := next((item for prefix in MODEL if conversion.switch(item := f"{prefix}enable")), None):
-        conversion.omit(
-            conversion.flags[switch],
-            "the function asks a reward model that verl serves; start one with `slimectl serve` and give the function "
-            "its URL",
-            first=True,
-        )
+        reason = "the function asks a model that verl serves. Start it with `slimectl serve` and pass its URL"
+        conversion.omit(conversion.flags[switch], reason, first=True)
     function = name.text if name else "compute_score"
     names = [flag.name for flag in (path, name) if flag]
     conversion.put("score.custom_rm_path", f"{path.text}:{function}", *names)
@@ -80,9 +75,8 @@ def _take_model(conversion: Conversion) -> None:
         conversion.put("score.rm_type", "reward_model", switch)
         conversion.unlist(switch)
     else:
-        conversion.ask_for(
-            "score.rm_options.path", "the directory of the reward model, with score.rm_type = reward_model"
-        )
+        reason = "the directory of the reward model, with score.rm_type = reward_model"
+        conversion.ask_for("score.rm_options.path", reason)
 
 
 def _settle_overlong(conversion: Conversion) -> None:
@@ -102,22 +96,13 @@ def _settle_overlong(conversion: Conversion) -> None:
         if "score.rm_options.column" in values:
             base["column"] = values.pop("score.rm_options.column")
     if not base or conversion.is_unknown(*names, *lengths):
-        conversion.omit(
-            conversion.flags[f"{prefix}.enable"],
-            'write score.rm as a sum with {type = "overlong", limit = …, buffer = …}', first=True,
-        )  # fmt: skip
+        reason = 'write score.rm as a sum with {type = "overlong", limit = …, buffer = …}'
+        conversion.omit(conversion.flags[f"{prefix}.enable"], reason, first=True)
         return
     buffer = conversion.number(f"{prefix}.len", 0)
-    overlong = {
-        "type": "overlong",
-        "limit": limit or int(values.get("rollout.max_response_len", 512)),
-        "buffer": buffer,
-    }
-    factor = conversion.real(f"{prefix}.penalty_factor", 1.0)
-    source = conversion.sources.pop("score.custom_rm_path", "")
-    for key in ("score.custom_rm_path", "score.rm_type"):
-        values.pop(key, None)
-    functions = [
-        name for name in conversion.flags if source and name.startswith(FUNCTION) and name.endswith(("path", "name"))
-    ]
-    conversion.put("score.rm", [base, {**overlong, "weight": factor}], *names, *lengths, *functions)
+    overlong = {"type": "overlong", "limit": limit or int(values.get("rollout.max_response_len", 512)),
+                "buffer": buffer, "weight": conversion.real(f"{prefix}.penalty_factor", 1.0)}  # fmt: skip
+    is_function = "path" in base
+    conversion.drop("score.custom_rm_path", "score.rm_type")
+    functions = [name for name in conversion.flags if name.startswith(FUNCTION) and name.endswith(("path", "name"))]
+    conversion.put("score.rm", [base, overlong], *names, *lengths, *(functions if is_function else ()))

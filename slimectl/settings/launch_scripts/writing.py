@@ -11,7 +11,7 @@ from typing import Any
 from slimectl.redaction import redact_text
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.keys import keys_of
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, Row, canonical
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission
 from slimectl.settings.launch_scripts.shell_variables import Note
 from slimectl.settings.root import Settings
 
@@ -113,27 +113,7 @@ def _one(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
 
 
-def flag_table(dialect: Dialect) -> str:
-    """The table of a stack as Markdown, for docs/from-slime.md: each group under a heading of its own."""
-    head = ["", "| there | here | how it changes, or why not |", "|---|---|---|"]
-    groups = dialect.groups.items()
-    return "\n\n".join(
-        "\n".join([f"### {dialect.title}: {group}", *head, *(_row(dialect, row) for row in rows)])
-        for group, rows in groups
-    )
-
-
 def flag_name(dialect: Dialect, name: str) -> str:
     """Return a name as the stack writes it: slime's flags and OpenRLHF's have dashes before them."""
     dashes = "--" if dialect.form == "options" and dialect.name in ("slime", "openrlhf") else ""
     return dashes + (name.replace("_", "-") if dialect.name == "slime" else name)
-
-
-def _row(dialect: Dialect, row: Row) -> str:
-    aliases = [alias for alias, name in dialect.aliases.items() if name in map(canonical, row.names.split())]
-    names = ", ".join(flag_name(dialect, name) for name in [*row.names.split(), *aliases])
-    text = row.text.replace("|", r"\|")
-    if row.default is not None:
-        default = f"{inline(row.default)} there where it is not given"
-        text = f"{text}; {default}" if text else default
-    return f"| {names} | {f'`{row.key}`' if row.key else ''} | {text} |"
