@@ -58,13 +58,16 @@ def with_defaults(
             shown = str(Path(name).parent / f"{entry.file.removesuffix('.yaml')}.yaml")
             package = _package(file, shown, entry.package)
             flags = read(file, shown)
-            joined = _over(
-                joined, {f"{package}{flag.name}": replace(flag, name=f"{package}{flag.name}") for flag in flags}
-            )
+            joined = _over(joined, {f"{package}{flag.name}": _inside(package, flag) for flag in flags})
         elif not STOCK.fullmatch(entry.file.rpartition("/")[2]):
             unread.append(Field(entry.file, Place(name, entry.line)))
     result = list(joined.values())
     return [*result, Flag(KEY, f"{KEY}:", tuple(unread), unread[0].place)] if unread else result
+
+
+def _inside(package: str, flag: Flag) -> Flag:
+    """Return a flag of a file under the name that it has in the whole configuration."""
+    return replace(flag, name=f"{package}{flag.name}", spelling=f"{package}{flag.spelling}")
 
 
 def _over(earlier: dict[str, Flag], later: dict[str, Flag]) -> dict[str, Flag]:

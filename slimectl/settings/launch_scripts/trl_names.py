@@ -6,9 +6,11 @@ from slimectl.settings.launch_scripts.conversion import Many, Row, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.foreign import own_algorithm
 from slimectl.settings.launch_scripts.values import (
+    NOT_TRUNCATED,
+    Always,
     choice,
-    comma_separated,
     integer,
+    layers,
     number,
     on,
     positive,
@@ -42,7 +44,7 @@ MODEL = (
         "lora_target_modules peft_config.target_modules",
         "train.lora_targets",
         "all-linear is the default here; q_proj and v_proj there where it is not given",
-        lambda flag: lora_targets(flag),
+        layers,
     ),
     Row(
         "lora_dropout lora_bias lora_task_type lora_modules_to_save use_rslora lora_use_rslora use_dora lora_use_dora "
@@ -162,7 +164,7 @@ ALGORITHM = (
         choice(true=True, group=True, false=False, none=False, batch=True, mean=True),
         default=True,
     ),
-    Row("mask_truncated_completions", text="set rollout.sample_filter_path to a function that removes them"),
+    Row("mask_truncated_completions", "rollout.sample_filter_path", convert=Always(NOT_TRUNCATED)),
     Row("sync_ref_model ref_model_mixup_alpha", text="algorithm.ref_update_interval renews the reference"),
     Row("ref_model_sync_steps", "algorithm.ref_update_interval", "with sync_ref_model"),
     Row(
@@ -317,14 +319,6 @@ RUNNING = (
     ),
     Row("trainer.args trainer.callbacks args", text="the configuration is read beside it"),
 )
-
-
-def lora_targets(flag: Flag) -> list[str]:
-    """Names of layers. Raises ValueError for all-linear, which is the default here."""
-    names = comma_separated(flag)
-    if names == ["all-linear"]:
-        raise ValueError("stands for all linear layers, as here")
-    return names
 
 
 def correction_mode(flag: Flag) -> Many:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from slimectl.redaction import is_reference
-from slimectl.settings.launch_scripts.conversion import Many, is_on, plain
+from slimectl.settings.launch_scripts.conversion import Many, Unneeded, is_on, plain
 from slimectl.settings.launch_scripts.flags import Flag
 
 
@@ -32,10 +32,13 @@ class Always:
         self.value = value
 
     def __call__(self, flag: Flag) -> Any:
-        """Return the value. Raises ValueError if the flag is off."""
+        """Return the value. Raises Unneeded if the flag is off."""
         if not is_on(flag):
-            raise ValueError("is off, as it is here")
+            raise Unneeded("is off, as it is here")
         return self.value
+
+
+NOT_TRUNCATED = "slimectl.stages.filters:leave_out_truncated"
 
 
 def choice(**values: Any) -> Callable[[Flag], Any]:
@@ -70,14 +73,14 @@ def positive(flag: Flag) -> int:
     """A count, where zero or less stands for none."""
     value = integer(flag)
     if value <= 0:
-        raise ValueError(f"{flag.text} stands for none, as here")
+        raise Unneeded(f"{flag.text} stands for none, as here")
     return value
 
 
 def rounds(flag: Flag) -> str:
-    """A number of rounds. Raises ValueError for none."""
+    """A number of rounds. Raises Unneeded for none."""
     if integer(flag) <= 0:
-        raise ValueError("trains nothing and only evaluates. Use `slimectl evaluate`")
+        raise Unneeded("trains nothing and only evaluates. Use `slimectl evaluate`")
     return flag.text
 
 
@@ -85,7 +88,7 @@ def share(flag: Flag) -> float:
     """A share from 0 to 1, where 0 stands for none."""
     value = number(flag)
     if not value > 0:
-        raise ValueError(f"{flag.text} stands for none, as here")
+        raise Unneeded(f"{flag.text} stands for none, as here")
     return value
 
 
@@ -126,10 +129,10 @@ def texts(flag: Flag) -> list[str]:
 
 
 def layers(flag: Flag) -> list[str]:
-    """Names of layers with an adapter; all of them are the default here."""
-    names = texts(flag)
+    """Names of layers with an adapter, in words or between commas. Raises Unneeded for all, the default here."""
+    names = comma_separated(flag)
     if names in (["all-linear"], ["all"]):
-        raise ValueError(f"{names[0]} is the default here")
+        raise Unneeded(f"{names[0]} is the default here")
     return names
 
 
@@ -137,7 +140,7 @@ def above_one(flag: Flag) -> int:
     """A size of which 1 stands for none."""
     value = integer(flag)
     if value <= 1:
-        raise ValueError(f"{flag.text} stands for none, as here")
+        raise Unneeded(f"{flag.text} stands for none, as here")
     return value
 
 
@@ -236,6 +239,7 @@ def trackers(flag: Flag) -> list[str]:
 
 
 __all__ = [
+    "NOT_TRUNCATED",
     "Always",
     "above_one",
     "addresses",
