@@ -1,4 +1,4 @@
-"""Filters of groups, for rollout.dynamic_sampling_filter_path."""
+"""Filters of groups and samples, for rollout.dynamic_sampling_filter_path and rollout.sample_filter_path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from slimectl.algorithms.baselines import has_signal
 from slimectl.stages.score import reward_number
-from slimectl.types import Sample
+from slimectl.types import Sample, Status
 
 
 def nonzero_std(args: Any, samples: list[Sample]) -> tuple[bool, str]:
@@ -16,3 +16,13 @@ def nonzero_std(args: Any, samples: list[Sample]) -> tuple[bool, str]:
     """
     key = args.score.reward_key
     return has_signal([reward_number(sample, key) for sample in samples if not sample.has_no_reward])
+
+
+def leave_out_truncated(args: Any, data: list[list[Sample]]) -> None:
+    """Train on no response that was cut off at its length; it still counts in the baseline of its group.
+
+    TRL's mask_truncated_completions and ROLL's max_len_mask.
+    """
+    for group in data:
+        for sample in group:
+            sample.remove_sample |= sample.status == Status.TRUNCATED

@@ -139,6 +139,14 @@ def test_a_script_without_training_is_refused_by_the_command_that_it_has(command
         ("Makefile", "a:\n\ttrl grpo\n", "make"),
         ("a.ipynb", "{}", "notebook"),
         ("task.yaml", "task: gsm8k\ndataset_path: gsm8k\ndoc_to_text: x\n", "lm-evaluation-harness"),
+        ("filter.yaml", "model_name_or_path: /m\nnum_generations: 8\noutput_dataset_name: o\n", "prepares"),
+        ("evaluation.yaml", "data: {path: /d, prompt_key: a, response_key: b}\n"
+         "custom_reward_function: {path: null, name: f}\n", "slimectl score"),
+        ("_generated_ppo_trainer.yaml", "trainer: {nnodes: 1}\ndata: {seed: 1}\n", "defaults of verl"),
+        ("ref.yaml", "rollout_n: 4\nstrategy: fsdp\nppo_epochs: 1\nuse_kl_loss: true\nmax_steps: 3\n", "is a part of"),
+        ("envs.yaml", "max_tokens_per_step: 9\nmax_actions_per_traj: 2\ncustom_env: {A: {env_type: a}}\n",
+         "is a part of"),
+        ("gym.yaml", "task: a\ndataset_path: b\noutput_type: c\n", "lm-evaluation-harness"),
         (".pre-commit-config.yaml", "repos:\n  - repo: a\n", "pre-commit"),
         ("prepare.py", "from datasets import load_dataset\nload_dataset('a').to_json('b')\n", "rollout.data"),
         ("eval.py", "import lm_eval\nlm_eval.simple_evaluate(model='hf')\n", "eval.data"),
@@ -164,3 +172,31 @@ def test_a_program_without_flags_is_refused_by_its_name(command: str, tmp_path: 
 def test_of_two_commands_the_one_that_trains_here_is_read(tmp_path: Path):
     (tmp_path / "run.sh").write_text(f"vllm serve /m &\ntrl kto {FLAGS}\ntrl dpo {FLAGS}\n")
     assert read(tmp_path / "run.sh", environ={}).conversion.values["algorithm.name"] == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named", "nearest"),
+    [
+        ("run.sh", "python3 train.py --hf-checkpoint /m --prompt-data /d --use-opd --opd-type self", "--opd-type", OPD),
+        ("run.yaml", "pretrain: /m\nopsd_mode: true\nmax_steps: 3\nstudent_train: {infer_batch_size: 1}\n",
+         "opsd_mode", OPD),
+        ("run.sh", "deepspeed --module openrlhf.cli.train_sft --pretrain /m --dataset /d --pretrain_mode",
+         "--pretrain_mode", "algorithm.name = sft"),
+        ("run.sh", "python3 -m recipe.dapo.main_dapo data.train_files=/d algorithm.filter_sample.enable=True",
+         "algorithm.filter_sample.enable", GRPO),
+    ],
+)  # fmt: skip
+def test_a_flag_of_another_algorithm_is_refused(name: str, text: str, named: str, nearest: str, tmp_path: Path):
+    line = refusal(tmp_path, name, f"{text}\n")
+    assert named in line
+    assert nearest in line
+
+
+def test_the_supervised_configuration_of_verl_is_not_ppo(tmp_path: Path):
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "fsdp.yaml").write_text("lr: 1.0e-3\n")
+    text = "defaults: [optim@optim: fsdp, _self_]\ndata: {train_files: /d}\ntrainer: {total_epochs: 4, nnodes: 1}\n"
+    (tmp_path / "sft_trainer_engine.yaml").write_text(text)
+    conversion = read(tmp_path / "sft_trainer_engine.yaml", environ={}).conversion
+    assert conversion.values["algorithm.name"] == "sft"
+    assert conversion.sources["train.lr"].startswith("optim.lr: 1.0e-3")

@@ -242,7 +242,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "a random reward": ("START --rm-type random", {"score.rm_type": "random"}),
     "a remote reward": ("START --rm-type remote_rm --rm-url http://h:1/rm", {"score.rm_url": "http://h:1/rm"}),
     "an unknown verifier": ("START --rm-type opencua_click", {
-        "hand score.rm_type": "names no reward", "listed --rm-type": "is not a verifier here"}),
+        "hand --rm-type": "is not a verifier here"}),
     "a reward of one's own": ("START --custom-rm-path my.rewards.judge", {"score.custom_rm_path": "my.rewards:judge"}),
     "no reward": (
         "python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 4",

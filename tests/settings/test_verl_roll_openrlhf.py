@@ -26,6 +26,7 @@ FUNCTION = "custom_reward_function.path=/r.py "
 BUFFER = "reward_model.overlong_buffer"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 BY_SOURCE = {"score.rm_type": "by_column"}
+NOT_TRUNCATED = "slimectl.stages.filters:leave_out_truncated"
 
 VERL: list[tuple[str, dict[str, Any], str]] = [
     (PPO, {"algorithm.name": "ppo", **BY_SOURCE, "run.num_epoch": 30, "train.gradient_checkpointing": True,
@@ -95,6 +96,15 @@ VERL: list[tuple[str, dict[str, Any], str]] = [
      "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
      {"algorithm.use_tis": True, "algorithm.tis_level": "sequence", "algorithm.use_rs": True,
       "algorithm.rs_level": "token", "algorithm.rs_clip": 2.0, "algorithm.rs_clip_low": 0.5}, ""),
+    (GRPO + f"{ACTOR}ppo_epochs=1 {ROLLOUT}multi_turn.enable=False distillation.enabled=False", BY_SOURCE, ""),
+    (GRPO + f"{ACTOR}ppo_epochs=4", BY_SOURCE, f"{ACTOR}ppo_epochs = 4"),
+    (GRPO + f"{ROLLOUT}multi_turn.enable=True", BY_SOURCE, f"{ROLLOUT}multi_turn.enable = True"),
+    (GRPO + f"{ACTOR}use_gpg_loss=True", BY_SOURCE, f"{ACTOR}use_gpg_loss = True"),
+    (GRPO + "actor_rollout_ref.ref.sync_ref_model=True", BY_SOURCE, "actor_rollout_ref.ref.sync_ref_model = True"),
+    (GRPO + f"{ACTOR}kl_loss_type=other", BY_SOURCE, f"{ACTOR}kl_loss_type = other"),
+    (GRPO.replace("verl.trainer.main_ppo", "agents.verl"), BY_SOURCE, "agents.verl"),
+    (GRPO.replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo"), BY_SOURCE, ""),
+    (GRPO.replace("-m verl.trainer.main_ppo", "verl/trainer/main_ppo.py"), BY_SOURCE, ""),
 ]  # fmt: skip
 
 RAY = "python3 -m openrlhf.cli.train_ppo_ray --pretrain /m --prompt_data /d.jsonl "
@@ -142,6 +152,14 @@ OPENRLHF: list[tuple[str, dict[str, Any], str]] = [
                                 "rollout.input_key": "input", "train.min_lr": 5e-7}, ""),
     (ROWS.format("train_dpo") + " --train.max_epochs 3",
      {"algorithm.name": "dpo", "train.lr": 1e-5, "run.num_epoch": 3, "algorithm.beta": 0.1}, ""),
+    (ROWS.format("train_opd") + " --teacher.model_name_or_path /t --train.batch_size 8",
+     {"algorithm.name": "opd", "run.rollout_batch_size": 8, "train.global_batch_size": 8}, ""),
+    (RAY + RM + "--max_epochs 2", {"algorithm.name": "ppo"}, "--max_epochs 2"),
+    (RAY + RM + "--max_epochs 1 --dynamic_filtering_reward_range 0.0 1.0", {"algorithm.name": "ppo"}, ""),
+    (RAY + RM + "--stop_properly_penalty_coef 0.0", {}, "--stop_properly_penalty_coef 0.0"),
+    (RAY + RM + "--normalize_reward", {}, "--normalize_reward"),
+    (RAY + RM + "--kl_estimator k3_offline", {}, "--kl_estimator k3_offline"),
+    (RAY + RM + "--lora_rank 8 --target_modules q_proj,v_proj", {"train.lora_targets": ["q_proj", "v_proj"]}, ""),
     (ROWS.format("train_rm"), {"algorithm.name": "reward_model", "train.lr": 9e-6, "run.num_epoch": 1}, ""),
     ("python3 -m openrlhf.cli.serve_rm --reward.model_name_or_path /rm --port 5000 &\n" + RAY + RM,
      {"score.rm_type": "remote_rm"}, ""),
@@ -153,7 +171,7 @@ actor_train:
   device_mapping: list(range(0,4))
   data_args: {file_name: /d.jsonl, messages: messages}
   strategy_args: {strategy_name: deepspeed_train}
-actor_infer: {strategy_args: {strategy_name: vllm}, device_mapping: list(range(0,4))}
+actor_infer: {strategy_args: {strategy_name: vllm}, device_mapping: "list(range(0,4))"}
 """
 MATH = "rewards: {math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker}}\n"
 TWO = """rewards:
@@ -196,6 +214,13 @@ YAML: list[tuple[str, dict[str, Any], str]] = [
      {"algorithm.name": "grpo", "algorithm.grpo_std_normalization": False}, "rollout.env"),
     (ROLL.replace("list(range(0,4))\n", "${devices}\n") + MATH, {"train.global_batch_size": None},
      "actor_train.device_mapping: ${devices}"),
+    (ROLL.replace("actor_train:", "actor_train:\n  model_args: {lora_rank: 4, lora_target: 'o_proj, q_proj'}") + MATH,
+     {"train.lora_targets": ["o_proj", "q_proj"], "train.lora_rank": 4}, ""),
+    (ROLL + MATH + "max_len_mask: true\n", {"rollout.sample_filter_path": NOT_TRUNCATED}, ""),
+    (ROLL + MATH + "max_len_mask: false\ndifficulty_mask: false\nppo_epochs: 1\n",
+     {"rollout.sample_filter_path": None}, ""),
+    (ROLL + MATH + "difficulty_mask: true\n", {}, "difficulty_mask: true"),
+    (ROLL + MATH + "advantage_clip: 2.0\n", {}, "advantage_clip: 2.0"),
     (ROLL.replace("actor_train", "sft_train"), {"algorithm.name": "sft", "run.num_epoch": 1, "run.num_rollout": None,
                                                "train.global_batch_size": 32}, ""),
     (ROLL + "beta: 0.2\nchosen_key: chosen\n", {"algorithm.name": "dpo", "algorithm.beta": 0.2}, ""),
@@ -287,7 +312,7 @@ def test_the_reward_is_the_first_line_by_hand_in_the_file_and_on_stderr(tmp_path
     (tmp_path / "run.sh").write_text(f"{RAY}--num_episodes $(nproc)\n")
     command = [sys.executable, "-m", "slimectl", "settings", "from", str(tmp_path / "run.sh")]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = result.stdout.split("# To be set by hand: values that the file alone does not tell:\n")[1].splitlines()
+    lines = result.stdout.split("# To be set by hand: ")[1].partition("\n")[2].splitlines()
     assert lines[0].startswith("#   score.rm_type: the file names no reward.")
     assert lines[1].startswith("#   --num_episodes")
     warnings = result.stderr.splitlines()

@@ -355,12 +355,20 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
     known_flag = Flag(flag.name, flag.spelling, values, flag.place)
     try:
         value = row.convert(known_flag) if row.convert else plain(known_flag)
+    except Unneeded as error:
+        conversion.omit(flag, str(error))
+        return
     except ValueError as error:
-        decides = row.key == "algorithm.name"
-        conversion.omit(flag, f"{error}; set {row.key} by hand" if decides else str(error), by_hand=decides)
+        reason = str(error).removesuffix("; set the key by hand")
+        remedy = "" if f"set {row.key}" in reason else f"; set {row.key} by hand"
+        conversion.omit(flag, f"{reason}{remedy}", by_hand=True)
         return
     for key, item in value.items() if isinstance(value, Many) else [(row.key, value)]:
         conversion.put(key, item, canonical(flag.name))
+
+
+class Unneeded(ValueError):
+    """A value that needs no setting, as slimectl does the same without one."""
 
 
 class Many(dict[str, Any]):
@@ -415,6 +423,10 @@ def _ask_for_reward(conversion: Conversion) -> None:
     is_asked = any(item.first or (item.by_hand and item.flag == "algorithm.name") for item in conversion.omissions)
     if is_asked or not getattr(algorithm, "learns_from_rewards", False) or conversion.values.keys() & set(REWARDS):
         return
+    for position, item in enumerate(conversion.omissions):
+        if item.by_hand and re.search(r"\bscore\.(rm|custom_rm)", item.reason):
+            conversion.omissions[position] = replace(item, first=True)
+            return
     conversion.ask_for(
         "score.rm_type", "the file names no reward. Set a verifier, or a function as score.custom_rm_path "
         "(docs/verifiers.md)"

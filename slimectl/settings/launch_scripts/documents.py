@@ -190,7 +190,10 @@ def with_defaults(
         elif file.is_file() and file.resolve().is_relative_to(root.resolve()) and file.resolve() != path.resolve():
             shown = str(Path(name).parent / relative)
             package = _package(file, shown, entry.package)
-            flags = [replace(flag, name=f"{package}{flag.name}") for flag in read(file, shown)]
+            flags = [
+                replace(flag, name=f"{package}{flag.name}", spelling=f"{package}{flag.spelling}")
+                for flag in read(file, shown)
+            ]
             joined = _over(joined, {flag.name: flag for flag in flags})
         elif not STOCK.fullmatch(entry.file.rpartition("/")[2]):
             unread.append(Field(entry.file, Place(name, entry.line)))

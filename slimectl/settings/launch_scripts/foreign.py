@@ -58,6 +58,7 @@ LLAMA_FACTORY = (
     "is of LLaMA-Factory, which is not read. Its stages sft, dpo and rm are algorithm.name = sft, dpo, reward_model"
 )
 SWIFT = "is of ms-swift, which is not read. Its types grpo, dpo and rm are algorithm.name = grpo, dpo, reward_model"
+WHOLE = "Give the whole configuration, or the script that starts the training"
 EVALUATION = "evaluates a model. Set eval.data, or run `slimectl rollout` and `slimectl score`"
 SAMPLING = "samples responses and trains nothing. That is `slimectl rollout` or `slimectl serve`"
 WEIGHTS = "merges or converts weights. That is `slimectl convert`"
@@ -101,14 +102,19 @@ DOCUMENTS: Sequence[tuple[str, str]] = (
     ("base_model sequence_len|base_model datasets|rl base_model|base_model adapter", f"is of axolotl, {OTHER_STACK}"),
     ("rlhf_type", SWIFT),
     ("loss_fn policy|grpo policy", f"is of NeMo-RL, {OTHER_STACK}"),
+    ("output_dataset_name", PREPARATION),
+    ("data.path data.response_key", "grades responses in a file. That is `slimectl score`"),
     ("recipe model|optimizer tokenizer dataset", f"is of torchtune, {OTHER_STACK}"),
     ("method parameters", "is a sweep of Weights & Biases. Give the program that it starts"),
-    ("task doc_to_text|task dataset_path", "is a task of lm-evaluation-harness. Set eval.data to its rows"),
+    (
+        "task doc_to_text|task doc_to_target|task dataset_path output_type|task dataset_path metric_list",
+        "is a task of lm-evaluation-harness. Set eval.data to its rows",
+    ),
     ("dataset_info|task_categories|configs license|splits features", "describes data. Set rollout.data to its rows"),
     ("tokenizer_class|added_tokens_decoder|added_tokens model", "belongs to a tokenizer. Set model.path to its folder"),
     ("architectures|model_type transformers_version|transformers_version eos_token_id",
      "belongs to a model. Set model.path to its folder"),
-    ("_target_", "is a part of a configuration of Hydra. Give the script that starts the training"),
+    ("_target_", f"is a part of a configuration of Hydra. {WHOLE}"),
     ("peft_type", "belongs to an adapter. Set train.lora_load to its folder"),
     ("log_history", "is the state of a training that ran. Give the script that started it"),
     ("channels dependencies|dependencies devDependencies", "lists packages and starts no training"),
@@ -228,6 +234,8 @@ def file_purpose(path: Path) -> str:
         return next(purpose for names, purpose in DOCUMENTS if names.startswith("jobs"))
     if path.name == ".gitlab-ci.yml":
         return next(purpose for names, purpose in DOCUMENTS if names.startswith("stages"))
+    if path.name.startswith("_generated_ppo"):
+        return f"lists the defaults of verl. {WHOLE}"
     return NAMES.get(path.name, SUFFIXES.get(path.suffix, ""))
 
 

@@ -70,6 +70,10 @@ def _settle_algorithm(conversion: Conversion) -> None:
         conversion.unlist("use_kl_loss")
     if conversion.values.get("algorithm.name") == "opd":
         conversion.settled.add("algorithm.kl_coef")
+        if not conversion.is_unknown("train_batch_size"):
+            samples = conversion.number("n_samples_per_prompt", 1)
+            rows = max(1, conversion.number("train_batch_size", 128) // samples)
+            conversion.put("run.rollout_batch_size", rows, "train_batch_size")
 
 
 def _settle_loss(conversion: Conversion) -> None:

@@ -14,6 +14,7 @@ from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, can
 from slimectl.settings.launch_scripts.documents import STOCK, yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, is_part_of, options
 from slimectl.settings.launch_scripts.launcher import launched
+from slimectl.settings.launch_scripts.objectives import ask_for_changes, refuse_other_algorithms
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
 from slimectl.settings.launch_scripts.python_files import has_trainer, program_flags, python_flags
 from slimectl.settings.launch_scripts.roll import ROLL
@@ -42,6 +43,11 @@ TELLING_KEYS = {
     "num_generations", "reward_funcs", "reward_model_path", "use_vllm", "learning_rate",
 }  # fmt: skip
 """Keys of which a recipe of TRL has one; the others are also in files of other kinds."""
+ROOTS = {
+    "verl": ("trainer.", "actor_rollout_ref.", "async_training."),
+    "roll": ("pretrain", "actor_", "student_", "sft_"),
+}
+"""Beginnings of keys of which a whole configuration has one; a part of one has none."""
 FEWEST_FLAGS = 3
 """Known flags from which a command, or a document, counts as one of training."""
 
@@ -94,7 +100,10 @@ def read(
         launch = _with_configuration(launch, path, folder, notes, environ)
         launch = _with_program(launch, path, folder, environ)
     _check_program(launch)
-    return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
+    conversion = convert(launch.dialect, launch.flags, launch.launcher)
+    refuse_other_algorithms(conversion)
+    ask_for_changes(conversion)
+    return Reading(conversion, list(dict.fromkeys(notes)))
 
 
 def _script(path: Path, root: Path, environ: Mapping[str, str], dialects: Sequence[Dialect]) -> Script | None:
@@ -132,7 +141,8 @@ def _known(dialect: Dialect, flags: Sequence[Flag]) -> int:
 
 def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack: str | None) -> Launch:
     """The dialect of a document: the one that knows most of its keys. Raises SettingsError for other documents."""
-    if path.suffix != ".py" and (purpose := foreign.document_purpose({flag.name.partition(".")[0] for flag in flags})):
+    names = {name for flag in flags for name in (flag.name, flag.name.partition(".")[0])}
+    if path.suffix != ".py" and (purpose := foreign.document_purpose(names)):
         raise SettingsError(f"{path}: {purpose}")
     launches = [Launch(dialect, tuple(flags), _known(dialect, flags)) for dialect in dialects]
     best = max(launches, key=lambda launch: launch.num_known)
@@ -140,6 +150,9 @@ def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack:
     if not stack and best.dialect.name == "trl" and not is_named and not {flag.name for flag in flags} & TELLING_KEYS:
         best = replace(best, num_known=0)
     has_keys = best.num_known >= (1 if stack else FEWEST_FLAGS)
+    roots = ROOTS.get(best.dialect.name, ("",))
+    if has_keys and path.suffix != ".py" and not any(name.startswith(roots) for name in names):
+        raise SettingsError(f"{path}: is a part of a configuration. {foreign.WHOLE}")
     if path.suffix == ".py" and not is_named and (best.dialect.name == "trl" or not has_keys):
         raise SettingsError(
             f"{path}: names no trainer, such as GRPOTrainer or GRPOConfig; give the program that trains"

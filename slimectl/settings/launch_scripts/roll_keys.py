@@ -8,6 +8,8 @@ from dataclasses import replace
 from slimectl.settings.launch_scripts.conversion import Row, namesakes
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.values import (
+    NOT_TRUNCATED,
+    Always,
     ahead,
     choice,
     integer,
@@ -127,9 +129,10 @@ ALGORITHM = (
     Row("entropy_loss_coef", "algorithm.entropy_coef"),
     Row("reward_clip advantage_clip reward_norm reward_shift reward_scale whiten_rewards norm_mean_type "
         "norm_std_type kl_penalty target_kl kl_horizon difficulty_mask difficulty_low_threshold "
-        "difficulty_high_threshold error_max_len_clip max_len_mask difficulty_loss_weight length_loss_weight "
+        "difficulty_high_threshold error_max_len_clip difficulty_loss_weight length_loss_weight "
         "query_filter_config.type query_filter_config.filter_args.threshold_up "
         "query_filter_config.filter_args.threshold_down use_pg_clip_range train_infer_correction", text=LOSS),
+    Row("max_len_mask", "rollout.sample_filter_path", convert=Always(NOT_TRUNCATED)),
     Row("beta", "algorithm.beta", "of dpo"),
     Row("label_smoothing", "algorithm.label_smoothing", "of dpo"),
     Row("teacher.model_args.model_name_or_path", "algorithm.opd_teacher_load", "with student_train"),

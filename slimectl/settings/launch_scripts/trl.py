@@ -227,19 +227,25 @@ def _settle_schedule(conversion: Conversion) -> None:
         conversion.put("train.min_lr", rate * peak, "lr_scheduler_kwargs.min_lr_rate")
 
 
+RANKS = ("lora_r", "lora_rank", "peft_config.r")
+"""Arguments that name the rank of adapters."""
+
+
 def _settle_adapter(conversion: Conversion) -> None:
     """LoRA of peft: only with use_peft, with its defaults, and its scale under use_rslora."""
     values = conversion.values
     of_table = any(name.startswith("peft_config.") for name in conversion.flags)
-    if not (conversion.switch("use_peft") or of_table or "lora_rank" in conversion.flags):
+    has_no_rank = any(conversion.number(name, 1) <= 0 for name in RANKS)
+    if has_no_rank or not (conversion.switch("use_peft") or of_table or "lora_rank" in conversion.flags):
+        reason = "a rank of 0 is no adapter" if has_no_rank else "has no effect there without use_peft"
         for key in [key for key in values if key.startswith("train.lora_")]:
-            conversion.take_back(key, "has no effect there without use_peft")
+            conversion.take_back(key, reason)
         return
-    if conversion.is_unknown("lora_r", "peft_config.r", "lora_rank"):
+    if conversion.is_unknown(*RANKS):
         return
     rank, alpha = ADAPTERS.get(conversion.text("peft_class"), (8, 8) if of_table else (16, 32))
     values.setdefault("train.lora_rank", rank)
-    conversion.put("train.lora_rank", int(values["train.lora_rank"]), "lora_r", "lora_rank", "peft_config.r")
+    conversion.put("train.lora_rank", int(values["train.lora_rank"]), *RANKS)
     scale = float(values.get("train.lora_alpha", alpha))
     names = ["lora_alpha", "peft_config.lora_alpha"]
     for scaled in ("use_rslora", "lora_use_rslora"):

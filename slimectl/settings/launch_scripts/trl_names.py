@@ -6,6 +6,8 @@ from slimectl.settings.launch_scripts.conversion import Many, Row, namesakes, ty
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.foreign import own_algorithm
 from slimectl.settings.launch_scripts.values import (
+    NOT_TRUNCATED,
+    Always,
     choice,
     integer,
     layers,
@@ -117,7 +119,7 @@ ALGORITHM = (
     Row("scale_rewards", "algorithm.grpo_std_normalization",
         "group is true, none false; mean is algorithm.name = maxrl",
         choice(true=True, group=True, false=False, none=False, batch=True, mean=True), default=True),
-    Row("mask_truncated_completions", text="set rollout.sample_filter_path to a function that removes them"),
+    Row("mask_truncated_completions", "rollout.sample_filter_path", convert=Always(NOT_TRUNCATED)),
     Row("sync_ref_model ref_model_mixup_alpha", text="algorithm.ref_update_interval renews the reference"),
     Row("ref_model_sync_steps", "algorithm.ref_update_interval", "with sync_ref_model"),
     Row("top_entropy_quantile off_policy_mask_threshold multi_objective_aggregation vespo_k_pos vespo_k_neg "

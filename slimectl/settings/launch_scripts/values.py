@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from slimectl.redaction import is_reference
-from slimectl.settings.launch_scripts.conversion import Many, is_on
+from slimectl.settings.launch_scripts.conversion import Many, Unneeded, is_on
 from slimectl.settings.launch_scripts.flags import Flag
 
 
@@ -32,10 +32,13 @@ class Always:
         self.value = value
 
     def __call__(self, flag: Flag) -> Any:
-        """Return the value. Raises ValueError if the flag is off."""
+        """Return the value. Raises Unneeded if the flag is off."""
         if not is_on(flag):
-            raise ValueError("is off, as it is here")
+            raise Unneeded("is off, as it is here")
         return self.value
+
+
+NOT_TRUNCATED = "slimectl.stages.filters:leave_out_truncated"
 
 
 def choice(names: str = "", **others: Any) -> Callable[[Flag], Any]:
@@ -72,14 +75,14 @@ def positive(flag: Flag, lowest: int = 1) -> int:
     """A count, where less than the lowest stands for none."""
     value = integer(flag)
     if value < lowest:
-        raise ValueError(f"{flag.text} stands for none, as here")
+        raise Unneeded(f"{flag.text} stands for none, as here")
     return value
 
 
 def rounds(flag: Flag) -> str:
-    """A number of rounds. Raises ValueError for none."""
+    """A number of rounds. Raises Unneeded for none."""
     if integer(flag) <= 0:
-        raise ValueError("trains nothing and only evaluates. Use `slimectl evaluate`")
+        raise Unneeded("trains nothing and only evaluates. Use `slimectl evaluate`")
     return flag.text
 
 
@@ -87,7 +90,7 @@ def share(flag: Flag) -> float:
     """A share from 0 to 1, where 0 stands for none."""
     value = number(flag)
     if not value > 0:
-        raise ValueError(f"{flag.text} stands for none, as here")
+        raise Unneeded(f"{flag.text} stands for none, as here")
     return value
 
 
@@ -122,10 +125,10 @@ def texts(flag: Flag) -> list[str]:
 
 
 def layers(flag: Flag) -> list[str]:
-    """Names of layers with an adapter; all of them are the default here."""
+    """Names of layers with an adapter, in words or between commas. Raises Unneeded for all, the default here."""
     names = comma_separated(flag)
     if names in (["all-linear"], ["all"]):
-        raise ValueError(f"{names[0]} is the default here")
+        raise Unneeded(f"{names[0]} is the default here")
     return names
 
 

@@ -25,7 +25,10 @@ def settings_file(conversion: Conversion, source: Path, notes: list[Note]) -> st
         lines += _section(conversion, section)
     by_hand = [omission for omission in conversion.omissions if omission.by_hand]
     remaining = [omission for omission in conversion.omissions if not omission.by_hand]
-    lines += _comments("To be set by hand: values that the file alone does not tell", map(_omission, by_hand))
+    lines += _comments(
+        "To be set by hand: values that the file does not tell, and changes of the training that have no setting",
+        map(_omission, by_hand),
+    )
     lines += _comments("To be settled: settings that contradict each other", conversion.problems)
     lines += _comments("Not followed", (f"{note.text} ({note.place})" for note in notes))
     lines += _comments("Without a counterpart, or without effect here", map(_omission, remaining))
