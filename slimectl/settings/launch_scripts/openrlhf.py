@@ -5,7 +5,7 @@ from __future__ import annotations
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, stem
 from slimectl.settings.launch_scripts.flags import Flag
-from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, REWARD
+from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS
 from slimectl.settings.launch_scripts.openrlhf_names import aliases
 from slimectl.settings.launch_scripts.values import secret
 
@@ -250,7 +250,7 @@ def _settle_reward(conversion: Conversion) -> None:
     elif address is not None and "score.rm_url" in conversion.values:
         if conversion.text("remote_rm_url").endswith(".py"):
             conversion.values.pop("score.rm_url")
-            conversion.omit(address, REWARD, first=True)
+            conversion.put("score.custom_rm_path", f"{conversion.text('remote_rm_url')}:reward_func", "remote_rm_url")
         else:
             conversion.put("score.rm_type", "remote_rm", "remote_rm_url")
         conversion.take_back("score.rm_options.path", "--remote_rm_url goes before it")
