@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from slimectl.data.columns import ANSWERS, QUESTIONS
@@ -16,14 +17,22 @@ from slimectl.types import Sample, detached_copy
 from slimectl.user_code import in_one_line
 
 SETTING = "score.custom_rm_path"
-COLUMNS = ("prompts", "completions")
-"""Parameters of a function that takes the parts of many samples, as TRL's do."""
+COLUMNS = ("prompts", "completions", "queries")
+"""Parameters of a function that takes the parts of many samples, as those of TRL and OpenRLHF do."""
 NAMES = (
     "prompt", "completion", "response", "label", "ground_truth", "solution_str", "data_source", "extra_info",
 )  # fmt: skip
 """Parameters of a function that takes the parts of one sample, as verl's do."""
 PLURALS = {"prompt": "prompts", "completion": "completions"}
 """Names of these parts in a function that takes many."""
+
+
+@cache
+def _tokenizer(path: str) -> Any:
+    """Load the tokenizer of a model. No code of it is run."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 class OfSample:
@@ -102,6 +111,8 @@ class UserReward:
         rows = [self._parts(sample) for sample in samples]
         if self.takes_many:
             rows = [{PLURALS.get(name, name): value for name, value in row.items()} for row in rows]
+        if "queries" in self._hook.wanted:
+            rows = [row | self._texts(sample) for row, sample in zip(rows, samples, strict=True)]
         names = list(dict.fromkeys(name for row in rows for name in row))
         if missing := [name for name in self._hook.required if name not in {*names, "args", "settings"}]:
             raise HookError(
@@ -109,6 +120,26 @@ class UserReward:
                 f"Their keys are {', '.join(names)}."
             )
         return {name: [row.get(name) for row in rows] for name in names} if self.takes_many else rows[0]
+
+    def _texts(self, sample: Sample) -> dict[str, Any]:
+        """Return the parts of a sample as OpenRLHF names them: prompt and response as one text, with its markup.
+
+        Raises HookError for a chat whose text is not known.
+        """
+        count, path = sample.prompt_length, self._args.model.path
+        if sample.tokens and path:
+            decode = _tokenizer(path).decode
+            prompt, query = (
+                decode(tokens, skip_special_tokens=False) for tokens in (sample.tokens[:count], sample.tokens)
+            )
+        elif isinstance(sample.prompt, str):
+            prompt, query = sample.prompt, sample.prompt + sample.response
+        else:
+            raise HookError(
+                f"{self.name} wants queries, and the text of a chat is in its tokens. "
+                "Set model.path, and score samples that `slimectl rollout` made."
+            )
+        return {"queries": query, "prompts": prompt, "labels": sample.label}
 
     def _parts(self, sample: Sample) -> dict[str, Any]:
         """Return the parts of one sample under the names that reward functions of other programs have for them."""
@@ -139,6 +170,8 @@ class UserReward:
         """Return one reward per sample. Raises HookError if the number differs."""
         if not self.takes_many:
             return [self._plain(returned, samples[0])]
+        if "queries" in self._hook.wanted and isinstance(returned, dict):  # OpenRLHF's, beside scores and extra_logs
+            returned = returned.get("rewards")
         try:
             values = returned.tolist() if hasattr(returned, "tolist") else returned
         except Exception as error:

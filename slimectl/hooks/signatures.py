@@ -129,10 +129,13 @@ class BatchRewardFunction(Protocol):
 
 
 class ColumnRewardFunction(Protocol):
-    """Returns the rewards of many samples, whose parts are lists: TRL's shape. `row` are further keys of their rows."""
+    """Returns the rewards of many samples, whose parts are lists: TRL's shape. `row` are further keys of their rows.
+
+    With `queries`, prompt and response in one text, it is OpenRLHF's shape: prompts are texts, and `labels` are there.
+    """
 
     def __call__(
-        self, args: FlatSettings, prompts: list[Any], completions: list[Any], **row: list[Any]
+        self, args: FlatSettings, prompts: list[Any], completions: list[Any], queries: list[str], **row: list[Any]
     ) -> list[float]: ...
 
 

@@ -13,7 +13,8 @@ from slimectl.errors import HookError
 from slimectl.hooks.reward import UserReward
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
-from slimectl.types import Sample
+from slimectl.stages.filters import leave_out_truncated
+from slimectl.types import Sample, Status
 
 OWN = '''
 def trl(prompts, completions, **kwargs):
@@ -35,6 +36,15 @@ async def by_parts(prompt, response, label, question, level="easy"):
 
 def of_no_row(response, hardness):
     return hardness
+
+def openrlhf(queries, prompts, labels, **kwargs):
+    """As OpenRLHF calls it."""
+    import torch
+    correct = [float(query[len(prompt):] == label) for query, prompt, label in zip(queries, prompts, labels)]
+    return {"rewards": torch.tensor(correct), "scores": torch.tensor(correct), "extra_logs": {"length": len(queries)}}
+
+def openrlhf_list(queries, prompts, labels):
+    return [len(query) + 10.0 * len(prompt) for query, prompt in zip(queries, prompts)]
 
 def misspelt(sampel):
     return 0.0
@@ -65,6 +75,17 @@ def test_a_reward_of_trl_gets_lists_and_the_columns_of_the_rows(tmp_path: Path) 
     assert rewards(tmp_path, "trl_chat", chats) == [1.0, 0.0]
 
 
+def test_a_reward_of_openrlhf_gets_queries_prompts_and_labels(tmp_path: Path) -> None:
+    assert rewards(tmp_path, "openrlhf", SAMPLES) == [1.0, 0.0]
+    assert rewards(tmp_path, "openrlhf_list", SAMPLES) == [23.0, 23.0]  # "ab2" and "ab", so 3 + 10 * 2
+
+
+def test_a_query_of_a_chat_needs_its_tokens(tmp_path: Path) -> None:
+    chat = [Sample(prompt=[{"role": "user", "content": "?"}], response="2", label="2")]
+    with pytest.raises(HookError, match=r"Set model\.path"):
+        rewards(tmp_path, "openrlhf", chat)
+
+
 def test_a_reward_of_verl_gets_its_four_parts(tmp_path: Path) -> None:
     assert rewards(tmp_path, "compute_score", SAMPLES) == [{"score": 1.0, "acc": 1.0}, {"score": 0.0, "acc": 0.0}]
     row = {"data_source": "sums", "extra_info": {"index": 4}, "completion": "3", "solution_str": "3"}
@@ -83,3 +104,10 @@ def test_a_name_that_no_row_has_is_refused_with_those_that_it_has(tmp_path: Path
         rewards(tmp_path, "of_no_row", SAMPLES)
     with pytest.raises(HookError, match="misspelt wants sampel; on offer are args, settings, sample"):
         rewards(tmp_path, "misspelt", SAMPLES)
+
+
+def test_a_response_that_was_cut_off_is_not_trained_on() -> None:
+    group = [Sample(status=status) for status in (Status.TRUNCATED, Status.COMPLETED, Status.ABORTED)]
+    group.append(Sample(status=Status.COMPLETED, remove_sample=True))
+    leave_out_truncated(None, [group])
+    assert [sample.remove_sample for sample in group] == [True, False, False, True]

@@ -359,9 +359,9 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
         conversion.omit(flag, str(error))
         return
     except ValueError as error:
-        reason = str(error).removesuffix("; set the key by hand")
-        remedy = "" if f"set {row.key}" in reason else f"; set {row.key} by hand"
-        conversion.omit(flag, f"{reason}{remedy}", by_hand=True)
+        line = str(error).removesuffix("; set the key by hand")
+        remedy = "" if f"set {row.key}" in line else f"; set {row.key} by hand"
+        conversion.omit(flag, f"{line}{remedy}", by_hand=True)
         return
     for key, item in value.items() if isinstance(value, Many) else [(row.key, value)]:
         conversion.put(key, item, canonical(flag.name))

@@ -6,7 +6,7 @@ from typing import Any
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.conversion import ROWS, Conversion, Dialect, stem
-from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, REWARD, aliases
+from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, aliases
 from slimectl.settings.launch_scripts.values import secret
 
 SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model", "train_opd": "opd"}
@@ -216,7 +216,7 @@ def _settle_reward(conversion: Conversion) -> None:
     elif address is not None and "score.rm_url" in conversion.values:
         if conversion.text("remote_rm_url").endswith(".py"):
             conversion.values.pop("score.rm_url")
-            conversion.omit(address, REWARD, first=True)
+            conversion.put("score.custom_rm_path", f"{conversion.text('remote_rm_url')}:reward_func", "remote_rm_url")
         else:
             conversion.put("score.rm_type", "remote_rm", "remote_rm_url")
         conversion.take_back("score.rm_options.path", "--remote_rm_url goes before it")

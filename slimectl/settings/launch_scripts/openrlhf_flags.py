@@ -18,7 +18,6 @@ from slimectl.settings.launch_scripts.values import (
 DEEPSPEED = "training is sharded by train.backend, not by DeepSpeed"
 PLACES = "reference and critic share the trainer's GPUs"
 KERNELS = "kernels are chosen by the trainer; packs have no padding"
-REWARD = "give score.custom_rm_path a function of `prompts`, `completions` and `label` (docs/verifiers.md)"
 OVERLONG = 'write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'
 
 CLUSTER = (
@@ -44,7 +43,11 @@ MODEL = (
     Row("pretrain", "model.path"),
     Row("reward_pretrain", "score.rm_options.path", "also score.rm_type = reward_model"),
     Row("critic_pretrain", "algorithm.critic_load"),
-    Row("remote_rm_url", "score.rm_url", "also score.rm_type = remote_rm; a function in a file is to be adapted"),
+    Row(
+        "remote_rm_url",
+        "score.rm_url",
+        "also score.rm_type = remote_rm; FILE.py is score.custom_rm_path = FILE.py:reward_func",
+    ),
     Row("reward_model_path value_head_prefix save_value_network", text="a critic and a reward model have a value head"),
     Row("agent_func_path", "rollout.custom_generate_function_path", "to be adapted (docs/agents.md)"),
     Row("bf16", "train.dtype", convert=Always("bfloat16")),
