@@ -33,7 +33,10 @@ def named(setting: str, path: str) -> Settings:
 def test_a_wrong_signature_is_refused_before_a_model_is_looked_for(setting: str, tmp_path: Path):
     (tmp_path / "own.py").write_text("def own(args, engine_url): pass\n")
     offered = re.escape(", ".join(HOOKS[setting].offers))
-    with pytest.raises(HookError, match=rf"{setting}: .*own.py:own wants engine_url; on offer are {offered}"):
+    with pytest.raises(
+        HookError,
+        match=rf"{setting}: .*own.py:own asks for engine_url. Functions of this setting can ask for {offered}",
+    ):
         TrainingRun(named(setting, f"{tmp_path}/own.py:own"))
 
 
@@ -43,7 +46,7 @@ def test_a_wrong_signature_is_refused_before_a_model_is_looked_for(setting: str,
     [
         ("nowhere.py:own", "nowhere.py: no such file"),
         ("json:nothing", "json has no such name: nothing"),
-        ("json:__name__", "json is not callable: __name__"),
+        ("json:__name__", "__name__ is str 'json'. Name a function."),
         ("no_such_module", "write it as package.module:name or path/to/file.py:name"),
     ],
 )
@@ -116,7 +119,7 @@ WRONG = [
     ("rollout.data_source_path", SOURCE.format(get=GROUPS, save="return {1, 2}"), "", "returned what is not JSON"),
     ("rollout.data_source_path", SOURCE.format(get="return 1 / 0", save="pass"), "",
      "get_samples raised ZeroDivisionError"),
-    ("rollout.custom_generate_function_path", "return 'an answer'", "sample", "returned str; return the Sample"),
+    ("rollout.custom_generate_function_path", "return 'an answer'", "sample", "returned str. Return the Sample"),
     ("rollout.sample_hook_path", "return 'a sample'", "", "returned str 'a sample'; return a Sample or None"),
     ("rollout.sample_hook_path", "sample.loss_mask = [1]", "sample", "loss_mask has 1 values for 4 response tokens"),
     ("rollout.dynamic_sampling_filter_path", "return 'yes'", "", "returned str 'yes'; return True, False"),
@@ -212,6 +215,6 @@ def test_a_hook_that_raises_is_named_with_its_line(kind: str, tmp_path: Path, mo
     )
     assignments = [*SMALL, "rollout.sample_hook_path=['own.py:own']"]
     settings = resolve([from_file(Path("slimectl.toml")), from_assignments(assignments)]).settings
-    said = r"^rollout.sample_hook_path: own.py:own raised KeyError: 'gold' \(own.py:2\); mend it there$"
+    said = r"^rollout.sample_hook_path: own.py:own raised KeyError: 'gold' \(own.py:2\)\. Fix it there\.$"
     with pytest.raises(HookError, match=said):
         TrainingRun(settings).execute()

@@ -165,7 +165,10 @@ def test_something_else_than_samples_is_refused_in_one_line(workshop: Workshop, 
 def test_a_generate_function_of_the_wrong_shape_is_refused_before_anything_is_sampled(workshop: Workshop):
     with_hook(workshop, "async def generate(sample, engine_url):\n    return sample\n")
     assert workshop.slimectl("rollout", "-c", "slimectl.toml", *HOOK, code=2) == b""
-    assert "wants engine_url; on offer are args, settings, sample, sampling_params, generate" in workshop.stderr
+    assert (
+        "asks for engine_url. Functions of this setting can ask for args, settings, sample, sampling_params, generate"
+        in workshop.stderr
+    )
 
 
 def test_settings_and_the_evaluation_flag_are_on_offer(workshop: Workshop):
