@@ -242,7 +242,7 @@ class GroupGenerator:
         """Mark a sample as failed if its function appended trained tokens beyond the context of the engine."""
         excess = 0 if self.context is None else len(sample.tokens) - self.context
         if excess > 0 and sample.status is Status.COMPLETED and any((sample.loss_mask or [1])[-excess:]):
-            _fail(sample, f"{len(sample.tokens)} tokens do not fit into the context of {self.context}")
+            _fail(sample, f"ContextFullError: {len(sample.tokens)} tokens do not fit into a context of {self.context}")
 
     def _note_opened_thought(self, sample: Sample) -> None:
         """Write to the metadata which thought the rendered prompt opens. Verifiers do not see that prompt.

@@ -38,7 +38,9 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
     if not colon:
         module_path, _, name = path.rpartition(".")
     if not module_path or not name:
-        raise HookError(f"{setting}: {path}: write it as package.module:name or path/to/file.py:name")
+        raise HookError(
+            f"{setting}: {path} names no function. Write it as package.module:name or path/to/file.py:name."
+        )
     module = _import(module_path, setting)
     value = getattr(module, name, None)
     if value is None:
@@ -259,7 +261,7 @@ class Hook:
 
     def returned(self, result: Any, expected: str) -> HookError:
         """Return the error for an invalid result; `expected` describes a valid one."""
-        return HookError(f"{self.setting}: {self.path} returned {_describe(result)}; return {expected}")
+        return HookError(f"{self.setting}: {self.path} returned {_describe(result)}. Return {expected}.")
 
     def error_location(self, error: BaseException) -> str:
         """Return FILE:LINE of the callable's own code that an error comes from."""
@@ -298,7 +300,9 @@ def _parameters(function: Callable[..., Any], location: str) -> list[inspect.Par
 
 def _describe(value: Any) -> str:
     """Describe a value by its type, with its text if it is short and plain, and with the length of a container."""
-    if isinstance(value, int | float | str | None):
+    if value is None:
+        return "None"
+    if isinstance(value, int | float | str):
         return f"{type(value).__name__} {_short_repr(value)}"
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple | dict) else type(value).__name__
 

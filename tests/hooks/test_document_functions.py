@@ -171,7 +171,7 @@ def test_a_status_may_be_given_by_its_value():
     ("body", "error"),
     [
         ("return {}['gold']", "KeyError: 'gold' (own.py:2)"),
-        ("sample.response = 'x' * 9; return sample", "11 tokens do not fit into the context of 10"),
+        ("sample.response = 'x' * 9; return sample", "ContextFullError: 11 tokens do not fit into a context of 10"),
         ("sample.response, sample.loss_mask = 'x' * 9, [1] * 8 + [0]; return sample", None),
     ],
 )
