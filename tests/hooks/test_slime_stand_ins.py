@@ -288,8 +288,8 @@ def test_what_cannot_work_here_says_so_when_it_is_called() -> None:
 
 
 def test_a_reward_that_asks_for_itself_is_refused(tmp_path: Path) -> None:
-    text = "from slime.rollout.rm_hub import async_rm\nasync def own(args, sample):\n    return await async_rm(args, sample)\n"
-    (tmp_path / "own.py").write_text(text)
+    lines = ["from slime.rollout.rm_hub import async_rm", "async def own(args, sample):"]
+    (tmp_path / "own.py").write_text("\n".join([*lines, "    return await async_rm(args, sample)"]))
     args = arguments_of(f"score.custom_rm_path={tmp_path}/own.py:own")
     with pytest.raises(HookError, match=r"async_rm calls the reward function of the settings, and this function calls"):
         asyncio.run(grading.async_rm(args, Sample(response="2")))

@@ -119,7 +119,7 @@ def test_a_failing_attempt_is_reported_and_not_trained_on(workshop: Workshop):
     failed = [sample for sample in samples if sample["status"] == "failed"]
     assert [sample["index"] for sample in failed] == list(range(2, 32, 4))
     assert {sample["metadata"]["error"] for sample in failed} == {
-        "ConnectionError: the tool server is gone (generate.py:4)"
+        "ConnectionError: the tool server is gone (generate.py:5)"
     }
     assert all(sample["remove_sample"] and sample["response_length"] == 0 for sample in failed)
     assert "32 samples" in workshop.stderr
