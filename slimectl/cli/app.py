@@ -90,7 +90,7 @@ def guarded(command: Callable[..., None], *, runs_user_code: bool = False) -> Ca
             leave(error.exit_code if isinstance(error, Terminated) else EXIT_INTERRUPTED)
         except SystemExit as error:  # not from slimectl: raised by a task or library that a user's function started
             stdio.say(
-                f"slimectl: a user's function called sys.exit({error.code!r:.40}){_location(error)}; mend it there"
+                f"slimectl: a user's function called sys.exit({error.code!r:.40}){_location(error)}. Fix it there."
             )
             leave(HookError.exit_code)
 

@@ -61,9 +61,9 @@ class FlatSettings:
             return getattr(matches[0], name)
         if name in flags.DEFAULTS:
             return flags.DEFAULTS[name]
-        fault = "stands in several sections" if matches else "is no setting"
+        fault = "is in several sections" if matches else "is not a setting"
         place = f"sglang.args.{name.removeprefix('sglang_')}" if name.startswith("sglang_") else f"custom.{name}"
-        raise AttributeError(f"args.{name}: {name} {fault}; use args.SECTION.KEY, or set {place}")
+        raise AttributeError(f"args.{name}: {name} {fault}. Use args.SECTION.KEY, or set {place}.")
 
 
 def _has(section: Section, key: str) -> bool:

@@ -28,7 +28,7 @@ from slimectl.settings import Settings
 from slimectl.stages.generation import GroupGenerator, sampling_params
 from slimectl.stages.in_flight import Group, run_to_end
 from slimectl.stages.prompt_groups import flatten
-from slimectl.stages.text_responses import GeneratedText, check_lengths, fill_tokens
+from slimectl.stages.text_responses import GeneratedText, check_sample, fill_tokens
 from slimectl.stages.whole_rounds import GroupSource
 from slimectl.types import Chat, Completion, Metrics, Prompt, Sample, SamplingParams, Status
 from slimectl.user_code import Hook
@@ -59,6 +59,7 @@ def as_agent(function: Hook, args: FlatSettings) -> Agent:
 
     agent.resumes = getattr(function.function, "resumes", False)  # type: ignore[attr-defined]
     agent.name = function.name  # type: ignore[attr-defined]
+    agent.error_location = function.error_location  # type: ignore[attr-defined]
     agent.per_group = "samples" in function.wanted  # type: ignore[attr-defined]
     return agent
 
@@ -110,7 +111,7 @@ async def apply_sample_hooks(sample: Sample, rollout_id: int | None, evaluation:
         if result is not None and not isinstance(result, Sample):
             raise function.returned(result, "a Sample or None")
         sample = plain_sample(sample) if result is None else result
-        check_lengths(sample, function.name)
+        check_sample(sample, function.name)
     return sample
 
 

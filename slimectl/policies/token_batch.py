@@ -32,6 +32,16 @@ def available_columns(rows: Sequence[TrainingSample]) -> list[str]:
     return names
 
 
+def check_vocabulary(rows: Sequence[TrainingSample], vocabulary: int) -> None:
+    """Raise RecordError for a token that the model has no embedding of: on a GPU it would end the process."""
+    for i, row in enumerate(rows):
+        if max(row.tokens, default=0) >= vocabulary:
+            raise RecordError(
+                f"row {i}: token {max(row.tokens)} is not in the model's vocabulary of {vocabulary} tokens. "
+                f"Use samples whose tokens come from this model's tokenizer."
+            )
+
+
 def response_tokens(
     rows: Sequence[TrainingSample],
     names: Sequence[str],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from slimectl import builders
-from slimectl.errors import SettingsError
+from slimectl.errors import HookError, SettingsError
 from slimectl.hooks.args import settings_of
 from slimectl.rewards import Verifier, verifier
 from slimectl.settings import Settings
@@ -17,6 +18,7 @@ from slimectl.types import Sample
 _graders: dict[int, tuple[Settings, Grader]] = {}
 """Settings and their grader, by the settings' id. The settings are kept, so that the id stays theirs."""
 MAX_GRADERS = 8
+_is_grading: ContextVar[bool] = ContextVar("is_grading", default=False)
 
 
 def _grader(args: Any) -> Grader:
@@ -34,9 +36,21 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
-    """Return the rewards of samples, in their order. They are not written into the samples."""
+    """Return the rewards of samples, in their order. They are not written into the samples.
+
+    Raises HookError in the reward function that the settings name: it would call itself without end.
+    """
+    if _is_grading.get():
+        raise HookError(
+            "async_rm calls the reward function of the settings, and this function calls async_rm. Call a grader in "
+            "its place, such as slime.rollout.rm_hub.grade_answer_verl."
+        )
     grader = _grader(args)
-    calls = await asyncio.gather(*(asyncio.to_thread(grader.grade, call) for call in grader.calls(samples)))
+    token = _is_grading.set(True)
+    try:
+        calls = await asyncio.gather(*(asyncio.to_thread(grader.grade, call) for call in grader.calls(samples)))
+    finally:
+        _is_grading.reset(token)
     return [getattr(reward, "reward", reward) for rewards in calls for reward in rewards]
 
 

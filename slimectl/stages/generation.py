@@ -213,16 +213,17 @@ class GroupGenerator:
         try:
             result = await self._call_agent(agent, arguments)
             name = getattr(agent, "name", "rollout.custom_generate_function_path")
-            outputs = _as_samples(result, name)
+            outputs = _as_samples(result, name, len(samples))
             for sample in [] if agent is single_turn else outputs:
                 original = before.get(id(sample))
                 fill_tokens(sample, render=self.prompt_tokens, tokenizer=self.tokenizer, name=name, before=original)
+                self._fail_beyond_context(sample)
         except SlimectlError:
             raise
         except Exception as error:
+            place = getattr(agent, "error_location", lambda error: "")(error)
             for sample in samples:
-                sample.status, sample.remove_sample = Status.FAILED, True
-                sample.metadata["error"] = redact_text(f"{type(error).__name__}: {error}")
+                _fail(sample, f"{type(error).__name__}: {error}" + (f" ({place})" if place else ""))
             outputs = samples
         if session.aborted:
             if snapshot is not None and self.interrupting and not getattr(agent, "resumes", agent is single_turn):
@@ -236,6 +237,12 @@ class GroupGenerator:
         if self.on_sample is None or (session.aborted and self.interrupting):
             return outputs
         return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
+
+    def _fail_beyond_context(self, sample: Sample) -> None:
+        """Mark a sample as failed if its function appended trained tokens beyond the context of the engine."""
+        excess = 0 if self.context is None else len(sample.tokens) - self.context
+        if excess > 0 and sample.status is Status.COMPLETED and any((sample.loss_mask or [1])[-excess:]):
+            _fail(sample, f"ContextFullError: {len(sample.tokens)} tokens do not fit into a context of {self.context}")
 
     def _note_opened_thought(self, sample: Sample) -> None:
         """Write to the metadata which thought the rendered prompt opens. Verifiers do not see that prompt.
@@ -444,11 +451,22 @@ def is_per_group(agent: Agent) -> bool:
     return bool(getattr(agent, "per_group", getattr(agent, "together", False)))
 
 
-def _as_samples(result: Any, name: str) -> list[Sample]:
-    """Return the result of an agent as a list of samples; a fan-out has several."""
+def _fail(sample: Sample, reason: str) -> None:
+    """Mark a sample as failed, so that it is not trained on."""
+    sample.status, sample.remove_sample = Status.FAILED, True
+    sample.metadata["error"] = redact_text(reason)
+
+
+def _as_samples(result: Any, name: str, attempts: int) -> list[Sample]:
+    """Return the result of an agent as a list of samples; a fan-out has more of them than attempts."""
     samples = result if isinstance(result, list) else [result]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
-        raise HookError(f"{name} returned {type(result).__name__}; return the Sample or a list of them")
+        raise HookError(f"{name} returned {type(result).__name__}. Return the Sample or a list of them.")
+    if len(samples) < attempts:
+        raise HookError(
+            f"{name} returned {len(samples)} samples for {attempts} attempts. Return all of them, and set "
+            f"remove_sample = True in those that are not to be trained on."
+        )
     for sample in samples:
         if sample.status is Status.PENDING:
             sample.status = Status.COMPLETED

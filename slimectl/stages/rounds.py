@@ -245,7 +245,7 @@ class RoundScheduler:
         if samples and all(sample.status is Status.FAILED for sample in samples):
             raise SlimectlError(
                 f"round {self.state.rounds}: all {len(samples)} attempts failed, the first with "
-                f"{samples[0].metadata.get('error')}; mend rollout.custom_generate_function_path"
+                f"{samples[0].metadata.get('error')}. Fix rollout.custom_generate_function_path."
             )
         limits, share = self._settings.score, self._settings.run.max_reward_timeouts
         report_grading(samples, limits, f"round {self.state.rounds}", max_share=share)

@@ -7,7 +7,7 @@ from typing import Any
 
 from slimectl.data.chat import encode
 from slimectl.data.images import images_of
-from slimectl.errors import HookError
+from slimectl.errors import HookError, RecordError
 from slimectl.types import FINISHED, Completion, Prompt, Sample, Status
 
 PER_TOKEN = ("loss_mask", "rollout_log_probs")
@@ -63,11 +63,19 @@ def fill_tokens(
     if response and not sample.response_length:
         if before is not None and sample.tokens == before.tokens:
             sample.tokens = [] if sample.prompt != before.prompt else sample.tokens
-            prompt = list(sample.tokens) or render(prompt_of(sample))
+            prompt = list(sample.tokens) or _rendered(sample, render, name)
         else:
-            prompt = render(prompt_of(sample))
+            prompt = _rendered(sample, render, name)
         _append_response(sample, response, prompt, tokenizer, name)
-    check_lengths(sample, name)
+    check_sample(sample, name)
+
+
+def _rendered(sample: Sample, render: Callable[[Prompt], list[int]], name: str) -> list[int]:
+    """Return the tokens of a sample's prompt. Raises HookError for a prompt that is none."""
+    try:
+        return render(prompt_of(sample))
+    except RecordError as error:
+        raise HookError(f"{name}: sample {sample.index}: {error}") from None
 
 
 def _append_response(sample: Sample, response: str, prompt: list[int], tokenizer: Any, name: str) -> None:
@@ -92,18 +100,22 @@ def _append_response(sample: Sample, response: str, prompt: list[int], tokenizer
         sample.tokens, sample.response_length = [*prompt, *tokens], len(tokens)
 
 
-def check_lengths(sample: Sample, name: str) -> None:
-    """Raises HookError, which begins with `name`, if fields of a sample have inconsistent lengths."""
-    count = sample.response_length
+def check_sample(sample: Sample, name: str) -> None:
+    """Raise HookError, which begins with `name`, for an unknown status or fields of inconsistent lengths."""
+    count, where = sample.response_length, f"{name}: sample {sample.index}"
+    if not isinstance(sample.status, Status):
+        if sample.status not in list(Status):
+            statuses = ", ".join(status.name for status in Status)
+            raise HookError(f"{where}: status is {sample.status!r:.40}. Set it to one of Sample.Status: {statuses}")
+        sample.status = Status(sample.status)
     for field in PER_TOKEN:
         values = getattr(sample, field)
         if values is not None and len(values) != count:
             raise HookError(
-                f"{name}: sample {sample.index}: {field} has {len(values)} values for {count} response tokens. "
-                f"Give each token one"
+                f"{where}: {field} has {len(values)} values for {count} response tokens. Give each token one"
             )
-    if count > len(sample.tokens):
+    if count and count >= len(sample.tokens):
         raise HookError(
-            f"{name}: sample {sample.index} has {len(sample.tokens)} tokens and a response of {count}. "
+            f"{where}: tokens has {len(sample.tokens)} values, and the response has {count}. "
             f"Set tokens to those of the prompt and the response"
         )

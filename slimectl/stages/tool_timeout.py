@@ -54,7 +54,8 @@ class ToolTimeout:
                 self._spent_s += 0.0 if self._pending_requests else tick_s
                 if self._spent_s >= self._limit_s:
                     raise TimeoutError(
-                        f"its tools took more than rollout.tool_timeout_s: {self._limit_s:g} s; mend them, or raise it"
+                        f"its tools took more than rollout.tool_timeout_s: {self._limit_s:g} s. "
+                        f"Make them faster, or raise the limit."
                     )
             return task.result()
         finally:

@@ -28,6 +28,9 @@ from slimectl.user_code.containment import (
 )
 from slimectl.user_code.stand_ins import install_stand_ins
 
+LISTED = 12
+"""Maximum number of functions that an error names."""
+
 
 def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
     """Import the object at `package.module:name`, `package.module.name` or `path/to/file.py:name`. Raises HookError."""
@@ -35,12 +38,25 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
     if not colon:
         module_path, _, name = path.rpartition(".")
     if not module_path or not name:
-        raise HookError(f"{setting}: {path}: write it as package.module:name or path/to/file.py:name")
-    value = getattr(_import(module_path, setting), name, None)
+        raise HookError(
+            f"{setting}: {path} names no function. Write it as package.module:name or path/to/file.py:name."
+        )
+    module = _import(module_path, setting)
+    value = getattr(module, name, None)
+    if value is None:
+        raise HookError(
+            f"{setting}: {path}: {module_path} has no such name: {name}. "
+            f"It has {', '.join(_functions(module)[:LISTED]) or 'no functions'}."
+        )
     if not callable(value):
-        fault = "is not callable" if value is not None else "has no such name"
-        raise HookError(f"{setting}: {path}: {module_path} {fault}: {name}")
+        raise HookError(f"{setting}: {path}: {name} is {_describe(value)}. Name a function.")
     return value  # type: ignore[no-any-return]
+
+
+def _functions(module: Any) -> list[str]:
+    """Return the names of the functions and classes that a module defines itself."""
+    values = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+    return [name for name, value in values.items() if getattr(value, "__module__", "") == module.__name__]
 
 
 def complete_path(path: str, *, setting: str, names: Sequence[Sequence[str]]) -> str:
@@ -59,7 +75,7 @@ def complete_path(path: str, *, setting: str, names: Sequence[Sequence[str]]) ->
             return path
     module = _import(path, setting)
     functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    defined = [name for name in functions if getattr(getattr(module, name), "__module__", "") == module.__name__]
+    defined = _functions(module)
     for candidates in (defined, functions):
         for group in names:
             matches = [name for name in group if name in candidates]
@@ -87,7 +103,15 @@ def _import(module_path: str, setting: str) -> Any:
     except BaseException as error:
         if not is_users(error):
             raise
-        raise HookError(f"{setting}: importing {module_path} failed: {in_one_line(error)}") from error
+        place = _innermost_frame(error)
+        raise HookError(f"{setting}: importing {module_path} failed: {in_one_line(error)}{place}") from error
+
+
+def _innermost_frame(error: BaseException) -> str:
+    """Return ` (FILE:LINE)` of the user's code that an import ended in; empty if it ended before any."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith("<") and frame.filename != __file__]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def _is_module(path: str) -> bool:
@@ -161,7 +185,10 @@ class Hook:
         unknown = [name for name in self.required if other_names.get(name, name) not in offers and not takes_data]
         unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unknown:
-            raise HookError(f"{setting}: {path} wants {', '.join(unknown)}; on offer are {', '.join(offers)}")
+            raise HookError(
+                f"{setting}: {path} asks for {', '.join(unknown)}. Functions of this setting can ask for "
+                f"{', '.join(offers)}."
+            )
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function and return its result. An async function runs to its end in a thread of its own."""
@@ -173,7 +200,7 @@ class Hook:
 
     def begin(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function. The result of an async function is to be awaited."""
-        with converted(self.name, self._error_location):
+        with converted(self.name, self.error_location):
             result = self.bare(arguments)
         return self._await_converted(result) if inspect.isawaitable(result) else result
 
@@ -202,7 +229,7 @@ class Hook:
         """Wrap a function that the callable returned, so that its errors are converted too."""
 
         def call(*values: Any, **keywords: Any) -> Any:
-            with converted(self.name, self._error_location):
+            with converted(self.name, self.error_location):
                 return function(*values, **keywords)
 
         return call
@@ -214,7 +241,7 @@ class Hook:
         except BaseException as error:
             if not is_users(error, suspended=True):
                 raise
-            raise user_error(self.name, error, self._error_location(error)) from error
+            raise user_error(self.name, error, self.error_location(error)) from error
 
     async def _await_attempt(self, awaitable: Awaitable[Any]) -> Any:
         try:
@@ -230,18 +257,14 @@ class Hook:
             return
         if isinstance(error, asyncio.CancelledError):  # raised by a task or connection that the user's code created
             raise RuntimeError(in_one_line(error)) from error
-        raise user_error(self.name, error, self._error_location(error)) from error
+        raise user_error(self.name, error, self.error_location(error)) from error
 
     def returned(self, result: Any, expected: str) -> HookError:
         """Return the error for an invalid result; `expected` describes a valid one."""
-        description = (
-            f"{type(result).__name__} {_short_repr(result)}"
-            if isinstance(result, int | float | str | None)
-            else _describe_type(result)
-        )
-        return HookError(f"{self.setting}: {self.path} returned {description}; return {expected}")
+        return HookError(f"{self.setting}: {self.path} returned {_describe(result)}. Return {expected}.")
 
-    def _error_location(self, error: BaseException) -> str:
+    def error_location(self, error: BaseException) -> str:
+        """Return FILE:LINE of the callable's own code that an error comes from."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return error_location(error, self.function.__module__) or f"{Path(frame.filename).name}:{frame.lineno}"
 
@@ -275,8 +298,12 @@ def _parameters(function: Callable[..., Any], location: str) -> list[inspect.Par
         ) from None
 
 
-def _describe_type(value: Any) -> str:
-    """Describe a value by its type and, for a container, its length."""
+def _describe(value: Any) -> str:
+    """Describe a value by its type, with its text if it is short and plain, and with the length of a container."""
+    if value is None:
+        return "None"
+    if isinstance(value, int | float | str):
+        return f"{type(value).__name__} {_short_repr(value)}"
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple | dict) else type(value).__name__
 
 

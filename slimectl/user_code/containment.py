@@ -78,7 +78,7 @@ def in_one_line(error: BaseException) -> str:
     try:
         message = " ".join(str(error).split())
     except Exception:
-        message = "(its words cannot be read)"
+        message = "(its message cannot be read)"
     message = message if len(message) <= LONGEST else f"{message[:LONGEST]}…"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
@@ -88,7 +88,7 @@ def user_error(name: str, error: BaseException, place: str = "") -> SlimectlErro
     if isinstance(error, SlimectlError):
         return error
     action = f"called {error}" if isinstance(error, _Exit) else f"raised {in_one_line(error)}"
-    return HookError(f"{name} {action}{f' ({place})' if place else ''}; mend it there")
+    return HookError(f"{name} {action}{f' ({place})' if place else ''}. Fix it there.")
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def _make_preventer(name: str, function: Callable[..., Any]) -> Callable[..., An
         frame = sys._getframe(1)
         if _is_users_module(frame.f_globals.get("__name__", "")):  # in a thread that user code started
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            stdio.logger.error(f"slimectl: a thread of a user's function called os.{name} ({place}); mend it there")
+            stdio.logger.error(f"slimectl: a thread of a user's function called os.{name} ({place}). Fix it there.")
             exit_at_once(EXIT_CODE)
         return function(*arguments)
 
@@ -202,7 +202,7 @@ def _report_threads() -> None:
             original(arguments)
             return
         stdio.logger.error(
-            f"slimectl: a thread of a user's function raised {in_one_line(error)} ({lines[-1]}); mend it there"
+            f"slimectl: a thread of a user's function raised {in_one_line(error)} ({lines[-1]}). Fix it there."
         )
 
     report.reports_user_code = True  # type: ignore[attr-defined]
@@ -220,6 +220,6 @@ def _is_users_module(name: str) -> bool:
 
 def _leave_child(name: str) -> None:
     stdio.logger.error(
-        f"slimectl: {name} forked this process, and its child came back; end it with os._exit, or use subprocess"
+        f"slimectl: {name} forked this process, and the child returned. End the child with os._exit, or use subprocess."
     )
     exit_at_once(EXIT_CODE)

@@ -118,7 +118,7 @@ def hangs(sample):
         ("nan", 3, "score.custom_rm_path: unfit.py:nan: reward of sample 3 is nan, not a finite number. Fix the "
          "reward function"),
         ("raises", 3, "sample 3: score.custom_rm_path: unfit.py:raises raised IndexError: list index out of range "
-         "(unfit.py:7); mend it there"),
+         "(unfit.py:7). Fix it there."),
         ("short", 0, "samples 0 to 3: score.custom_rm_path: unfit.py:short returned 3 rewards for 4 samples. Return "
          "one for each."),
     ],

@@ -59,14 +59,14 @@ def hook(tmp_path: Path, name: str) -> Hook:
         ("stops", "raised StopIteration: early"),
         ("recurs", "raised RecursionError: maximum recursion depth exceeded"),
         ("speaks", "raised ValueError: two lines and more and more"),
-        ("mute", r"raised Mute: \(its words cannot be read\)"),
+        ("mute", r"raised Mute: \(its message cannot be read\)"),
     ],
 )
 def test_whatever_a_function_raises_is_one_line_with_its_name(tmp_path: Path, name: str, words: str):
     with pytest.raises(HookError, match=words) as error:
         hook(tmp_path, name)({"sample": 1})
     assert str(error.value).startswith(f"score.custom_rm_path: {tmp_path}/mine.py:{name} ")
-    assert str(error.value).endswith("; mend it there")
+    assert str(error.value).endswith(". Fix it there.")
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < LONGEST + 300
 
@@ -149,7 +149,7 @@ def test_an_exit_in_a_thread_is_an_error_with_words(tmp_path: Path):
     )
     assert result.returncode == 2
     assert result.stderr == (
-        f"slimectl: a thread of a user's function called os._exit ({tmp_path}/mine.py:3); mend it there\n"
+        f"slimectl: a thread of a user's function called os._exit ({tmp_path}/mine.py:3). Fix it there.\n"
     )
 
 
@@ -168,7 +168,7 @@ def test_an_exception_in_a_thread_is_one_line(tmp_path: Path):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     message = "raised ValueError: invalid literal for int() with base 10: 'one'"
-    line = f"slimectl: a thread of a user's function {message} ({tmp_path}/mine.py:2); mend it there"
+    line = f"slimectl: a thread of a user's function {message} ({tmp_path}/mine.py:2). Fix it there."
     assert result.stdout == "1 1\n"
     assert result.stderr.splitlines()[:2] == [line, line]
     assert "'two'" in result.stderr.splitlines()[-1]  # a bug of slimectl's keeps its traceback
@@ -182,4 +182,4 @@ def test_a_child_that_comes_back_from_a_fork_does_not_go_on(tmp_path: Path):
         [sys.executable, "-c", code + "({'sample': 1}))"], capture_output=True, text=True, check=False
     )
     assert result.stdout == "512\n"  # once, and the child ended with code 2
-    assert "forked this process, and its child came back" in result.stderr
+    assert "forked this process, and the child returned" in result.stderr

@@ -151,7 +151,9 @@ def test_a_response_without_tokens_is_tokenized(values: dict[str, Any], tokens: 
         ({"response": "x", "tokens": [1, 2]}, "own: sample 3 has a response, and its tokens do not begin with"),
         ({"response": "ja", "loss_mask": [1]}, "own: sample 3: loss_mask has 1 values for 2 response tokens"),
         ({"response": None}, "own: sample 3: response is NoneType. Set it to a string"),
-        ({"tokens": [1], "response_length": 2}, "own: sample 3 has 1 tokens and a response of 2"),
+        ({"tokens": [1], "response_length": 2}, "own: sample 3: tokens has 1 values, and the response has 2"),
+        ({"tokens": [1, 2], "response_length": 2}, "own: sample 3: tokens has 2 values, and the response has 2"),
+        ({"status": "done"}, "own: sample 3: status is 'done'. Set it to one of Sample.Status: PENDING, COMPLETED"),
     ],
 )
 def test_a_response_that_does_not_fit_its_tokens_is_refused(values: dict[str, Any], message: str):
@@ -159,11 +161,49 @@ def test_a_response_that_does_not_fit_its_tokens_is_refused(values: dict[str, An
         fill_tokens(Sample(index=3, prompt="ab ", **values), render=render, tokenizer=ByteTokenizer(), name="own")
 
 
-def attempts(*assignments: str) -> GroupGenerator:
+def test_a_status_may_be_given_by_its_value():
+    sample = Sample(tokens=[1, 2], response_length=1, status="truncated")
+    fill_tokens(sample, render=render, tokenizer=ByteTokenizer(), name="own")
+    assert sample.status is Sample.Status.TRUNCATED
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("return {}['gold']", "KeyError: 'gold' (own.py:2)"),
+        ("sample.response = 'x' * 9; return sample", "ContextFullError: 11 tokens do not fit into a context of 10"),
+        ("sample.response, sample.loss_mask = 'x' * 9, [1] * 8 + [0]; return sample", None),
+    ],
+)
+def test_an_attempt_that_fails_says_why(body: str, error: str | None, tmp_path: Path):
+    (tmp_path / "own.py").write_text(f"async def own(sample):\n    {body}\n")
+    done = asyncio.run(attempts(context=10).complete(named(f"{tmp_path}/own.py:own", "ab")))
+    expected = ("completed", False) if error is None else ("failed", True)
+    assert [(sample.status, sample.remove_sample) for sample in done] == [expected] * 2
+    assert done[0].metadata.get("error") == error
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return samples[:1]", r"own.py:own returned 1 samples for 2 attempts. Return all of them"),
+        (
+            "samples[0].prompt, samples[0].response = [{'role': 'user', 'content': 3}], 'x'; return samples",
+            r"own.py:own: sample 0: prompt: message\[0\].content: is neither a string nor a list",
+        ),
+    ],
+)
+def test_what_a_function_of_a_group_returns_is_checked(body: str, message: str, tmp_path: Path):
+    (tmp_path / "own.py").write_text(f"async def own(samples):\n    {body}\n")
+    with pytest.raises(HookError, match=message):
+        asyncio.run(attempts().complete(named(f"{tmp_path}/own.py:own", "ab")))
+
+
+def attempts(*assignments: str, context: int | None = None) -> GroupGenerator:
     chosen = settings(*assignments, "custom.max_turns=5", "rollout.allow_paths_in_records=true")
     hooks = UserHooks(chosen)
     return GroupGenerator(
-        SimpleNamespace(max_context=None), ByteTokenizer(), chosen.rollout, agent_at=hooks.agent_at, params=None
+        SimpleNamespace(max_context=context), ByteTokenizer(), chosen.rollout, agent_at=hooks.agent_at, params=None
     )
 
 

@@ -102,7 +102,9 @@ def test_a_name_that_no_row_has_is_refused_with_those_that_it_has(tmp_path: Path
         HookError, match=r"of_no_row wants hardness, which the rows do not have\. Their keys are label, .*level, prompt"
     ):
         rewards(tmp_path, "of_no_row", SAMPLES)
-    with pytest.raises(HookError, match="misspelt wants sampel; on offer are args, settings, sample"):
+    with pytest.raises(
+        HookError, match=r"misspelt asks for sampel. Functions of this setting can ask for args, settings, sample"
+    ):
         rewards(tmp_path, "misspelt", SAMPLES)
 
 

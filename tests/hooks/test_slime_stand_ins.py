@@ -252,7 +252,7 @@ def test_arguments_are_slimes_flags(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert (args.num_rollout, args.lr, args.ci_test, args.use_wandb, args.tool_limit) == (4, 2e-6, True, True, 5)
     for words, message in {
         ("--num-rolout", "4"): "--num-rolout is not a flag of slime",
-        ("--num-rollout", "many"): "run.num_rollout: input should be a valid integer",
+        ("--num-rollout", "many"): "--num-rollout many: 'many' is no number\n",
         ("--advantage-estimator", "mine"): "mine has no counterpart",
     }.items():
         with pytest.raises(SystemExit):
@@ -285,3 +285,11 @@ def test_what_cannot_work_here_says_so_when_it_is_called() -> None:
         absent.eval_rollout(None, 1)
     with pytest.raises(HookError, match=r'Set algorithm.name = "opd"'):
         absent.post_process_rewards(None, [])
+
+
+def test_a_reward_that_asks_for_itself_is_refused(tmp_path: Path) -> None:
+    lines = ["from slime.rollout.rm_hub import async_rm", "async def own(args, sample):"]
+    (tmp_path / "own.py").write_text("\n".join([*lines, "    return await async_rm(args, sample)"]))
+    args = arguments_of(f"score.custom_rm_path={tmp_path}/own.py:own")
+    with pytest.raises(HookError, match=r"async_rm calls the reward function of the settings, and this function calls"):
+        asyncio.run(grading.async_rm(args, Sample(response="2")))

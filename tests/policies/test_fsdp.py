@@ -173,6 +173,18 @@ def test_a_row_with_constants_of_another_length_is_named(model_dir: ModelDir):
         new_policy(model_dir()).forward_backward(rows, Clipped())
 
 
+@pytest.mark.parametrize("position", [0, -1])
+def test_a_token_outside_the_vocabulary_is_named(model_dir: ModelDir, position: int):
+    rows = random_rows()
+    policy = new_policy(model_dir())
+    vocabulary = json.loads((policy.model_dir / "config.json").read_text())["vocab_size"]
+    rows[2].tokens[position] = vocabulary
+    with pytest.raises(
+        RecordError, match=rf"row 2: token {vocabulary} is not in the model's vocabulary of {vocabulary}"
+    ):
+        policy.log_probs(rows)
+
+
 def test_models_that_cannot_be_trained_here_are_refused(model_dir: ModelDir, tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         new_policy(tmp_path)

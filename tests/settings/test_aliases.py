@@ -152,7 +152,7 @@ def test_hooks_read_old_attributes():
     assert (args.warmup.lr, args.warmup_lr, args.sft_warmup_lr, args.sft_warmup.until_accuracy) == (0.5, 0.5, 0.5, 0.25)
     assert (args.policy, args.train.policy, args.kind, args.engine.kind) == ("fsdp", "fsdp", "embedded", "embedded")
     assert (args.sglang.groups, args.groups, args.share_prompts) == ([], [], None)
-    with pytest.raises(AttributeError, match=r"args.backend: backend stands in several sections; use args.SECTION.KEY"):
+    with pytest.raises(AttributeError, match=r"args.backend: backend is in several sections. Use args.SECTION.KEY"):
         args.backend  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'polcy'"):
         args.train.polcy  # noqa: B018

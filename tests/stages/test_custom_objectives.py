@@ -133,7 +133,10 @@ def test_what_does_not_fit_is_refused(model_dir: ModelDir, functions: str, keys:
 
 
 def test_a_wrong_signature_is_refused_before_anything_is_loaded(functions: str):
-    with pytest.raises(HookError, match="wants hidden; on offer are args, settings, batch, logits, log_probs"):
+    with pytest.raises(
+        HookError,
+        match=r"asks for hidden. Functions of this setting can ask for args, settings, batch, logits, log_probs",
+    ):
         check_hooks(settings(custom_loss_function_path=f"{functions}:wants_hidden"))
 
 

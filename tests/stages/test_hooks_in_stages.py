@@ -118,7 +118,9 @@ def test_a_failing_attempt_is_reported_and_not_trained_on(workshop: Workshop):
     samples = rolled_out(with_hook(workshop, SOME_FAIL))
     failed = [sample for sample in samples if sample["status"] == "failed"]
     assert [sample["index"] for sample in failed] == list(range(2, 32, 4))
-    assert {sample["metadata"]["error"] for sample in failed} == {"ConnectionError: the tool server is gone"}
+    assert {sample["metadata"]["error"] for sample in failed} == {
+        "ConnectionError: the tool server is gone (generate.py:5)"
+    }
     assert all(sample["remove_sample"] and sample["response_length"] == 0 for sample in failed)
     assert "32 samples" in workshop.stderr
     assert "8 failed" in workshop.stderr
@@ -139,7 +141,9 @@ def test_a_failing_attempt_is_reported_and_not_trained_on(workshop: Workshop):
 
 def test_a_function_that_is_not_async_fails_alone_too(workshop: Workshop):
     samples = rolled_out(with_hook(workshop, "def generate(sample): raise OSError('no route')"))
-    assert {(sample["status"], sample["metadata"]["error"]) for sample in samples} == {("failed", "OSError: no route")}
+    errors = {(sample["status"], sample["metadata"]["error"]) for sample in samples}
+    assert errors == {("failed", "OSError: no route (generate.py:1)")}
+    assert workshop.stderr.endswith("failed, the first with OSError: no route (generate.py:1)\n")
 
 
 def test_a_run_survives_groups_of_which_one_answer_is_left(workshop: Workshop):
@@ -157,15 +161,18 @@ def test_something_else_than_samples_is_refused_in_one_line(workshop: Workshop, 
     with_hook(workshop, f"async def generate(sample):\n    {body}\n")
     workshop.slimectl("rollout", "-c", "slimectl.toml", *HOOK, code=2)
     assert workshop.stderr == (
-        f"slimectl: rollout.custom_generate_function_path: generate.py:generate returned {type_name}; "
-        "return the Sample or a list of them\n"
+        f"slimectl: rollout.custom_generate_function_path: generate.py:generate returned {type_name}. "
+        "Return the Sample or a list of them.\n"
     )
 
 
 def test_a_generate_function_of_the_wrong_shape_is_refused_before_anything_is_sampled(workshop: Workshop):
     with_hook(workshop, "async def generate(sample, engine_url):\n    return sample\n")
     assert workshop.slimectl("rollout", "-c", "slimectl.toml", *HOOK, code=2) == b""
-    assert "wants engine_url; on offer are args, settings, sample, sampling_params, generate" in workshop.stderr
+    assert (
+        "asks for engine_url. Functions of this setting can ask for args, settings, sample, sampling_params, generate"
+        in workshop.stderr
+    )
 
 
 def test_settings_and_the_evaluation_flag_are_on_offer(workshop: Workshop):

@@ -299,7 +299,8 @@ def test_a_function_from_python_that_does_not_fit_is_named():
         return 0.0
 
     with pytest.raises(
-        HookError, match=r"reward: .*wants_more wants first, second; on offer are args, settings, sample"
+        HookError,
+        match=r"reward: .*wants_more asks for first, second. Functions of this setting can ask for args",
     ):
         list(slimectl.score(answers("4"), Settings(), reward=wants_more))
 

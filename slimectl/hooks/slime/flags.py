@@ -18,7 +18,7 @@ from slimectl.settings.launch_scripts.values import addresses, function_path, fu
 
 UNCHANGED = (None, on, positive, texts, addresses, function_path, function_paths)
 """Conversions of a flag after which the setting has the value that slime's argument has."""
-NEAREST = ("ci_train_rollout_logprob_abs_diff_threshold", "max_turns", "use_rollout_entropy")
+NEAREST = ("ci_train_rollout_logprob_abs_diff_threshold", "use_rollout_entropy")
 """Flags that become the nearest setting there is; scripts that read the argument mean slime's own, in `DEFAULTS`."""
 SETTINGS = {
     name: row.key
@@ -37,7 +37,7 @@ _OFF = """
 _NONE = """
     ci_load_grad_norm ci_save_grad_norm custom_config_path dump_details eval_config eval_function_path eval_input_key
     eval_label_key eval_max_prompt_len eval_tool_key http_proxy load_debug_rollout_data
-    load_debug_rollout_data_subsample load_forge_rollout_data max_turns megatron_config_path
+    load_debug_rollout_data_subsample load_forge_rollout_data megatron_config_path
     megatron_deepgemm_forward_layers megatron_deepgemm_forward_modules megatron_deepgemm_moe_forward_layers
     megatron_deepgemm_moe_forward_modules memory_snapshot_num_steps model_name mtp_num_layers multimodal_keys
     opd_teacher_ckpt_step padded_vocab_size ref_ckpt_step rollout_buffer_url save_debug_rollout_data
@@ -100,8 +100,8 @@ def _router(settings: Settings) -> tuple[str, int]:
     """Host and port of the first address that answers requests. Raises NoAddressError for an engine without one."""
     if not settings.engine.url:
         raise NoAddressError(
-            "args.sglang_router_ip: the engine of this process has no address; take `generate`, which every generate "
-            'function is offered, or set engine.num_engines = 2, engine.backend = "sglang" or engine.url'
+            "args.sglang_router_ip: the engine runs in this process and has no address. Ask for the parameter "
+            '`generate`, or set engine.num_engines = 2, engine.backend = "sglang" or engine.url.'
         )
     address = urlsplit(settings.engine.url[0])
     return address.hostname or "", address.port or (443 if address.scheme == "https" else 80)

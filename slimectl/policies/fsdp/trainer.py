@@ -48,7 +48,13 @@ from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, w
 from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
 from slimectl.policies.recompute import Recompute
-from slimectl.policies.token_batch import available_columns, merge_metrics, read_metrics, response_tokens
+from slimectl.policies.token_batch import (
+    available_columns,
+    check_vocabulary,
+    merge_metrics,
+    read_metrics,
+    response_tokens,
+)
 from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
 from slimectl.types import Loss, Metrics, TokenBatch, TrainingSample
 
@@ -99,6 +105,7 @@ class FsdpTrainer:
         mesh = self._mesh(grouped or offload == "parameters")
         hf: Any = empty_model(self.model_dir, recompute or Recompute())
         self.rope_limit = rope_limit(hf)
+        self.vocabulary = int(hf.get_input_embeddings().num_embeddings)
         self.replay = ExpertReplay(hf) if rollout_routing_replay else None
         added = self._add_modules(hf)
         self.adapters, self.base_dir = None, self.model_dir
@@ -375,6 +382,7 @@ class FsdpTrainer:
         return {piece: torch.Size(names.shapes[piece]) for name in self.masters.trained for piece in names.pieces[name]}
 
     def _packs_of_rank(self, rows: Sequence[TrainingSample]) -> list[Pack]:
+        check_vocabulary(rows, self.vocabulary)
         # A shared token has one routing, and the engine may have chosen another one in every sample.
         marks = None if self.replay is None or not self.share_prefixes else routing_marks(rows)
         return plan_batches(

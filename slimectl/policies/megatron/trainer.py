@@ -43,6 +43,7 @@ from slimectl.policies.onednn_linear import ROWS, is_faster
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
 from slimectl.policies.recompute import Recompute
 from slimectl.policies.routed_experts import RoutingShape
+from slimectl.policies.token_batch import check_vocabulary
 from slimectl.protocols import Adapter, CheckpointFormat, Weights
 from slimectl.types import Metrics, TrainingSample
 
@@ -236,6 +237,7 @@ class MegatronTrainer:
         self.memory.wake()
         if not rows:
             return []
+        check_vocabulary(rows, self.architecture.vocab_size)
         records = self.replay is not None and self.replay.records and forward_only
         if self.replay:
             self.replay.check(rows)
