@@ -137,7 +137,7 @@ class CommonOptions:
     samples: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SAMPLES]...",
+            metavar="SAMPLES",
             help="Sample files (JSONL, .gz, .zst; FILE@[a:b] for some lines), read end to end; - is stdin, the default",
         ),
     ] = None

@@ -98,7 +98,7 @@ class GroupNumbers:
 
     def _start_rollout(self, location: str) -> None:
         if not self._shift:
-            self._report(f"{location}: the numbers of groups start again. They are counted on from {self._end}.")
+            self._report(f"{location}: group numbers start again. From here on, they are shifted by {self._end}.")
         self._joined |= {(number, group.prompt): group for number, group in self._groups.items()}
         self._groups = {}
         self._shift = self._end
