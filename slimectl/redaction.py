@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 MASK = "__SECRET__"
@@ -42,6 +43,7 @@ _SECRETS: set[str] = set()
 """Secret values known to this process; they are masked in every text."""
 
 
+@lru_cache(maxsize=4096)  # every settings object asks about the same few hundred names
 def is_secret_name(name: str) -> bool:
     """Return whether a value of that name is a secret."""
     snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name)).lower()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -290,12 +291,32 @@ def preload() -> None:
     atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
 
 
+HUGE_PAGE = 2 << 20
+MADV_COLLAPSE = 25
+
+
+def collapse_pages() -> None:
+    """Put private memory into huge pages, so that a fork copies few page tables: 10 ms instead of 26 ms of CPU time.
+
+    Linux 6.1 or later. Elsewhere nothing changes.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, *_, name = [*line.split(maxsplit=5), ""][:6]
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+        if access == "rw-p" and name in ("", "[heap]") and start < end:
+            madvise(start, end - start, MADV_COLLAPSE)
+
+
 def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Fork a process for every request. Returns twice: a request in each child, None at the end of the connection."""
     gc.disable()  # collections would look at the objects of all modules, again and again
     preload()
     gc.freeze()  # a collection in a child would copy the pages of all these objects
     gc.enable()
+    collapse_pages()
     reports: dict[int, int] = {}
     wakeup, waker = os.pipe()
     os.set_blocking(waker, False)

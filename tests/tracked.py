@@ -1,14 +1,17 @@
-"""Reading back what wandb and SwanLab wrote on disk: both keep protobuf records in LevelDB's log format."""
+"""Reading back what wandb, SwanLab and Trackio wrote; the first two keep protobuf records in LevelDB's log format."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 Seen = dict[str, list[tuple[int, float]]]
 """Of every metric, its points (step, value)."""
@@ -88,3 +91,15 @@ def trackio_seen(folder: Path) -> Seen:
         for name, value in json.loads(metrics).items():
             found.setdefault(name, []).append((step, value))
     return found
+
+
+def move_trackio(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Give Trackio another folder than the user's; it reads TRACKIO_DIR once, when it is imported."""
+    monkeypatch.setenv("TRACKIO_DIR", str(folder))
+    import trackio
+
+    assert trackio.TRACKIO_DIR
+    for module in [module for name, module in sys.modules.items() if name.startswith("trackio")]:
+        for name in ("TRACKIO_DIR", "MEDIA_DIR"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, folder if name == "TRACKIO_DIR" else folder / "media")

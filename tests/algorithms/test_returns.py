@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from slimectl.algorithms.estimators import (
     reinforce_returns,
     whitened,
 )
-from slimectl.algorithms.metrics import mean_max_min
+from slimectl.algorithms.metrics import mean_and_spread
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.types import TrainingSample
 
@@ -74,9 +76,10 @@ def test_penalized_rewards_are_among_the_metrics_if_a_divergence_is_charged():
     charged = ALGORITHMS["reinforce_plus_plus"].model_validate({"kl_coef": 0.5})
     # Divergences 0.5, 0 and -0.5: rewards 3 - 0.25, 1, 2 + 0.25.
     _, metrics = estimate_advantages(batch, charged, reinforce)
-    assert metrics == mean_max_min("rollout/penalized_rewards", [2.75, 1.0, 2.25])
+    assert metrics == mean_and_spread("rollout/penalized_rewards", [2.75, 1.0, 2.25])
     assert metrics == {
         "rollout/penalized_rewards": 2.0,
+        "rollout/penalized_rewards/std": pytest.approx(math.sqrt(1.625 / 3)),  # deviations 0.75, -1 and 0.25
         "rollout/penalized_rewards/max": 2.75,
         "rollout/penalized_rewards/min": 1.0,
     }

@@ -10,6 +10,7 @@ from slimectl.algorithms.metrics import (
     mean_and_spread,
     quantiles,
     rollout_metrics,
+    standard_deviation,
     zero_std_groups,
 )
 from slimectl.types import Sample, Status
@@ -112,7 +113,7 @@ def test_episodes_are_averaged_and_their_turns_have_a_reward_each():
 def test_deviation_and_percentiles_are_those_of_numpy():
     values = [0.25, -3.0, 8.5, 2.0, 2.0, -0.125, 7.0]
     found = mean_and_spread("a", values) | quantiles("a", values)
-    assert found["a/std"] == pytest.approx(np.std(values))
+    assert found["a/std"] == standard_deviation(values) == pytest.approx(np.std(values))
     for percentile in (10, 25, 50, 75, 90):
         assert found[f"a/p{percentile}"] == pytest.approx(np.percentile(values, percentile))
     assert quantiles("a", [4.0]) == {f"a/p{percentile}": 4.0 for percentile in (10, 25, 50, 75, 90)}

@@ -129,11 +129,10 @@ def test_samples_and_demonstrations_together_are_refused(shared_workshop: Worksh
 
 
 def test_split_and_xargs(shared_workshop: Workshop, whole: bytes):
-    """The line that users write: every shard is a process of its own."""
-    program = " ".join(shared_workshop.command())
-    rollout = f"{program} rollout -c slimectl.toml --data prompts.jsonl@[$1:$(($1+4))]"
-    done = subprocess.run(
-        ["bash", "-c", f"seq 0 4 4 | xargs -I{{}} sh -c '{rollout}' _ {{}}"],
-        cwd=shared_workshop.folder, env=shared_workshop.environment, capture_output=True, check=True,
-    )  # fmt: skip
-    assert_same(done.stdout, whole)
+    """The line that users write: the shell hands every shard to a command of its own as it stands."""
+    command = 'printf "%s\\n" rollout -c slimectl.toml --data prompts.jsonl@[$1:$(($1+4))] END'
+    line = f"seq 0 4 4 | xargs -I{{}} sh -c '{command}' _ {{}}"
+    words = subprocess.run(["bash", "-c", line], cwd=shared_workshop.folder, capture_output=True, text=True, check=True)
+    commands = [each.split() for each in words.stdout.split("END\n")[:-1]]
+    assert [each[-1] for each in commands] == ["prompts.jsonl@[0:4]", "prompts.jsonl@[4:8]"]
+    assert_same(b"".join(shared_workshop.slimectl(*each) for each in commands), whole)

@@ -9,13 +9,12 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import forkserver
 import pytest
-from tracked import Seen, swanlab_records, swanlab_seen, wandb_rows
+from tracked import Seen, move_trackio, swanlab_records, swanlab_seen, wandb_rows
 
 from slimectl.protocols import Tracker
 from slimectl.trackers.base import Identity, TrackedRun
@@ -259,18 +258,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "mlflow").mkdir()
         shutil.copy(request.getfixturevalue("mlflow_database"), tmp_path / "mlflow")
     return request.param(tmp_path)
-
-
-def move_trackio(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Give Trackio another folder than the user's; it reads TRACKIO_DIR once, when it is imported."""
-    monkeypatch.setenv("TRACKIO_DIR", str(folder))
-    import trackio
-
-    assert trackio.TRACKIO_DIR
-    for module in [module for name, module in sys.modules.items() if name.startswith("trackio")]:
-        for name in ("TRACKIO_DIR", "MEDIA_DIR"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, folder if name == "TRACKIO_DIR" else folder / "media")
 
 
 def approximately(seen: Seen) -> dict[str, list]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracked import swanlab_records, swanlab_seen, wandb_records, wandb_rows
+from tracked import move_trackio, swanlab_records, swanlab_seen, wandb_records, wandb_rows
 from workshop import Workshop
 
 from slimectl import builders
@@ -209,22 +209,27 @@ tracker_kwargs:
         ("trackio", "{project: ours, name: '${exp_name}_trackio', tags: [x, y]}\ntrackio_max_traces_per_step: 32"),
     ],
 )
-def test_a_tracker_of_a_file_of_roll_tracks_a_run_offline(
-    tracker: str, arguments: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+def test_a_tracker_of_a_file_of_roll_tracks_offline(
+    tracker: str, arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("TRACKIO_DIR", str(workshop.folder / "trackio"))
-    file = workshop.folder / "roll.yaml"
-    file.write_text(ROLL.format(model=workshop.model, tracker=tracker, arguments=arguments))
+    monkeypatch.chdir(tmp_path)
+    if tracker == "trackio":
+        move_trackio(monkeypatch, tmp_path)
+    file = tmp_path / "roll.yaml"
+    file.write_text(ROLL.format(model="/m", tracker=tracker, arguments=arguments))
     conversion = read(file, environ={"MY_KEY": "a_key_of_mine"}).conversion
     written = settings_file(conversion, file, [])
     assert "a_key_of_mine" not in written
     [track] = [section for section in written.split("\n\n") if section.startswith("[track]")]
-    (workshop.folder / "track.toml").write_text(written[written.index(track) :])
-    mode = () if tracker in ("tensorboard", "trackio") else ("-s", "track.mode=offline")
-    workshop.slimectl(
-        "run", "-c", "slimectl.toml", "-c", "track.toml", "--name", "words", "-s", "run.num_rollout=1", *mode
-    )
-    folder = workshop.folder / "runs" / "words"
+    Path("track.toml").write_text(written[written.index(track) :])
+    mode = [] if tracker in ("tensorboard", "trackio") else ["track.mode=offline"]
+    given = resolve([from_file(Path("track.toml")), from_assignments(["run.name=words", *mode])]).settings
+    builders.check_trackers(given)
+    folder = tmp_path / "runs" / "words"
+    folder.mkdir(parents=True)
+    for started in builders.start_trackers(given, folder):
+        started.log({"rollout/raw_reward": 0.5}, step=1)
+        started.close()
     if tracker == "wandb":
         [run] = [record.run for record in wandb_records(folder) if record.HasField("run")]
         assert (run.project, run.display_name, list(run.tags)) == ("ours", "words_wandb", ["x", "y"])
@@ -232,8 +237,8 @@ def test_a_tracker_of_a_file_of_roll_tracks_a_run_offline(
         [start] = [record.start for record in swanlab_records(folder / "swanlab") if record.HasField("start")]
         assert (start.project, start.name, list(start.tags)) == ("ours", "words_swanlab", ["x", "y"])
     elif tracker == "trackio":
-        with sqlite3.connect(workshop.folder / "trackio" / "ours.db") as database:
+        with sqlite3.connect(tmp_path / "ours.db") as database:
             [(name, config)] = database.execute("SELECT run_name, config FROM configs")
         assert (name, json.loads(config)["tags"]) == ("words_trackio", ["x", "y"])
     else:
-        assert list((workshop.folder / "curves" / "words").glob("events.out.tfevents.*"))
+        assert list((tmp_path / "curves" / "words").glob("events.out.tfevents.*"))

@@ -393,10 +393,11 @@ def typed(flag: Flag) -> Any:
 def _take_defaults(conversion: Conversion) -> None:
     """Set what the other stack does without a flag, where slimectl would do something else."""
     for name, row in conversion.dialect.rows.items():
-        is_first = name == canonical(row.names.split()[0])
-        is_given = any(canonical(item) in conversion.flags for item in row.names.split())
         default = conversion.program_defaults.get(name, row.default)
-        if default is None or not is_first or is_given or row.key in conversion.values:
+        if default is None or row.key in conversion.values:
+            continue
+        is_first = name == canonical(row.names.split()[0])
+        if not is_first or any(canonical(item) in conversion.flags for item in row.names.split()):
             continue
         source = f"the default of {conversion.dialect.title} for {row.names.split()[0]}"
         if not row.key:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +25,7 @@ for rollout_id in range(args.num_rollout):
 def program(folder: Path, code: str, *words: str) -> tuple[str, str]:
     """Run a program in a folder; return its standard output and error."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
-    command = [sys.executable, "-c", code, *words]
-    result = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    result = forkserver.run_python(code, words, cwd=folder, env=variables)
     return result.stdout.strip(), result.stderr.strip()
 
 
