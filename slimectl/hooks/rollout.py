@@ -25,7 +25,7 @@ from slimectl.hooks.slime.shapes import sampling_params as sampling_params_of
 from slimectl.protocols import Agent
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
-from slimectl.stages.generation import GroupGenerator, sampling_params
+from slimectl.stages.generation import GroupGenerator, number_executions, sampling_params
 from slimectl.stages.in_flight import Group, run_to_end
 from slimectl.stages.prompt_groups import flatten
 from slimectl.stages.text_responses import GeneratedText, check_sample, fill_tokens
@@ -232,6 +232,8 @@ class UserRollout:
             experts: Any = sample.rollout_routed_experts
             sample.rollout_routed_experts = set_routing(experts)
         self._check_groups(groups)
+        for group in groups:
+            number_executions(group)
         for sample in flatten(groups):
             sample.status = Status.COMPLETED if sample.status is Status.PENDING else sample.status
             sample.weight_versions = sample.weight_versions or list(self._versions)

@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -188,7 +188,9 @@ class GroupGenerator:
             key = id(agent) if agent is not None and is_per_group(agent) else ("sample", id(sample))
             calls.setdefault(key, (agent, []))[1].append(sample)
         results = await asyncio.gather(*(finish(*call) for call in calls.values()))
-        return [sample for samples in results for sample in samples]
+        samples = [sample for samples in results for sample in samples]
+        number_executions(samples)
+        return samples
 
     def _agent_of(self, sample: Sample) -> Agent:
         """Return the agent that a sample names, or the settings' one."""
@@ -275,6 +277,13 @@ class GroupGenerator:
             sample.loss_mask = [0] * sample.response_length
             sample.rollout_log_probs = [0.0] * sample.response_length
         sample.status = Status.PENDING
+
+
+def number_executions(group: Sequence[Sample]) -> None:
+    """Set the rollout_id of samples whose group has several prompts: a file of them shows that this is meant."""
+    if any(sample.prompt != group[0].prompt for sample in group):
+        for sample in group:
+            sample.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
 
 
 class ContextFullError(Exception):

@@ -87,4 +87,4 @@ def test_training_goes_on_from_what_train_saved(workshop: Workshop):
     assert [json.loads(line)["step"] for line in lines] == [3, 4]
     assert json.loads(lines[0])["metrics"]["train/lr"] < 1e-3
     workshop.slimectl(*train, "--load", "once", "--model", str(workshop.model), code=2)
-    assert workshop.stderr.startswith("slimectl: --model starts from weights alone")
+    assert workshop.stderr.startswith("slimectl: --model starts from weights only")
