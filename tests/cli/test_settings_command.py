@@ -79,7 +79,7 @@ def test_a_key_is_explained_by_its_last_part_by_the_name_of_another_program_or_b
         (
             "ppo_mini_batch_size",
             "train.global_batch_size",
-            ["verl: actor_rollout_ref.actor.ppo_mini_batch_size is train.global_batch_size: prompts there"],
+            ["verl: actor_rollout_ref.actor.ppo_mini_batch_size is train.global_batch_size: times rollout.n"],
         ),
         ("actor_train.training_args.learning_rate", "train.lr", ["ROLL: actor_train.training_args.learning_rate is"]),
         ("--actor_learning_rate", "train.lr", ["OpenRLHF: --actor_learning_rate is train.lr"]),
