@@ -13,6 +13,7 @@ NAMED = 5
 REASONS = 5
 """Number of reasons that are listed at the end."""
 LONGEST_REASON = 100
+LOCATION = re.compile(r"\S+:\d+: ")
 
 
 class SkippedLines:
@@ -89,8 +90,7 @@ class SkippedLines:
 
 
 def locate(error: RecordError, location: str) -> RecordError:
-    """Return the error prefixed with FILE:LINE, unless it has a location."""
-    name = location.rpartition(":")[0]
-    if not name or str(error).startswith(f"{name}:"):
+    """Return the error prefixed with FILE:LINE, unless it begins with a location, perhaps in another file."""
+    if not location or str(error).startswith(f"{location.rpartition(':')[0]}:") or LOCATION.match(str(error)):
         return error
     return RecordError(f"{location}: {error}")

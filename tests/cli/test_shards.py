@@ -102,6 +102,15 @@ def test_stdin_is_read_once(shared_workshop: Workshop):
     assert shared_workshop.stderr == "slimectl: SAMPLES: - is given twice, but stdin can only be read once\n"
 
 
+def test_a_bad_line_of_a_second_file_and_a_missing_file_are_named_once(shared_workshop: Workshop, whole: bytes):
+    (shared_workshop.folder / "whole.jsonl").write_bytes(whole)
+    (shared_workshop.folder / "bad.jsonl").write_text('{"prompt": ')
+    shared_workshop.slimectl("score", "whole.jsonl", "bad.jsonl", "--rm-type", "exact", code=3)
+    assert shared_workshop.stderr == "slimectl: bad.jsonl:1: not JSON: Expecting value at column 12\n"
+    assert shared_workshop.slimectl("score", "whole.jsonl", "no.jsonl", "--rm-type", "exact", code=2) == b""
+    assert shared_workshop.stderr == "slimectl: no.jsonl: no such file\n"
+
+
 def test_parquet_on_stdin_is_named(shared_workshop: Workshop):
     shared_workshop.slimectl("score", "-", "--rm-type", "exact", stdin=b"PAR1" + bytes(64), code=3)
     assert shared_workshop.stderr.startswith("slimectl: <stdin>: this is a Parquet file.")
