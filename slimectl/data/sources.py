@@ -19,7 +19,7 @@ from slimectl.data.jsonl import parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
 from slimectl.errors import RecordError, SettingsError
 
-CALL = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Za-z_]\w*)(\?(?P<query>.*))?")
+CALL = re.compile(r"(?P<module>[\w./-]+|.+\.py):(?P<name>[A-Za-z_]\w*)(\?(?P<query>.*))?")
 FORMS = "a file, a glob, path@[a:b], -, a data set of the hub (org/name), reasoning_gym:TASK or module:function"
 
 
