@@ -315,8 +315,8 @@ class RunDir:
             warn(f"{folder}: {reason}; falling back to the checkpoint before it")
         if fallback is not None:
             raise CheckpointError(
-                f"{self.path}: metrics.jsonl is shorter than at every checkpoint. Restore it from a copy, or start a new "
-                f"run from the weights: --model {shlex.quote(str(fallback))}"
+                f"{self.path}: metrics.jsonl is shorter than at every checkpoint. Restore it from a copy, or start a "
+                f"new run from the weights: --model {shlex.quote(str(fallback))}"
             )
         raise CheckpointError(f"{self.path}: no whole checkpoint to resume from; start the run anew with --force")
 
