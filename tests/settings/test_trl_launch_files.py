@@ -345,3 +345,8 @@ def test_of_several_trainings_in_a_program_one_is_picked_by_its_line(tmp_path: P
     (tmp_path / "run.py").write_text(python("max_steps=1") + python("max_steps=2", "train_dataset='d'", name="SFT"))
     values = read(tmp_path / "run.py", line=16, environ={}).conversion.values
     assert (values["algorithm.name"], values["run.num_rollout"]) == ("sft", 2)
+    with pytest.raises(SettingsError, match=r"run\.py: --line 1 starts no training\. Lines that do: \d+, "):
+        read(tmp_path / "run.py", line=1, environ={})
+    (tmp_path / "run.yaml").write_text("model_name_or_path: /m\nnum_generations: 8\nlearning_rate: 1e-6\n")
+    with pytest.raises(SettingsError, match="Leave --line out"):
+        read(tmp_path / "run.yaml", line=2, environ={})

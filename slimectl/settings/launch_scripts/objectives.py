@@ -64,6 +64,7 @@ CHANGES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "overlong_buffer_len": (OFF, REWARD),
         "ptx_coef": (OFF, LOSS),
         "nll_loss_coef": (OFF, LOSS),
+        "margin_loss": (OFF, LOSS),
         "ipo": (OFF, LOSS),
         "dynamic_filtering_reward_range": ("0,1 0.0,1.0 none", FILTERED),
         "input_template": (OFF, TEMPLATE),

@@ -13,7 +13,14 @@ from typing import Any
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.documents import MAX_KEYS
 from slimectl.settings.launch_scripts.flags import Flag, texts_of
-from slimectl.settings.launch_scripts.foreign import algorithm_of, is_training_class, program_purpose
+from slimectl.settings.launch_scripts.foreign import (
+    CALLS,
+    LIBRARIES,
+    READ,
+    algorithm_of,
+    is_training_class,
+    program_purpose,
+)
 from slimectl.settings.launch_scripts.python_expressions import source_of
 from slimectl.settings.launch_scripts.python_program import CONFIGURATIONS, Program, parsed
 from slimectl.settings.launch_scripts.python_rewards import reward_fields
@@ -58,8 +65,8 @@ def python_flags(
     """
     program = Trainings(path, name, environ)
     flags = program.flags(line)
-    if not any(flag.name == "configuration" for flag in flags) and (purpose := _purpose(program.tree)):
-        raise SettingsError(f"{name}: {purpose}")
+    if not any(flag.name == "configuration" for flag in flags) and (purpose := _purpose(program.tree, name)):
+        raise SettingsError(purpose)
     return flags
 
 
@@ -80,15 +87,28 @@ def has_trainer(path: Path, name: str) -> bool:
     return bool(program.references())
 
 
-def _purpose(tree: ast.Module) -> str:
-    """The sentence about a file without a training class; empty where nothing is known of it."""
-    nodes = list(ast.walk(tree))
-    modules = {
+def _imports(tree: ast.Module) -> dict[str, str]:
+    """The names that a file imports anywhere, with their modules."""
+    return {
         alias.asname or alias.name.partition(".")[0]: getattr(node, "module", alias.name) or ""
-        for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+        for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
     }  # fmt: skip
-    names = [ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)]
-    return program_purpose(modules.values(), {f"{modules.get(name, '').partition('.')[0]}.{name}" for name in names})
+
+
+def _purpose(tree: ast.Module, name: str) -> str:
+    """The sentence about a file without a training class that is read; empty where nothing is known of it."""
+    modules = _imports(tree)
+    calls: dict[str, int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            calls.setdefault(f"{modules.get(called, '').partition('.')[0]}.{called}", node.lineno)
+    by_name = program_purpose(modules.values(), calls)
+    trainers = [(line, called) for called, line in calls.items() if called.endswith("Trainer") and called not in CALLS]
+    if trainers and by_name not in LIBRARIES.values():
+        line, called = min(trainers)
+        return f"{Place(name, line)}: {called.rpartition('.')[2]} is not a trainer that is read. {READ}"
+    return by_name and f"{name}: {by_name}"
 
 
 @dataclass(eq=False)
@@ -226,6 +246,9 @@ class Trainings(Program):
         """The trainings that were not picked by a line."""
         called = [record for record in self.records.values() if record.is_called and is_training_class(record.kind)]
         picked = next((record.kind for record in called if record.line == line), "")
+        if line is not None and not picked:
+            lines = ", ".join(map(str, sorted({record.line for record in called}))) or "none"
+            raise SettingsError(f"{self.name}: --line {line} starts no training. Lines that do: {lines}")
         return [
             record for record in called if picked and record.line != line
             and (algorithm_of(record.kind) != algorithm_of(picked) or record.kind == picked)
@@ -255,9 +278,10 @@ class Trainings(Program):
         kind, (root, _, module) = record.kind, record.name.partition(".")
         if isinstance(self.globals.get(record.name), ast.ClassDef):
             raise SettingsError(f"{place}: {kind} is a class of this file, not of TRL, and what it trains is not read")
-        if root in STACKS:
+        local_root = _imports(self.tree).get(record.own_name, "").partition(".")[0]
+        if root := next((stack for stack in (root, local_root) if stack in STACKS), ""):
             raise SettingsError(f"{place}: {kind} is of {root}, not of TRL; give the script that starts this program")
-        if module and root not in ("trl", "unsloth"):
+        if module and record.name.partition(".")[0] not in ("trl", "unsloth"):
             yield Flag("trainer.class", "class", (Field(record.name, place),), place)
 
     def _flags_of(self, record: Record) -> Iterator[Flag]:
