@@ -41,13 +41,17 @@ DERIVED = (
     "rename_columns", "select_columns", "sort", "shard", "to", "cuda",
 )  # fmt: skip
 """Methods that leave a data set or a model what it was, in other rows and columns or on another device."""
+CHANGES = ("map", "select", "filter", "train_test_split", "rename_column", "rename_columns", "take", "shard")
+"""Those of them that change which rows, columns or values a training reads."""
 ORIGINS: dict[str, tuple[str, ...]] = {
     "load_dataset": ("0", "path"), "load_from_disk": ("0", "dataset_path"),
     "from_pretrained": ("0", "pretrained_model_name_or_path", "model_name"), "get_soft_overlong_punishment": (),
 }  # fmt: skip
 """Functions whose result is known by an argument, by position or by name."""
+DATASETS = ("load_dataset", "load_from_disk")
 FORMATS = ("json", "csv", "parquet", "text", "arrow")
 """First arguments of `load_dataset` that are no data set: the files are another argument."""
+MODEL_OPTION = "model_name_or_path"
 ADAPTERS = ("LoraConfig", "get_peft_model")
 STACKS = ("openrlhf", "llamafactory", "swift", "verl", "roll", "slime", "axolotl", "nemo_rl")
 POSITIONS = {
@@ -77,6 +81,8 @@ def program_flags(path: Path, name: str, environ: Mapping[str, str], options: Se
     """
     program = Trainings(path, name, environ, options)
     flags = program.flags(None)
+    if MODEL_OPTION in [flag.name.replace("-", "_") for flag in options]:
+        flags = [flag for flag in flags if flag.name != "trainer.model" or MODEL_OPTION not in "".join(flag.texts)]
     return [*flags, *(flag for flag in options if flag.name not in program.used)]
 
 
@@ -235,6 +241,9 @@ class Trainings(Program):
         return owner if name == "[]" else super().attribute(owner, name)
 
     def call_object(self, owner: Instance, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if name in CHANGES and owner.name.rpartition(".")[2] in DATASETS:
+            before = owner.attributes.get("changes", "").split()
+            owner.attributes["changes"] = " ".join(dict.fromkeys([*before, name]))
         return owner if name in DERIVED else super().call_object(owner, name, arguments, keywords)
 
     def call_reference(self, name: str, call: ast.Call, arguments: list[Any], keywords: dict[str, Any]) -> Any:
@@ -320,6 +329,9 @@ class Trainings(Program):
             config = value.attributes.get("1", value.attributes.get("name"))
             if config is not None:
                 yield Flag("dataset_config", "load_dataset", tuple(_fields(config, node, line)), line)
+        changes = value.attributes.get("changes") if isinstance(value, Instance) else None
+        if changes and name == "trainer.train_dataset":
+            yield Flag("trainer.dataset_changes", f"{spelling[:-2]}:", (Field(changes, line),), line)
 
 
 def _defaults(node: ast.AST) -> dict[str, ast.AST]:
