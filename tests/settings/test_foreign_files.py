@@ -173,6 +173,7 @@ def test_a_trainer_of_transformers_has_a_loss_of_the_model(tmp_path: Path):
          "run.py:4: MyTrainer is not a trainer that is read. "),
         ("def main():\n    from openrlhf.trainer import PPOTrainer\n    PPOTrainer.remote(a)\n",
          "run.py:3: PPOTrainer is of openrlhf, "),
+        ("from verl.trainer.ppo import RayPPOTrainer\nRayPPOTrainer(config)\n", "run.py:2: RayPPOTrainer is of verl, "),
     ],
 )  # fmt: skip
 def test_a_trainer_that_is_not_read_is_named(text: str, line: str, tmp_path: Path):

@@ -54,6 +54,7 @@ FORMATS = ("json", "csv", "parquet", "text", "arrow")
 MODEL_OPTION = "model_name_or_path"
 ADAPTERS = ("LoraConfig", "get_peft_model")
 STACKS = ("openrlhf", "llamafactory", "swift", "verl", "roll", "slime", "axolotl", "nemo_rl")
+OF_STACK = "not of TRL; give the script that starts this program"
 POSITIONS = {
     "GRPOTrainer": ("model", "reward_funcs"), "RLOOTrainer": ("model", "reward_funcs"), **dict.fromkeys(ADAPTERS, ()),
 }  # fmt: skip
@@ -113,7 +114,10 @@ def _purpose(tree: ast.Module, name: str) -> str:
     trainers = [(line, called) for called, line in calls.items() if called.endswith("Trainer") and called not in CALLS]
     if trainers and by_name not in LIBRARIES.values():
         line, called = min(trainers)
-        return f"{Place(name, line)}: {called.rpartition('.')[2]} is not a trainer that is read. {READ}"
+        root, _, kind = called.partition(".")
+        if root in STACKS:
+            return f"{Place(name, line)}: {kind} is of {root}, {OF_STACK}"
+        return f"{Place(name, line)}: {kind} is not a trainer that is read. {READ}"
     return by_name and f"{name}: {by_name}"
 
 
@@ -289,7 +293,7 @@ class Trainings(Program):
             raise SettingsError(f"{place}: {kind} is a class of this file, not of TRL, and what it trains is not read")
         local_root = _imports(self.tree).get(record.own_name, "").partition(".")[0]
         if root := next((stack for stack in (root, local_root) if stack in STACKS), ""):
-            raise SettingsError(f"{place}: {kind} is of {root}, not of TRL; give the script that starts this program")
+            raise SettingsError(f"{place}: {kind} is of {root}, {OF_STACK}")
         if module and record.name.partition(".")[0] not in ("trl", "unsloth"):
             yield Flag("trainer.class", "class", (Field(record.name, place),), place)
 
