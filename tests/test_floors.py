@@ -38,6 +38,7 @@ SAME_FLOOR = {
     ("policies", "checkpoints"), ("environments", "agents"),
     ("__main__", "cli"),
     ("transport", "errors"),
+    ("settings", "user_code"),
 }  # fmt: skip
 """Neighbours that may be imported: plain modules of a floor, in one direction each."""
 

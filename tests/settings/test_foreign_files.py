@@ -150,6 +150,7 @@ def test_a_script_without_training_is_refused_by_the_command_that_it_has(command
         (".pre-commit-config.yaml", "repos:\n  - repo: a\n", "pre-commit"),
         ("prepare.py", "from datasets import load_dataset\nload_dataset('a').to_json('b')\n", "rollout.data"),
         ("eval.py", "import lm_eval\nlm_eval.simple_evaluate(model='hf')\n", "eval.data"),
+        ("optimizer.py", "OptimizerConfig(lr=lr, min_lr=0, clip_grad=1.0, weight_decay=0.1)\n", "names no trainer"),
         ("sample.py", "from vllm import LLM\nLLM('a').generate('b')\n", "slimectl rollout"),
     ],
 )  # fmt: skip
@@ -162,6 +163,22 @@ def test_a_document_of_another_kind_is_refused_by_what_it_is(name: str, text: st
 def test_a_trainer_of_transformers_has_a_loss_of_the_model(tmp_path: Path):
     text = "a = TrainingArguments(learning_rate=1e-5, max_steps=3, bf16=True)\nTrainer(model=model, args=a)\n"
     assert "algorithm.name = sft" in refusal(tmp_path, "run.py", f"from transformers import Trainer\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("from trl import ABCTrainer\nABCTrainer(model=m)\n", "run.py:2: ABCTrainer is not a trainer that is read. "),
+        ("from transformers import Trainer\nclass Mine(Trainer): ...\nclass MyTrainer(Trainer): ...\nMyTrainer()\n",
+         "run.py:4: MyTrainer is not a trainer that is read. "),
+        ("def main():\n    from openrlhf.trainer import PPOTrainer\n    PPOTrainer.remote(a)\n",
+         "run.py:3: PPOTrainer is of openrlhf, "),
+        ("from verl.trainer.ppo import RayPPOTrainer\nRayPPOTrainer(config)\n", "run.py:2: RayPPOTrainer is of verl, "),
+    ],
+)  # fmt: skip
+def test_a_trainer_that_is_not_read_is_named(text: str, line: str, tmp_path: Path):
+    text += "from datasets import load_dataset\nload_dataset('a')\n"  # by itself this prepares data
+    assert refusal(tmp_path, "run.py", text).startswith(line)
 
 
 @pytest.mark.parametrize("command", ["trl kto --config a.yaml", "python orpo.py", "accelerate launch cpo.py a.yaml"])

@@ -385,6 +385,8 @@ def test_of_two_training_commands_one_is_picked_by_its_line(tmp_path: Path):
     with pytest.raises(SettingsError, match=r"run\.sh: has 2 training commands \(lines 1, 2\); pick one by --line N"):
         reading(tmp_path, text)
     assert settings_of(tmp_path, text, line=2)["run.num_rollout"] == 2
+    with pytest.raises(SettingsError, match=r"run\.sh:3: starts no training"):
+        settings_of(tmp_path, text, line=3)
     with pytest.raises(SettingsError, match=r"run\.sh:1: is started 2 times with other flags; read a copy that"):
         reading(tmp_path, f"for N in 1 2; do {TRAIN} --num-rollout $N; done")
 

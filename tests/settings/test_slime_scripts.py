@@ -203,6 +203,7 @@ def test_what_is_trained_and_what_engines_load_is_right_or_named(script: str, ex
 
 
 DISTILLATION = "examples.on_policy_distillation.on_policy_distillation"
+LOSS = "slime.backends.megatron_utils.loss"
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "asynchronous": (f"python3 train_async.py {FLAGS}", {"run.async_level": 1}),
     "a folder with async in its name": (f"python3 /x/async-runs/train.py {FLAGS}", {"run.async_level": None}),
@@ -244,6 +245,13 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "an unknown verifier": ("START --rm-type opencua_click", {
         "hand --rm-type": "is not a verifier here"}),
     "a reward of one's own": ("START --custom-rm-path my.rewards.judge", {"score.custom_rm_path": "my.rewards:judge"}),
+    "a function without a stand-in": (
+        f"START --custom-tis-function-path {LOSS}.binary_kl --custom-rm-path slime.rollout.rm_hub.async_rm",
+        {"hand --custom-tis-function-path": "no stand-in", "train.custom_tis_function_path": None,
+         "score.custom_rm_path": "slime.rollout.rm_hub:async_rm"}),
+    "a reward without a stand-in": (
+        "START --custom-rm-path slime.rollout.rm_hub.pictures.grade",
+        {"hand --custom-rm-path": "score.custom_rm_path", "score.rm_type": None, "score.custom_rm_path": None}),
     "no reward": (
         "python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 4",
         {"hand score.rm_type": "names no reward", "hand --rollout-max-response-len": "by hand"}),

@@ -244,7 +244,8 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      "    GRPOTrainer('org/m', [ALL[name] for name in options.names], config, train_dataset=rows('org/d'))\n\n\n"
      "def rows(path):\n    return load_dataset(path, 'main')['train'].map(lambda row: row)\n\n\n"
      "main(*TrlParser((Options, GRPOConfig)).parse_args_and_config())\n",
-     {"score.rm": [{"path": "rewards.py:a"}, {"path": "rewards.py:b"}], "rollout.data": ["org/d/main"]}, []),
+     {"score.rm": [{"path": "rewards.py:a"}, {"path": "rewards.py:b"}], "rollout.data": ["org/d/main"]},
+     ["the program changes the rows"]),
     ("run.py", "@dataclass\nclass Own(SFTConfig):\n    learning_rate: float = 7e-6\n\n\n"
      "(config,) = HfArgumentParser(Own).parse_args_into_dataclasses()\n"
      "class Run:\n    def __init__(self, steps):\n        config.max_steps = steps\n"
@@ -345,3 +346,23 @@ def test_of_several_trainings_in_a_program_one_is_picked_by_its_line(tmp_path: P
     (tmp_path / "run.py").write_text(python("max_steps=1") + python("max_steps=2", "train_dataset='d'", name="SFT"))
     values = read(tmp_path / "run.py", line=16, environ={}).conversion.values
     assert (values["algorithm.name"], values["run.num_rollout"]) == ("sft", 2)
+    with pytest.raises(SettingsError, match=r"run\.py: --line 1 starts no training\. Lines that do: \d+, "):
+        read(tmp_path / "run.py", line=1, environ={})
+    (tmp_path / "run.yaml").write_text("model_name_or_path: /m\nnum_generations: 8\nlearning_rate: 1e-6\n")
+    with pytest.raises(SettingsError, match="Leave --line out"):
+        read(tmp_path / "run.yaml", line=2, environ={})
+
+
+def test_an_option_gives_the_model_and_changed_rows_are_asked_for(tmp_path: Path):
+    (tmp_path / "grpo.py").write_text(
+        "from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser\n"
+        "config, model_args = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config()\n"
+        "rows = load_dataset('org/d').filter(short)\nrows = rows.train_test_split(test_size=9).map(chat)['train']\n"
+        "GRPOTrainer(model_args.model_name_or_path, 'reward', args=config, train_dataset=rows)\n"
+    )
+    (tmp_path / "run.sh").write_text("python grpo.py --model_name_or_path org/m --learning_rate 1e-5 --max_steps 3\n")
+    conversion = read(tmp_path / "run.sh", environ={}).conversion
+    assert (conversion.values["model.path"], conversion.values["rollout.data"]) == ("org/m", ["org/d"])
+    flags = [item.flag for item in conversion.omissions if item.by_hand]
+    assert "train_dataset: 'filter train_test_split map'" in flags
+    assert not [flag for flag in flags if "model" in flag]

@@ -162,6 +162,8 @@ OPENRLHF: list[tuple[str, dict[str, Any], str]] = [
     (RAY + RM + "--kl_estimator k3_offline", {}, "--kl_estimator k3_offline"),
     (RAY + RM + "--lora_rank 8 --target_modules q_proj,v_proj", {"train.lora_targets": ["q_proj", "v_proj"]}, ""),
     (ROWS.format("train_rm"), {"algorithm.name": "reward_model", "train.lr": 9e-6, "run.num_epoch": 1}, ""),
+    (ROWS.format("train_rm") + " --model.loss_type sigmoid --model.margin_loss_enable",
+     {"algorithm.name": "reward_model"}, "--model.margin_loss_enable"),
     ("python3 -m openrlhf.cli.serve_rm --reward.model_name_or_path /rm --port 5000 &\n" + RAY + RM,
      {"score.rm_type": "remote_rm"}, ""),
 ]  # fmt: skip

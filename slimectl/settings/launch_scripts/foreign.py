@@ -150,6 +150,8 @@ LIBRARIES = {
 GENERAL = (
     f"trains with the Trainer of transformers, whose loss is that of the model. {DEMONSTRATED} (docs/algorithms.md)"
 )
+READ = "Set algorithm.name to the nearest algorithm (docs/algorithms.md), and the rest by hand"
+"""The remedy for a trainer whose name says nothing."""
 CALLS = {
     **dict.fromkeys([f"transformers.{name}" for name in ("Trainer", "Seq2SeqTrainer", "TrainingArguments")], GENERAL),
     **dict.fromkeys(("vllm.LLM", "sglang.Engine"), SAMPLING),

@@ -32,6 +32,7 @@ REFERENCE = "set algorithm.ref_update_interval to renew the reference; it is not
 LAYERS = "set train.lora_targets to the names of the layers"
 TEACHERS = "there is one teacher, asked about the sampled token. Set algorithm.opd_teacher_load, or leave it out"
 TEMPLATE = "put the template into the prompts, or set rollout.apply_chat_template"
+ROWS = "the program changes the rows. Save the rows that it makes as a file, and set rollout.data to that file"
 MIXTURE = "set rollout.data to its parts, as org/name/CONFIG@SPLIT, and rollout.data_weights to their weights"
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "ref"))
@@ -56,6 +57,7 @@ CHANGES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "off_policy_mask_threshold": (OFF, LOSS),
         "dataset_mixture.datasets": (OFF, MIXTURE),
         "mtp_enabled": (OFF, LOSS),
+        "trainer.dataset_changes": (OFF, ROWS),
     },
     "openrlhf": {
         "max_epochs": (ONCE, REUSE),
@@ -64,6 +66,7 @@ CHANGES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "overlong_buffer_len": (OFF, REWARD),
         "ptx_coef": (OFF, LOSS),
         "nll_loss_coef": (OFF, LOSS),
+        "margin_loss": (OFF, LOSS),
         "ipo": (OFF, LOSS),
         "dynamic_filtering_reward_range": ("0,1 0.0,1.0 none", FILTERED),
         "input_template": (OFF, TEMPLATE),

@@ -137,6 +137,9 @@ ALGORITHM = (
     Row("freezing_actor_steps", "algorithm.num_critic_only_steps", "negative is none", positive),
     Row("ptx_coef pretrain_data", text="there is no pre-training loss beside the policy's"),
     Row("ipo nll_loss_coef", text="preferences are learned by the loss of DPO, without a second one"),
+    Row("loss", text="sigmoid and logexp are the same loss, which is that of reward_model"),
+    Row("margin_loss", text="the loss of reward_model has no margin"),
+    Row("compute_fp32_loss", text="losses are always computed in float32"),
     Row("ref_model_name_or_path", "algorithm.ref_load"),
     Row("teacher.model_name_or_path", "algorithm.opd_teacher_load", "with train_opd"),
     Row("opd.NAME", text="the divergence from the teacher is each token's own: algorithm.opd_kl_coef"),
@@ -219,7 +222,8 @@ ckpt: output_dir=save_path path= save_steps save_hf=save_hf_ckpt max_num=max_ckp
 logger: logging_steps tensorboard_dir=use_tensorboard
 logger.wandb: key=use_wandb org=wandb_org group=wandb_group project=wandb_project run_name=wandb_run_name
 model: model_name_or_path=pretrain gradient_checkpointing_enable=gradient_checkpointing beta label_smoothing
-  ipo_enable=ipo aux_loss_coef nll_loss_coef
+  ipo_enable=ipo aux_loss_coef nll_loss_coef loss_type=loss margin_loss_enable=margin_loss
+  compute_fp32_loss_enable=compute_fp32_loss
 """
 """Names below each table: `NAME` is that flat flag, `NAME=` is TABLE_NAME, and `NAME=FLAT` another one."""
 SINGLE = {

@@ -13,7 +13,14 @@ from typing import Any
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.documents import MAX_KEYS
 from slimectl.settings.launch_scripts.flags import Flag, texts_of
-from slimectl.settings.launch_scripts.foreign import algorithm_of, is_training_class, program_purpose
+from slimectl.settings.launch_scripts.foreign import (
+    CALLS,
+    LIBRARIES,
+    READ,
+    algorithm_of,
+    is_training_class,
+    program_purpose,
+)
 from slimectl.settings.launch_scripts.python_expressions import source_of
 from slimectl.settings.launch_scripts.python_program import CONFIGURATIONS, Program, parsed
 from slimectl.settings.launch_scripts.python_rewards import reward_fields
@@ -34,15 +41,20 @@ DERIVED = (
     "rename_columns", "select_columns", "sort", "shard", "to", "cuda",
 )  # fmt: skip
 """Methods that leave a data set or a model what it was, in other rows and columns or on another device."""
+CHANGES = ("map", "select", "filter", "train_test_split", "rename_column", "rename_columns", "take", "shard")
+"""Those of them that change which rows, columns or values a training reads."""
 ORIGINS: dict[str, tuple[str, ...]] = {
     "load_dataset": ("0", "path"), "load_from_disk": ("0", "dataset_path"),
     "from_pretrained": ("0", "pretrained_model_name_or_path", "model_name"), "get_soft_overlong_punishment": (),
 }  # fmt: skip
 """Functions whose result is known by an argument, by position or by name."""
+DATASETS = ("load_dataset", "load_from_disk")
 FORMATS = ("json", "csv", "parquet", "text", "arrow")
 """First arguments of `load_dataset` that are no data set: the files are another argument."""
+MODEL_OPTION = "model_name_or_path"
 ADAPTERS = ("LoraConfig", "get_peft_model")
 STACKS = ("openrlhf", "llamafactory", "swift", "verl", "roll", "slime", "axolotl", "nemo_rl")
+OF_STACK = "not of TRL; give the script that starts this program"
 POSITIONS = {
     "GRPOTrainer": ("model", "reward_funcs"), "RLOOTrainer": ("model", "reward_funcs"), **dict.fromkeys(ADAPTERS, ()),
 }  # fmt: skip
@@ -58,8 +70,8 @@ def python_flags(
     """
     program = Trainings(path, name, environ)
     flags = program.flags(line)
-    if not any(flag.name == "configuration" for flag in flags) and (purpose := _purpose(program.tree)):
-        raise SettingsError(f"{name}: {purpose}")
+    if not any(flag.name == "configuration" for flag in flags) and (purpose := _purpose(program.tree, name)):
+        raise SettingsError(purpose)
     return flags
 
 
@@ -70,6 +82,8 @@ def program_flags(path: Path, name: str, environ: Mapping[str, str], options: Se
     """
     program = Trainings(path, name, environ, options)
     flags = program.flags(None)
+    if MODEL_OPTION in [flag.name.replace("-", "_") for flag in options]:
+        flags = [flag for flag in flags if flag.name != "trainer.model" or MODEL_OPTION not in "".join(flag.texts)]
     return [*flags, *(flag for flag in options if flag.name not in program.used)]
 
 
@@ -80,15 +94,31 @@ def has_trainer(path: Path, name: str) -> bool:
     return bool(program.references())
 
 
-def _purpose(tree: ast.Module) -> str:
-    """The sentence about a file without a training class; empty where nothing is known of it."""
-    nodes = list(ast.walk(tree))
-    modules = {
+def _imports(tree: ast.Module) -> dict[str, str]:
+    """The names that a file imports anywhere, with their modules."""
+    return {
         alias.asname or alias.name.partition(".")[0]: getattr(node, "module", alias.name) or ""
-        for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+        for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
     }  # fmt: skip
-    names = [ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)]
-    return program_purpose(modules.values(), {f"{modules.get(name, '').partition('.')[0]}.{name}" for name in names})
+
+
+def _purpose(tree: ast.Module, name: str) -> str:
+    """The sentence about a file without a training class that is read; empty where nothing is known of it."""
+    modules = _imports(tree)
+    calls: dict[str, int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            calls.setdefault(f"{modules.get(called, '').partition('.')[0]}.{called}", node.lineno)
+    by_name = program_purpose(modules.values(), calls)
+    trainers = [(line, called) for called, line in calls.items() if called.endswith("Trainer") and called not in CALLS]
+    if trainers and by_name not in LIBRARIES.values():
+        line, called = min(trainers)
+        root, _, kind = called.partition(".")
+        if root in STACKS:
+            return f"{Place(name, line)}: {kind} is of {root}, {OF_STACK}"
+        return f"{Place(name, line)}: {kind} is not a trainer that is read. {READ}"
+    return by_name and f"{name}: {by_name}"
 
 
 @dataclass(eq=False)
@@ -215,6 +245,9 @@ class Trainings(Program):
         return owner if name == "[]" else super().attribute(owner, name)
 
     def call_object(self, owner: Instance, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if name in CHANGES and owner.name.rpartition(".")[2] in DATASETS:
+            before = owner.attributes.get("changes", "").split()
+            owner.attributes["changes"] = " ".join(dict.fromkeys([*before, name]))
         return owner if name in DERIVED else super().call_object(owner, name, arguments, keywords)
 
     def call_reference(self, name: str, call: ast.Call, arguments: list[Any], keywords: dict[str, Any]) -> Any:
@@ -226,6 +259,9 @@ class Trainings(Program):
         """The trainings that were not picked by a line."""
         called = [record for record in self.records.values() if record.is_called and is_training_class(record.kind)]
         picked = next((record.kind for record in called if record.line == line), "")
+        if line is not None and not picked:
+            lines = ", ".join(map(str, sorted({record.line for record in called}))) or "none"
+            raise SettingsError(f"{self.name}: --line {line} starts no training. Lines that do: {lines}")
         return [
             record for record in called if picked and record.line != line
             and (algorithm_of(record.kind) != algorithm_of(picked) or record.kind == picked)
@@ -255,9 +291,10 @@ class Trainings(Program):
         kind, (root, _, module) = record.kind, record.name.partition(".")
         if isinstance(self.globals.get(record.name), ast.ClassDef):
             raise SettingsError(f"{place}: {kind} is a class of this file, not of TRL, and what it trains is not read")
-        if root in STACKS:
-            raise SettingsError(f"{place}: {kind} is of {root}, not of TRL; give the script that starts this program")
-        if module and root not in ("trl", "unsloth"):
+        local_root = _imports(self.tree).get(record.own_name, "").partition(".")[0]
+        if root := next((stack for stack in (root, local_root) if stack in STACKS), ""):
+            raise SettingsError(f"{place}: {kind} is of {root}, {OF_STACK}")
+        if module and record.name.partition(".")[0] not in ("trl", "unsloth"):
             yield Flag("trainer.class", "class", (Field(record.name, place),), place)
 
     def _flags_of(self, record: Record) -> Iterator[Flag]:
@@ -296,6 +333,9 @@ class Trainings(Program):
             config = value.attributes.get("1", value.attributes.get("name"))
             if config is not None:
                 yield Flag("dataset_config", "load_dataset", tuple(_fields(config, node, line)), line)
+        changes = value.attributes.get("changes") if isinstance(value, Instance) else None
+        if changes and name == "trainer.train_dataset":
+            yield Flag("trainer.dataset_changes", f"{spelling[:-2]}:", (Field(changes, line),), line)
 
 
 def _defaults(node: ast.AST) -> dict[str, ast.AST]:

@@ -90,6 +90,8 @@ def read(
         raise SettingsError(f"{path}: {purpose}")
     folder = root or path.parent
     if path.suffix in (".yaml", ".yml", ".json"):
+        if line is not None:
+            raise SettingsError(f"{path}: is one configuration. Leave --line out, which picks one of several commands")
         launch, notes = _document(path, yaml_flags(path, str(path), environ, folder), dialects, stack), list[Note]()
     elif (script := _script(path, folder, environ, dialects)) is None:
         launch, notes = _document(path, python_flags(path, str(path), environ, line=line), dialects, stack), []
@@ -153,7 +155,7 @@ def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack:
     roots = ROOTS.get(best.dialect.name, ("",))
     if has_keys and path.suffix != ".py" and not any(name.startswith(roots) for name in names):
         raise SettingsError(f"{path}: is a part of a configuration. {foreign.WHOLE}")
-    if path.suffix == ".py" and not is_named and (best.dialect.name == "trl" or not has_keys):
+    if path.suffix == ".py" and not is_named and (best.dialect.name in ("trl", "slime") or not has_keys):
         raise SettingsError(
             f"{path}: names no trainer, such as GRPOTrainer or GRPOConfig; give the program that trains"
         )
@@ -182,6 +184,8 @@ def _training_command(
         _refuse_foreign(script)
         names = " or ".join(dialect.title for dialect in dialects)
         unread = "".join(f"; {note.place}: {note.text}" for note in [*script.notes, *script.unread][:1])
+        if line is not None:
+            raise SettingsError(f"{path}:{line}: starts no training of {names}. Leave --line out, or give another line")
         raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training{unread}")
     present = [launch for launch in launches.values() if not _absence(launch)] or list(launches.values())
     highest = max(launch.num_known for launch in present)

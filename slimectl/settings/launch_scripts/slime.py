@@ -9,6 +9,7 @@ from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omi
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.slime_flags import GENERATE, GROUPS, SFT
 from slimectl.settings.launch_scripts.slime_weights import has_experts, settle_weights
+from slimectl.user_code.stand_ins import STAND_INS
 
 FSDP_DEFAULTS = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.95}
 """Defaults of slime's FSDP trainer, where they differ from those of Megatron. It has no dropout."""
@@ -59,6 +60,7 @@ def settle(conversion: Conversion) -> None:
     elif "async" in program:
         values.setdefault("run.async_level", 1)
         conversion.sources.setdefault("run.async_level", str(conversion.flags["launcher"]))
+    _ask_for_functions(conversion)
 
 
 def _drop_sampling(conversion: Conversion) -> None:
@@ -208,6 +210,19 @@ def _settle_functions(conversion: Conversion) -> None:
     if conversion.text("dynamic_sampling_filter_path").endswith("check_reward_nonzero_std"):
         name = "dynamic_sampling_filter_path"
         conversion.put("rollout.dynamic_sampling_filter_path", "slimectl.stages.filters:nonzero_std", name)
+
+
+def _ask_for_functions(conversion: Conversion) -> None:
+    """List functions of slime that have no stand-in, so that only an installed slime provides them."""
+    for key, value in list(conversion.values.items()):
+        for path in value if isinstance(value, list) else [value]:
+            module, _, name = str(path).rpartition(":")
+            if module.startswith("slime.") and name not in STAND_INS.get(module, {}):
+                source = conversion.sources[key]
+                conversion.drop(key)
+                reason = f"slimectl has no stand-in for it. Set {key} to it beside slime, or to a function of yours"
+                conversion.omissions.append(Omission(source, "", reason, by_hand=True))
+                break
 
 
 def _settle_distillation(conversion: Conversion) -> None:

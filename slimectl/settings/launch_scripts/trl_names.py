@@ -92,6 +92,7 @@ GENERATION = (
 ALGORITHM = (
     Row("configuration", "algorithm.name", "the class, the subcommand or the script names it",
         lambda flag: own_algorithm(flag.text) or flag.text),
+    Row("trainer.dataset_changes", text="rows are read as they are: methods such as map and filter are not run"),
     Row("trainer.class", text="a trainer of your own is not read: write train.custom_loss_function_path for its loss"),
     Row("beta", "algorithm.kl_loss_coef", "of dpo algorithm.beta, of rloo algorithm.kl_coef", number),
     Row("kl_coef", "algorithm.kl_coef", "of ppo"),
