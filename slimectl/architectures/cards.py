@@ -62,17 +62,25 @@ def path_of(name: str) -> Path:
 
     Raises SettingsError with the nearest name.
     """
-    cards = names()
-    if name in cards:
-        return folder() / f"{name}.toml"
-    known = aliases(folder()) | {card: card for card in cards}
-    card = next((card for each, card in known.items() if spelling(each) == spelling(name)), None)
+    card = named(name)
     if card is None:
-        lowered = {each.lower(): card for each, card in known.items()}
+        lowered = {each.lower(): card for each, card in _spellings().items()}
         matches = difflib.get_close_matches(name.rpartition("/")[2].lower(), lowered, n=1)
-        hint = f"did you mean {lowered[matches[0]]}?" if matches else f"known are {', '.join(cards)}"
+        hint = f"did you mean {lowered[matches[0]]}?" if matches else f"known are {', '.join(names())}"
         raise SettingsError(f"model.card: no card {name!r}; {hint}")
     return folder() / f"{card}.toml"
+
+
+def named(name: str) -> str | None:
+    """Return the card that a name, an alias or an id of a hub stands for, in any spelling, or None."""
+    if name in names():
+        return name
+    return next((card for each, card in _spellings().items() if spelling(each) == spelling(name)), None)
+
+
+def _spellings() -> dict[str, str]:
+    """Return the card of every name and alias."""
+    return aliases(folder()) | {card: card for card in names()}
 
 
 def spelling(name: str) -> str:

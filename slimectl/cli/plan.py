@@ -15,7 +15,7 @@ from slimectl import stdio
 from slimectl.architectures import cards
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.cli.options import SETTINGS, CommonOptions, with_options
-from slimectl.errors import SettingsError
+from slimectl.errors import CheckpointError, SettingsError
 from slimectl.planner.placement import Placement, divisibility_warnings
 
 if TYPE_CHECKING:
@@ -289,7 +289,12 @@ def configuration(card: str | None, model: str | None) -> dict[str, Any]:
         return with_defaults(cards.load(card or "")["config"])
     from slimectl.builders import model_folder
 
-    config = read_config(model_folder(str(Path(model))))
+    try:
+        config = read_config(model_folder(str(Path(model))))
+    except CheckpointError as error:
+        if Path(model).exists() or not (name := cards.named(model)):
+            raise
+        raise SettingsError(f"{model}: no such model directory. For the card of this model: --card {name}") from error
     if card is not None:
         cards.check(card, config, location=model)
     return config

@@ -86,6 +86,8 @@ class UserReward:
         if setting == SETTING and settings.score.group_rm and not self.takes_many:
             raise HookError(f"{self.name}: score.group_rm needs a function that takes `samples`. Add the parameter.")
         function = function.function if isinstance(function, OfSample) else function
+        if inspect.isclass(function):
+            raise HookError(f"{self.name} is a class. Create an instance in that file and name the instance.")
         call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 

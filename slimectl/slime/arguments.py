@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from slimectl.errors import HookError
 from slimectl.hooks.args import FlatSettings
 from slimectl.settings.launch_scripts.conversion import Conversion, canonical, convert, typed
 from slimectl.settings.launch_scripts.flags import Flag, options
@@ -16,6 +17,16 @@ from slimectl.settings.launch_scripts.slime import SLIME
 from slimectl.user_code import load_callable
 
 COMMAND_LINE = Place("command line", 1)
+
+
+class ProgramArguments(FlatSettings):
+    """Arguments of a program of its own, whose number of rollouts nothing else determines."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name == "num_rollout" and value is None and self.num_epoch is None:
+            raise HookError("args.num_rollout: the command line has no --num-rollout. Add --num-rollout N.")
+        return value
 
 
 def parse_args(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> FlatSettings:
@@ -63,7 +74,7 @@ def _refusals(conversion: Conversion) -> list[str]:
 
 def _with_attributes(conversion: Conversion, flags: list[Flag], own: dict[str, Any]) -> FlatSettings:
     """Return the settings as arguments, with the flags that no setting stands for, and the program's own."""
-    args = FlatSettings(conversion.settings)
+    args = ProgramArguments(conversion.settings)
     omitted = {item.flag for item in conversion.omissions}
     for flag in flags:
         if str(flag) in omitted:

@@ -75,6 +75,7 @@ def test_wandb_starts_once_and_a_secondary_process_logs_nothing_offline(tmp_path
         ("log(args, {'a': 'b', 'step': 1}, 'step')", "log: the metric 'a' is 'b'. Metrics are numbers."),
         ("log(args, {'step': 1}, 'step')", "log: tracking has not begun. Call init_tracking(args) first."),
         ("init_tracking(args); init_tracking(args)", "init_tracking was called before in this process."),
+        ("range(args.num_rollout)", "args.num_rollout: the command line has no --num-rollout. Add --num-rollout N."),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, code: str, message: str) -> None:

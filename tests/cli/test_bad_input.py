@@ -108,6 +108,18 @@ def test_lists_of_unequal_length_name_line_field_and_both_lengths(workshop: Work
     assert line == "samples.jsonl:2: Sample.rollout_log_probs: 2 values for 1 response tokens"
 
 
+def test_a_slice_that_is_none_and_a_class_that_is_no_reward(workshop: Workshop):
+    name = samples_file(workshop, SAMPLE)
+    line = refused(workshop, "score", f"{name}@[a:b]", "--rm-type", "exact", code=2)
+    assert line == "samples.jsonl@[a:b]: no such file. A part of a file is FILE@[a:b], with whole numbers a and b"
+    (workshop.folder / "own.py").write_text(
+        "class Own:\n    def __call__(self, sample):\n        return 1.0\n\nown = Own()\n"
+    )
+    line = refused(workshop, "score", name, "-s", "score.custom_rm_path=own.py:Own", code=2)
+    assert line == "score.custom_rm_path: own.py:Own is a class. Create an instance in that file and name the instance."
+    assert json.loads(workshop.slimectl("score", name, "-s", "score.custom_rm_path=own.py:own"))["reward"] == 1.0
+
+
 def test_a_sample_without_reward_given_to_train(workshop: Workshop):
     name = samples_file(workshop, SAMPLE, {**SAMPLE, "index": 1})
     line = refused(workshop, "train", name, "-c", "slimectl.toml", code=3)
