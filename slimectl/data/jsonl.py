@@ -109,14 +109,18 @@ def _sample_lines(source: str, skip: Report) -> Iterator[tuple[int, str, bytes]]
     start, stop = (0, None) if part is None else (part.start, part.stop)
     filled = ((number, line) for number, line in byte_lines(path) if not line.isspace())
     lines = islice(enumerate(filled), start, stop)
+    is_empty = part is not None
     while True:
         try:
             position, (number, line) = next(lines)
         except StopIteration:
+            if is_empty:
+                raise SettingsError(f"{source}: the file has no lines there. Give another slice.") from None
             return
         except RecordError as error:  # truncated input: nothing follows
             skip(error)
             return
+        is_empty = False
         yield position, f"{name_of(path)}:{number}", line
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from slimectl.data.group_numbers import GroupNumbers
 from slimectl.data.jsonl import read_samples
-from slimectl.errors import RecordError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.types import Sample
 
 Row = tuple[int, int, str]
@@ -119,6 +119,13 @@ def test_a_slice_has_the_lines_that_python_would_take(tmp_path: Path, part: str,
     assert [(s.group_index, s.index, s.prompt) for s in samples] == FIRST[
         slice(*(int(n) if n else None for n in part.split(":")))
     ]
+
+
+@pytest.mark.parametrize("part", ["4:9", "3:1", "-0:-9"])
+def test_an_empty_slice_is_named(tmp_path: Path, part: str):
+    path = write(tmp_path / "one.jsonl", FIRST)
+    with pytest.raises(SettingsError, match=r"one\.jsonl@\[.*\]: the file has no lines there"):
+        list(read_samples(f"{path}@[{part}]"))
 
 
 def test_a_compressed_file_is_recognized_whatever_its_name(tmp_path: Path):
