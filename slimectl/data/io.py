@@ -49,11 +49,16 @@ def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise RecordError(f"{name}:{number + 1}: damaged or cut off ({error}); write or fetch it again") from None
     except FileNotFoundError:
-        hint = ". A part of a file is FILE@[a:b], with whole numbers a and b" if "@[" in name else ""
-        raise SettingsError(f"{name}: no such file{hint}") from None
+        raise missing_file(name) from None
     except OSError as error:
         reason = "is closed" if error.errno == errno.EBADF else f"cannot be read: {error.strerror or error}"
         raise RecordError(f"{name}: {reason}; give a file, or a pipe that is open") from error
+
+
+def missing_file(name: str) -> SettingsError:
+    """Return the error for a file that does not exist."""
+    hint = ". A part of a file is FILE@[a:b], with whole numbers a and b" if "@[" in name else ""
+    return SettingsError(f"{name}: no such file{hint}")
 
 
 def _open_input(path: str | Path) -> Any:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from slimectl.data.group_numbers import GroupNumbers
-from slimectl.data.io import AtomicWriter, byte_lines, split_slice, spool
+from slimectl.data.io import AtomicWriter, byte_lines, missing_file, split_slice, spool
 from slimectl.data.json_codec import decode_object, encode_json, encode_with_texts, float32_text
 from slimectl.data.prompt_images import resolve_sample
 from slimectl.data.records import FLOAT32_LISTS, RECORD_VERSION, VERSION, refused_path, sample_from_json, sample_to_json
@@ -65,7 +65,7 @@ def read_samples(
     names = [str(paths)] if isinstance(paths, str | Path) else paths
     for name in names:  # before the first of them is graded
         if name != "-" and not Path(split_slice(name)[0]).exists():
-            raise SettingsError(f"{name}: no such file")
+            raise missing_file(name)
     numbers, num_skipped, count = GroupNumbers(logger.info), 0, 0
 
     def skip(error: RecordError) -> None:
