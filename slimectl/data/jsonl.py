@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -66,7 +67,7 @@ def read_samples(
     for name in names:  # before the first of them is graded
         if name != "-" and not Path(split_slice(name)[0]).exists():
             raise missing_file(name)
-    numbers, num_skipped, count = GroupNumbers(logger.info), 0, 0
+    numbers, num_skipped, count = GroupNumbers(_say_once), 0, 0
 
     def skip(error: RecordError) -> None:
         nonlocal num_skipped
@@ -94,6 +95,12 @@ def read_samples(
                 yield sample
     if num_skipped and report is None:
         logger.warning(f"{joined_name(names)}: {num_skipped} of {count} lines skipped")
+
+
+@cache
+def _say_once(message: str) -> None:
+    """Print a message the first time that it comes: a training reads its files once per epoch, and to count them."""
+    logger.info(message)
 
 
 def _sample_lines(source: str, skip: Report) -> Iterator[tuple[int, str, bytes]]:
