@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import socket
@@ -73,6 +74,7 @@ class _DriverGone(Exception):
 
 def run_rank(serve: Serve, build: Callable[[], Any], pipe: RankPipe, seat: RankInfo) -> None:
     """Join the group and serve until the pipe closes; an exception is sent to the driver."""
+    faulthandler.enable()  # a crash in native code prints the Python stack into the rank's log
     try:
         _join(seat)
         serve(build, pipe)
