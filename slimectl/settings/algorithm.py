@@ -19,7 +19,7 @@ class Sft(AlgorithmSection):
     """Which algorithm."""
 
     calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step rather than over samples of each one's mean."""
+    """Average over all tokens of the step, instead of over the mean of each sample."""
 
     @property
     def reduction(self) -> tuple[Reduction, int | None]:
@@ -32,7 +32,7 @@ class Pairwise(AlgorithmSection):
     trains_on = "preferences"
 
     pairs: Literal["best_worst", "all"] = "best_worst"
-    """Pairs of a group of scored answers: its best with its worst, or all whose rewards differ."""
+    """Pairs from a group of scored responses: the best with the worst, or all pairs whose rewards differ."""
 
     calculate_per_token_loss: ClassVar[bool] = False
 
@@ -53,13 +53,13 @@ class Dpo(Pairwise):
     """Which algorithm."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the reference holds the policy."""
+    """Strength of the pull towards the reference."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs that are taken to be the wrong way round (cDPO)."""
+    """Share of pairs that are assumed to be mislabelled (cDPO)."""
 
     ref_load: str | None = None
-    """The reference; the model that training starts from where not given."""
+    """Reference model. Default: the model that training starts from."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -79,7 +79,7 @@ class RewardModel(Pairwise):
     """Which algorithm."""
 
     beta: ClassVar[float] = 1.0
-    """The reward of an answer is its value itself."""
+    """The reward of a response is its value."""
 
     label_smoothing: ClassVar[float] = 0.0
 

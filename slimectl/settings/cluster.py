@@ -14,32 +14,32 @@ class ClusterSettings(Section):
     """Executor of the work, and its number of GPUs (on a CPU: processes)."""
 
     executor: Annotated[str, *registered_in(EXECUTORS)] = "local"
-    """local: threads and processes of this machine; ray: a Ray cluster."""
+    """local (threads and processes of this machine) or ray (a Ray cluster)."""
 
     ray_address: str | None = None
-    """A running Ray cluster: host:port or auto; a local one is started where not given."""
+    """Address of a running Ray cluster: host:port or auto. Default: start a local one."""
 
     actor_num_nodes: PositiveInt = 1
-    """Machines that train."""
+    """Machines for training."""
 
     actor_num_gpus_per_node: PositiveInt = 1
-    """Training ranks on each; on a CPU, processes."""
+    """Training ranks per machine. On a CPU these are processes."""
 
     rollout_num_gpus: PositiveInt | None = None
-    """GPUs of all engines; as many as engine.num_engines need where not given."""
+    """GPUs of all engines. Default: as many as engine.num_engines need."""
 
     rollout_num_gpus_per_engine: PositiveInt = 1
-    """GPUs of an engine: its tensor-parallel size times its pipeline stages; a multiple of cluster.num_gpus_per_node
-    spreads an SGLang engine over as many machines."""
+    """GPUs per engine: tensor-parallel size times pipeline stages. A multiple of cluster.num_gpus_per_node spreads an
+    SGLang engine over several machines."""
 
     num_gpus_per_node: PositiveInt = 8
-    """GPUs of a machine."""
+    """GPUs per machine."""
 
     colocate: bool = False
-    """Engines and trainer share the same GPUs, in turns."""
+    """Engines and trainer share the same GPUs and alternate."""
 
     offload_train: bool = True
-    """With colocate: weights, gradients and optimizer of the trainer are in host memory while engines sample."""
+    """With colocate: move the trainer's weights, gradients and optimizer to host memory while engines sample."""
 
     @property
     def ranks(self) -> int:
@@ -55,42 +55,43 @@ class SyncSettings(Section):
     """Weight updates from the policy to the engines, after the last step of a round."""
 
     transport: Literal["auto", "in_process", "disk", "tensor", "distributed", "delta"] = "auto"
-    """in_process for an engine in the trainer's process; to servers: disk (a checkpoint they read), tensor (shared
-    memory or CUDA IPC, same machine), distributed (broadcast by gloo or nccl), delta (changed bytes over disk). auto:
-    in_process; tensor on one machine, except to SGLang on a CPU, which takes tensors as text; else distributed."""
+    """How weights reach the engines. in_process: an engine in the trainer's process. disk: a checkpoint that servers
+    read. tensor: shared memory or CUDA IPC on one machine. distributed: broadcast by gloo or nccl. delta: changed bytes
+    over disk. auto: in_process, else tensor on one machine (except to SGLang on a CPU, which takes tensors as text),
+    else distributed."""
 
     lora: Literal["auto", "adapter", "merged"] = "auto"
-    """What servers get of train.lora_rank: the adapter, which they merge into the base model of their files, or all
-    weights, merged by the trainer. auto: the adapter, where servers and transport take it (docs/clusters.md)."""
+    """How LoRA updates reach the servers. adapter: servers merge it into their base model. merged: the trainer sends
+    all weights. auto: the adapter, if servers and transport support it (docs/clusters.md)."""
 
     update_weights_interval: PositiveInt = 1
-    """Rounds between two pushes; above 1 answers are staler."""
+    """Rounds between weight updates. Above 1, samples are staler."""
 
     update_weight_buffer_size: PositiveInt = 512
-    """MiB of weights in one message."""
+    """Size of a message in MiB."""
 
     update_weight_disk_dir: str | None = None
-    """Folder for the disk and delta transports, seen by every engine; the run's own where not given."""
+    """Folder for the disk and delta transports. Every engine must see it. Default: the run's folder."""
 
     update_weight_disk_keep_files: bool = False
-    """Keep the files of every push."""
+    """Keep the files of every update."""
 
     update_weight_delta_encoding: Literal["xor", "overwrite"] = "xor"
-    """What a delta holds of a changed block: the xor with the old bytes (compresses better), or the new bytes."""
+    """What a delta stores of a changed block: the XOR with the old bytes, which compresses better, or the new bytes."""
 
     update_weight_delta_checksum: Literal["xxh3-128", "blake2b", "adler32"] = "xxh3-128"
-    """Checksum of every tensor that a delta changes."""
+    """Checksum of every tensor in a delta."""
 
     custom_post_write_path: str | None = None
-    """Function of (args, version_dir, rollout_engines), by path, when disk or delta have written a push, before engines
-    read it."""
+    """Path of a function (args, version_dir, rollout_engines) that is called after disk or delta have written an update
+    and before engines read it."""
 
     check_weight_update_equal: bool = False
-    """After every push compare checksums of every tensor on both sides."""
+    """Compare checksums of every tensor on both sides after each update."""
 
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
-    """What happens to answers in flight while weights change: their keys and values are computed anew (retract), they
-    go on with those they have (in_place; SGLang then may give old ones to new answers too), or end (abort)."""
+    """What happens to running requests during an update. retract: their keys and values are recomputed. in_place: they
+    continue with the old ones (SGLang may then use old ones for new requests too). abort: they end."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 600
-    """How long a push may take."""
+    """Time limit of an update in seconds."""

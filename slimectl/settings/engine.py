@@ -19,80 +19,81 @@ class EngineSettings(Section):
     section_name: ClassVar[str] = "engine"
 
     backend: Annotated[str, *registered_in(ENGINES)] = "embedded"
-    """Which engine; embedded runs on a CPU or one GPU, in this process where there is one of it."""
+    """Inference engine: embedded, sglang or vllm. embedded runs on a CPU or one GPU. A single one runs in this
+    process."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of weights and KV cache; float32 agrees with the trainer to the last digits, bfloat16 is faster."""
+    """Precision of weights and KV cache. float32 agrees with the trainer to the last digits. bfloat16 is faster."""
 
     load: str | None = None
-    """Hugging Face directory that SGLang or vLLM servers hold, where it is the policy's model in fp8 (`slimectl convert
-    --quantize fp8`): pushes are quantized as its config.json says."""
+    """Hugging Face directory of the policy's model in fp8 for SGLang or vLLM servers (`slimectl convert --quantize
+    fp8`). Pushes are quantized as its config.json defines."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it runs; auto takes the GPU if there is one."""
+    """Device of the embedded engine. auto uses the GPU if there is one."""
 
     max_running_requests: PositiveInt = 64
-    """Sequences that an embedded engine decodes at the same time; more wait and join as others finish."""
+    """Maximum sequences that an embedded engine decodes at the same time. Others wait and join as sequences finish."""
 
     prefix_cache_gib: Annotated[float, Field(ge=0)] = 1.0
-    """Memory, in GiB, in which an embedded engine keeps keys and values of prompts and answers that have ended, for
-    prompts that begin with them: the next turn of a conversation, siblings, a common system prompt. 0 keeps none."""
+    """Memory in GiB for the prefix cache of an embedded engine. It keeps keys and values of finished sequences for
+    prompts that start with them: the next turn of a conversation, siblings, a common system prompt. 0 turns it off."""
 
     compile_kernels: bool = True
-    """Compile the embedded engine's C kernels once on a CPU (Linux, x86-64), if cc, gcc or clang is there, and take
-    them: a decoding step is 1.2 to 1.5 times as fast, and rounds in other last digits than torch's operators."""
+    """Use C kernels in the embedded engine on a CPU (Linux, x86-64), compiled once if cc, gcc or clang is installed.
+    Decoding is 1.2 to 1.5 times as fast. The last digits differ from torch's operators."""
 
     url: Texts = []
-    """Running servers to use instead of starting any: vLLM's for backend vllm, else SGLang's or `slimectl serve`."""
+    """Running servers to use instead of starting any: vLLM servers for backend vllm, otherwise SGLang or `slimectl
+    serve`."""
 
     api_key: Key | None = None
-    """Key that a server asks for before it answers anything: `slimectl serve` asks everybody, and requests to
-    engine.url carry it. Better env:NAME or file:PATH than the key itself; it is never written down."""
+    """Key for every request: `slimectl serve` requires it, and requests to engine.url carry it. Prefer env:NAME or
+    file:PATH to the key itself. It is never written down."""
 
     admin_api_key: Key | None = None
-    """Key for all that changes a server's state: weights, pauses, aborts, memory. Servers that are started here get a
-    random one, and `slimectl serve` draws one, where none is given."""
+    """Key for requests that change a server's state: weights, pauses, aborts, memory. Default: random."""
 
     num_engines: PositiveInt = 1
-    """Engines to start; embedded ones live in processes of their own (`slimectl serve`) where there are several."""
+    """Engines to start. Several embedded engines run as processes of `slimectl serve`."""
 
     router: Literal["auto", "none", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
-    """sglang-router's policy in front of several engines; `none` spreads requests here, `auto` is cache_aware for
-    SGLang engines and none for others."""
+    """Routing policy of sglang-router in front of several engines. `none` distributes requests without it. `auto` is
+    cache_aware for SGLang engines and none for others."""
 
     middleware_paths: Texts = []
-    """Your own aiohttp middlewares around the routes of `slimectl serve` and of several embedded engines, by path:
-    async functions of (request, handler). The first is outermost (docs/serving.md)."""
+    """Paths of your own aiohttp middlewares for `slimectl serve` and for several embedded engines: async functions
+    (request, handler). The first is outermost (docs/serving.md)."""
 
     session_affinity: bool = True
-    """Send the attempts of one group to the same engine, whose prefix cache then serves them."""
+    """Send the attempts of a group to the same engine, to use its prefix cache."""
 
     server_concurrency: PositiveInt = 512
-    """Requests in flight at each server."""
+    """Maximum requests in flight per server."""
 
     request_timeout_s: Seconds = 14400
-    """How long one answer may take."""
+    """Time limit of one response in seconds."""
 
     connect_timeout_s: Seconds = 120
-    """How long a server that does not answer is tried again before the work fails."""
+    """Seconds to retry a server that does not answer."""
 
     start_timeout_s: Seconds = 600
-    """How long a server may take to start."""
+    """Seconds a server may take to start."""
 
     use_fault_tolerance: bool = True
     """Restart servers that died or hang."""
 
     health_check_interval: Seconds = 30
-    """Seconds between two looks at a server."""
+    """Seconds between health checks."""
 
     health_check_timeout: Seconds = 30
-    """Seconds after which a server that does not answer is taken for dead."""
+    """Seconds without an answer after which a server counts as dead."""
 
     health_check_first_wait: Annotated[float, Field(ge=0)] = 0
-    """Seconds before the first look."""
+    """Seconds before the first health check."""
 
     max_restarts: Annotated[int, Field(ge=0)] = 10
-    """Restarts of servers in a run; one more death ends it."""
+    """Maximum server restarts in a run. The next death ends the run."""
 
     @field_validator("router", mode="before")
     @classmethod
@@ -107,17 +108,17 @@ class SglangSettings(Section):
     section_name: ClassVar[str] = "sglang"
 
     python: str | None = None
-    """Python that SGLang is installed in; this one where not given."""
+    """Python interpreter with SGLang. Default: this one."""
 
     args: dict[str, Any] = {}
-    """Any field of SGLang's ServerArgs, e.g. {mem_fraction_static = 0.8}; checked against the installed one."""
+    """Any field of SGLang's ServerArgs, e.g. {mem_fraction_static = 0.8}. Checked against the installed version."""
 
     prefill_num_servers: Annotated[int, Field(ge=0)] = 0
-    """Engines that only prefill (prefill/decode disaggregation); the others then only decode."""
+    """Engines that only prefill (prefill/decode disaggregation). The others only decode."""
 
     server_groups: list[dict[str, Any]] = []
-    """Engines in groups, in place of engine.num_engines: [{name, model, num_engines, num_gpus_per_engine, role, args}];
-    a group of another model (a judge, a teacher) is started and gets no weights."""
+    """Groups of engines, instead of engine.num_engines: [{name, model, num_engines, num_gpus_per_engine, role, args}].
+    A group with another model (a judge, a teacher) gets no weight updates."""
 
 
 class VllmSettings(Section):
@@ -126,21 +127,21 @@ class VllmSettings(Section):
     section_name: ClassVar[str] = "vllm"
 
     python: str | None = None
-    """Python that vLLM is installed in; this one where not given."""
+    """Python interpreter with vLLM. Default: this one."""
 
     args: dict[str, Any] = {}
-    """Any flag of `vllm serve`, by its name with underscores, e.g. {max_num_seqs = 64}; checked against the installed
-    one."""
+    """Any flag of `vllm serve`, with underscores, e.g. {max_num_seqs = 64}. Checked against the installed version."""
 
 
 class ModelSettings(Section):
     """The model that is trained and sampled."""
 
     path: str | None = None
-    """Hugging Face directory, .gguf file, or package:NAME for a GGUF inside an installed Python package."""
+    """Hugging Face directory, .gguf file, or package:NAME for a GGUF in an installed Python package."""
 
     verify: bool = False
-    """Hash every file that the model's manifest.json names; else those above 32 MiB only where all have up to 1 GiB."""
+    """Hash every file in the model's manifest.json. By default files above 32 MiB are hashed only if all have up to 1
+    GiB together."""
 
     card: str | None = None
-    """Model card to build a new model of random weights from, where no path is given (see `slimectl models`)."""
+    """Model card for a new model with random weights, if no path is given (see `slimectl models`)."""

@@ -18,64 +18,64 @@ class Dataset(Section):
     """Prompt source."""
 
     n_samples_per_prompt: Annotated[int, Field(ge=1)] | None = None
-    """Answers for each prompt."""
+    """Responses per prompt."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """Softmax temperature; 0 is greedy."""
+    """Softmax temperature. 0 is greedy."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus probability."""
 
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Most likely tokens to sample among; -1 for all."""
+    """Sample from this many most likely tokens. -1 means all."""
 
     repetition_penalty: RepetitionPenalty | None = None
-    """Factor on the logits of tokens that the response already has; 1 is off."""
+    """Factor on the logits of tokens that the response already has. 1 is off."""
 
     presence_penalty: AdditivePenalty | None = None
-    """Subtracted from the logits of tokens that the response already has; 0 is off."""
+    """Subtracted from the logits of tokens that the response already has. 0 is off."""
 
     frequency_penalty: AdditivePenalty | None = None
-    """Subtracted from the logit of a token for each time that the response already has it; 0 is off."""
+    """Subtracted from the logit of a token for each time that the response already has it. 0 is off."""
 
     max_response_len: Annotated[int, Field(ge=1)] | None = None
     """Maximum tokens of a response."""
 
     min_new_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Tokens an answer has at least."""
+    """Minimum tokens of a response."""
 
     stop: Texts | None = None
-    """Strings that end an answer."""
+    """Strings that end a response."""
 
     stop_token_ids: list[int] | None = None
-    """Tokens that end an answer."""
+    """Token ids that end a response."""
 
     input_key: str | None = None
-    """Key of the prompt."""
+    """Column of the prompt."""
 
     label_key: str | None = None
-    """Key of the right answer."""
+    """Column of the ground truth."""
 
     tool_key: str | None = None
-    """Key of the tools."""
+    """Column of the tool schemas."""
 
     metadata_key: str | None = None
-    """Key of the metadata."""
+    """Column of the metadata."""
 
     custom_generate_function_path: str | None = None
     """Your own generate function."""
 
     rm_type: str | None = None
-    """Verifier; it goes before score.custom_rm_path and score.rm."""
+    """Verifier. It overrides score.custom_rm_path and score.rm."""
 
     custom_rm_path: str | None = None
     """Your own reward function, instead of rm_type."""
 
     reward_key: str | None = None
-    """Which entry of a reward that is a dict counts."""
+    """Number of a dict reward to use."""
 
     success_threshold: float | None = None
-    """Reward from which an answer counts as right."""
+    """Reward from which a response counts as correct."""
 
     @model_serializer(mode="wrap")
     def _drop_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class EvalSettings(Section):
     section_name: ClassVar[str] = "eval"
 
     data: dict[str, str | Dataset] = {}
-    """Datasets by name: each a prompt source, or a table [eval.data.NAME] with `path` and settings of its own. Of
+    """Datasets by name: each a prompt source, or a table [eval.data.NAME] with `path` and its own settings. For
     demonstrations and preferences without a verifier, `slimectl train` measures the loss."""
 
     @field_validator("data", mode="before")
@@ -112,49 +112,49 @@ class EvalSettings(Section):
         return data
 
     interval: Annotated[int, Field(ge=1)] | None = None
-    """Rollouts between evaluations; only before and after where not given."""
+    """Rollouts between evaluations. Default: only before and after the run."""
 
     before_train: bool = True
     """Evaluate before the first step."""
 
     n_samples_per_prompt: Annotated[int, Field(ge=1)] = 1
-    """Answers for each prompt; more make pass@k, avg@n and maj@n, and want a temperature above 0."""
+    """Responses per prompt. More than one gives pass@k, avg@n and maj@n, and needs a temperature above 0."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """Softmax temperature; 0 is greedy."""
+    """Softmax temperature. 0 is greedy."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus probability."""
 
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Most likely tokens to sample among; -1 for all."""
+    """Sample from this many most likely tokens. -1 means all."""
 
     repetition_penalty: RepetitionPenalty | None = None
-    """Factor on the logits of tokens that the response already has; 1 is off."""
+    """Factor on the logits of tokens that the response already has. 1 is off."""
 
     presence_penalty: AdditivePenalty | None = None
-    """Subtracted from the logits of tokens that the response already has; 0 is off."""
+    """Subtracted from the logits of tokens that the response already has. 0 is off."""
 
     frequency_penalty: AdditivePenalty | None = None
-    """Subtracted from the logit of a token for each time that the response already has it; 0 is off."""
+    """Subtracted from the logit of a token for each time that the response already has it. 0 is off."""
 
     max_response_len: Annotated[int, Field(ge=1)] | None = None
     """Maximum tokens of a response."""
 
     min_new_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Tokens an answer has at least."""
+    """Minimum tokens of a response."""
 
     rm_type: str | None = None
-    """Verifier; it goes before score.custom_rm_path and score.rm."""
+    """Verifier. It overrides score.custom_rm_path and score.rm."""
 
     reward_key: str | None = None
-    """Which entry of a reward that is a dict counts."""
+    """Number of a dict reward to use."""
 
     success_threshold: float = 1.0
-    """Reward from which an answer counts as right."""
+    """Reward from which a response counts as correct."""
 
     keep_samples: bool = True
-    """Write the samples of each evaluation beside the run's metrics."""
+    """Write the samples of each evaluation into the run's folder."""
 
     @property
     def datasets(self) -> dict[str, Dataset]:

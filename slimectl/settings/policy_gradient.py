@@ -18,106 +18,111 @@ class PolicyGradient(AlgorithmSection):
     baseline: ClassVar[Baseline] = "group_mean"
 
     surrogate: ClassVar[str] = "ppo_clip"
-    """Name of the surrogate that is minimised (SURROGATES in algorithms/surrogates.py)."""
+    """Name of the surrogate loss (SURROGATES in algorithms/surrogates.py)."""
 
     learns_from_rewards: ClassVar[bool] = True
-    """Off if rewards are reported and nothing else."""
+    """Whether rewards are used for training. If false, they are only reported."""
 
     name: str
     """Which algorithm."""
 
     drop_zero_std_groups: bool = False
-    """Leave out groups whose rewards are all equal (DAPO): the others then weigh more, and the step is larger."""
+    """Drop groups whose rewards are all equal (DAPO). The other groups then count more, and the step is larger."""
 
     calculate_per_token_loss: bool = False
-    """Mean over all tokens of the step rather than over rollouts of each one's mean."""
+    """Average over all tokens of the step, instead of over the mean of each rollout."""
 
     fixed_length: Annotated[int, Field(ge=1)] | None = None
-    """Divide each rollout's sum by this constant instead of its own length (Dr. GRPO)."""
+    """Divide the sum of each rollout by this constant instead of its length (Dr. GRPO)."""
 
     normalize_advantages: bool = False
     """Whiten the advantages over all tokens of the round."""
 
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the divergence from the reference in the reward: each token's own where returns are by token, else the
-    sum over the answer. The estimator is k1."""
+    """Weight of the KL divergence from the reference in the reward, estimated by k1. It is per token if returns are per
+    token, else summed over the response."""
 
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the divergence from the reference in the loss."""
+    """Weight of the KL divergence from the reference in the loss."""
 
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Estimator of the divergence in the loss."""
+    """Estimator of the KL divergence in the loss."""
 
     use_unbiased_kl: bool = False
     """Weight the estimator by the importance ratio."""
 
     ref_load: str | None = None
-    """Model to measure the divergence from; the one that the run starts from where not given."""
+    """Reference model. Default: the model that the run starts from."""
 
     ref_update_interval: Annotated[int, Field(ge=1)] | None = None
-    """Rounds after which the reference becomes the policy of then, in a run; never where not given."""
+    """Replace the reference with the current policy every N rounds. Default: never."""
 
     opd_kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """On-policy distillation: times log p(token) - log p_teacher(token), off each advantage of any algorithm."""
+    """On-policy distillation: subtract this times log p(token) - log p_teacher(token) from the advantages of any
+    algorithm."""
 
     opd_teacher_load: str | None = None
-    """The teacher's model directory, of the same vocabulary; this or opd_teacher_url is needed with opd_kl_coef unless
-    samples carry teacher_log_probs."""
+    """Directory of the teacher, with the same vocabulary. opd_kl_coef needs this or opd_teacher_url, unless samples
+    carry teacher_log_probs."""
 
     opd_teacher_url: Texts = []
-    """Servers that have the teacher instead, asked in turn: SGLang's, vLLM's, or `slimectl serve`. Where one does not
-    answer, the others are asked."""
+    """Teacher servers instead: SGLang, vLLM or `slimectl serve`. Requests alternate between them. If one does not
+    answer, the others take over."""
 
     opd_teacher_api: Literal["sglang", "vllm"] = "sglang"
-    """API that the servers of opd_teacher_url speak; `slimectl serve` speaks sglang."""
+    """API of the servers in opd_teacher_url. `slimectl serve` uses sglang."""
 
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy bonus; 0 builds no entropy graph."""
+    """Weight of the entropy bonus. 0 builds no entropy graph."""
 
     report_entropy: bool = True
-    """Measure the entropy in every step; off saves the forward half of computing it."""
+    """Measure the entropy in every step. false saves its forward computation."""
 
     use_rollout_logprobs: bool = False
-    """Take the engine's log-probabilities as those of the old policy instead of recomputing them."""
+    """Use the engine's log-probabilities as the old policy's, instead of recomputing them."""
 
     use_tis: bool = False
-    """Truncated importance sampling: correct for engine and trainer disagreeing."""
+    """Truncated importance sampling: correct for the difference between engine and trainer."""
 
     tis_clip: Annotated[float, Field(gt=0)] = 2.0
-    """Upper bound of that weight."""
+    """Upper bound of the importance weight."""
 
     tis_clip_low: Annotated[float, Field(ge=0)] = 0.0
-    """Lower bound of that weight."""
+    """Lower bound of the importance weight."""
 
     tis_level: Literal["token", "sequence", "geometric"] = "token"
-    """Whose weight: a token's own, the product over its answer, or that product's geometric mean."""
+    """Importance-weight level: per token, per response (product), or geometric mean over the response."""
 
     tis_mode: Literal["clip", "truncate", "mask"] = "clip"
-    """Beyond the bounds: hold it there, hold the upper one only, or leave out (IcePop, 0.5 to 5: arXiv:2510.18855)."""
+    """Weights outside the bounds: clip at both bounds, clip only at the upper one, or mask (IcePop, 0.5 to 5,
+    arXiv:2510.18855)."""
 
     tis_veto: Annotated[float, Field(gt=0)] | None = None
-    """Leave out an answer with a token whose own weight is below this (MIS: 1e-4); off where not given."""
+    """Mask a response that has a token with a weight below this (MIS: 1e-4). Default: off."""
 
     tis_batch_normalize: bool = False
-    """Divide the weights by their mean over the step, so that they move no learning rate; one more forward pass."""
+    """Divide the weights by their mean over the step, so that the effective learning rate stays the same. Needs one
+    more forward pass."""
 
     use_rs: bool = False
-    """Rejection: leave out tokens or answers whose weight is out of bounds of its own (MIS), beside or without TIS."""
+    """Rejection sampling (MIS): mask tokens or responses whose weight is outside rs_clip_low to rs_clip. Works with and
+    without TIS."""
 
     rs_level: Literal["token", "sequence", "geometric"] = "geometric"
-    """Whose weight is looked at, as in tis_level; with "token" a token is left out alone."""
+    """Weight level of the rejection, as in tis_level. With "token", single tokens are masked."""
 
     rs_clip: Annotated[float, Field(gt=0)] = 2.0
-    """Largest weight that is kept."""
+    """Largest accepted weight."""
 
     rs_clip_low: Annotated[float, Field(ge=0)] = 0.5
-    """Smallest weight that is kept."""
+    """Smallest accepted weight."""
 
     use_opsm: bool = False
-    """Off-policy sequence masking: leave bad answers alone that the policy has left already (arXiv:2512.02556)."""
+    """Off-policy sequence masking: mask negative-advantage responses that the policy has moved away from
+    (arXiv:2512.02556)."""
 
     opsm_delta: Annotated[float, Field(ge=0)] = 1e-4
-    """How far, as mean(old - present log-probability), before it does."""
+    """Threshold of that mask on mean(old - current log-probability)."""
 
     @property
     def needs_by_setting(self) -> dict[str, Need]:
@@ -215,24 +220,24 @@ class RatioBounds(PolicyGradient):
     """Algorithms that bound the probability ratio around 1."""
 
     eps_clip: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """How far the probability ratio may fall below 1 before its gradient stops."""
+    """Lower clip range: the gradient stops when the probability ratio falls below 1 - eps_clip."""
 
     eps_clip_high: Annotated[float, Field(gt=0)] | None = None
-    """How far it may rise above 1; eps_clip where not given (DAPO: 0.28)."""
+    """Upper clip range: the gradient stops above 1 + eps_clip_high. Default: eps_clip (DAPO: 0.28)."""
 
 
 class ClippedRatio(RatioBounds):
     """Algorithms with a clipped ratio and optional dual clip."""
 
     eps_clip_c: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: bound on the loss of bad tokens whose ratio exploded; off where not given."""
+    """Dual clip: bound on the loss of negative-advantage tokens with a large ratio. Default: off."""
 
 
 class GroupNormalized(PolicyGradient):
     """Algorithms whose advantage is the reward normalised within its group."""
 
     grpo_std_normalization: bool = True
-    """Divide by the group's standard deviation; off is Dr. GRPO (arXiv:2503.20783)."""
+    """Divide by the group's standard deviation. false is Dr. GRPO (arXiv:2503.20783)."""
 
     @property
     def std_normalization(self) -> bool:

@@ -15,34 +15,35 @@ class RolloutSettings(Section):
     """Prompts in, samples out."""
 
     data: Texts = []
-    """Prompt sources: files, globs, path@[a:b] slices, -, folders of save_to_disk, data sets of the hub (org/name,
-    org/name/FILES), reasoning_gym:TASK?key=value, module:function?key=value, and env, the tasks of `env` below."""
+    """Prompt sources: files, globs, path@[a:b] slices, - for stdin, save_to_disk folders, datasets on the Hub
+    (org/name, org/name/FILES), reasoning_gym:TASK?key=value, module:function?key=value, and env, the tasks of `env`
+    below."""
 
     data_weights: list[Annotated[float, Field(gt=0)]] = []
-    """Mix the sources of `data`: how often a prompt comes from each, in proportion; one after another where empty."""
+    """Sampling weight of each source in `data`. Empty: one source after another."""
 
     input_key: str = "prompt"
-    """Key of the prompt in a row: a string, or a chat list of {role, content}. A dotted key is a path into objects.
-    Where a row has no `prompt`, the columns of other published formats are recognized (docs/records.md)."""
+    """Column of the prompt: a string, or a chat as a list of {role, content}. A dotted key is a path into objects. If a
+    row has no `prompt`, the columns of other published formats are recognized (docs/records.md)."""
 
     label_key: str = "label"
-    """Key of the ground truth in a row, e.g. reward_model.ground_truth; where there is no `label`, the column of an
-    answer."""
+    """Column of the ground truth, e.g. reward_model.ground_truth. If a row has no `label`, its answer column is
+    used."""
 
     metadata_key: str = "metadata"
-    """Key of the metadata in a row."""
+    """Column of the metadata."""
 
     tool_key: str = "tools"
-    """Key of the tool schemas in a row."""
+    """Column of the tool schemas."""
 
     image_key: str = "images"
-    """Key of the images in a row: paths relative to the file's folder, or objects with `path` or `bytes`. Each replaces
+    """Column of the images: paths relative to the file's folder, or objects with `path` or `bytes`. Each image replaces
     one <image> in the prompt, or a part of type "image". With the default, `image`, `image_path` and other usual names
     are recognized too (docs/vision.md)."""
 
     apply_chat_template: bool = False
-    """Wrap string prompts as one user message in the model's chat template; chat lists always are. Where it is not set
-    and the model has a template, a string prompt is sampled from as it stands, with a warning."""
+    """Wrap string prompts as one user message in the model's chat template. Chats always use the template. If unset,
+    string prompts are sent without it, with a warning if the model has one."""
 
     apply_chat_template_kwargs: dict[str, Any] = {}
     """Extra arguments for the chat template, e.g. {enable_thinking = false}."""
@@ -52,25 +53,25 @@ class RolloutSettings(Section):
     keeps the date of its first start, so a resumed run has the same prompts."""
 
     shuffle: bool = False
-    """Shuffle the prompts anew in every epoch, by `rollout.seed`."""
+    """Shuffle the prompts in every epoch, seeded by `rollout.seed`."""
 
     seed: int = 42
-    """Seed of sampling and shuffling: the same seed draws the same answers."""
+    """Seed of sampling and shuffling. The same seed gives the same responses."""
 
     n_samples_per_prompt: PositiveInt = 8
-    """Answers for each prompt; GRPO compares them with one another."""
+    """Responses per prompt. GRPO compares them with each other."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Softmax temperature; positive, because greedy decoding is not a policy."""
+    """Softmax temperature for sampling. It must be positive: greedy decoding is not a policy."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus: sample among the most likely tokens of this total probability."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability."""
 
     top_k: Annotated[int, Field(ge=-1)] = -1
-    """Sample among this many most likely tokens; -1 for all."""
+    """Sample from this many most likely tokens. -1 means all."""
 
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample among tokens at least this fraction as likely as the likeliest."""
+    """Sample from tokens with at least this fraction of the highest probability."""
 
     repetition_penalty: RepetitionPenalty = 1.0
     """Divide positive logits of tokens that the response already has by this, and multiply negative ones by it; 1 is
@@ -86,120 +87,122 @@ class RolloutSettings(Section):
     """Maximum tokens of a response."""
 
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens an answer has at least before it may end."""
+    """Minimum tokens of a response."""
 
     max_context_len: PositiveInt | None = None
-    """Tokens of prompt and answer together; the model's own limit where not given."""
+    """Maximum tokens of prompt and response together. Default: the model's limit."""
 
     stop: Texts = []
-    """Strings that end an answer (cut from its text)."""
+    """Strings that end a response. They are cut from its text."""
 
     stop_token_ids: list[int] = []
-    """Token ids that end an answer, besides the model's end token."""
+    """Token ids that end a response, in addition to the model's end token."""
 
     skip_special_tokens: bool = True
     """Leave special tokens out of a response's text. With false they stay, so stop strings and rewards see a `</think>`
     or a channel that is a special token. The token that ends the response is always left out."""
 
     ignore_eos: bool = False
-    """Go on past the model's end token."""
+    """Continue after the model's end token."""
 
     max_prompt_len: PositiveInt | None = None
-    """Tokens a prompt may have; longer ones are left out and counted."""
+    """Maximum tokens of a prompt. Longer prompts are skipped and counted."""
 
     over_sampling_batch_size: PositiveInt | None = None
-    """Prompts begun at the start of a round; groups beyond run.rollout_batch_size wait, finished, for the next one."""
+    """Prompts to start in a round. Finished groups beyond run.rollout_batch_size wait for the next round."""
 
     dynamic_sampling_filter_path: str | None = None
-    """Function of (args, samples): whether a finished group is trained on; for each that is not, another is drawn.
-    slimectl.stages.filters:nonzero_std wants rewards that differ."""
+    """Path of a function (args, samples) that decides whether to train on a finished group. Each rejected group is
+    replaced by a new one. slimectl.stages.filters:nonzero_std keeps groups whose rewards differ."""
 
     buffer_filter_path: str | None = None
-    """Function of (args, rollout_id, buffer, num_samples): which waiting groups a round begins with."""
+    """Path of a function (args, rollout_id, buffer, num_samples) that selects the waiting groups with which a round
+    starts."""
 
     partial_rollout: bool = False
-    """Take groups as they finish; what is unfinished then is broken off, and goes on with its tokens next round."""
+    """Take groups as they finish. Unfinished responses are interrupted and continued in the next round."""
 
     mask_offpolicy_in_partial_rollout: bool = False
-    """Do not train on what older weights wrote of an answer that went on."""
+    """Do not train on the tokens of a continued response that older weights wrote."""
 
     custom_generate_function_path: str | None = None
-    """Your own async function for one attempt (multi-turn, tools), by path; for all attempts at a prompt where it asks
-    for `samples`."""
+    """Path of your own async function for one attempt (multi-turn, tools). If it takes `samples`, it handles all
+    attempts at a prompt."""
 
     agent: str | None = None
-    """A program that is one attempt, e.g. "python agent.py": it is started for each sample, finds the policy at
-    OPENAI_BASE_URL or ANTHROPIC_BASE_URL and its task on stdin (docs/agents.md). No shell reads the command."""
+    """Program to run for each attempt, e.g. "python agent.py". It finds the policy at OPENAI_BASE_URL or
+    ANTHROPIC_BASE_URL and its task on stdin (docs/agents.md). The command is not run through a shell."""
 
     agent_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that its attempt may take beside the policy's answers; then it is ended with all that it started."""
+    """Time limit of an attempt in seconds, without the time of the policy's responses. The program is then ended with
+    all processes that it started."""
 
     agent_max_turns: PositiveInt = 64
-    """Answers of the policy in one attempt; a further request is refused."""
+    """Maximum responses of the policy in one attempt. Further requests are refused."""
 
     agent_retries: Annotated[int, Field(ge=0)] = 1
-    """Further attempts of a program that died through no fault of the model: by a signal, with exit status 75, or with
-    another error before the policy answered."""
+    """Retries of a program that failed for reasons other than the model: a signal, exit status 75, or another error
+    before the first response."""
 
     agent_concurrency: PositiveInt = 16
-    """Programs that run at the same time."""
+    """Maximum number of programs that run at the same time."""
 
     agent_model: str = "*"
-    """Name by which the program must ask for the policy; * is any name."""
+    """Model name that the program must request. * accepts any name."""
 
     env: str | None = None
-    """An environment that the policy plays in, KIND:ID, e.g. gymnasium:FrozenLake-v1; the kinds are gymnasium,
-    textarena, reasoning_gym, verifiers, openenv, mcp, harbor, and python for a class of your own
-    (docs/environments.md). Its tasks are the data source `env`, those that are held out `env:eval`; without `data`, env
-    is it."""
+    """Environment in which the policy acts, KIND:ID, e.g. gymnasium:FrozenLake-v1. Kinds are gymnasium, textarena,
+    reasoning_gym, verifiers, openenv, mcp, harbor, and python for your own class (docs/environments.md). Its tasks are
+    the data source `env`, and held-out tasks are `env:eval`. If `data` is empty, env is used."""
 
     env_args: dict[str, Any] = {}
-    """Arguments with which the environment is made, e.g. {is_slippery = false}."""
+    """Arguments to create the environment, e.g. {is_slippery = false}."""
 
     env_python: str | None = None
-    """Python in which the environment runs, for packages that do not go with slimectl's; that of slimectl where not
-    given."""
+    """Python interpreter for the environment, if its packages conflict with slimectl's. Default: slimectl's own."""
 
     env_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds that an environment may take for an episode beside the policy's answers; then its process is ended, and
+    """Time limit of an episode in seconds, without the time of the policy's responses. Its process is then ended, and
     the episode is played again."""
 
     env_max_turns: PositiveInt = 64
-    """Answers of the policy in an episode, of all players together."""
+    """Maximum responses of the policy in an episode, over all players."""
 
     env_turn_tokens: PositiveInt | None = None
-    """Tokens of one answer; `max_response_len` bounds a whole chat where not given."""
+    """Maximum tokens of one response. Default: `max_response_len`, which bounds the whole chat."""
 
     env_retries: Annotated[int, Field(ge=0)] = 1
-    """Further episodes in place of one whose environment raised, died or took too long; then the sample has failed."""
+    """Replacement episodes if the environment raised an error, died or took too long. After that the sample has
+    failed."""
 
     env_concurrency: PositiveInt = 64
-    """Episodes at the same time, a process each."""
+    """Maximum number of episodes at the same time. Each is a process."""
 
     allow_paths_in_records: bool = False
     """Let a sample name its own generate function (generate_function_path), and a prompt the file that the search agent
-    reads (metadata.corpus): only for data that you trust."""
+    reads (metadata.corpus). Use it only for data that you trust."""
 
     tool_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds that it may spend between two answers of the model; an attempt whose tools take longer has failed."""
+    """Time limit in seconds between two responses of the model. An attempt whose tools take longer fails."""
 
     function_path: str | None = None
-    """Your own function for whole rounds, by path, in place of the loop over prompts."""
+    """Path of your own function for whole rounds, instead of the loop over prompts."""
 
     data_source_path: str | None = None
-    """Your own class that groups come from, by path, in place of `data`; saved and restored with the run."""
+    """Path of your own class that supplies groups, instead of `data`. Its state is saved and restored with the run."""
 
     sample_hook_path: Texts = []
-    """Functions that see, and may change, every sample that has been generated, one after another."""
+    """Paths of functions that receive every generated sample and may change it, in order."""
 
     sample_filter_path: str | None = None
-    """Function of (args, data): sets remove_sample of samples that are not to be trained on."""
+    """Path of a function (args, data) that sets remove_sample on samples to exclude from training."""
 
     all_samples_process_path: str | None = None
-    """Function of (args, all_samples, data_source) that sees the groups of a round, those filtered out included."""
+    """Path of a function (args, all_samples, data_source) that receives all groups of a round, including filtered
+    ones."""
 
     data_postprocess_path: str | None = None
-    """Function of (args, rollout_id, rollout_data) that may change what of a round is trained on."""
+    """Path of a function (args, rollout_id, rollout_data) that may change the training data of a round."""
 
     @property
     def penalties(self) -> dict[str, float]:

@@ -25,10 +25,12 @@ class DrGrpo(GroupNormalized, ClippedRatio):
     """Which algorithm."""
 
     grpo_std_normalization: bool = False
-    """Divide by the group's standard deviation; off, or too easy and too hard prompts would weigh more."""
+    """Divide by the group's standard deviation. Off by default, because dividing over-weights very easy and very hard
+    prompts."""
 
     fixed_length: Annotated[int, Field(ge=1)] | None = 3000
-    """Divide each rollout's sum by this constant, not its own length; the paper's is its longest answer, in tokens."""
+    """Divide the sum of each rollout by this constant instead of its length. The paper uses its longest response, in
+    tokens."""
 
 
 class Dapo(GroupNormalized, ClippedRatio):
@@ -41,13 +43,13 @@ class Dapo(GroupNormalized, ClippedRatio):
     """Which algorithm."""
 
     drop_zero_std_groups: bool = True
-    """Leave out groups whose rewards are all equal: they carry no signal, only weight in the mean."""
+    """Drop groups whose rewards are all equal. They have no signal and only dilute the mean."""
 
     eps_clip_high: Annotated[float, Field(gt=0)] | None = 0.28
-    """How far it may rise above 1: wider than it may fall, so that rare tokens can grow."""
+    """Upper clip range. It is wider than eps_clip, so that rare tokens can grow."""
 
     calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step, so that a token of a long answer counts as much as one of a short answer."""
+    """Average over all tokens of the step, so that tokens of long and short responses count the same."""
 
 
 class Gspo(GroupNormalized, ClippedRatio):
@@ -59,10 +61,10 @@ class Gspo(GroupNormalized, ClippedRatio):
     """Which algorithm."""
 
     eps_clip: Annotated[float, Field(gt=0, le=1)] = 3e-4
-    """How far the ratio of an answer, a mean over its tokens, may fall below 1 before its gradient stops."""
+    """Lower clip range of the ratio of a response, a mean over its tokens."""
 
     eps_clip_high: Annotated[float, Field(gt=0)] | None = 4e-4
-    """How far it may rise above 1; eps_clip where not given."""
+    """Upper clip range. Default: eps_clip."""
 
 
 class Cispo(GroupNormalized, RatioBounds):
@@ -74,13 +76,13 @@ class Cispo(GroupNormalized, RatioBounds):
     """Which algorithm."""
 
     eps_clip: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """How far a token's weight may fall below 1; at 1 there is no bound."""
+    """Lower bound of a token's weight, as the distance from 1. At 1 there is no bound."""
 
     eps_clip_high: Annotated[float, Field(gt=0)] | None = 4.0
-    """How far it may rise above 1; eps_clip where not given."""
+    """Upper bound of a token's weight, as the distance from 1. Default: eps_clip."""
 
     calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step rather than over rollouts of each one's mean."""
+    """Average over all tokens of the step, instead of over the mean of each rollout."""
 
 
 class Sapo(GroupNormalized):
@@ -92,10 +94,10 @@ class Sapo(GroupNormalized):
     """Which algorithm."""
 
     tau_pos: Annotated[float, Field(gt=0)] = 1.0
-    """How fast the gate closes for good tokens, as their ratio leaves 1."""
+    """Temperature of the gate for tokens with a positive advantage. Higher closes faster as the ratio leaves 1."""
 
     tau_neg: Annotated[float, Field(gt=0)] = 1.05
-    """The same for bad ones: faster, as their gradient raises many other tokens."""
+    """The same for a negative advantage. It closes faster, because the gradient raises many other tokens."""
 
 
 class Gmpo(GroupNormalized, RatioBounds):
@@ -107,10 +109,10 @@ class Gmpo(GroupNormalized, RatioBounds):
     """Which algorithm."""
 
     eps_clip: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """How far a token's log-ratio may fall below 0 before its gradient stops."""
+    """Lower clip range of a token's log-ratio."""
 
     eps_clip_high: Annotated[float, Field(gt=0)] | None = None
-    """How far it may rise above 0; eps_clip where not given."""
+    """Upper clip range of a token's log-ratio. Default: eps_clip."""
 
 
 class Rloo(ClippedRatio):
@@ -122,7 +124,7 @@ class Rloo(ClippedRatio):
     """Which algorithm."""
 
     calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step: the gradient of whole answers, as in the paper, on the scale of a token."""
+    """Average over all tokens of the step. This is the paper's gradient of whole responses, scaled to a token."""
 
 
 class Opo(ClippedRatio):
@@ -134,7 +136,8 @@ class Opo(ClippedRatio):
     """Which algorithm."""
 
     calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step: the gradient of whole answers, whose variance the baseline makes least."""
+    """Average over all tokens of the step. This is the gradient of whole responses, for which the baseline is
+    optimal."""
 
 
 class MaxRl(ClippedRatio):
@@ -153,7 +156,7 @@ class ReinforceFamily(ClippedRatio):
     """The REINFORCE++ family: per-token advantages, whitened over the whole round."""
 
     normalize_advantages: bool = True
-    """Whiten the advantages over all tokens of the round; this family needs it."""
+    """Whiten the advantages over all tokens of the round. This family needs it."""
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if not self.normalize_advantages:
@@ -170,7 +173,7 @@ class ReinforcePlusPlus(ReinforceFamily):
     """Which algorithm."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of a reward for each token before it."""
+    """Per-token discount factor."""
 
 
 class ReinforcePlusPlusBaseline(ReinforceFamily):
@@ -189,32 +192,32 @@ class Ppo(ReinforceFamily):
     """Which algorithm."""
 
     calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step, for policy and critic alike."""
+    """Average over all tokens of the step, for policy and critic."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of a reward for each token before it; an answer has an end."""
+    """Per-token discount factor. 1 suits finite responses."""
 
     lambd: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """GAE's lambda (arXiv:1506.02438): 1 trusts returns alone, 0 the critic alone."""
+    """GAE's lambda (arXiv:1506.02438). 1 uses only returns, 0 only the critic."""
 
     value_clip: Annotated[float, Field(gt=0)] = 0.2
-    """How far a value may move from the one that the round began with before its gradient stops."""
+    """Clip range of a value around its value at the start of the round."""
 
     critic: Literal["separate", "shared"] = "separate"
-    """separate: a model of its own with its own optimizer; shared: a value head on the policy's backbone, learnt with
-    it, in half the memory."""
+    """separate: its own model and optimizer. shared: a value head on the policy's backbone, trained with it, in half
+    the memory."""
 
     value_coef: Annotated[float, Field(gt=0)] = 0.1
-    """Weight of the value loss beside the policy's, where the critic is shared."""
+    """Weight of the value loss if the critic is shared."""
 
     critic_load: str | None = None
-    """Model or critic that the critic begins from; the one that the run starts from where not given."""
+    """Model or critic to start the critic from. Default: the model that the run starts from."""
 
     critic_lr: Annotated[float, Field(ge=0)] = 1e-5
-    """The critic's learning rate, constant; all else of its optimizer is [train]'s."""
+    """Constant learning rate of the critic. Its other optimizer settings are those in [train]."""
 
     num_critic_only_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps, in which the critic learns and the policy stays as it is."""
+    """Number of first steps that train only the critic."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -240,10 +243,10 @@ class Opd(ClippedRatio):
     """Which algorithm."""
 
     calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step."""
+    """Average over all tokens of the step."""
 
     opd_kl_coef: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of log p(token) - log p_teacher(token), the advantage's negative."""
+    """Weight of log p(token) - log p_teacher(token), the negative advantage."""
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if self.kl_coef:

@@ -27,7 +27,7 @@ class RunSettings(Section):
     section_name: ClassVar[str] = "run"
 
     name: str | None = None
-    """Folder of the run under run.dir; the recipe's name where not given."""
+    """Name of the run's folder under run.dir. Default: the name of the recipe."""
 
     dir: str = "runs"
     """Folder of all runs."""
@@ -36,59 +36,61 @@ class RunSettings(Section):
     """Rounds to run."""
 
     num_epoch: PositiveInt | None = None
-    """Passes over the prompts, instead of num_rollout."""
+    """Passes over the prompts. Use it instead of num_rollout."""
 
     rollout_batch_size: PositiveInt = 32
     """Prompts per round."""
 
     async_level: Annotated[int, Field(ge=0)] = 0
-    """Rounds that may be sampled before their turn; 0 is strictly on-policy, 1 samples the next round while this one is
-    trained on, n keeps n rounds under way without a pause between them (fully asynchronous)."""
+    """Rounds to sample ahead of training. 0 is strictly on-policy. 1 samples the next round during training. n keeps n
+    rounds in flight without a pause (fully asynchronous)."""
 
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Drop samples older than this many weight versions; none are dropped where not given."""
+    """Drop samples that are older than this many weight versions. Default: drop none."""
 
     seed: int = 1234
     """Seed of new weights and of training."""
 
     save_interval: PositiveInt | None = None
-    """Rounds between checkpoints; only the last is saved where not given."""
+    """Rounds between checkpoints. Default: save only the last."""
 
     keep_checkpoints: PositiveInt | None = 2
-    """Newest checkpoints to keep; all with null in a file or `none` on the command line."""
+    """Number of newest checkpoints to keep. null in a file, or `none` on the command line, keeps all."""
 
     keep_samples: bool | Literal["train"] = False
-    """Keep the scored samples of every round, so that any step can be replayed; `train` also keeps what was trained on,
-    token by token (advantages, log-probabilities, ratios), for a forward pass more a step."""
+    """Keep the scored samples of every round, so that any step can be replayed. `train` also keeps the training rows
+    token by token (advantages, log-probabilities, ratios), at the cost of one extra forward pass per step."""
 
     profile: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
-    """First and last round to profile: torch.profiler's Chrome traces, and snapshots of GPU memory, of every process
-    that trains go into the folder profile."""
+    """First and last round to profile. Chrome traces of torch.profiler and snapshots of GPU memory of every training
+    process go into the folder profile."""
 
     grace_s: Annotated[float, Field(ge=0)] = 20.0
-    """Seconds that the round gets to end after SIGTERM or SIGHUP (Slurm and Kubernetes kill after 30 by default); then
-    it is abandoned, and the state after the round before it is saved. Ctrl-C waits for the round."""
+    """Seconds to finish the round after SIGTERM or SIGHUP (Slurm and Kubernetes kill after 30 by default). Then the
+    round is abandoned, and the state of the previous round is saved. Ctrl-C waits for the round."""
 
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a run goes on from its last checkpoint after a trainer's rank died."""
+    """Restarts from the last checkpoint after a training rank dies."""
 
     max_reward_timeouts: Annotated[float, Field(ge=0, le=1)] | None = 0.25
-    """Share of a round's samples whose grading may exceed its time limits (score.timeout_s, score.wall_timeout_s); past
-    it the run stops, because so many rewards of 0 tell more of the machine than of the answers. none never stops."""
+    """Maximum share of a round's samples whose grading exceeds its time limits (score.timeout_s, score.wall_timeout_s).
+    Above it the run stops, because that many timeouts say more about the machine than about the responses. none turns
+    the check off."""
 
     max_logprob_mismatch: Annotated[float, Field(gt=0)] | None = 0.1
-    """Mean |trainer - engine| log-probability of a step above which something is wrong; none does not look. Rounds that
-    older weights wrote in part (run.async_level, over-sampling) differ by right: they are reported and not judged."""
+    """Maximum mean |trainer - engine| log-probability of a step before on_logprob_mismatch applies. none turns the
+    check off. Rounds that older weights wrote in part (run.async_level, over-sampling) legitimately differ. They are
+    reported, not checked."""
 
     on_logprob_mismatch: Literal["warn", "stop"] = "warn"
-    """What to do above it."""
+    """What to do above max_logprob_mismatch."""
 
     on_no_signal: Literal["warn", "stop"] = "warn"
-    """What to do after no_signal_rounds rounds in a row whose rewards teach nothing: all equal, or equal within every
-    group. Each such round has the metric rollout/no_signal. `stop` saves and ends with exit code 1."""
+    """What to do after no_signal_rounds consecutive rounds without a learning signal: all rewards equal, or equal
+    within every group. The metric is rollout/no_signal. `stop` saves and exits with code 1."""
 
     no_signal_rounds: PositiveInt = 10
-    """Rounds without signal in a row after which on_no_signal acts."""
+    """Consecutive rounds without a signal before on_no_signal applies."""
 
     @field_validator("profile")
     @classmethod
@@ -105,22 +107,22 @@ class SftWarmupSettings(Section):
     section_name: ClassVar[str] = "sft_warmup"
 
     data: Texts = []
-    """Prompt sources whose labels are the demonstrations; no warm-up where empty."""
+    """Prompt sources whose labels are the demonstrations. Empty: no warm-up."""
 
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Stop when this share of answers to warm-up prompts is right: RL needs some successes to learn from."""
+    """Stop when this share of responses to warm-up prompts is right. RL needs some successes to learn from."""
 
     check_interval: PositiveInt = 10
-    """Steps between two looks at the accuracy."""
+    """Steps between accuracy checks."""
 
     max_steps: Annotated[int, Field(ge=0)] = 300
-    """Stop here in any case."""
+    """Maximum number of steps."""
 
     batch_size: PositiveInt = 64
     """Demonstrations per step."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-3
-    """Learning rate, constant."""
+    """Constant learning rate."""
 
 
 class CustomSettings(Section):
@@ -147,24 +149,25 @@ class TrackSettings(Section):
     section_name: ClassVar[str] = "track"
 
     with_: Annotated[list[TrackerName], ListOfTexts, Field(alias="with")] = ["stdout"]
-    """Trackers: stdout, tensorboard, wandb, swanlab, mlflow, trackio, jsonl, and those of installed packages."""
+    """Trackers: stdout, tensorboard, wandb, swanlab, mlflow, trackio, jsonl, or a tracker of an installed package."""
 
     kwargs: dict[str, dict[str, Any]] = {}
-    """Arguments for a tracker's own constructor (wandb.init, swanlab.init, trackio.init, SummaryWriter), by its name;
-    without it where `with` has one library alone. swanlab also takes login_kwargs, for swanlab.login; mlflow takes
+    """Constructor arguments of trackers (wandb.init, swanlab.init, trackio.init, SummaryWriter), by tracker name. The
+    name may be left out if `with` has only one library. swanlab also takes login_kwargs for swanlab.login. mlflow takes
     tracking_uri, experiment_name, run_name and tags."""
 
     naming: Literal["slime", "roll", "both"] = "slime"
-    """Whose names trackers get; metrics.jsonl has slime's. `slimectl metrics` lists both."""
+    """Metric names for trackers: slime's, ROLL's or both. metrics.jsonl always has slime's. `slimectl metrics` lists
+    both."""
 
     project: str = "slimectl"
-    """Project at wandb, SwanLab and Trackio, experiment at MLflow."""
+    """Project at wandb, SwanLab and Trackio, and experiment at MLflow."""
 
     entity: str | None = None
-    """Team or user whose project it is (workspace at SwanLab)."""
+    """Team or user that owns the project (workspace at SwanLab)."""
 
     group: str | None = None
-    """Runs of one group are shown together."""
+    """Group name. Runs of a group are shown together."""
 
     mode: Literal["online", "offline", "disabled", "shared"] | None = None
     """Whether wandb and SwanLab send metrics. Default: their environment variables (WANDB_MODE, SWANLAB_MODE). offline
@@ -172,10 +175,10 @@ class TrackSettings(Section):
     same run, each under its own label."""
 
     dir: str | None = None
-    """Folder where they write; the run's own where not given."""
+    """Folder for tracker files. Default: the run's folder."""
 
     host: str | None = None
-    """Address of a wandb server of one's own."""
+    """Address of a self-hosted wandb server."""
 
     api_key: Key | None = None
     """Key of an account at wandb or SwanLab, or token of an MLflow server. Default: their environment variables and
@@ -183,54 +186,54 @@ class TrackSettings(Section):
     kwargs.NAME.api_key."""
 
     run_id: str | None = None
-    """Id under which they know the run; drawn once and kept in the run's folder where not given, so that a resumed run
-    goes on in the same curves."""
+    """Run id at the trackers. Default: drawn once and kept in the run's folder, so that a resumed run continues the
+    same curves."""
 
     random_suffix: bool = True
-    """Put six random characters behind the run's name there: a name is used more than once."""
+    """Append six random characters to the tracker's run name, so that reused names stay distinct."""
 
     always_use_train_step: bool = False
-    """Put every metric on the axis of train steps."""
+    """Use the train step as the x-axis of every metric."""
 
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of an HTTP endpoint with the last value of every metric in the text format of Prometheus, open as long as
-    `run` or `train` goes on; 0 is any free port, which a message names. No endpoint where not given."""
+    """Port of an HTTP endpoint with the last value of every metric in Prometheus' text format, open during `run` or
+    `train`. 0 picks a free port, which is logged. Default: no endpoint."""
 
     prometheus_host: str = "127.0.0.1"
-    """Address at which the endpoint listens: this machine's own by default, 0.0.0.0 for every network."""
+    """Address of the endpoint. The default is this machine only. 0.0.0.0 listens on every network."""
 
     custom_rollout_log_function_path: str | None = None
-    """Function of (rollout_id, args, samples, rollout_extra_metrics, rollout_time), by path: true keeps the metrics of
-    a round's samples from trackers."""
+    """Path of a function (rollout_id, args, samples, rollout_extra_metrics, rollout_time). If it returns true, trackers
+    do not get the metrics of the round's samples."""
 
     custom_eval_rollout_log_function_path: str | None = None
     """The same for evaluations: (rollout_id, args, data, extra_metrics)."""
 
     samples: Annotated[int, Field(ge=0)] = 0
-    """Samples of each evaluation of which trackers get a table: prompt, response, label, reward; one to each prompt
-    before a second to any, the same prompts every time. The terminal shows two in any case."""
+    """Number of samples of each evaluation to log as a table (prompt, response, label, reward). The prompts are the
+    same every time, with one sample of each first. The terminal always shows two."""
 
     log_passrate: bool = False
-    """Pass@k of every round."""
+    """Log pass@k of every round."""
 
     log_multi_turn: bool = False
-    """Turns and lengths of conversations."""
+    """Log turns and lengths of conversations."""
 
     log_reward_category: str | None = None
-    """Key of the metadata or of a prompt's row by whose values answers are counted, and their rewards averaged."""
+    """Key of the metadata or of a prompt's row. Responses are counted and rewards averaged by its values."""
 
     log_correct_samples: bool = False
-    """Number and lengths of right answers."""
+    """Log the number and lengths of correct responses."""
 
     log_memory: bool = False
-    """Memory of the processes of every phase of a round, when it begins and ends, by GPU."""
+    """Log the memory of processes and GPUs at the start and end of every phase of a round."""
 
     measure_peak: bool = False
-    """Time products of matrices on every rank when a run starts (half a second), for perf/mfu on devices whose peak is
-    not known, such as CPUs."""
+    """Time matrix products on every rank at the start (half a second), for perf/mfu on devices whose peak is unknown,
+    such as CPUs."""
 
     plot: bool = True
-    """Draw the reward curve at the end."""
+    """Plot the reward curve at the end."""
 
     @model_validator(mode="before")
     @classmethod

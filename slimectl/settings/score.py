@@ -13,29 +13,29 @@ class ScoreSettings(Section):
     """Samples in, rewarded samples out."""
 
     rm_type: str | None = None
-    """Verifier: math, dapo, gpqa, code, exact, numeric, …; a prompt's metadata.rm_type goes first."""
+    """Verifier: math, dapo, gpqa, code, exact, numeric, …. A prompt's metadata.rm_type overrides it."""
 
     rm_options: dict[str, Any] = {}
     """Options of the verifier, e.g. {pattern = "Answer: (.*)"} for regex."""
 
     rm: list[dict[str, Any]] = []
-    """A weighted sum in place of rm_type: [{type = "math", weight = 1.0}, {type = "length_penalty", weight = -0.1,
-    limit = 4096}, {path = "my_rewards.py:format", weight = 0.2}]. A part has the `type` of a verifier and its
-    options, or the `path` of your own function, which takes the parameters of custom_rm_path. `name` names the part in
-    the reward dict. `key` selects the number of a part that is a dict itself."""
+    """A weighted sum instead of rm_type: [{type = "math", weight = 1.0}, {type = "length_penalty", weight = -0.1, limit
+    = 4096}, {path = "my_rewards.py:format", weight = 0.2}]. A part has the `type` of a verifier and its options, or the
+    `path` of your own function, which takes the parameters of custom_rm_path. `name` names the part in the reward dict.
+    `key` selects the number of a part that is a dict itself."""
 
     custom_rm_path: str | None = None
-    """Your own reward function, by path, instead of rm_type and rm: of these three, a later layer of settings replaces
-    what earlier ones say, and two in one layer are refused. A function that asks for `samples` rather than `sample`
-    gets a list and returns a list."""
+    """Path of your own reward function, instead of rm_type and rm. Of these three, a later layer of settings replaces
+    earlier ones, and two in one layer are refused. A function that takes `samples` rather than `sample` gets a list and
+    returns a list."""
 
     allow_paths_in_records: bool = False
-    """Let a sample name its own reward function (custom_rm_path), which goes before all of these: it runs code, so only
-    for files that you trust."""
+    """Let a sample name its own reward function (custom_rm_path), which overrides all of these. It runs code, so use it
+    only for files that you trust."""
 
     custom_reward_post_process_path: str | None = None
-    """Function of (args, samples), by path: the rewards of a round as they are logged, and as they become advantages
-    without being compared with siblings."""
+    """Path of a function (args, samples) that returns the rewards of a round as they are logged, and as they are used
+    as advantages without a comparison within groups."""
 
     none_reward: Literal["error", "skip"] = "error"
     """Meaning of None from your own reward function: error = stop and name the sample, skip = no opinion. A sum leaves
@@ -43,36 +43,36 @@ class ScoreSettings(Section):
     group's baseline and of evaluations."""
 
     group_rm: bool = False
-    """Hand all siblings of a prompt to the reward function in one call (or to remote_rm in one request)."""
+    """Pass all samples of a prompt to the reward function in one call (or to remote_rm in one request)."""
 
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Samples at most in one call of a function that takes `samples`; without effect on groups."""
+    """Maximum samples per call of a function that takes `samples`. Groups are never split."""
 
     rm_url: str | None = None
-    """Where remote_rm is, and the server of judge (…/v1), unless their options have a `url`."""
+    """Address of remote_rm, and of the judge's server (…/v1), unless their options have a `url`."""
 
     concurrency: Annotated[int, Field(ge=1)] = 64
-    """Rewards that are waited for at once: of servers, and of async functions."""
+    """Maximum rewards to wait for at the same time, from servers and async functions."""
 
     reward_key: str | None = None
-    """Which number of a dict reward is trained on."""
+    """Number of a dict reward to train on."""
 
     explain: bool = False
     """Write into metadata.explanation what was extracted from where, and why it did or did not match."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Seconds of CPU time that one call may take (of a verifier: one sample) in a worker process. What overran is tried
-    once more while nothing else is graded; past it again, the reward is 0, with metadata.reward_error. Servers, and the
-    programs that `code` runs, have time limits of their own, among their options."""
+    """CPU time limit in seconds of one call in a worker process (of a verifier: one sample). A call that exceeds it is
+    retried once, alone. If it times out again, the reward is 0, with metadata.reward_error. Servers, and the programs
+    that `code` runs, have their own limits among their options."""
 
     wall_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """Seconds on the clock that one call may take, of which a busy machine may take most; 12 times timeout_s where not
-    given, and the waiting times of servers come on top."""
+    """Wall-clock limit in seconds of one call, for busy machines. Default: 12 times timeout_s. Waiting times of servers
+    are added."""
 
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Worker processes; 0 grades in this process, without the time limits. Where not given: one for each core, at most
-    4, for verifiers that do symbolic mathematics or run programs, also where only a prompt names one
-    (metadata.rm_type); this process for the others."""
+    """Worker processes. 0 grades in this process, without the time limits. Default: one per core, at most 4, for
+    verifiers that do symbolic mathematics or run programs, even if only a prompt names one (metadata.rm_type).
+    Otherwise this process."""
 
     @property
     def own_functions(self) -> list[str]:

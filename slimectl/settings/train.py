@@ -23,18 +23,18 @@ class TrainSettings(Section):
     section_name: ClassVar[str] = "train"
 
     backend: Annotated[str, *registered_in(POLICIES)] = "fsdp"
-    """Which trainer: fsdp is the Hugging Face module, in one process or sharded; megatron is Megatron-core (see
+    """Training backend: fsdp (the Hugging Face module, in one process or sharded) or megatron (Megatron-core, see
     [megatron])."""
 
     lr: NonNegative = 1e-6
-    """Learning rate at its peak."""
+    """Peak learning rate."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
     """How the learning rate falls from lr to min_lr after the warm-up. inverse-square-root has
     lr * sqrt(warm-up steps / step). WSD (warm-up, stable, decay) keeps lr until the last lr_wsd_decay_iters steps."""
 
     lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up: step k of n, from 0, has k / n of lr, so that the first one changes no weight."""
+    """Steps of linear warm-up. Step k of n, counted from 0, has k / n of lr, so the first step changes no weight."""
 
     lr_warmup_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Warm-up as a share of lr_decay_iters, rounded up to whole steps. Replaces lr_warmup_iters."""
@@ -52,119 +52,117 @@ class TrainSettings(Section):
     """Learning rate at the end of the decay."""
 
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
 
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's decay of the first moment."""
+    """AdamW's decay rate of the first moment."""
 
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
-    """AdamW's decay of the second moment."""
+    """AdamW's decay rate of the second moment."""
 
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
 
     optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of AdamW's two moments; bfloat16 halves their memory, and is rounded stochastically, so that small
+    """Precision of AdamW's two moments. bfloat16 halves their memory. It is rounded stochastically, so that small
     changes are not lost."""
 
     clip_grad: NonNegative = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Maximum global gradient norm. 0 turns clipping off."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Rollouts per optimizer step; all of a round in one step where not given."""
+    """Rollouts per optimizer step. Default: all rollouts of a round."""
 
     num_steps_per_rollout: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps per round, instead of global_batch_size."""
+    """Optimizer steps per round. Use it instead of global_batch_size."""
 
     max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
-    """Tokens that one forward pass takes; more samples make more micro-batches, never another result."""
+    """Maximum tokens of a forward pass. More samples make more micro-batches. The result does not change."""
 
     use_dynamic_batch_size: bool = True
-    """Fill micro-batches up to max_tokens_per_gpu, first fit; off, each has micro_batch_size samples, however long."""
+    """Fill micro-batches up to max_tokens_per_gpu, first fit. If false, each has micro_batch_size samples."""
 
     micro_batch_size: Annotated[int, Field(ge=1)] = 1
-    """Samples of a micro-batch where use_dynamic_batch_size is off."""
+    """Samples per micro-batch if use_dynamic_batch_size is false."""
 
     balance_data: bool = True
-    """Deal micro-batches so that all ranks have as much to compute (Karmarkar and Karp's differencing); off, in
-    turns."""
+    """Distribute micro-batches so that all ranks have equal work (Karmarkar-Karp differencing). If false, use
+    round-robin."""
 
     balance_by_flops: bool = False
-    """What is balanced: estimated FLOPs, in which long answers weigh more by their attention, and not tokens."""
+    """Balance estimated FLOPs instead of tokens. The attention of long responses then counts more."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute precision; master weights and optimizer are always float32."""
+    """Compute precision. Master weights are always float32."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it runs; auto takes the GPU if there is one."""
+    """Device of the trainer. auto uses the GPU if there is one."""
 
     deterministic: bool = False
     """Compute with deterministic kernels, so that the same samples on the same GPUs give the same weights, bit for bit.
-    Slower on a GPU, without effect on a CPU. The engine has a switch of its own:
-    sglang.args.enable_deterministic_inference."""
+    Slower on a GPU, without effect on a CPU. For the engine set sglang.args.enable_deterministic_inference."""
 
     freeze_params_name_list: Texts = []
-    """Regular expressions; parameters whose Hugging Face name matches one stay as they are."""
+    """Regular expressions of Hugging Face parameter names to freeze."""
 
     only_train_params_name_list: Texts = []
-    """Regular expressions; only parameters whose Hugging Face name matches one are trained."""
+    """Regular expressions of Hugging Face parameter names to train. All others are frozen."""
 
     freeze_vision_tower: bool = True
-    """Leave the vision tower of a model that reads images as it is; false trains it with the decoder (fsdp)."""
+    """Freeze the vision tower of a model that reads images. With false it is trained with the decoder (fsdp)."""
 
     custom_advantage_function_path: str | None = None
-    """Your own estimator, by path, in place of the algorithm's: (args, rollout_data); it writes
-    rollout_data["advantages"]."""
+    """Path of your own advantage estimator (args, rollout_data). It writes rollout_data["advantages"]."""
 
     custom_loss_function_path: str | None = None
-    """Your own loss, by path, in place of a policy gradient's: (args, batch, logits or log_probs,
-    sum_of_sample_mean); it returns (loss, metrics)."""
+    """Path of your own loss (args, batch, logits or log_probs, sum_of_sample_mean). It returns (loss, metrics)."""
 
     custom_tis_function_path: str | None = None
-    """Your own correction for the engine's other probabilities, by path, in place of algorithm.use_tis."""
+    """Path of your own correction for the engine's log-probabilities, instead of algorithm.use_tis."""
 
     custom_pg_loss_reducer_function_path: str | None = None
-    """Your own reduction of the policy loss, by path: it returns a function from a tensor of token losses to their
+    """Path of your own reduction of the policy loss. It returns a function from a tensor of token losses to their
     sum."""
 
     custom_convert_samples_to_train_data_path: str | None = None
-    """Function of (args, samples), by path: a dict of lists with what of a round is trained on."""
+    """Path of a function (args, samples) that returns the training data of a round as a dict of lists."""
 
     lora_rank: Annotated[int, Field(ge=1)] | None = None
-    """Train adapters of this rank and leave the model as it is; merged in checkpoints, and where sync.lora says so."""
+    """Train LoRA adapters of this rank and freeze the model. Checkpoints contain the merged weights. sync.lora decides
+    what engines get."""
 
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
-    """Their scale, times the rank; twice the rank where not given."""
+    """LoRA alpha. Default: twice the rank."""
 
     lora_targets: Texts = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    """The linear layers that get one, by the last part of their name."""
+    """Linear layers to adapt, by the last part of their name."""
 
     lora_load: str | None = None
-    """A peft adapter's directory to begin from."""
+    """Directory of a PEFT adapter to start from."""
 
     offload: Literal["optimizer", "parameters"] | None = None
-    """What is in host memory: optimizer has master weights, sums of gradients and moments there, and the update;
-    parameters (fsdp) has all weights too, and brings a layer to the GPU when it is computed."""
+    """What to keep in host memory. optimizer: master weights, gradient sums, moments and the update. parameters (fsdp):
+    also all weights, with each layer brought to the GPU when it is computed."""
 
     use_rollout_routing_replay: bool = False
-    """Route tokens to the experts that the engine chose when it sampled them (R3, arXiv:2510.11370): samples carry
-    them, and the policy replays them in every pass and in recomputation. For mixtures of experts."""
+    """Route tokens to the experts that the engine chose when it sampled them (R3, arXiv:2510.11370). Samples carry the
+    routing, and the policy replays it in every pass and in recomputation. For mixtures of experts."""
 
     recompute_granularity: Granularity | None = None
-    """What the backward pass computes again instead of keeping it: nothing, recompute_modules (selective), or whole
-    layers (full: least memory, about a third more time)."""
+    """What the backward pass recomputes instead of keeping: nothing, recompute_modules (selective), or whole layers
+    (full, which needs least memory and about a third more time)."""
 
     recompute_modules: Annotated[list[RecomputeModule], ListOfTexts] = ["core_attn"]
-    """Modules that selective recomputes: core_attn (attention without its projections), mlp (those of dense layers),
-    moe (mixtures of experts with their routers)."""
+    """Modules that `selective` recomputes: core_attn (attention without its projections), mlp (of dense layers), moe
+    (mixtures of experts with their routers)."""
 
     gradient_checkpointing: bool = False
-    """The same as recompute_granularity = "full"."""
+    """Same as recompute_granularity = "full"."""
 
     share_prompt_prefix: bool | None = None
-    """Compute once what several samples of a step begin with: the prompt of a group, the turns before a fork. Loss and
-    gradient stay the same; max_tokens_per_gpu counts the tokens that are computed. Where not given, wherever a model's
-    tokens are computed alike for all samples; true is refused elsewhere."""
+    """Compute tokens that several samples of a step start with only once: the prompt of a group, the turns before a
+    fork. Loss and gradient stay the same. max_tokens_per_gpu counts the tokens that are computed. Default: wherever the
+    model allows it. true is refused elsewhere."""
 
     @property
     def needs_total_steps(self) -> str:
@@ -196,56 +194,58 @@ class MegatronSettings(Section):
     """The megatron backend: parallel sizes, recomputation, and any other option of Megatron-core."""
 
     tensor_model_parallel_size: PositiveInt = 1
-    """Ranks that share every matrix; above 1 activations between matrices are split too (sequence parallelism)."""
+    """Tensor parallelism: ranks that share every matrix. Above 1, activations between matrices are split too (sequence
+    parallelism)."""
 
     pipeline_model_parallel_size: PositiveInt = 1
-    """Ranks that share the layers, each holding a consecutive part."""
+    """Pipeline parallelism: ranks that share the layers. Each holds consecutive layers."""
 
     virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = None
-    """Parts of the layers that each pipeline rank holds (interleaved schedule: smaller bubble, more messages)."""
+    """Model chunks per pipeline rank (interleaved schedule: smaller bubble, more messages)."""
 
     context_parallel_size: PositiveInt = 1
-    """Ranks that share the tokens of every sequence."""
+    """Context parallelism: ranks that share the tokens of every sequence."""
 
     expert_model_parallel_size: PositiveInt = 1
-    """Ranks that share the experts of a mixture-of-experts model."""
+    """Expert parallelism: ranks that share the experts of a mixture-of-experts model."""
 
     expert_tensor_parallel_size: PositiveInt = 1
     """Ranks that share the matrices of every expert."""
 
     use_distributed_optimizer: bool = True
-    """Split master weights and optimizer state over the data-parallel ranks."""
+    """Shard master weights and optimizer state over the data-parallel ranks."""
 
     optimizer_cpu_offload: bool = False
-    """The same as train.offload = "optimizer"."""
+    """Same as train.offload = "optimizer"."""
 
     save_format: Literal["hf", "torch_dist"] = "hf"
-    """Layout of the policy in checkpoints: Hugging Face's in float32, from which fsdp goes on too, or Megatron's own
-    (torch_dist): weights in train.dtype and the optimizer, by the ranks that hold them. A separate critic is hf."""
+    """Checkpoint layout of the policy. hf: Hugging Face in float32, from which fsdp can resume too. torch_dist:
+    Megatron's own, with weights in train.dtype and a sharded optimizer. A separate critic is always hf."""
 
     recompute_granularity: Granularity | None = None
-    """train.recompute_granularity under Megatron's section; that one where not given."""
+    """Overrides train.recompute_granularity. Default: that setting."""
 
     recompute_modules: Annotated[list[RecomputeModule], ListOfTexts] = ["core_attn"]
-    """train.recompute_modules where megatron.recompute_granularity is selective."""
+    """Overrides train.recompute_modules if megatron.recompute_granularity is selective."""
 
     use_routing_replay: bool = False
-    """Train mixture-of-experts models on the routing of the pass that took the old log-probabilities."""
+    """Train mixture-of-experts models with the routing of the pass that computed the old log-probabilities."""
 
     custom_model_provider_path: str | None = None
-    """Your own function, by path, that makes a rank's part of the model; `build()` makes ours."""
+    """Path of your own function that builds a rank's part of the model. `build()` builds the default."""
 
     custom_init_path: str | None = None
-    """Function, by path, that every rank calls when its groups exist, before the model is made."""
+    """Path of a function that every rank calls after its process groups are created, before the model is built."""
 
     custom_before_log_prob_hook_path: str | None = None
-    """Function of (args, model, store_prefix), by path, before every pass for log-probabilities."""
+    """Path of a function (args, model, store_prefix) that is called before every log-probability pass."""
 
     custom_before_train_step_hook_path: str | None = None
-    """Function of (args, rollout_id, step_id, model, optimizer, scheduler), by path, before every optimizer step."""
+    """Path of a function (args, rollout_id, step_id, model, optimizer, scheduler) that is called before every optimizer
+    step."""
 
     args: dict[str, Any] = {}
-    """Any field of Megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, by its name."""
+    """Any field of Megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, by name."""
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
