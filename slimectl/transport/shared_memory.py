@@ -27,10 +27,12 @@ class SharedMemoryFile:
         while True:
             name = f"{PREFIX}{self._pid}_{secrets.token_hex(4)}"
             self.memory = SharedMemory(name, create=True, size=max(1, nbytes))
-            self._lock = _locked(FOLDER / name, wait=True) if FOLDER.is_dir() else None
-            if self._lock is None or _is_named(FOLDER / name, self._lock):
+            path = FOLDER / name
+            self._lock = _locked(path, wait=True)
+            is_kept = path.exists() if self._lock is None else _is_named(path, self._lock)
+            if is_kept or not FOLDER.is_dir():
                 return
-            self.close()  # removed as an orphan between its creation and its lock
+            self.close()  # another process removed it as an orphan before it was locked
 
     def allocate(self, start: int, end: int) -> None:
         """Allocate the pages from byte `start` to `end`. Raises OSError if there is no room."""

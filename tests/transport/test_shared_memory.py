@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +65,25 @@ def test_what_is_no_block_stays(tmp_path: Path):
     finally:
         link.unlink()
         pipe.unlink()
+
+
+def test_a_block_that_is_removed_before_it_is_locked_is_made_again(monkeypatch: pytest.MonkeyPatch):
+    """Another process may look for orphans right after the file is created."""
+    names: list[str] = []
+
+    def create(name: str, **options: Any) -> SharedMemory:
+        memory = SharedMemory(name, **options)
+        if not names:
+            remove_orphans()
+            assert not (FOLDER / name).exists()
+        names.append(name)
+        return memory
+
+    monkeypatch.setattr("slimectl.transport.shared_memory.SharedMemory", create)
+    block = SharedMemoryFile(64)
+    try:
+        assert len(names) == 2
+        assert block.memory.name == names[1]
+        assert (FOLDER / names[1]).stat().st_size == 64
+    finally:
+        block.close()
