@@ -101,9 +101,9 @@ async def _scores(
 def _shown(fields: RequestBody, *, log_probs: bool) -> Shown:
     """Parse what the response shows. Raises RequestError for what a stream, or only a stream, can show."""
     streamed = fields.flag("stream")
-    if "stream_options" in fields and not streamed:
-        raise fields.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
     options = RequestBody(fields.object("stream_options"), at="stream_options.")
+    if fields.raw("stream_options") and not streamed:
+        raise fields.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
     options.check(STREAM_OPTIONS)
     if "prompt_logprobs" in fields and streamed:
         raise fields.refuse("prompt_logprobs", "is not available in a stream. Leave out stream.")

@@ -74,6 +74,8 @@ LABELS = _names(
     "model user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention session_id "
     "custom_labels log_metrics no_logs received_time external_trace_header"
 )
+SPACES = frozenset({"spaces_between_special_tokens"})
+"""Tokenizers of tokenizer.json, which are all that are read, add none whatever it says."""
 _IN_PARAMS = "is a sampling parameter. Put it into sampling_params."
 _GRAMMARS = "is not supported by `slimectl serve`. Use regex or json_schema."
 _TOOLS = "is not supported by `slimectl serve`. Use tools and tool_choice."
@@ -107,10 +109,10 @@ _OF_SGLANG: dict[str, tuple[Any, ...]] = {
 
 SAMPLING_PARAMS = Keys(
     SAMPLING | {"max_new_tokens", "min_new_tokens", "sampling_seed"},
+    SPACES,
     neutral={
         **_unset("ebnf structural_tag stop_regex custom_params"),
         "beam_width": (1,),
-        "spaces_between_special_tokens": (True,),
     },
     remedies=_NATIVE_NAMES,
 )
@@ -157,7 +159,7 @@ _OPENAI = SAMPLING | _names(
     "response_format structured_outputs guided_json guided_regex guided_choice allowed_token_ids prompt_logprobs "
     "include_stop_str_in_output truncate_prompt_tokens truncation_side return_tokens_as_token_ids"
 )
-_OPENAI_LABELS = LABELS | {"guided_decoding_backend"}
+_OPENAI_LABELS = LABELS | SPACES | {"guided_decoding_backend"}
 _OPENAI_NEUTRAL = (
     _OF_SGLANG
     | _unset(
@@ -172,7 +174,6 @@ _OPENAI_NEUTRAL = (
         "length_penalty": (1.0,),
         "typical_p": (1.0,),
         "top_a": (0.0,),
-        "spaces_between_special_tokens": (True,),
         "truncation": ("disabled",),
         "mm_payload": ("tensors",),
         "routed_experts_prompt_start": (0,),
@@ -208,7 +209,7 @@ CHAT = Keys(
     _OPENAI_LABELS,
     _OPENAI_NEUTRAL
     | _unset(
-        "audio web_search_options functions input_ids echo add_special_tokens chat_template reasoning task "
+        "audio functions input_ids echo add_special_tokens chat_template reasoning task "
         "return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_prompt_text media_io_kwargs "
         "mm_processor_kwargs"
     )
@@ -226,6 +227,7 @@ CHAT = Keys(
         "prompt": "is a key of /v1/completions. Use messages.",
         "chat_template": "is not supported by `slimectl serve`. Put the template into a chat_template.jinja in the "
         "model's folder, or pass arguments of its template in chat_template_kwargs.",
+        "web_search_options": "is not supported by `slimectl serve`, which searches nothing. Leave it out.",
         "reasoning": "is not supported by `slimectl serve`. Use reasoning_effort.",
         "enable_thinking": _TEMPLATE_SWITCH,
         "thinking": _TEMPLATE_SWITCH,
