@@ -14,6 +14,9 @@ from typing import Any
 
 from slimectl.engines.server.errors import RequestError
 
+FEW = 8
+"""Most keys that a message lists."""
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -46,8 +49,11 @@ class Keys:
             allowed = f" except as {values}" if values else ""
             return f"is not supported by `slimectl serve`{allowed}. Leave it out."
         near = difflib.get_close_matches(name[:100], self.acts, n=1)
-        hint = f"Did you mean {near[0]}?" if near else "docs/serving.md lists the keys of each endpoint."
-        return f"unknown key. {hint}"
+        if near:
+            return f"unknown key. Did you mean {near[0]}?"
+        if 0 < len(self.acts) <= FEW:
+            return f"unknown key. Known are {', '.join(sorted(self.acts))}."
+        return "unknown key. docs/serving.md lists the keys of each endpoint."
 
 
 def _is_neutral(value: Any, values: tuple[Any, ...]) -> bool:
