@@ -32,7 +32,7 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the choices of a response show beside their text."""
+    """Contents of a response in addition to its text."""
 
     log_probs: bool = False
     token_ids: bool = False
@@ -221,9 +221,9 @@ class ResponseFormatter:
     def _log_probs_of(
         self, answer: RunningAnswer, start: int, end: int, *, echo: Echo | None = None
     ) -> dict[str, Any] | None:
-        """Return the log-probabilities of an answer's tokens, after those of its prompt if that is shown with them.
+        """Return the log-probabilities of an answer's tokens, after its prompt's if the response shows the prompt.
 
-        None where there is no token: clients read the first one of every list.
+        None without tokens, because clients read the first entry of every list.
         """
         scores = answer_log_probs(answer, start, end) if self.shown.log_probs else []
         if self._kind.chat:

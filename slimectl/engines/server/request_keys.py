@@ -1,7 +1,7 @@
 """Keys of request bodies: which ones each endpoint acts on, and which values of the others change nothing.
 
 A key that an endpoint does not act on is refused by name, unless its value asks for what the server does anyway. Null
-asks for nothing under every name. The names are those of OpenAI's API, SGLang 0.5.21 and vLLM.
+passes under every name. The names come from OpenAI's API, SGLang 0.5.21 and vLLM.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FEW = 8
 class Keys:
     """Keys of a JSON object.
 
-    `acts` are implemented. `labels` pass with any value: they name users and requests, or concern what no response
-    shows. `neutral` has the values of other keys that change nothing. Empty values never do, and neither does false,
-    unless true is listed. `remedies` say what to do instead of a key.
+    `acts` are implemented. `labels` pass with any value, because they name users and requests or have no effect on
+    responses. `neutral` lists the values of other keys that change nothing. Empty values and false pass too, but not
+    false if true is listed. `remedies` tell the user what to do instead of sending a key.
     """
 
     acts: frozenset[str]
@@ -33,7 +33,7 @@ class Keys:
     remedies: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, values: Mapping[str, Any], at: str = "") -> None:
-        """Raise RequestError for the first key that would be ignored; `at` is the path of the object."""
+        """Raise RequestError for the first key that would be ignored, with the path `at` of the object."""
         for name, value in values.items():
             if value is None or name in self.acts or name in self.labels:
                 continue
@@ -67,7 +67,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _unset(text: str) -> dict[str, tuple[Any, ...]]:
-    """Return keys that pass only where they ask for nothing."""
+    """Return keys that pass only with null, false or an empty value."""
     return dict.fromkeys(text.split(), ())
 
 
@@ -157,7 +157,7 @@ STRUCTURED_OUTPUTS = Keys(
 )
 RESPONSE_FORMAT = Keys(_names("type json_schema"))
 RESPONSE_SCHEMA = Keys(_names("schema"), _names("name description strict"))
-"""`strict` is no choice here: a schema is always kept."""
+"""`strict` has no effect, because the grammar always follows the schema."""
 STREAM_OPTIONS = Keys(_names("include_usage continuous_usage_stats"), neutral={"include_obfuscation": ()})
 
 _OPENAI = SAMPLING | _names(
