@@ -233,22 +233,6 @@ def test_prompt_logprobs_are_those_of_transformers_with_ranks(server: Any, model
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
-def test_a_prompt_is_truncated_at_the_side_that_is_asked_for(server: Any) -> None:
-    def kept(path: str = "/v1/completions", **body: Any) -> list[int]:
-        asked = BODIES[path] | {"return_token_ids": True, **body}
-        tokens: list[int] = server.good(path, asked)["choices"][0]["prompt_token_ids"]
-        return tokens
-
-    assert kept(prompt="abcdef", truncate_prompt_tokens=2) == [*b"ef"]
-    assert kept(prompt=[1, 2, 3], truncate_prompt_tokens=2, truncation_side="right") == [1, 2]
-    assert kept(prompt="abc", truncate_prompt_tokens=9) == [*b"abc"]
-    assert kept(prompt="a" * 300, truncate_prompt_tokens=-1) == [*b"a" * 255]  # of a context of 256
-    whole = kept("/v1/chat/completions")
-    assert kept("/v1/chat/completions", truncate_prompt_tokens=5) == whole[-5:]
-    body = {"prompt": "abcdef", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 0}
-    assert server.good("/v1/completions", body)["choices"][0]["text"] == "ef"
-
-
 def test_tokens_are_named_by_their_ids_and_a_stop_string_is_kept_where_asked_for(server: Any) -> None:
     body = {"logit_bias": {"65": 100}, "max_tokens": 3, "return_tokens_as_token_ids": True}
     [choice] = server.good("/v1/completions", BODIES["/v1/completions"] | body | {"logprobs": 1})["choices"]

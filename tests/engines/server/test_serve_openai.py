@@ -271,6 +271,10 @@ def test_reasoning_and_calls_are_parts_of_the_message_and_streamed(
     calls = [each for delta in deltas for each in delta.get("tool_calls", [])]
     assert [each["index"] for each in calls] == [0, 1]
     assert [each["function"] for each in calls] == [each["function"] for each in message["tool_calls"]]
+    single = {**body, "parallel_tool_calls": False}
+    assert len(server.good("/v1/chat/completions", single)["choices"][0]["message"]["tool_calls"]) == 1
+    deltas = [choice["delta"] for chunk in streamed("/v1/chat/completions", single) for choice in chunk["choices"]]
+    assert sum(len(delta.get("tool_calls", [])) for delta in deltas) == 1
     raw = server.good("/v1/chat/completions", {**body, "tool_choice": "none", "separate_reasoning": False})
     assert raw["choices"][0]["message"]["content"].endswith(call)
     assert raw["choices"][0]["finish_reason"] == "stop"
@@ -367,41 +371,3 @@ def test_the_model_is_listed_under_its_name(server: Any) -> None:
     assert card["max_model_len"] == 256
     assert server.good(f"/v1/models/{card['id']}")["id"] == card["id"]
     assert server.ask("/v1/models/gpt-9")[0] == 404
-
-
-OPEN_TURN = [*CHAT, {"role": "assistant", "content": "It is"}]
-
-
-@pytest.mark.parametrize(
-    ("chat", "flags", "rendered"),
-    [
-        (OPEN_TURN, {}, {"continue_final_message": True}),
-        (OPEN_TURN, {"continue_final_message": True}, {"continue_final_message": True}),
-        (OPEN_TURN, {"continue_final_message": True, "add_generation_prompt": False}, {"continue_final_message": True}),
-        (OPEN_TURN, {"continue_final_message": False}, {"add_generation_prompt": True}),
-        (OPEN_TURN, {"add_generation_prompt": True}, {"add_generation_prompt": True}),
-        (OPEN_TURN, {"add_generation_prompt": False}, {"add_generation_prompt": False}),
-        (CHAT, {"continue_final_message": False}, {"add_generation_prompt": True}),
-        (CHAT, {"add_generation_prompt": False}, {"add_generation_prompt": False}),
-    ],
-)
-def test_the_end_of_a_rendered_chat_is_that_of_transformers(
-    chat: list[dict[str, str]], flags: dict[str, bool], rendered: dict[str, bool], server: Any
-) -> None:
-    tokenizer = server.service.served.tokenizer
-    text = tokenizer.apply_chat_template(chat, tokenize=False, **rendered)
-    body = {"messages": chat, "max_tokens": 1, "return_token_ids": True, **flags}
-    answer = server.good("/v1/chat/completions", body)
-    assert answer["choices"][0]["prompt_token_ids"] == tokenizer.encode(text, add_special_tokens=False)
-
-
-@pytest.mark.parametrize(
-    ("chat", "flags"),
-    [
-        (CHAT, {"continue_final_message": True}),
-        (OPEN_TURN, {"continue_final_message": True, "add_generation_prompt": True}),  # vLLM refuses it, too
-    ],
-)
-def test_a_chat_that_cannot_be_continued_is_refused(chat: list[Any], flags: dict[str, bool], server: Any) -> None:
-    status, answer = server.ask("/v1/chat/completions", {"messages": chat, "max_tokens": 1, **flags})
-    assert (status, answer["error"]["param"]) == (400, "continue_final_message")
