@@ -166,7 +166,7 @@ def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
     has_header = fields.flag("add_generation_prompt", True)
     if fields.flag("continue_final_message"):
         if "add_generation_prompt" in fields and has_header:
-            reason = "cannot be true beside add_generation_prompt: true. Set add_generation_prompt to false."
+            reason = "cannot be true together with add_generation_prompt. Set add_generation_prompt to false."
             raise fields.refuse("continue_final_message", reason)
         if not is_assistant_last:
             raise fields.refuse("continue_final_message", "needs a last message with the role assistant")

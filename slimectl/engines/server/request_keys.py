@@ -90,8 +90,8 @@ _OPENAI_NAMES = {
     "max_new_tokens": "is a name of /generate. Use max_tokens.",
     "min_new_tokens": "is a name of /generate. Use min_tokens.",
     "sampling_seed": "is a name of /generate. Use seed.",
-    "sampling_params": "is a key of /generate. Put its parameters beside the other keys.",
-    "extra_body": "is an argument of the openai client. Put its keys beside the others.",
+    "sampling_params": "is a key of /generate. Put its parameters next to the other keys.",
+    "extra_body": "is an argument of the openai client. Put its keys next to the others.",
 }
 _NATIVE_NAMES = {
     "max_tokens": "is a name of OpenAI's API. Use max_new_tokens.",

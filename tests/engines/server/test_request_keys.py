@@ -84,7 +84,7 @@ REFUSED = [
     ("/v1/chat/completions", {"max_new_tokens": 3}, "max_new_tokens: .* Use max_tokens"),
     ("/v1/chat/completions", {"max_completion_tokens": 3}, "max_tokens: is not equal to max_completion_tokens"),
     ("/v1/chat/completions", {"prompt": "x"}, "prompt: is a key of /v1/completions"),
-    ("/v1/chat/completions", {"extra_body": {"top_k": 1}}, "extra_body: .* Put its keys beside the others"),
+    ("/v1/chat/completions", {"extra_body": {"top_k": 1}}, "extra_body: .* Put its keys next to the others"),
     (
         "/v1/chat/completions",
         {"tools": [CALL], "tool_choice": "required", "regex": "a"},
