@@ -271,6 +271,10 @@ def test_reasoning_and_calls_are_parts_of_the_message_and_streamed(
     calls = [each for delta in deltas for each in delta.get("tool_calls", [])]
     assert [each["index"] for each in calls] == [0, 1]
     assert [each["function"] for each in calls] == [each["function"] for each in message["tool_calls"]]
+    single = {**body, "parallel_tool_calls": False}
+    assert len(server.good("/v1/chat/completions", single)["choices"][0]["message"]["tool_calls"]) == 1
+    deltas = [choice["delta"] for chunk in streamed("/v1/chat/completions", single) for choice in chunk["choices"]]
+    assert sum(len(delta.get("tool_calls", [])) for delta in deltas) == 1
     raw = server.good("/v1/chat/completions", {**body, "tool_choice": "none", "separate_reasoning": False})
     assert raw["choices"][0]["message"]["content"].endswith(call)
     assert raw["choices"][0]["finish_reason"] == "stop"
@@ -328,7 +332,7 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         (
             "/v1/completions",
             {"prompt": "x", "response_format": {"type": "json_object"}, "min_tokens": 2},
-            "excludes a JSON schema",
+            "min_tokens: excludes response_format",
         ),
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 3}, "top_logprobs: needs logprobs: true"),
         ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs: 21 is not between 0 and 20"),
@@ -367,17 +371,3 @@ def test_the_model_is_listed_under_its_name(server: Any) -> None:
     assert card["max_model_len"] == 256
     assert server.good(f"/v1/models/{card['id']}")["id"] == card["id"]
     assert server.ask("/v1/models/gpt-9")[0] == 404
-
-
-def test_a_chat_that_ends_with_the_assistant_is_continued(server: Any) -> None:
-    chat = [*CHAT, {"role": "assistant", "content": "It is"}]
-    body = {"messages": chat, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-    tokenizer = server.service.served.tokenizer
-    wanted = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
-    count = server.good("/v1/chat/completions", body)["usage"]["prompt_tokens"]
-    assert count == len(tokenizer.encode(wanted, add_special_tokens=False))
-    for messages, flag in ((chat, False), (CHAT, True)):
-        status, answer = server.ask(
-            "/v1/chat/completions", {**body, "messages": messages, "continue_final_message": flag}
-        )
-        assert (status, answer["error"]["param"]) == (400, "continue_final_message")
