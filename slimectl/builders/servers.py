@@ -16,6 +16,7 @@ from slimectl.builders.executors import executor as executor_of
 from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import convert, device, served_model
 from slimectl.builders.weight_sync import adapter_obstacle, keyed, pushed_precision, urls
+from slimectl.chats.model_tokens import end_tokens
 from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.engines.limits import check_ids
 from slimectl.errors import SettingsError
@@ -222,6 +223,7 @@ def client(
     from slimectl.architectures.config import read_config
     from slimectl.engines.embedded.detokenizer import Detokenizer
     from slimectl.engines.http.client import HttpEngine
+    from slimectl.engines.stop_tokens import StopTokens, special_tokens
 
     options, config = settings.engine, read_config(model)
     config = config.get("text_config", config)
@@ -239,6 +241,7 @@ def client(
         troubled=troubled,
         keys=keys(settings, workers),
         shared=bool(options.url),
+        stops=StopTokens(special_tokens(text, vocabulary=config["vocab_size"]), end_tokens(model, text)),
     )
     if options.url:
         http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})

@@ -20,6 +20,8 @@ VOCABULARIES = ("tokenizer.*", "vocab.*", "*.tiktoken", "*.model", "tekken.json"
 """Files that hold the vocabulary of a model."""
 TEMPLATE = "chat_template.json"
 """Chat template of a vision model's processor, in checkpoints whose tokenizer has none of its own."""
+ROLES = ("bos_token", "eos_token", "pad_token")
+"""Special tokens that the class of a tokenizer may name if no file does."""
 TOKENIZER_REMEDY = "copy tokenizer.json and tokenizer_config.json of its Hugging Face model into it"
 PANIC = "PanicException"
 """Name of the error that the tokenizers library raises at some broken files. It is not an Exception."""
@@ -94,7 +96,11 @@ def has_tokenizer(folder: Path) -> bool:
 def _loaded(folder: Path, transformers: Any) -> Any:
     options = {"local_files_only": True, "trust_remote_code": False}
     if not (folder / FILE).is_file():
-        return transformers.AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        # A class that finds no file of its own builds a vocabulary of its special tokens.
+        if not tokenizer.get_vocab().keys() - tokenizer.added_tokens_encoder.keys():
+            raise CheckpointError(f"{type(tokenizer).__name__} finds no vocabulary; {TOKENIZER_REMEDY}")
+        return tokenizer
     by_class: Any = None
     try:
         by_class = transformers.AutoTokenizer.from_pretrained(folder, **options)
@@ -106,11 +112,7 @@ def _loaded(folder: Path, transformers: Any) -> Any:
     named = {} if by_class is None else by_class.special_tokens_map
     by_file = transformers.PreTrainedTokenizerFast.from_pretrained(folder, **options)
     vocabulary = by_file.get_vocab()
-    defaults = {
-        role: token
-        for role, token in named.items()
-        if isinstance(token, str) and token in vocabulary and getattr(by_file, role, "") is None
-    }
+    defaults = {role: named[role] for role in ROLES if named.get(role) in vocabulary and getattr(by_file, role) is None}
     if defaults:
         by_file = transformers.PreTrainedTokenizerFast.from_pretrained(folder, **options, **defaults)
     if by_class is not None and not _agree(by_class, by_file):

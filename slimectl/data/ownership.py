@@ -37,8 +37,8 @@ WEIGHTS = (
     r"|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
 )
 COMPANIONS = (
-    r"(config|generation_config|((video_)?pre)?processor_config|special_tokens_map|added_tokens|trainer)\.json|chat_template\.(jinja|json)|tokenizer[^/]*"
-    r"|vocab\.[a-z]+|merges\.txt"
+    r"(config|generation_config|((video_)?pre)?processor_config|special_tokens_map|added_tokens|tekken|trainer|chat_template)\.json|[^/]+\.(jinja|model|tiktoken)|tokenizer[^/]*"
+    r"|vocab\.[a-z]+|merges\.txt|additional_chat_templates/[^/]+\.jinja"
 )
 MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
 STEP = rf"((policy|critic)/{MODEL}|manifest\.json|state\.json|{'|'.join(map(re.escape, ROUND_FILES))})"
