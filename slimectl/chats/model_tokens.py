@@ -40,7 +40,7 @@ def missing_ends(tokenizer: Any, end_tokens: Collection[int]) -> list[int]:
         return []
     missing = ends[-1:]
     with suppress(RecordError, SettingsError):  # a template without calls
-        chat = [question, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        chat: Chat = [question, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         template = Template(tokenizer, Prompt(text=""), None)
         tail = _added(tokenizer, template.text(template.fit(chat)).rpartition(ANSWER)[2])
         # Marks such as </tool_call> precede the end of the turn.
