@@ -37,6 +37,8 @@ class EngineBackend:
     """Whether one engine lives in the process of its caller; then `engine` makes it."""
 
     default_router: ClassVar[str] = "none"
+    tokenizer_option: ClassVar[str] = ""
+    """Flag of a server that names the folder of its tokenizer."""
     """What engine.router = "auto" means for several servers: a policy of sglang-router, or none."""
 
     takes_router: ClassVar[bool] = True

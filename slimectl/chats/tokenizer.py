@@ -116,8 +116,25 @@ def _loaded(folder: Path, transformers: Any) -> Any:
     if defaults:
         by_file = transformers.PreTrainedTokenizerFast.from_pretrained(folder, **options, **defaults)
     if by_class is not None and not _agree(by_class, by_file):
-        _announce_file(str(folder), type(by_class).__name__)
+        by_file.replaced_class = type(by_class).__name__
+        _announce_file(str(folder), by_file.replaced_class)
     return by_file
+
+
+@functools.cache
+def corrected_config(folder: Path) -> dict[str, Any] | None:
+    """Return a tokenizer_config.json with which transformers encodes text as tokenizer.json does.
+
+    None if the model's own does so.
+    """
+    if not (folder / FILE).is_file():
+        return None
+    tokenizer = load_tokenizer(folder)
+    if not hasattr(tokenizer, "replaced_class"):
+        return None
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    named = {role: getattr(tokenizer, role) for role in ROLES if getattr(tokenizer, role) is not None}
+    return {**named, **config, "tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def _pass_on_interrupts(error: BaseException) -> None:
@@ -142,8 +159,8 @@ def _agree(first: Any, second: Any) -> bool:
 def _announce_file(folder: str, name: str) -> None:
     """Log, once, that the class of transformers is not used."""
     logger.warning(
-        f"{folder}: text is encoded by {FILE}. transformers' {name}, which the model's configuration names, encodes "
-        "some text differently. So do SGLang and vLLM if you send them text yourself."
+        f"{folder}: {FILE} encodes text. transformers' {name}, which the model's configuration names, encodes some "
+        "text differently. So do servers that you start yourself, if you send them text."
     )
 
 

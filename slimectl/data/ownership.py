@@ -61,7 +61,7 @@ RUN_FILES = re.compile(
     rf"|step_\d{{6,}}/\.samples\.jsonl\.index\.npz(\.\d+)?|eval/\.[^/]+\.index\.npz(\.\d+)?"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"
     rf"|eval/[^/]+-\d{{6,}}\.jsonl|eval/\.tmp-[^/]+"
-    rf"|logs/[^/]+\.log|profile/rounds_[^/]+\.(json\.gz|memory\.pickle)|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
+    rf"|logs/[^/]+\.(log|tokenizer/.+)|profile/rounds_[^/]+\.(json\.gz|memory\.pickle)|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
     rf"|{'|'.join(TRACKER_FILES)}"
 )
 """Relative paths of the files of a run folder; all other files are the user's."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from slimectl.chats.model_tokens import unknown_token, unknown_tokens
-from slimectl.chats.tokenizer import PROBES, load_tokenizer, token_decoder, tokenizer_of
+from slimectl.chats.tokenizer import PROBES, corrected_config, load_tokenizer, token_decoder, tokenizer_of
 from slimectl.data.chat import encode, encode_raw, render
 from slimectl.errors import CheckpointError, SlimectlError
 from slimectl.types import Prompt
@@ -183,9 +184,20 @@ def test_a_class_that_encodes_text_differently_is_named_once(tmp_path: Path, cap
     path = folder(tmp_path, byte_level(), tokenizer_class="LlamaTokenizerFast")
     load_tokenizer(path)
     load_tokenizer(path)
-    assert [record.message.partition(": ")[2][:63] for record in caplog.records] == [
-        "text is encoded by tokenizer.json. transformers' LlamaTokenizer"
-    ]
+    (line,) = [record.message for record in caplog.records]
+    assert "tokenizer.json encodes text. transformers' LlamaTokenizer, which" in line
+
+
+def test_servers_get_a_configuration_with_which_transformers_reads_the_file(tmp_path: Path):
+    path = folder(tmp_path, byte_level(), tokenizer_class="LlamaTokenizerFast")
+    write(path / "tokenizer_config.json", corrected_config(path))
+    by_transformers = AutoTokenizer.from_pretrained(path)
+    for text in TEXTS:
+        assert by_transformers.encode(text, add_special_tokens=False) == file_tokens(path, text)
+
+
+def test_a_class_that_reads_the_file_needs_no_other_configuration(tmp_path: Path):
+    assert corrected_config(folder(tmp_path, byte_level(), tokenizer_class="GPT2TokenizerFast")) is None
 
 
 def test_a_class_that_agrees_with_the_file_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
