@@ -172,7 +172,7 @@ def _rounds() -> Definitions:
         "continued_samples": ("samples", "Begun in an earlier round and gone on with in this one (partial_rollout)"),
         "prompts_too_long": (
             "prompts",
-            "Left out: more than rollout.max_prompt_len tokens, or no room for an answer in the context",
+            "Left out: more than rollout.max_prompt_len tokens, no room for a response, or a token without embedding",
         ),
         "error/{category}": ("samples", "Failed attempts, by exception"),
         "staleness/{mean,max}": ("versions", "Weight versions between sampling and training"),
@@ -205,7 +205,10 @@ def _eval() -> list[Metric]:
         "{name}/{chosen,rejected}_reward": ("", "Mean reward of the better and of the worse answers of held-out pairs"),
         "{name}/error/{category}": ("samples", "Failed attempts, by exception; they count as wrong"),
         "{name}/no_reward": ("samples", "Left out because every reward function returned None (score.none_reward)"),
-        "{name}/prompts_too_long": ("prompts", "Left out, for leaving no room for an answer in the context"),
+        "{name}/prompts_too_long": (
+            "prompts",
+            "Left out: no room for a response in the context, or a token without embedding",
+        ),
         "{name}/category/{category}/share": ("", "Share of answers of this category (track.log_reward_category)"),
         "{name}/category/{category}/reward": ("", "Mean reward of answers of this category"),
         "{name}/correct_samples/count": ("samples", "Right answers (track.log_correct_samples)"),
@@ -311,7 +314,10 @@ def _warmup() -> list[Metric]:
             for metric in _train()]  # fmt: skip
     definitions = {
         "accuracy": ("", "Share of right answers when the warm-up looked"),
-        "prompts_too_long": ("demonstrations", "Left out since the step before, for being longer than the context"),
+        "prompts_too_long": (
+            "demonstrations",
+            "Left out since the step before: longer than the context, or a token without embedding",
+        ),
     }
     return [*(Metric(f"warmup/{name}", unit, "warmup/step", text) for name, (unit, text) in definitions.items()), *same]
 

@@ -92,10 +92,10 @@ class RolloutSettings(Section):
     """Tokens of prompt and answer together; the model's own limit where not given."""
 
     stop: Texts = []
-    """Strings that end an answer (cut from its text)."""
+    """Strings that end a response and are cut from its text. One that is a special token is a stop token."""
 
     stop_token_ids: list[int] = []
-    """Token ids that end an answer, besides the model's end token."""
+    """Token ids that end a response, besides the end tokens of the model and its chat template."""
 
     skip_special_tokens: bool = True
     """Leave special tokens out of a response's text. With false they stay, so stop strings and rewards see a `</think>`

@@ -43,8 +43,8 @@ def test_a_family_that_stops_needs_no_other_end(name: str):
 @pytest.mark.parametrize(
     ("name", "ends"),
     [
-        ("qwen2.5", ["<|im_end|>"]), ("llama3.1", ["<|eot_id|>"]), ("gemma3", ["<end_of_turn>"]), ("glm4", ["<|user|>"]),
-        ("cohere2", ["<|END_OF_TURN_TOKEN|>"]), ("phi3", ["<|end|>"]), ("gpt-oss", ["<|return|>", "<|call|>"]),
+        ("qwen2.5", ["<|im_end|>"]), ("llama3.1", ["<|eot_id|>"]), ("gemma3", ["<end_of_turn>"]),
+        ("glm4", ["<|user|>"]), ("cohere2", ["<|END_OF_TURN_TOKEN|>"]), ("phi3", ["<|end|>"]), ("gpt-oss", ["<|return|>", "<|call|>"]),
         ("gemma4", ["<turn|>", "<|tool_response>"]), ("ling-lite", []), ("mistral-v3", ["</s>"]),
     ],
 )  # fmt: skip
