@@ -1,4 +1,4 @@
-"""Tokens of a model: those that end a response, and those that its embedding lacks."""
+"""Finds the tokens that end a model's responses, and tokens that its embedding lacks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _added(tokenizer: Any, text: str, *, adjacent: bool = False) -> list[int]:
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> list[int]:
-    """Return the tokens at which engines end a response: those of the model's files, and those of `template_ends`.
+    """Return the tokens at which engines end a response: the end tokens of the model's files, and `template_ends`.
 
     The latter are logged once.
     """
@@ -79,6 +79,7 @@ def end_tokens(folder: Path, tokenizer: Any) -> list[int]:
     return [*dict.fromkeys([*_listed_ends(folder, tokenizer), *missing])]
 
 
+@functools.lru_cache(maxsize=4)  # supervised training asks for every row
 def template_ends(folder: Path, tokenizer: Any) -> list[int]:
     """Return the tokens with which the chat template ends turns, if no file of the model lists one of them.
 
@@ -130,7 +131,7 @@ def vocabulary_size(folder: Path) -> int | None:
 def unknown_token(tokens: Collection[int], tokenizer: Any, vocabulary: int | None = None) -> str:
     """Return which of the tokens the model has no embedding of, as the reason to leave out a row; "" if there is none.
 
-    Without `vocabulary` the size is that of the model in the tokenizer's folder.
+    Without `vocabulary` the model in the tokenizer's folder decides.
     """
     if vocabulary is None:
         vocabulary = vocabulary_size(Path(str(getattr(tokenizer, "name_or_path", "") or "/")))

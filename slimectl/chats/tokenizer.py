@@ -59,9 +59,9 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def token_decoder(folder: Path) -> Any:
-    """Load a decoder of a model folder's tokens: the library tokenizers where its files allow it.
+    """Load a decoder of a model folder's tokens, without transformers where the files allow it.
 
-    Importing transformers costs seconds of CPU, which a viewer beside a run would take from it.
+    Importing transformers takes seconds of CPU time, which a viewer would take from a run on the same machine.
     """
     import tokenizers
 
@@ -165,7 +165,7 @@ def _announce_file(folder: str, name: str) -> None:
 
 
 def _named_tokens(folder: Path) -> set[str]:
-    """Return the added and special tokens that the files beside tokenizer.json name."""
+    """Return the added and special tokens that the other files of a tokenizer name."""
     tokens: set[str] = set()
     for name in (CONFIG, "special_tokens_map.json", "added_tokens.json"):
         values = read_json(folder / name) if (folder / name).is_file() else {}

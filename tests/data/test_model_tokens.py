@@ -1,4 +1,4 @@
-"""The end of a turn: where the engine stops, what is taught, and what the files of a trained model say."""
+"""Tokens of a model: where the engine stops, what is taught, which files are copied, and which rows are left out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from chat_families.families import tokenizer as tokenizer_of
 
 from slimectl import builders
 from slimectl.chats.model_tokens import end_tokens, missing_ends, write_end_tokens
+from slimectl.data.jsonl import read_samples
+from slimectl.data.preferences import Preference
 from slimectl.data.supervised import sft_sample, stop_tokens
+from slimectl.errors import RecordError
 from slimectl.model_files import end_token_ids
 from slimectl.policies.checkpoint import copy_companions
 from slimectl.settings import Settings
+from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.preferences import preferred
+from slimectl.stages.rollout import demonstrations, rollout
 from slimectl.types import Prompt
 
 END, IM_END = 256, 258  # <|end|> and <|im_end|> behind the 256 bytes
@@ -44,7 +50,8 @@ def test_a_family_that_stops_needs_no_other_end(name: str):
     ("name", "ends"),
     [
         ("qwen2.5", ["<|im_end|>"]), ("llama3.1", ["<|eot_id|>"]), ("gemma3", ["<end_of_turn>"]),
-        ("glm4", ["<|user|>"]), ("cohere2", ["<|END_OF_TURN_TOKEN|>"]), ("phi3", ["<|end|>"]), ("gpt-oss", ["<|return|>", "<|call|>"]),
+        ("glm4", ["<|user|>"]), ("cohere2", ["<|END_OF_TURN_TOKEN|>"]), ("phi3", ["<|end|>"]),
+        ("gpt-oss", ["<|return|>", "<|call|>"]),
         ("gemma4", ["<turn|>", "<|tool_response>"]), ("ling-lite", []), ("mistral-v3", ["</s>"]),
     ],
 )  # fmt: skip
@@ -107,3 +114,44 @@ def test_all_templates_and_vocabularies_travel_with_a_copy(base: Path, tmp_path:
     copy.mkdir()
     copy_companions(base, copy, torch.float32)
     assert {name for name in names if (copy / name).read_text() == "{}"} == set(names)
+
+
+@pytest.fixture
+def short(base: Path) -> Path:
+    """A model whose tokenizer has a token more than its embedding."""
+    values = json.loads((base / "tokenizer.json").read_text())
+    values["added_tokens"].append({**values["added_tokens"][-1], "id": 259, "content": "<|new|>"})
+    (base / "tokenizer.json").write_text(json.dumps(values))
+    return base
+
+
+def test_demonstrations_and_preferences_with_an_unknown_token_are_left_out(
+    short: Path, caplog: pytest.LogCaptureFixture
+):
+    tokenizer, left_out = builders.tokenizer(short), list[Prompt]()
+    rows = [Prompt("a", label=label, index=i, source_location=f"s:{i}") for i, label in enumerate(["b", "<|new|>"])]
+    samples = list(demonstrations(rows, tokenizer, RolloutSettings(), left_out=left_out.append))
+    assert [sample.label for sample in samples] == ["b"]
+    pairs = [Preference(rows[0], rows[1], 0), Preference(rows[0], rows[0], 0)]
+    assert len(list(preferred(pairs, tokenizer, RolloutSettings(), left_out=left_out.append))) == 2
+    assert [prompt.index for prompt in left_out] == [1, 0]
+    assert "s:1: left out: token 259 ('<|new|>') is not in the model's vocabulary of 259" in caplog.messages
+
+
+def test_a_prompt_with_an_unknown_token_is_left_out_of_a_rollout(short: Path):
+    tokenizer, left_out = builders.tokenizer(short), list[Prompt]()
+    engine = builders.engine(Settings(), short, tokenizer)
+    rows = [Prompt(text, index=i, source_location=f"p:{i}") for i, text in enumerate(["a <|new|>", "a"])]
+    options = RolloutSettings(n_samples_per_prompt=1, max_response_len=2)
+    assert [sample.prompt for sample in rollout(rows, engine, tokenizer, options, left_out=left_out.append)] == ["a"]
+    assert [prompt.text for prompt in left_out] == ["a <|new|>"]
+
+
+def test_a_sample_with_an_unknown_token_is_a_bad_line(tmp_path: Path):
+    file, errors = tmp_path / "s.jsonl", list[RecordError]()
+    row = {"group_index": 0, "index": 0, "prompt": "a", "response": "b", "response_length": 1, "status": "completed"}
+    file.write_text("".join(json.dumps({**row, "group_index": i, "tokens": [97, 256 + i]}) + "\n" for i in range(4)))
+    samples = read_samples(file, vocabulary=259, on_error="skip", report=errors.append)
+    assert [sample.tokens[-1] for sample in samples] == [256, 257, 258]
+    (error,) = errors
+    assert ":4: tokens: token 259 is not in the model's vocabulary of 259 tokens" in str(error)
