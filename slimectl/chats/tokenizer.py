@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -96,11 +97,7 @@ def has_tokenizer(folder: Path) -> bool:
 def _loaded(folder: Path, transformers: Any) -> Any:
     options = {"local_files_only": True, "trust_remote_code": False}
     if not (folder / FILE).is_file():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-        # A class that finds no file of its own builds a vocabulary of its special tokens.
-        if not tokenizer.get_vocab().keys() - tokenizer.added_tokens_encoder.keys():
-            raise CheckpointError(f"{type(tokenizer).__name__} finds no vocabulary; {TOKENIZER_REMEDY}")
-        return tokenizer
+        return _from_vocabulary(folder, transformers.AutoTokenizer, options)
     by_class: Any = None
     try:
         by_class = transformers.AutoTokenizer.from_pretrained(folder, **options)
@@ -135,6 +132,28 @@ def corrected_config(folder: Path) -> dict[str, Any] | None:
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     named = {role: getattr(tokenizer, role) for role in ROLES if getattr(tokenizer, role) is not None}
     return {**named, **config, "tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def _from_vocabulary(folder: Path, auto: Any, options: Mapping[str, Any]) -> Any:
+    """Load a tokenizer without tokenizer.json. A SentencePiece file must be read as sentencepiece reads it."""
+    pieces = next(folder.glob("*.model"), None)
+    if pieces is not None and find_spec("sentencepiece") is None:
+        raise CheckpointError(f"{pieces.name} needs the package sentencepiece. Install it, or {TOKENIZER_REMEDY}")
+    tokenizer = auto.from_pretrained(folder, **options)
+    # A class that finds no file of its own builds a vocabulary of its special tokens.
+    if not tokenizer.get_vocab().keys() - tokenizer.added_tokens_encoder.keys():
+        raise CheckpointError(f"{type(tokenizer).__name__} finds no vocabulary; {TOKENIZER_REMEDY}")
+    if pieces is not None:
+        from sentencepiece import SentencePieceProcessor
+
+        processor = SentencePieceProcessor(model_file=str(pieces))
+        # transformers 5 writes one blank at the start of a text where sentencepiece writes two.
+        for text in (probe.strip() for probe in PROBES[:2]):
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            if tokenizer.convert_ids_to_tokens(tokens) != processor.id_to_piece(processor.encode(text)):
+                name = type(tokenizer).__name__
+                raise CheckpointError(f"{name} encodes text differently from {pieces.name}; {TOKENIZER_REMEDY}")
+    return tokenizer
 
 
 def _pass_on_interrupts(error: BaseException) -> None:

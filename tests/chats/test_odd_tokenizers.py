@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import import_protobuf
 
 from slimectl.chats.model_tokens import unknown_token, unknown_tokens
 from slimectl.chats.tokenizer import PROBES, corrected_config, load_tokenizer, token_decoder, tokenizer_of
@@ -299,6 +300,35 @@ def test_a_vocabulary_that_cannot_be_read_is_one_line(files: dict[str, bytes], m
     with pytest.raises(CheckpointError, match=message) as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "prefix", "fits"),
+    [("LlamaTokenizer", True, True), ("GemmaTokenizer", False, True), ("GemmaTokenizer", True, False)],
+)
+def test_a_sentencepiece_file_is_read_as_sentencepiece_reads_it(
+    class_name: str, prefix: bool, fits: bool, tmp_path: Path
+):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = import_protobuf().ModelProto()
+    rows = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((f"<0x{i:02X}>", 0.0, 6) for i in range(256))]
+    rows += [(piece, -float(i), 1) for i, piece in enumerate(["▁t", "▁th", "he", "▁the", *"▁thecapil"])]
+    for piece, score, kind in rows:
+        model.pieces.add(piece=piece, score=score, type=kind)
+    model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 2, True
+    model.trainer_spec.unk_id, model.trainer_spec.bos_id, model.trainer_spec.eos_id = 0, 1, 2
+    model.normalizer_spec.add_dummy_prefix, model.normalizer_spec.remove_extra_whitespaces = prefix, False
+    (folder(tmp_path, None, tokenizer_class=class_name) / "tokenizer.model").write_bytes(model.SerializeToString())
+    if not fits:
+        with pytest.raises(CheckpointError, match=r"encodes text differently from tokenizer\.model; copy tokenizer"):
+            load_tokenizer(tmp_path)
+        return
+    processor, tokenizer = (
+        sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model")),
+        load_tokenizer(tmp_path),
+    )
+    for text in (PROBES[0], "the cat", "a\n\n  b 日本語"):
+        assert encode(tokenizer, text) == processor.encode(text)
 
 
 def test_a_name_that_is_no_folder_is_one_line():
