@@ -23,6 +23,7 @@ from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.api import SglangApi
 from slimectl.engines.sglang.launch import sglang_server
 from slimectl.engines.sglang.weight_client import SglangWorkers
+from slimectl.engines.stop_tokens import StopTokens, special_tokens
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.engines.vllm.launch import vllm_server
@@ -89,10 +90,12 @@ def workers(urls: Sequence[str], **options: Any) -> HttpWorkers:
 def client(urls: Sequence[str], folder: Path, **options: Any) -> HttpEngine:
     """An engine that takes weights, for servers of the model in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
     return HttpEngine(
         urls,
         api=api(urls),
-        vocabulary=AutoConfig.from_pretrained(folder).vocab_size,
+        vocabulary=vocabulary,
+        stops=StopTokens(special_tokens(tokenizer, vocabulary=vocabulary)),
         max_context=CONTEXT,
         decode=Detokenizer(tokenizer).response_text,
         receiver=workers,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slimectl.builders.models import model_folder, reads_images
+from slimectl.chats.model_tokens import vocabulary_size
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.settings import Settings
@@ -178,7 +179,8 @@ def training_samples(
 
         rows = prompts(settings, list(paths), epochs=epochs, start=start, demonstrations=True)
         return _by_row(demonstrations(rows, text, settings.rollout, context=context, left_out=left_out))
-    read = partial(read_samples, paths, on_error=on_error, report=report, on_line=on_line)
+    size = None if text is None else vocabulary_size(Path(text.name_or_path))
+    read = partial(read_samples, paths, on_error=on_error, report=report, on_line=on_line, vocabulary=size)
     return repeated(read, epochs=epochs, start=start)
 
 

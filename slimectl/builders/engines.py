@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from slimectl.builders.backends import backend
 from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import device, first_line, is_torch_dist, version_of
+from slimectl.chats.model_tokens import end_tokens
 from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError
-from slimectl.model_files import end_token_ids
 from slimectl.registry import ENGINES
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal
@@ -37,6 +37,8 @@ class EngineBackend:
     """Whether one engine lives in the process of its caller; then `engine` makes it."""
 
     default_router: ClassVar[str] = "none"
+    tokenizer_option: ClassVar[str] = ""
+    """Flag of a server that names the folder of its tokenizer."""
     """What engine.router = "auto" means for several servers: a policy of sglang-router, or none."""
 
     takes_router: ClassVar[bool] = True
@@ -140,7 +142,7 @@ class EmbeddedBackend(EngineBackend):
                 device=device(settings.engine.device),
                 max_running=settings.engine.max_running_requests,
                 max_context=settings.rollout.max_context_len,
-                end_token_ids=end_token_ids(folder),
+                end_token_ids=end_tokens(folder, text),
                 prefix_cache_gib=settings.engine.prefix_cache_gib,
                 reports_experts=settings.train.use_rollout_routing_replay,
                 images=lambda source: processor_of(str(folder)).patches(source),

@@ -53,6 +53,7 @@ class SglangBackend(InstalledBackend):
     default_router = "cache_aware"
     adapter_transports = ("tensor",)
     memory_option = "enable_memory_saver"
+    tokenizer_option = "tokenizer_path"
 
     def installed(self) -> InstalledServer:
         from slimectl.engines.sglang.launch import SGLANG
@@ -109,6 +110,7 @@ class VllmBackend(InstalledBackend):
 
     adapter_transports = ("tensor", "distributed")
     memory_option = "enable_sleep_mode"
+    tokenizer_option = "tokenizer"
 
     def check(self, settings: Settings) -> None:
         _require_gpu_for_routing(settings)

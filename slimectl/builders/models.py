@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import raw_config
 from slimectl.architectures.config_checks import check_config
 from slimectl.architectures.image_tokens import MODEL_TYPES
+from slimectl.chats.tokenizer import TOKENIZER_REMEDY as TOKENIZER_REMEDY
+from slimectl.chats.tokenizer import has_tokenizer as has_tokenizer
+from slimectl.chats.tokenizer import load_tokenizer
+from slimectl.chats.tokenizer import token_decoder as token_decoder
 from slimectl.data.hugging_face import fetch_command, hub_name, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
@@ -24,13 +23,8 @@ from slimectl.model_files import check_model_files, policy_folder, read_json
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
-PANIC = "PanicException"
-"""Name of the error that the tokenizers library raises at some broken files; it is no Exception."""
-TEMPLATE = "chat_template.json"
-"""Chat template of a vision model's processor, in checkpoints whose tokenizer has none of its own."""
 TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*")
 """Files with chat templates in a model's folder."""
-TOKENIZER_REMEDY = "copy tokenizer.json and tokenizer_config.json of its Hugging Face model into it"
 
 
 def model_folder(path: str | None, *, setting: str = "model.path", verify: bool = False) -> Path:
@@ -134,25 +128,10 @@ def source_of(source: str) -> Path:
 
 
 def tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a model directory, without transformers' messages on the terminal."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with _without_panics():
-            loaded = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
-            raise
-        if not has_tokenizer(folder):
-            raise CheckpointError(f"{folder}: no tokenizer; {TOKENIZER_REMEDY}") from error
-        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
-    if not loaded.chat_template and (folder / TEMPLATE).is_file():
-        template = read_json(folder / TEMPLATE).get("chat_template")
-        loaded.chat_template = template if isinstance(template, str) else None
-    check_template(loaded, folder)
-    return loaded
+    """Load the tokenizer of a model directory and check its chat template. Raises CheckpointError."""
+    text = load_tokenizer(folder)
+    check_template(text, folder)
+    return text
 
 
 def with_template_date(settings: Settings) -> Settings:
@@ -170,59 +149,6 @@ def with_template_date(settings: Settings) -> Settings:
             return settings
     rollout = settings.rollout.model_copy(update={"template_date": datetime.date.today().isoformat()})
     return settings.model_copy(update={"rollout": rollout})
-
-
-def token_decoder(folder: Path) -> Any:
-    """Load what decodes the tokens of a model directory: the tokenizer without transformers, where its files allow it.
-
-    Importing transformers costs seconds of CPU, which a viewer beside a run would take from it.
-    """
-    import tokenizers
-
-    try:
-        added = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-        with _without_panics():
-            loaded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        if all(loaded.id_to_token(int(token)) is not None for token in added):
-            return loaded
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
-            raise
-    return tokenizer(folder)
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model directory has a vocabulary."""
-    return any(any(folder.glob(pattern)) for pattern in ("tokenizer.*", "vocab.*", "*.tiktoken"))
-
-
-@contextmanager
-def _without_panics() -> Iterator[None]:
-    """Suppress what the tokenizers library (0.22) writes to stderr when it panics at a broken file.
-
-    It writes to the descriptor itself; other output in the meantime is passed on.
-    """
-    try:
-        sys.stderr.flush()
-        saved_stderr = os.dup(2)
-    except (AttributeError, OSError):
-        yield  # stderr is closed
-        return
-    with ExitStack() as closing, TemporaryFile() as captured:
-        closing.callback(os.close, saved_stderr)
-        os.dup2(captured.fileno(), 2)
-        panicked = False
-        try:
-            yield
-        except BaseException as error:
-            panicked = type(error).__name__ == PANIC
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved_stderr, 2)
-            if not panicked:
-                captured.seek(0)
-                os.write(2, captured.read())
 
 
 def context_length(settings: Settings, folder: Path) -> int | None:

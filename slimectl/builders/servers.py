@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +18,8 @@ from slimectl.builders.executors import executor as executor_of
 from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import convert, device, served_model
 from slimectl.builders.weight_sync import adapter_obstacle, keyed, pushed_precision, urls
+from slimectl.chats.model_tokens import end_tokens
+from slimectl.chats.tokenizer import corrected_config
 from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.engines.limits import check_ids
 from slimectl.errors import SettingsError
@@ -172,7 +176,17 @@ def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
     """Build one server, not yet started; called on the machine where it will run."""
-    return engine_backend(settings).server(settings, spec, log=log, waiting=waiting)
+    from slimectl.checkpoints.hf import copy_companions
+
+    backend = engine_backend(settings)
+    option = backend.tokenizer_option
+    if option and option not in spec.args and (config := corrected_config(spec.model)) is not None:
+        folder = log.with_suffix(".tokenizer")
+        folder.mkdir(parents=True, exist_ok=True)
+        copy_companions(spec.model, folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        spec = replace(spec, args={**spec.args, option: str(folder.absolute())})
+    return backend.server(settings, spec, log=log, waiting=waiting)
 
 
 def _router_key(settings: Settings) -> dict[str, Any]:
@@ -222,6 +236,7 @@ def client(
     from slimectl.architectures.config import read_config
     from slimectl.engines.embedded.detokenizer import Detokenizer
     from slimectl.engines.http.client import HttpEngine
+    from slimectl.engines.stop_tokens import StopTokens, special_tokens
 
     options, config = settings.engine, read_config(model)
     config = config.get("text_config", config)
@@ -239,6 +254,7 @@ def client(
         troubled=troubled,
         keys=keys(settings, workers),
         shared=bool(options.url),
+        stops=StopTokens(special_tokens(text, vocabulary=config["vocab_size"]), end_tokens(model, text)),
     )
     if options.url:
         http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})

@@ -25,9 +25,13 @@ EXACT = re.compile(r"e_score_correction_bias$")
 INDEX = "model.safetensors.index.json"
 STREAMED_BYTES = 1024**3
 """Shard size if the total is not known beforehand: the memory that writing takes."""
-COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
-              "vocab.*", "merges.txt", "added_tokens.json", "preprocessor_config.json",
-              "video_preprocessor_config.json", "processor_config.json", "chat_template.json")  # fmt: skip
+COMPANIONS = (
+    "config.json", "generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "processor_config.json", "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json", "*.model",
+    "*.tiktoken",
+)  # fmt: skip
+"""Files of a checkpoint other than its weights: configuration, tokenizer and chat templates."""
 
 
 class HFWeights:
@@ -228,10 +232,11 @@ def _listed_shards(path: Path) -> list[Path]:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copy the files of a checkpoint other than its weights: config, tokenizer, chat template."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if not file.is_dir() and file.resolve() != (target / file.name).resolve():
-                copy_file(file, target / file.name)
+    for file in (file for pattern in COMPANIONS for file in source.glob(pattern)):
+        copy = target / file.relative_to(source)
+        if not file.is_dir() and file.resolve() != copy.resolve():
+            copy.parent.mkdir(exist_ok=True)
+            copy_file(file, copy)
 
 
 def write_model(source: Path, target: Path, tensors: NamedTensors) -> None:

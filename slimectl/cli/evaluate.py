@@ -174,7 +174,7 @@ def _notes(name: str, metrics: Metrics) -> str:
     if unrewarded := metrics.get(f"eval/{name}/no_reward"):
         notes.append(f"{unrewarded:.0f} left out without a reward")
     if too_long := metrics.get(f"eval/{name}/prompts_too_long"):
-        notes.append(f"{too_long:.0f} prompts left out as too long")
+        notes.append(f"{too_long:.0f} prompts left out")
     return ", ".join(notes)
 
 

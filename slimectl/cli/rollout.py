@@ -81,4 +81,4 @@ def rollout(
         with ProgressBar("samples", total=total) as progress:
             counted = tee(samples, advance)
             counts = write_out(counted, options.out, manifest, inputs)
-        print_summary(counts, notes | ({"prompts too long": len(too_long)} if too_long else {}))
+        print_summary(counts, notes | ({"prompts left out": len(too_long)} if too_long else {}))

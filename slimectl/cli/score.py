@@ -59,6 +59,7 @@ def score(
     if not check and not lines:
         needs_destination(out)
     from slimectl import builders
+    from slimectl.chats.model_tokens import vocabulary_size
     from slimectl.cli.output import up_to_date
     from slimectl.data.jsonl import joined_name, read_samples
     from slimectl.data.skip_counts import SkippedLines
@@ -71,6 +72,7 @@ def score(
         on_line=skipped.add_line,
         allow_reward_paths=settings.score.allow_paths_in_records,
         answered=True,
+        vocabulary=vocabulary_size(builders.model_folder(reference, setting="--reference")) if reference else None,
     )
     if check:
         _check(read, settings)

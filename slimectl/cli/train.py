@@ -204,7 +204,7 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
         skipped.report()
     if not signal.rounds:
         raise RecordError(f"{joined_name(paths)}: no samples. Look at the messages of the stage that wrote them.")
-    dropped = f", {len(too_long)} left out as too long" if too_long else ""
+    dropped = f", {len(too_long)} left out" if too_long else ""
     stdio.note(
         f"{stdio.quantity(steps, 'step')}{dropped}; " + (f"weights in {save}" if save else "nothing saved (no --save)")
     )

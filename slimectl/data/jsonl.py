@@ -53,6 +53,7 @@ def read_samples(
     on_line: Callable[[str], None] = lambda location: None,
     allow_reward_paths: bool = True,
     answered: bool = False,
+    vocabulary: int | None = None,
 ) -> Iterator[Sample]:
     """Yield the samples of one or more JSON Lines files, end to end. `path@[a:b]` is a part of a file's lines.
 
@@ -61,7 +62,7 @@ def read_samples(
     `on_error` "stop" raises RecordError at the first bad line. "skip" passes each to `report`, by default a
     warning with a total at the end, and continues. `on_line` gets FILE:LINE of every sample before it is yielded.
     Without `allow_reward_paths` a sample that names its own reward function is a bad line; with `answered` a prompt
-    that was never sampled is one.
+    that was never sampled is one, and with `vocabulary` a sample with a token beyond that number of tokens.
     """
     names = [str(paths)] if isinstance(paths, str | Path) else paths
     for name in names:  # before the first of them is graded
@@ -87,6 +88,9 @@ def read_samples(
                 if sample.custom_rm_path and not allow_reward_paths:
                     reason = refused_path("custom_rm_path", sample.custom_rm_path)
                     raise RecordError(f"{location}: Sample.{reason}")
+                if vocabulary is not None and max(sample.tokens, default=0) >= vocabulary:
+                    reason = f"token {max(sample.tokens)} is not in the model's vocabulary of {vocabulary} tokens"
+                    raise RecordError(f"{location}: tokens: {reason}. Use samples of this model's tokenizer.")
                 numbers.renumber(sample, location)
             except RecordError as error:
                 skip(error)

@@ -175,7 +175,7 @@ def _rounds() -> Definitions:
         ),
         "prompts_too_long": (
             "prompts",
-            "Skipped: more than rollout.max_prompt_len tokens, or no room for a response in the context",
+            "Skipped: more than rollout.max_prompt_len tokens, no room for a response, or a token without embedding",
         ),
         "error/{category}": ("samples", "Failed attempts, by exception"),
         "staleness/{mean,max}": ("versions", "Weight versions between sampling and training"),
@@ -214,7 +214,7 @@ def _eval() -> list[Metric]:
         ),
         "{name}/error/{category}": ("samples", "Failed attempts, by exception. They count as wrong"),
         "{name}/no_reward": ("samples", "Skipped because every reward function returned None (score.none_reward)"),
-        "{name}/prompts_too_long": ("prompts", "Skipped: no room for a response in the context"),
+        "{name}/prompts_too_long": ("prompts", "Skipped: no room for a response, or a token without embedding"),
         "{name}/category/{category}/share": ("", "Share of responses in this category (track.log_reward_category)"),
         "{name}/category/{category}/reward": ("", "Mean reward of responses in this category"),
         "{name}/correct_samples/count": ("samples", "Correct responses (track.log_correct_samples)"),
@@ -326,7 +326,10 @@ def _warmup() -> list[Metric]:
             for metric in _train()]  # fmt: skip
     definitions = {
         "accuracy": ("", "Share of correct responses when the warm-up checked"),
-        "prompts_too_long": ("demonstrations", "Skipped since the previous step: longer than the context"),
+        "prompts_too_long": (
+            "demonstrations",
+            "Skipped since the previous step: too long, or a token without embedding",
+        ),
     }
     return [*(Metric(f"warmup/{name}", unit, "warmup/step", text) for name, (unit, text) in definitions.items()), *same]
 

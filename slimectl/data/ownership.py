@@ -37,8 +37,8 @@ WEIGHTS = (
     r"|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
 )
 COMPANIONS = (
-    r"(config|generation_config|((video_)?pre)?processor_config|special_tokens_map|added_tokens|trainer)\.json|chat_template\.(jinja|json)|tokenizer[^/]*"
-    r"|vocab\.[a-z]+|merges\.txt"
+    r"(config|generation_config|((video_)?pre)?processor_config|special_tokens_map|added_tokens|tekken|trainer|chat_template)\.json|[^/]+\.(jinja|model|tiktoken)|tokenizer[^/]*"
+    r"|vocab\.[a-z]+|merges\.txt|additional_chat_templates/[^/]+\.jinja"
 )
 MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
 STEP = rf"((policy|critic)/{MODEL}|manifest\.json|state\.json|{'|'.join(map(re.escape, ROUND_FILES))})"
@@ -61,7 +61,7 @@ RUN_FILES = re.compile(
     rf"|step_\d{{6,}}/\.samples\.jsonl\.index\.npz(\.\d+)?|eval/\.[^/]+\.index\.npz(\.\d+)?"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"
     rf"|eval/[^/]+-\d{{6,}}\.jsonl|eval/\.tmp-[^/]+"
-    rf"|logs/[^/]+\.log|profile/rounds_[^/]+\.(json\.gz|memory\.pickle)|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
+    rf"|logs/[^/]+\.(log|tokenizer/.+)|profile/rounds_[^/]+\.(json\.gz|memory\.pickle)|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
     rf"|{'|'.join(TRACKER_FILES)}"
 )
 """Relative paths of the files of a run folder; all other files are the user's."""

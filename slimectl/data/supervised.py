@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from slimectl.chats.messages import MessageError, is_trained
+from slimectl.chats.model_tokens import end_tokens
 from slimectl.chats.template import Template
 from slimectl.data.chat import STAND_INS, as_chat, encode, encode_raw, image_repeats, located, repeated, shared
 from slimectl.data.prompt_images import has_images
 from slimectl.errors import RecordError, SettingsError
-from slimectl.model_files import end_token_ids
 from slimectl.types import Chat, Label, Prompt, text_of_label
 
 
@@ -24,8 +24,7 @@ def stop_tokens(tokenizer: Any, stop_token_ids: Collection[int] = ()) -> frozens
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
     if not (folder / "config.json").is_file():
         return frozenset()
-    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return frozenset([*end_token_ids(folder), *eos, *stop_token_ids])
+    return frozenset([*end_tokens(folder, tokenizer), *stop_token_ids])
 
 
 def sft_sample(

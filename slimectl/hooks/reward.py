@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from slimectl.chats.tokenizer import tokenizer_of
 from slimectl.data.columns import ANSWERS, QUESTIONS
 from slimectl.data.json_values import plain_reward
 from slimectl.errors import HookError
@@ -27,12 +28,7 @@ PLURALS = {"prompt": "prompts", "completion": "completions"}
 """Names of these parts in a function that takes many."""
 
 
-@cache
-def _tokenizer(path: str) -> Any:
-    """Load the tokenizer of a model. No code of it is run."""
-    import transformers
-
-    return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+_tokenizer = cache(tokenizer_of)
 
 
 class OfSample:

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from slimectl.chats.model_tokens import template_ends, write_end_tokens
+from slimectl.chats.tokenizer import has_tokenizer, load_tokenizer
+from slimectl.checkpoints import hf
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.model_files import MAX_CONFIG_BYTES, check_file, copy_file, read_json
+from slimectl.model_files import MAX_CONFIG_BYTES, check_file, read_json
 from slimectl.policies.optimizer import OptimizerOptions
 
 OPTIMIZER = "optimizer.safetensors"
@@ -23,12 +27,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 VALUE_HEAD = "value_head.safetensors"
 """Value head of a policy with a shared critic: a separate file, so that the model beside it loads anywhere."""
-COMPANIONS = (
-    "config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
-    "vocab.*", "merges.txt", "added_tokens.json", "preprocessor_config.json", "video_preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.json",
-)  # fmt: skip
 
 
 def moment_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
@@ -111,12 +109,20 @@ def saved_options(path: Path) -> tuple[int, OptimizerOptions] | None:
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy config and tokenizer of the model, and set the dtype that its weights were written in."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if not file.is_dir():
-                copy_file(file, target / file.name)
+    """Copy config and tokenizer of the model, and set the dtype that its weights were written in.
+
+    Tokens with which the chat template ends turns become end tokens of the copy, because the policy was trained to end
+    with them.
+    """
+    hf.copy_companions(source, target)
     config = json.loads((target / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if ends := _template_ends(source):
+        write_end_tokens(target, ends)
+
+
+@cache
+def _template_ends(model: Path) -> list[int]:
+    return template_ends(model, load_tokenizer(model)) if has_tokenizer(model) else []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slimectl.chats.messages import content_text
 from slimectl.chats.template import Template
+from slimectl.chats.tokenizer import load_tokenizer
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files
 from slimectl.rewards.base import Grade, Verifier
@@ -101,7 +102,7 @@ class _Model:
 
     def __init__(self, path: str, device: str) -> None:
         import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -110,15 +111,12 @@ class _Model:
         local = {"local_files_only": True, "trust_remote_code": False}
         try:
             check_model_files(Path(path))
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(path, **local)
+            self.tokenizer: Any = load_tokenizer(Path(path))
             model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=1, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
             )
             self.model: Any = model.eval().to(device)
-        except BaseException as error:
-            # The tokenizers library (0.22) panics at some broken files, which is no Exception.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
+        except Exception as error:
             message = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise SettingsError(f"{WHERE}.path: {path} cannot be loaded as a reward model: {message}") from error
         if loading_info["missing_keys"]:

@@ -8,12 +8,14 @@ from itertools import islice
 from typing import Any
 
 from slimectl import builders
+from slimectl.chats.model_tokens import end_tokens, unknown_token, unknown_tokens
 from slimectl.data.io import is_pipe
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.runtime.capacity import is_readable
 from slimectl.settings import Settings
 from slimectl.stages.grader import Grader
 from slimectl.stages.score import grading_error
+from slimectl.stdio import logger
 from slimectl.types import Prompt, Sample, Status
 
 ROWS = 8
@@ -56,6 +58,17 @@ def _tokenizer(settings: Settings) -> Any | None:
     return builders.tokenizer(folder)
 
 
+def name_model_tokens(settings: Settings) -> None:
+    """Log the ends of turns that only the chat template has, and the tokens that the model has no embedding of."""
+    if (tokenizer := _tokenizer(settings)) is None:
+        return
+    folder = builders.model_folder(settings.model.path)
+    if not settings.rollout.ignore_eos:
+        end_tokens(folder, tokenizer)
+    if warning := unknown_tokens(folder, tokenizer):
+        logger.warning(warning)
+
+
 def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evaluation: bool) -> None:
     from slimectl.data.chat import render
     from slimectl.stages.long_prompts import drop_long, prompt_excess
@@ -70,7 +83,8 @@ def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evalua
             apply_chat_template=rollout.apply_chat_template,
             template_kwargs=rollout.template_kwargs,
         )
-        excess[prompt.index] = prompt_excess(len(tokens), rollout, context, evaluation=evaluation)
+        unknown = unknown_token(tokens, tokenizer)
+        excess[prompt.index] = unknown or prompt_excess(len(tokens), rollout, context, evaluation=evaluation)
     if len(prompts) < ROWS:  # of a longer source others may fit
         list(drop_long(prompts, lambda prompt: prompt, lambda prompt: excess[prompt.index]))
 

@@ -14,7 +14,14 @@ from slimectl.data.run_dir import RunDir
 from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_library
 from slimectl.hooks import HOOKS, check_hooks, hooks
 from slimectl.runtime.capacity import configuration, disk, is_readable, memory, shape_of
-from slimectl.runtime.first_prompts import check_grading, check_source, check_training_samples, first_prompts, shown
+from slimectl.runtime.first_prompts import (
+    check_grading,
+    check_source,
+    check_training_samples,
+    first_prompts,
+    name_model_tokens,
+    shown,
+)
 from slimectl.runtime.machine import CheckResult
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
@@ -94,6 +101,7 @@ def _model(settings: Settings) -> str:
         raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
     if path is not None and builders.is_gguf(path):
         return f"{builders.source_of(path)}, to be converted"
+    name_model_tokens(settings)
     return f"{path or f'new, of the card {card}'}: {shape_of(settings)}"
 
 

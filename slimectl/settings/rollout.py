@@ -93,10 +93,10 @@ class RolloutSettings(Section):
     """Maximum tokens of prompt and response together. Default: the model's limit."""
 
     stop: Texts = []
-    """Strings that end a response. They are cut from its text."""
+    """Strings that end a response. They are cut from its text. A string that is one special token is a stop token."""
 
     stop_token_ids: list[int] = []
-    """Token ids that end a response, in addition to the model's end token."""
+    """Token ids that end a response, in addition to the end tokens of the model and its chat template."""
 
     skip_special_tokens: bool = True
     """Leave special tokens out of a response's text. With false they stay, so stop strings and rewards see a `</think>`

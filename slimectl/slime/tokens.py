@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.chats.template import Template
+from slimectl.chats.tokenizer import tokenizer_of
 from slimectl.data.chat import as_chat
 from slimectl.data.images import image_source, read_image
 from slimectl.data.supervised import assistant_mask
@@ -20,9 +21,7 @@ from slimectl.types import Prompt
 @cache
 def load_tokenizer(name_or_path: str, **options: Any) -> Any:
     """Load the tokenizer of a model folder. No code of it is run, whatever the options say."""
-    import transformers
-
-    return transformers.AutoTokenizer.from_pretrained(name_or_path, local_files_only=True, trust_remote_code=False)
+    return tokenizer_of(name_or_path)
 
 
 @cache

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from operator import itemgetter
 from typing import Any
 
+from slimectl.chats.model_tokens import unknown_token
 from slimectl.data.chat import render, warn_of_raw_prompt
 from slimectl.data.hashing import sample_seed
 from slimectl.data.images import images_of
@@ -126,6 +127,11 @@ class GroupGenerator:
         """Maximum context of the engine in tokens, prompt and answer together; None if the engine states none."""
         return getattr(self.engine, "max_context", self.settings.max_context_len)
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of tokens that the engine's model has an embedding of; None if the engine states none."""
+        return getattr(self.engine, "vocabulary", None)
+
     @functools.cached_property
     def watchdog(self) -> BlockedLoopWatchdog:
         """Ends agents that block the event loop of all attempts."""
@@ -142,15 +148,18 @@ class GroupGenerator:
         return "on_tokens" in inspect.signature(self.engine.generate).parameters
 
     def excess(self, prompt: Prompt) -> str:
-        """Return the reason why the prompt is too long; "" if it is not."""
-        tokens = len(self.prompt_tokens(prompt))
-        return prompt_excess(tokens, self.settings, self.context, evaluation=self.evaluation)
+        """Return the reason why the prompt is left out: too long, or a token that the model lacks. "" if it is not."""
+        tokens = self.prompt_tokens(prompt)
+        if unknown := unknown_token(tokens, self.tokenizer, self.vocabulary):
+            return unknown
+        return prompt_excess(len(tokens), self.settings, self.context, evaluation=self.evaluation)
 
     def drop_long_prompts(
         self, prompts: Iterable[Prompt], on_dropped: Callable[[Prompt], object] = lambda prompt: None
     ) -> Iterator[Prompt]:
-        """Yield the prompts that fit into the context. Raises RecordError if none does."""
-        if self.context is None and (self.settings.max_prompt_len is None or self.evaluation):
+        """Yield the prompts that the model can read, in its context. Raises RecordError if there are none."""
+        longest = self.context if self.evaluation else self.context or self.settings.max_prompt_len
+        if longest is None and self.vocabulary is None:
             return iter(prompts)
         mixed = bool(self.settings.data_weights)
         return drop_long(prompts, lambda prompt: prompt, self.excess, on_dropped, mixed=mixed)

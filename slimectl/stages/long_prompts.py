@@ -1,4 +1,4 @@
-"""Drops prompts that are too long to be answered, counts them and reports the first few with their line."""
+"""Drops prompts that the model cannot read or answer, counts them and reports the first few with their line."""
 
 from __future__ import annotations
 
@@ -84,11 +84,14 @@ def name_dropped(prompt: Prompt, reason: str) -> None:
         return
     _named.add(name)
     more = len(_named) > NAMED
-    logger.warning("more prompts are too long: only counted from here on" if more else f"{name}: left out: {reason}")
+    logger.warning("more prompts are left out: only counted from here on" if more else f"{name}: left out: {reason}")
 
 
 def all_too_long(count: int, reason: str) -> RecordError:
-    """Return the error for prompts that are all too long."""
+    """Return the error for prompts that are all left out."""
+    if reason.startswith("token "):
+        return RecordError(f"all {count} prompts read are left out, the last one because {reason}. Use the tokenizer "
+                           f"of this model, or write the prompts without such tokens.")  # fmt: skip
     return RecordError(
         f"all {count} prompts read are too long, the last one with {reason}; raise rollout.max_prompt_len or "
         f"rollout.max_context_len, or give shorter prompts"

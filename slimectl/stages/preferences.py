@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.preferences import dpo_rewards, preference_loss, preference_pairs
+from slimectl.chats.model_tokens import unknown_token
 from slimectl.data.images import images_of
 from slimectl.data.preferences import Preference
 from slimectl.errors import RecordError
@@ -39,8 +40,8 @@ def preferred(
     """Yield two samples per preference: the chosen answer with reward 1, the rejected one with reward 0.
 
     The loss mask is 1 on the assistant's tokens after the common prefix. A preference with a side longer than
-    `context` is passed to `left_out`. Raises RecordError, with file and line, for an answer that the tokenizer's chat
-    template cannot render, and if all are too long.
+    `context`, or with a token that the model has no embedding of, is passed to `left_out`. Raises RecordError, with
+    file and line, for an answer that the tokenizer's chat template cannot render, and if all are left out.
     """
 
     def answers(pair: Preference) -> tuple[Prompt, list[Sample]]:
@@ -52,7 +53,11 @@ def preferred(
         return pair.chosen, samples
 
     def excess(item: tuple[Prompt, list[Sample]]) -> str:
-        return next(filter(None, (demonstration_excess(sample, settings, context) for sample in item[1])), "")
+        reasons = (
+            unknown_token(sample.tokens, tokenizer) or demonstration_excess(sample, settings, context)
+            for sample in item[1]
+        )
+        return next(filter(None, reasons), "")
 
     for _, samples in drop_long(map(answers, preferences), lambda item: item[0], excess, left_out):
         yield from samples

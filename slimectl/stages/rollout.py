@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from slimectl.chats.model_tokens import unknown_token
 from slimectl.data.chat import warn_of_raw_prompt
 from slimectl.data.supervised import sft_sample, stop_tokens
 from slimectl.protocols import Agent, Engine
@@ -80,14 +81,15 @@ def demonstrations(
     """Yield one sample per prompt with the label as its answer, for supervised training steps.
 
     A chat that ends with an assistant message is its own demonstration. The loss mask comes from the chat template.
-    A sample that is longer than `context`, or whose prompt is too long, is passed to `left_out`. Raises RecordError if
-    all are too long.
+    A sample that is longer than `context`, whose prompt is too long, or with a token that the model has no embedding of
+    is passed to `left_out`. Raises RecordError if all are.
     """
     pairs = ((prompt, demonstration(prompt, tokenizer, settings)) for prompt in prompts)
-    fitting = drop_long(
-        pairs, lambda pair: pair[0], lambda pair: demonstration_excess(pair[1], settings, context), left_out
-    )
-    return (sample for _, sample in fitting)
+
+    def excess(pair: tuple[Prompt, Sample]) -> str:
+        return unknown_token(pair[1].tokens, tokenizer) or demonstration_excess(pair[1], settings, context)
+
+    return (sample for _, sample in drop_long(pairs, lambda pair: pair[0], excess, left_out))
 
 
 def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, from_message: int = 0) -> Sample:

@@ -164,7 +164,7 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_named(workshop: Worksh
     assert [json.loads(line)["group_index"] for line in out.splitlines()] == [1] * 4
     first, last = workshop.stderr.splitlines()
     assert first == f"long.jsonl:1: left out: {reason}"
-    assert last.endswith("prompts too long 1")
+    assert last.endswith("prompts left out 1")
     (workshop.folder / "long.jsonl").write_text(json.dumps(long) + "\n")
     workshop.slimectl("rollout", "-c", "slimectl.toml", "--data", "long.jsonl", code=3)
     assert workshop.stderr.splitlines()[-1].startswith(

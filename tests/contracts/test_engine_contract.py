@@ -23,6 +23,7 @@ from slimectl.types import Completion, JsonGrammar, SamplingParams
 
 CONTEXT = 256
 PROMPT = list(b"once upon a time")
+IM_START = 257  # after 256 bytes and <|end|>
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
@@ -207,6 +208,15 @@ def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens(engine: Any)
     stopped = [a for a in answers(engine, *letters) if a.finish_reason == "stop" and a.tokens[-1] == ord("e")]
     assert stopped
     assert all("e" not in answer.text for answer in stopped)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_stop_string_that_is_one_special_token_ends_the_answer(engine: Any, skips: bool):
+    favored = dataclasses.replace(GREEDY, logit_bias=((IM_START, 100.0),), skip_special_tokens=skips)
+    stopped = dataclasses.replace(favored, stop=("never", "<|im_start|>"))
+    free, answer = answers(engine, (PROMPT, favored), (PROMPT, stopped))
+    assert free.tokens == [IM_START] * 12
+    assert (answer.tokens, answer.text, answer.finish_reason) == ([IM_START], "", "stop")
 
 
 def test_abort_returns_what_each_has_and_the_engine_lives_on(engine: Any):

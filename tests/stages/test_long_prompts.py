@@ -67,7 +67,7 @@ def test_lines_are_named_once_and_only_a_few_of_them(caplog: pytest.LogCaptureFi
     assert next(made).metrics["rollout/prompts_too_long"] == 14.0
     words = caplog.messages
     assert [line.split(":")[1] for line in words[:-1]] == ["2", "3", "4", "5", "6"]
-    assert words[-1] == "more prompts are too long: only counted from here on"
+    assert words[-1] == "more prompts are left out: only counted from here on"
 
 
 @pytest.mark.parametrize("epochs", [1, 10**9])

@@ -19,6 +19,12 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, *, keep_special: bool = False) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._skip_special = not keep_special
+        added = self._backend.get_added_tokens_decoder().items()
+        self._special = {token.content: number for number, token in added if token.special}
+
+    def special_tokens(self, texts: tuple[str, ...]) -> dict[int, str]:
+        """Return the texts that are one special token, by that token."""
+        return {self._special[text]: text for text in texts if text in self._special}
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._backend.decode(tokens, skip_special_tokens=self._skip_special))
@@ -36,11 +42,13 @@ class StopScanner:
     """Extends the text of one answer token by token and searches the new part for stop strings.
 
     Decodes a window only: the tokens not yet in `text`, after those of the piece before them, because a decoder may
-    treat the first token of a string differently. Tokens wait while they end inside a multi-byte character.
+    treat the first token of a string differently. Tokens wait while they end inside a multi-byte character. A stop
+    string that is one special token is found by the token, because the text may have no special tokens.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
         self._decode = detokenizer.decode
+        self._stop_tokens = detokenizer.special_tokens(stop)
         self._stop = stop
         self._stop_overlap = max(map(len, stop), default=1) - 1
         self._window = 0  # first token of the window
@@ -51,8 +59,11 @@ class StopScanner:
 
     def scan(self, tokens: list[int], *, stopping: bool) -> bool:
         """Append the new tokens to the text; with `stopping`, cut it at the first stop string in the new part."""
+        stop_token = self._stop_tokens.get(tokens[-1]) if stopping else None
+        if stop_token is not None:
+            tokens = tokens[:-1]
         text = self._decode(tokens[self._window :])
-        if text.endswith(UNFINISHED) and len(tokens) - self._consumed < LONGEST_WAIT:
+        if text.endswith(UNFINISHED) and len(tokens) - self._consumed < LONGEST_WAIT and stop_token is None:
             return False
         search_start = max(0, len(self.text) - self._stop_overlap)
         self.text += text[len(self._window_text) :]
@@ -62,6 +73,8 @@ class StopScanner:
             self._window, text = self._consumed, newest_text
         self._consumed, self._window_text = len(tokens), text
         matches = [(position, stop) for stop in self._stop if (position := self.text.find(stop, search_start)) >= 0]
+        if stop_token is not None:
+            matches.append((len(self.text), stop_token))
         if not stopping or not matches:
             return False
         position, self.matched = min(matches)

@@ -12,6 +12,7 @@ from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.dispatch import CONNECT_S, Dispatch, LoadBalancer
 from slimectl.engines.http.request import PendingRequest
 from slimectl.engines.limits import check_prompt
+from slimectl.engines.stop_tokens import StopTokens
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.protocols import INCOMPLETE, NamedTensors, OnTokens, WeightUpdateClient
 from slimectl.transport.client import Background
@@ -35,7 +36,8 @@ class HttpEngine:
     `max_context` bound prompts; `decode` converts tokens to text (without it the server's text is used). `troubled` is
     called with every server that failed, so that its monitor checks it now. For `load_weights`: `receiver` builds the
     engines' side of a push from worker addresses, `forms` returns the tensors of the model. `keys` authenticate the
-    requests. Servers that are `shared` have requests of other clients too, which an abort leaves alone.
+    requests. Servers that are `shared` have requests of other clients too, which an abort leaves alone. `stops` are
+    added to the stop tokens of each request.
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class HttpEngine:
         forms: Callable[[], Forms] | None = None,
         keys: Keys = NO_KEYS,
         shared: bool = False,
+        stops: StopTokens | None = None,
     ) -> None:
         self.api = api
         self.max_context = max_context
         self.troubled = troubled
-        self._vocabulary, self._decode = vocabulary, decode
+        self.vocabulary, self._decode, self._stops = vocabulary, decode, stops or StopTokens()
         self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
         self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
         self._receiver, self._forms = receiver, forms
@@ -85,7 +88,8 @@ class HttpEngine:
                 "a grammar needs engine.backend = embedded: the log-probabilities of servers are those after its mask, "
                 "which no trainer computes"
             )
-        check_prompt(tokens, params, vocabulary=self._vocabulary, max_context=self.max_context)
+        check_prompt(tokens, params, vocabulary=self.vocabulary, max_context=self.max_context)
+        params = self._stops.added_to(params)
         if self._lost_weights:
             raise BackendError("the engines have lost their weights to a failed load_weights; load whole ones")
         flight = PendingRequest(
