@@ -13,7 +13,7 @@ from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import device, first_line, is_torch_dist, version_of
 from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError
-from slimectl.model_files import end_token_ids
+from slimectl.model_files import end_token_ids, policy_folder
 from slimectl.registry import ENGINES
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal
@@ -122,6 +122,11 @@ class EmbeddedBackend(EngineBackend):
     def check(self, settings: Settings) -> None:
         if settings.cluster.executor == "local":
             device(settings.engine.device)
+        path = settings.model.path
+        if path is not None and Path(path).is_dir():
+            from slimectl.checkpoints.hf_weights import check_plain
+
+            check_plain(policy_folder(Path(path)))
 
     def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
         import torch

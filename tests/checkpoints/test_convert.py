@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.hf import HFCheckpoint, HFWeights, write_hf
+from slimectl.checkpoints.hf import HFCheckpoint, write_hf
+from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.conversions import convert_checkpoint
 from slimectl.data.manifest import integrity_error
 from slimectl.errors import CheckpointError, SettingsError
