@@ -80,6 +80,8 @@ def check_weights(path: Path) -> None:
     """
     if _safetensors(path):
         _check_weights(path, _stamps(path))
+    elif pickled_shards(path):
+        shards(path)  # refuses
 
 
 @lru_cache(maxsize=16)

@@ -33,7 +33,8 @@ class PickleFile:
             raise CheckpointError(f"{self.path}: cannot be read as pickled weights ({line:.200})") from error
         if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
             loaded = loaded["state_dict"]  # as Lightning writes it
-        if not isinstance(loaded, dict) or not all(map(_is_plain, loaded.items())):
+        size = self.path.stat().st_size
+        if not isinstance(loaded, dict) or not all(_is_plain(*item, size) for item in loaded.items()):
             raise CheckpointError(f"{self.path}: holds other things than named tensors; give the model's own weights")
         return dict(loaded)
 
@@ -59,6 +60,8 @@ def _load(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
 
 
-def _is_plain(item: tuple[object, object]) -> bool:
-    name, tensor = item
-    return isinstance(name, str) and isinstance(tensor, Tensor) and not tensor.is_sparse and tensor.dtype in CODE
+def _is_plain(name: object, tensor: object, size: int) -> bool:
+    """Return whether an entry is a named tensor that fits a file of that size: a view may be larger than its storage."""
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        return False
+    return not tensor.is_sparse and tensor.dtype in CODE and tensor.nbytes <= size

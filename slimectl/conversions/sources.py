@@ -77,6 +77,10 @@ class Source:
     companions: Callable[[Path], None]
     quantized: bool = False
     dequantized: bool = False
+    reference: Config | None = None
+    """Configuration for the logits that a conversion is compared with, if another reader than ours made it."""
+    reader: str = "slimectl's reading of the source"
+    """What reads the source for that comparison."""
 
     def needed_model(self) -> Model:
         """Return the model. Raises CheckpointError with the reason if there is none."""
@@ -112,7 +116,13 @@ def _gguf(path: Path, dtype: torch.dtype) -> Source:
     file = GGUFFile(path)
     config = _config_of_writer(lambda into: file.write_companions(into, dtype))
     weights = InMemoryWeights(file.read(dtype))
-    return Source("gguf", str(path), weights, config, _model(config), lambda into: file.write_companions(into, dtype))
+    reader = "transformers' GGUF reader"
+    if file.unread:
+        reader += f", with {', '.join(file.unread)} of the file's metadata"
+    return Source(
+        "gguf", str(path), weights, config, _model(config), lambda into: file.write_companions(into, dtype),
+        reference=file.config.to_dict(), reader=reader,
+    )  # fmt: skip
 
 
 def _config_of_writer(write: Callable[[Path], None]) -> Config:
