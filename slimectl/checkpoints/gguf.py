@@ -224,7 +224,7 @@ class GGUFFile:
             for name, field in self._reader.fields.items()
             if name.startswith(prefix)
         }
-        mapping = GGUF_CONFIG_MAPPING.get(model_type, {})
+        mapping = GGUF_CONFIG_MAPPING.get(model_type.removesuffix("_text"), {})
         try:
             changes = changed_keys(
                 self._config(self._fields), metadata, {key for key, name in mapping.items() if name is not None}

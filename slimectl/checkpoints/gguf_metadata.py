@@ -35,7 +35,7 @@ NEUTRAL: dict[str, Collection[Any]] = {
 }  # fmt: skip
 """Values with which a key changes nothing. A gating function of 1 is a softmax."""
 NOTES = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned")
-"""Keys that say how the file was made."""
+"""Keys about the origin of the file."""
 SAME = 1e-5
 """Relative difference of equal numbers in float32."""
 

@@ -35,7 +35,7 @@ class HFWeights:
     """
 
     def __init__(self, path: Path, memory: TensorMemory | None = None, *, pickled: bool = False) -> None:
-        """`pickled`: read pytorch_model.bin if there are no safetensors."""
+        """`pickled`: read pytorch_model.bin if the directory has no safetensors."""
         self._path = path
         self._memory = memory
         self._pickled = pickled_shards(path) if pickled and not _safetensors(path) else []
@@ -62,7 +62,7 @@ class HFWeights:
     def conflicts(self, *, indexed: bool = True) -> Iterator[tuple[str, Path, Path]]:
         """Yield tensors that shards hold with different values: name, the file that is read, and the other one.
 
-        Without `indexed`, only those that the index does not assign.
+        Without `indexed`, leave out tensors that the index assigns.
         """
         assigned = {} if indexed else _weight_map(self._path)
         for name, (file, *copies) in self._holders.items():
@@ -72,11 +72,11 @@ class HFWeights:
 
 
 def check_weights(path: Path) -> None:
-    """Raise CheckpointError for weights that readers disagree about, or that are not those that config.json describes.
+    """Raise CheckpointError for weights that programs read differently, or that contradict config.json.
 
-    These are two layouts side by side, shards that hold different values of one tensor, and a head of its own in a
-    model whose config.json ties the head to the embedding. Headers are read, and the tensors in question. Does nothing
-    for a directory without safetensors, whose weights may be pushed.
+    Examples are two layouts in one folder, two values of one tensor, and a head that differs from the embedding
+    although config.json ties them. Headers are read, and the tensors in question. Nothing is checked in a directory
+    without weights, which may be pushed.
     """
     if _safetensors(path):
         _check_weights(path, _stamps(path))
@@ -88,11 +88,11 @@ def check_weights(path: Path) -> None:
 def _check_weights(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> None:
     weights = HFWeights(path)
     for name, file, copy in weights.conflicts():
-        listed = f", {INDEX} says which one counts" if _weight_map(path).get(name) == file.name else ""
-        remedy = f"make a clean copy: slimectl convert {path} DIR" if listed else "download or convert it again"
+        listed = f". {INDEX} names the first" if _weight_map(path).get(name) == file.name else ""
+        remedy = f"Make a clean copy: slimectl convert {path} DIR" if listed else "Download the model again"
         raise CheckpointError(
             f"{path}: {name} comes twice, in {file.name} and {copy.name}, with different values{listed}. Programs read"
-            f" different ones; {remedy}"
+            f" different ones. {remedy}"
         )
     if (path / "config.json").is_file():
         check_head(weights, raw_config(path), path)
@@ -159,7 +159,7 @@ def _listed_shards(path: Path) -> list[Path]:
     names = sorted(set(_weight_map(path).values()))
     for name in names:
         if not plain_name(name):
-            raise CheckpointError(f"{path / INDEX}: names {name!r:.80}, which is no file of {path}; copy it again")
+            raise CheckpointError(f"{path / INDEX}: names {name!r:.80}, which is outside {path}. Copy the index again")
         try:
             check_file(path / name)
         except FileNotFoundError:
@@ -193,7 +193,7 @@ def _is_tied(config: dict[str, Any]) -> bool:
         return bool(config["tie_word_embeddings"])
     try:
         return bool(with_defaults(config).get("tie_word_embeddings"))
-    except CheckpointError:  # an unknown architecture; its reader says so
+    except CheckpointError:  # an unknown architecture, which its reader refuses
         return False
 
 

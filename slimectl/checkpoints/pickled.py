@@ -35,7 +35,7 @@ class PickleFile:
             loaded = loaded["state_dict"]  # as Lightning writes it
         size = self.path.stat().st_size
         if not isinstance(loaded, dict) or not all(_is_plain(*item, size) for item in loaded.items()):
-            raise CheckpointError(f"{self.path}: holds other things than named tensors; give the model's own weights")
+            raise CheckpointError(f"{self.path}: holds other things than named tensors. Give the model's own weights")
         return dict(loaded)
 
     def forms(self) -> dict[str, TensorSpec]:
@@ -61,7 +61,7 @@ def _load(path: Path) -> object:
 
 
 def _is_plain(name: object, tensor: object, size: int) -> bool:
-    """Return whether an entry is a named tensor that fits a file of that size: a view may be larger than its storage."""
+    """Return whether an entry is a named tensor that a file of that size can hold: a view may exceed its storage."""
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         return False
     return not tensor.is_sparse and tensor.dtype in CODE and tensor.nbytes <= size

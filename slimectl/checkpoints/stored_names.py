@@ -70,7 +70,7 @@ def is_quantized(forms: Mapping[str, TensorSpec]) -> bool:
 
 
 def plain_names(names: Collection[str]) -> dict[str, str]:
-    """Map the names of an architecture's tensors to those that a checkpoint has for them.
+    """Map each name in the architecture to the stored name of the same tensor.
 
     Wrappers' prefixes are dropped, and so is a second `model.`. A bare decoder's names get the `model.` that they lack.
 

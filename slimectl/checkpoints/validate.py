@@ -21,7 +21,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class TensorInventory:
-    """Names of a checkpoint's tensors, in its order: those of the model, and those that it does not use."""
+    """Names of a checkpoint's tensors in its order: the model's, and further ones that it does not use."""
 
     names: tuple[str, ...]
     carried: tuple[str, ...]
@@ -49,7 +49,7 @@ def inventory(
 ) -> TensorInventory:
     """Sort the tensors of a checkpoint for a model with these links; refuse missing, extra and misshapen ones, by name.
 
-    A head that is stored beside a tied embedding counts as the model's.
+    The stored copy of a tied head counts as the model's.
     """
     shapes = {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
     refuse_missing(shapes.keys() - forms.keys(), location)

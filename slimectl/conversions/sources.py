@@ -154,7 +154,7 @@ def _hf(path: Path, *, numbers: bool, dtype: torch.dtype) -> Source:
 
 
 def _check_hf(weights: HFWeights, config: Config, path: Path) -> None:
-    """Raise CheckpointError for a directory that cannot be converted; say what is left out of it.
+    """Raise CheckpointError for a directory that cannot be converted. Warn about what is left out.
 
     A conversion follows the index, where other readers refuse a second copy.
     """
