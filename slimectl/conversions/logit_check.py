@@ -47,19 +47,22 @@ def check_logits(source: Source, staged: Path, result: Weights, to: str, count: 
 
 
 def _result_logits(staged: Path, result: Weights, tokens: Tensor) -> Tensor:
-    """Logits of a Hugging Face result with its written config; quantized weights are dequantized."""
+    """Logits of a Hugging Face result with its written config."""
     import json
 
-    config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
-    if scheme := scheme_of(config):
-        result = Dequantized(result, scheme, torch.float32)
-    return _hf_logits(config, result, tokens)
+    return _hf_logits(json.loads((staged / "config.json").read_text(encoding="utf-8")), result, tokens)
 
 
 @torch.no_grad()
 def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
-    """Logits [T, V] of transformers' model of that configuration. Raises CheckpointError if it has none."""
+    """Logits [T, V] of transformers' model of that configuration; quantized weights are dequantized.
+
+    Raises CheckpointError if transformers has none.
+    """
     import transformers
+
+    if scheme := scheme_of(config):
+        weights = Dequantized(weights, scheme, torch.float32)
 
     transformers.utils.logging.disable_progress_bar()
     model_config = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,14 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype, carried: Car
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if config.pop("quantization_config", None):
-        logger.warning(f"{source}: the weights are plain, so quantization_config is left out of {target}/config.json")
+        _warn_once(f"{source}: the weights are plain, so quantization_config is left out of the saved config.json")
     if carried is not None and not carried.names and config.get(MTP_LAYERS):
         config[MTP_LAYERS] = 0
-        logger.warning(f"{source}: has no layers for multi-token prediction, so {MTP_LAYERS} is 0 in {target}")
+        _warn_once(f"{source}: has no layers for multi-token prediction, so {MTP_LAYERS} is 0 in the saved config.json")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Log a warning that would be repeated at every save."""
+    logger.warning(message)
