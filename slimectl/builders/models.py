@@ -58,8 +58,6 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{path}: no config.json; {_without_config(folder)}")
     check_model_files(folder)
-    from slimectl.checkpoints.hf_weights import check_weights
-
     config = raw_config(folder)
     if is_torch_dist(folder):
         from slimectl.checkpoints.torch_dist.metadata import weight_bytes
@@ -67,6 +65,8 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
         check_config(config, str(folder / "config.json"), weight_bytes=weight_bytes(folder))
     check_integrity(folder, full=verify)
     if weights:
+        from slimectl.checkpoints.hf_weights import check_weights
+
         check_weights(folder)
     return folder
 
