@@ -108,6 +108,20 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     return value
 
 
+def adapter_remedy(folder: Path) -> str:
+    """Return what a directory with a LoRA adapter in place of a model is, and what to do; "" for other directories."""
+    if not (folder / "adapter_config.json").is_file():
+        return ""
+    if (folder.parent / "config.json").is_file():
+        return f"this is a LoRA adapter; the model with the adapter merged is {folder.parent}"
+    config = read_json(folder / "adapter_config.json", max_bytes=MAX_CONFIG_BYTES)
+    base, rank = config.get("base_model_name_or_path"), config.get("r")
+    return (
+        f"this is a LoRA adapter of {base}. Train it with --model {base} -s train.lora_rank={rank}"
+        f" -s train.lora_load={folder}, or merge it with peft's merge_and_unload to use it as a model"
+    )
+
+
 def end_token_ids(folder: Path) -> list[int]:
     """Return the end tokens in a model's config.json and generation_config.json. Chat models often have several.
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slimectl.builders import model_folder
-from slimectl.checkpoints.hf import shards
+from slimectl.checkpoints.hf_weights import shards
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 from slimectl.model_files import MAX_CONFIG_BYTES, check_model_files, copy_file, end_token_ids, open_file, read_json
@@ -132,7 +132,7 @@ def test_an_index_names_files_of_its_folder_only(names: list[object], model: Pat
     (model / "model.safetensors").rename(tmp_path / "secret.safetensors")
     index = {"weight_map": {str(i): name for i, name in enumerate(names)}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index\.json: names .*, which is no file of "):
+    with pytest.raises(CheckpointError, match=r"index\.json: names .*, which is outside "):
         shards(model)
 
 

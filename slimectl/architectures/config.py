@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -13,7 +14,7 @@ from slimectl.architectures.config_checks import check_config
 from slimectl.architectures.config_defaults import STAND_INS, with_known_defaults
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.errors import CheckpointError
-from slimectl.model_files import MAX_CONFIG_BYTES, open_file, read_json
+from slimectl.model_files import MAX_CONFIG_BYTES, adapter_remedy, open_file, read_json
 
 Config = dict[str, Any]
 """A complete Hugging Face configuration: every key of the model's class, defaults included."""
@@ -159,7 +160,8 @@ def raw_config(folder: Path) -> Config:
     try:
         raw = read_json(path, max_bytes=MAX_CONFIG_BYTES)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no config.json; this is not a Hugging Face checkpoint; give one") from None
+        reason = adapter_remedy(folder) or "this is not a Hugging Face checkpoint; give one"
+        raise CheckpointError(f"{folder}: no config.json; {reason}") from None
     check_config(raw, str(path), weight_bytes=_weight_bytes(folder))
     return raw
 
@@ -216,6 +218,10 @@ class Family:
     def __post_init__(self) -> None:
         for name, function in (("architecture", self.architecture), ("links", self.links)):
             object.__setattr__(self, name, explained(function, self.name))
+
+    def carries(self, name: str) -> bool:
+        """Return whether checkpoints hold a tensor of this name but training does not use it."""
+        return any(re.search(pattern, name) for pattern in self.carried)
 
     def of(self, config: Config) -> Family:
         """Return the family for this configuration: with patterns of its spare layers in `carried`."""

@@ -14,6 +14,7 @@ from slimectl.builders.models import device, first_line, is_torch_dist, version_
 from slimectl.chats.model_tokens import end_tokens
 from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError
+from slimectl.model_files import policy_folder
 from slimectl.registry import ENGINES
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal
@@ -124,6 +125,11 @@ class EmbeddedBackend(EngineBackend):
     def check(self, settings: Settings) -> None:
         if settings.cluster.executor == "local":
             device(settings.engine.device)
+        path = settings.model.path
+        if path is not None and Path(path).is_dir():
+            from slimectl.checkpoints.hf_weights import check_plain
+
+            check_plain(policy_folder(Path(path)))
 
     def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
         import torch

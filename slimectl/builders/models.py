@@ -19,7 +19,7 @@ from slimectl.data.hugging_face import fetch_command, hub_name, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missing_library
-from slimectl.model_files import check_model_files, policy_folder, read_json
+from slimectl.model_files import adapter_remedy, check_model_files, policy_folder, read_json
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
@@ -27,8 +27,8 @@ TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templa
 """Files with chat templates in a model's folder."""
 
 
-def model_folder(path: str | None, *, setting: str = "model.path", verify: bool = False) -> Path:
-    """Return the model directory that a setting names, after checking its files and their manifest.
+def model_folder(path: str | None, *, setting: str = "model.path", verify: bool = False, weights: bool = True) -> Path:
+    """Return the model directory that a setting names, after checking its files, their manifest and its `weights`.
 
     It is in Hugging Face's layout, or in torch_dist with a config.json. `verify` hashes weights of any size. Raises
     SettingsError or CheckpointError.
@@ -58,6 +58,10 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
 
         check_config(config, str(folder / "config.json"), weight_bytes=weight_bytes(folder))
     check_integrity(folder, full=verify)
+    if weights:
+        from slimectl.checkpoints.hf_weights import check_weights
+
+        check_weights(folder)
     return folder
 
 
@@ -94,7 +98,7 @@ def is_torch_dist(folder: Path) -> bool:
 def _without_config(folder: Path) -> str:
     """Return the rest of the message for a directory without config.json: its layout, and the remedy."""
     if not is_torch_dist(folder):
-        return "this is not a Hugging Face checkpoint"
+        return adapter_remedy(folder) or "this is not a Hugging Face checkpoint"
     return (
         "this is a torch_dist checkpoint; copy config.json and tokenizer.json, tokenizer_config.json of its Hugging"
         " Face model into it"

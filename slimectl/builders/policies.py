@@ -107,6 +107,8 @@ def check_training(settings: Settings) -> None:
 
     Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
     """
+    from slimectl.checkpoints.hf_weights import check_plain
+
     check_policy(settings)
     path, card = settings.model.path, settings.model.card
     if path is not None and is_gguf(path):
@@ -115,6 +117,7 @@ def check_training(settings: Settings) -> None:
         folder = Path(scratch)
         if path is not None:
             folder = model_folder(path)
+            check_plain(folder)
         else:
             config = with_defaults(cards.load(str(card))["config"])
             (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

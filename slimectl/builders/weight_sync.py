@@ -165,7 +165,7 @@ def pushed_precision(settings: Settings, folder: Path) -> Precision:
     import torch
 
     from slimectl.architectures.config import read_config
-    from slimectl.checkpoints.hf import HFWeights
+    from slimectl.checkpoints.hf_weights import HFWeights
     from slimectl.checkpoints.quantization import Int4Groups, QuantizedStream, scheme_of
 
     dtype: torch.dtype = getattr(torch, settings.engine.dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slimectl.checkpoints.hf import HFWeights
+from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.checkpoints.safetensors_io import MappedMemory
 from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist

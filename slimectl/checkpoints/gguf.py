@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from slimectl.architectures.config_checks import check_config
+from slimectl.checkpoints.gguf_metadata import changed_keys
 from slimectl.errors import CheckpointError, MissingExtraError
 from slimectl.model_files import open_file
 
@@ -196,19 +197,50 @@ class GGUFFile:
     @cached_property
     def config(self) -> Any:
         """Config of transformers from the metadata of the file. Raises CheckpointError."""
-        from transformers import AutoConfig
+        return self._config(self._fields | self.unread)
+
+    @cached_property
+    def _fields(self) -> dict[str, Any]:
+        """Keys of config.json that transformers reads from the file."""
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         try:
             with self._read_once():
-                fields = load_gguf_checkpoint(str(self.path))["config"]
-            # GGUF holds float32: 1e-5 is written there as 9.999999747378752e-06.
-            fields = {key: float(f"{v:.7g}") if isinstance(v, float) else v for key, v in fields.items()}
-            fields.pop("_model_name_or_path", None)
-            check_config(fields, str(self.path), weight_bytes=self.path.stat().st_size)
+                fields: dict[str, Any] = load_gguf_checkpoint(str(self.path))["config"]
+        except Exception as error:
+            raise CheckpointError(f"{self.path}: its architecture cannot be read: {_first_line(error)}") from error
+        fields.pop("_model_name_or_path", None)
+        return {key: _rounded(value) for key, value in fields.items()}
+
+    @cached_property
+    def unread(self) -> dict[str, Any]:
+        """Keys of config.json that the file's metadata has and transformers does not read. Raises CheckpointError."""
+        from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+        architecture = self._reader.fields["general.architecture"].contents()
+        prefix, model_type = f"{architecture}.", str(self._fields["model_type"])
+        metadata = {
+            name.removeprefix(prefix): _rounded(field.contents())
+            for name, field in self._reader.fields.items()
+            if name.startswith(prefix)
+        }
+        mapping = GGUF_CONFIG_MAPPING.get(model_type.removesuffix("_text"), {})
+        try:
+            changes = changed_keys(
+                self._config(self._fields), metadata, {key for key, name in mapping.items() if name is not None}
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        return {key: value for key, value in changes.items() if self._fields.get(key) != value}
+
+    def _config(self, fields: dict[str, Any]) -> Any:
+        from transformers import AutoConfig
+
+        check_config(fields, str(self.path), weight_bytes=self.path.stat().st_size)
+        if "rope_parameters" in fields:
+            fields = {key: value for key, value in fields.items() if key != "rope_theta"}
+        try:
             return AutoConfig.for_model(**fields)
-        except CheckpointError:
-            raise
         except Exception as error:
             raise CheckpointError(f"{self.path}: its architecture cannot be read: {_first_line(error)}") from error
 
@@ -225,8 +257,24 @@ class GGUFFile:
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path}: its tokenizer cannot be read: {_first_line(error)}") from error
         tokenizer.save_pretrained(into)
-        ends = {"bos_token_id": config.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        GenerationConfig(**ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(into)
+        ends = [tokenizer.eos_token_id, *self._turn_ends]
+        GenerationConfig(
+            bos_token_id=config.bos_token_id,
+            eos_token_id=ends if len(ends) > 1 else ends[0],
+            pad_token_id=tokenizer.pad_token_id,
+        ).save_pretrained(into)
+
+    @property
+    def _turn_ends(self) -> list[int]:
+        """Tokens other than the end token at which llama.cpp ends a response: of a turn, of a message to a tool."""
+        fields = [self._reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        first, *others = [None if field is None else int(field.contents()) for field in fields]
+        return list(dict.fromkeys(token for token in others if token is not None and token != first))
+
+
+def _rounded(value: Any) -> Any:
+    """Return a float with the digits of float32, which GGUF holds: 1e-5 is written as 9.999999747378752e-06."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _first_line(error: Exception) -> str:

@@ -1,28 +1,32 @@
-"""Checkpoints in Hugging Face format: config.json, tokenizer files, safetensors with an index if there are several."""
+"""Reads and writes checkpoints in Hugging Face format: safetensors, with an index for several, and companion files."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from slimectl.checkpoints.hf_weights import INDEX, HFWeights, check_plain, check_weights
 from slimectl.checkpoints.resumable_write import HashedFile, file_bytes, grouped, one_ahead, write_parts
-from slimectl.checkpoints.safetensors_io import SafetensorsFile, TensorMemory, TensorSpec, nbytes, write_safetensors
+from slimectl.checkpoints.safetensors_io import (
+    MappedMemory,
+    TensorMemory,
+    TensorSpec,
+    nbytes,
+    write_safetensors,
+)
 from slimectl.checkpoints.validate import UnfusedExperts
 from slimectl.data.hashing import Digest
-from slimectl.errors import CheckpointError
-from slimectl.model_files import check_file, copy_file, plain_name, read_json
+from slimectl.model_files import copy_file
 from slimectl.protocols import NamedTensors, Weights
 
 EXACT = re.compile(r"e_score_correction_bias$")
 """Tensors that stay in float32: a router's bias is small beside its scores, and every implementation keeps it so."""
-INDEX = "model.safetensors.index.json"
 STREAMED_BYTES = 1024**3
 """Shard size if the total is not known beforehand: the memory that writing takes."""
 COMPANIONS = (
@@ -32,40 +36,6 @@ COMPANIONS = (
     "*.tiktoken",
 )  # fmt: skip
 """Files of a checkpoint other than its weights: configuration, tokenizer and chat templates."""
-
-
-class HFWeights:
-    """Weights of a Hugging Face directory, read one tensor at a time, into `memory` if it is given.
-
-    Raises CheckpointError.
-    """
-
-    def __init__(self, path: Path, memory: TensorMemory | None = None) -> None:
-        self._path = path
-        self._memory = memory
-
-    @cached_property
-    def _files(self) -> dict[str, SafetensorsFile]:
-        files: dict[str, SafetensorsFile] = {}
-        for shard in shards(self._path):
-            file = SafetensorsFile(shard, self._memory)
-            for name in file.forms():
-                if name in files:
-                    raise CheckpointError(
-                        f"{self._path}: {name} comes twice, in {files[name].path.name} and {shard.name};"
-                        " download or convert it again"
-                    )
-                files[name] = file
-        return files
-
-    def forms(self) -> Mapping[str, TensorSpec]:
-        forms: dict[str, TensorSpec] = {}
-        for file in dict.fromkeys(self._files.values()):
-            forms |= file.forms()
-        return forms
-
-    def get(self, name: str) -> Tensor:
-        return self._files[name].get(name)
 
 
 class InMemoryWeights:
@@ -113,20 +83,22 @@ class HFCheckpoint:
         self.max_shard_bytes = max_shard_bytes
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        """Stream every tensor of the directory, in the order of its shards. Raises CheckpointError."""
-        for shard in shards(path):
-            try:
-                with safe_open(str(shard), framework="pt") as file:
-                    for name in file.keys():
-                        yield name, file.get_tensor(name)
-            except Exception as error:
-                raise CheckpointError(
-                    f"{shard}: cannot be read as safetensors ({error}); download or convert it again"
-                ) from error
+        """Stream every tensor of the directory, in the order of its shards. Raises CheckpointError as `open` does."""
+        weights = self._checked(path, MappedMemory())
+        for name in weights.forms():
+            yield name, weights.get(name)
 
     def open(self, path: Path) -> Weights:
-        """Open the directory for lazy reading, with a tensor for each expert. Raises CheckpointError."""
-        return UnfusedExperts(HFWeights(path))
+        """Open the directory for lazy reading, with a tensor for each expert.
+
+        Raises CheckpointError, also for the weights that `check_weights` and `check_plain` refuse.
+        """
+        return UnfusedExperts(self._checked(path))
+
+    def _checked(self, path: Path, memory: TensorMemory | None = None) -> HFWeights:
+        check_weights(path)
+        check_plain(path)
+        return HFWeights(path, memory)
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
         """Write the stream to the existing directory `path`, with one shard in memory; the index is written last."""
@@ -194,40 +166,6 @@ def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None
     _, hashes = write_parts(path, names, write)
     _write_index(path, names, groups, total)
     return hashes
-
-
-def shards(path: Path) -> list[Path]:
-    """List the safetensors files of a directory, checked against its index. Raises CheckpointError."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such model directory; give a Hugging Face checkpoint directory")
-    if (path / INDEX).exists():
-        return _listed_shards(path)
-    files = sorted(path.glob("*.safetensors"))
-    files = [file for file in files if file.name.startswith(("model", "pytorch_model"))]
-    if not files:
-        kind = "a torch_dist checkpoint" if (path / ".metadata").exists() else "not a Hugging Face checkpoint"
-        raise CheckpointError(
-            f"{path}: no model*.safetensors; this is {kind}; convert it with `slimectl convert --to hf`"
-        )
-    for file in files:
-        check_file(file)
-    return files
-
-
-def _listed_shards(path: Path) -> list[Path]:
-    """List the files that the index names; all must exist in the directory itself. Raises CheckpointError."""
-    try:
-        names = sorted(set(read_json(path / INDEX)["weight_map"].values()))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / INDEX}: cannot be read ({error}); copy the directory again") from error
-    for name in names:
-        if not plain_name(name):
-            raise CheckpointError(f"{path / INDEX}: names {name!r:.80}, which is no file of {path}; copy it again")
-        try:
-            check_file(path / name)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: {INDEX} names {name}, which is not there; copy it again") from None
-    return [path / name for name in names]
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -211,6 +211,9 @@ TABLES = re.compile(r"norm|embed_tokens|pos_embed")
 """Matrices among them that are no layers: a configuration does not name them."""
 
 
+HEAD = "lm_head"
+
+
 class Quantized:
     """Linear layers of `weights` quantized by `scheme`; those in KEPT and other tensors are unchanged."""
 
@@ -249,7 +252,8 @@ class Quantized:
         forms = self._weights.forms()
         full_precision = [name for name, form in forms.items() if _is_linear(name, form) and KEPT.search(name)]
         layers = [name.removesuffix(".weight") for name in full_precision if not TABLES.search(name)]
-        return self._scheme.config(layers)
+        # A head that is tied to the embedding has no tensor, but transformers builds a layer for it.
+        return self._scheme.config(layers if HEAD in layers else [*layers, HEAD])
 
 
 def _is_linear(name: str, form: TensorSpec) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from slimectl.architectures.config import Config
+from slimectl.architectures.config import Config, Family
 from slimectl.architectures.fused_experts import views
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.registry import family_of
@@ -22,10 +21,10 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class TensorInventory:
-    """Names of the tensors that the model does not use: carried along, or a duplicate of a tied one."""
+    """Names of a checkpoint's tensors in its order: the model's, and further ones that it does not use."""
 
+    names: tuple[str, ...]
     carried: tuple[str, ...]
-    doubled: tuple[str, ...]
 
 
 class Model:
@@ -40,30 +39,32 @@ class Model:
         self.architecture = self.family.architecture(config)
         self.links: list[ParamMapping] = self.family.links(config)
 
-    def is_carried(self, name: str) -> bool:
-        """Whether checkpoints hold this tensor but training does not use it."""
-        return any(re.search(pattern, name) for pattern in self.family.carried)
-
     def account(self, forms: Mapping[str, TensorSpec], location: str) -> TensorInventory:
-        """Refuse missing, extra and misshapen tensors, by name. A head stored beside a tied embedding is `doubled`."""
-        shapes = {name: shape for link in self.links for name, shape in zip(link.hf, link.shapes, strict=True)}
-        refuse_missing(shapes.keys() - forms.keys(), location)
-        carried = tuple(name for name in forms if name not in shapes and self.is_carried(name))
-        unexpected = [name for name in forms if name not in shapes and name not in carried]
-        doubled = tuple(name for name in unexpected if name == HEAD)
-        refuse_extra([name for name in unexpected if name not in doubled], location, self.family.name)
-        for name, shape in shapes.items():
-            if forms[name][0] != shape:
-                raise CheckpointError(
-                    f"{location}: {name} has shape {list(forms[name][0])}, config.json asks for {list(shape)};"
-                    " copy config and weights from the same checkpoint"
-                )
-        return TensorInventory(carried, doubled)
+        """Refuse missing, extra and misshapen tensors, by name."""
+        return inventory(forms, self.links, self.family, location)
 
-    @property
-    def embedding(self) -> str:
-        """Name of the embedding, which equals the head of a tied model."""
-        return next(link.hf[0] for link in self.links if link.megatron == EMBEDDING)
+
+def inventory(
+    forms: Mapping[str, TensorSpec], links: Sequence[ParamMapping], family: Family, location: str
+) -> TensorInventory:
+    """Sort the tensors of a checkpoint for a model with these links; refuse missing, extra and misshapen ones, by name.
+
+    The stored copy of a tied head counts as the model's.
+    """
+    shapes = {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
+    refuse_missing(shapes.keys() - forms.keys(), location)
+    embedding = next(link.shapes[0] for link in links if link.megatron == EMBEDDING)
+    shapes.setdefault(HEAD, embedding)
+    carried = tuple(name for name in forms if name not in shapes and family.carries(name))
+    refuse_extra([name for name in forms if name not in shapes and name not in carried], location, family.name)
+    names = tuple(name for name in forms if name in shapes)
+    for name in names:
+        if tuple(forms[name][0]) != shapes[name]:
+            raise CheckpointError(
+                f"{location}: {name} has shape {list(forms[name][0])}, config.json asks for {list(shapes[name])};"
+                " copy config and weights from the same checkpoint"
+            )
+    return TensorInventory(names, carried)
 
 
 def refuse_missing(names: Collection[str], location: str) -> None:
@@ -108,20 +109,12 @@ class UnfusedExperts:
 class ValidatedWeights:
     """Validated tensors of `weights`: those of the model, in the order of its links, then those carried along.
 
-    Raises CheckpointError for missing, extra and misshapen tensors, and for a head that differs from the embedding it
-    is tied to.
+    A head that repeats the embedding is left out. Raises CheckpointError for missing, extra and misshapen tensors.
     """
 
     def __init__(self, weights: Weights, model: Model, location: str) -> None:
         weights = UnfusedExperts(weights)
-        account = model.account(weights.forms(), location)
-        for name in account.doubled:
-            if not torch.equal(weights.get(name), weights.get(model.embedding)):
-                raise CheckpointError(
-                    f"{location}: {name} differs from {model.embedding}, but config.json says that they are tied; set"
-                    " tie_word_embeddings to false if the model was trained so"
-                )
-        self.carried, self.doubled = account.carried, account.doubled
+        self.carried = model.account(weights.forms(), location).carried
         self._weights = weights
         self._names = [*(name for link in model.links for name in link.hf), *self.carried]
 

@@ -128,7 +128,7 @@ def show_masks(path: Path, rows: int, settings: Settings) -> None:
     """Print the first samples of a file, or the demonstrations made of its prompts, with each token's role marked."""
     from slimectl import builders
 
-    tokenizer = builders.tokenizer(builders.model_folder(settings.model.path or _recorded_model(path)))
+    tokenizer = builders.tokenizer(builders.model_folder(settings.model.path or _recorded_model(path), weights=False))
     coloured = has_colours()
     print(legend("mask"))
     for sample in islice(_samples(path, tokenizer, settings), rows):

@@ -80,7 +80,9 @@ def check(name: str, folder: Path, *, as_json: bool = False) -> None:
     from slimectl.architectures.config import read_config
 
     card: dict[str, Any] = cards.load(name)
-    differences = cards.differences(card, read_config(builders.model_folder(str(folder), setting="models check")))
+    differences = cards.differences(
+        card, read_config(builders.model_folder(str(folder), setting="models check", weights=False))
+    )
     for difference in differences:
         key, in_card, in_checkpoint = difference
         entry = {"key": key, "card": in_card, "checkpoint": in_checkpoint}

@@ -290,7 +290,7 @@ def configuration(card: str | None, model: str | None) -> dict[str, Any]:
     from slimectl.builders import model_folder
 
     try:
-        config = read_config(model_folder(str(Path(model))))
+        config = read_config(model_folder(str(Path(model)), weights=False))
     except CheckpointError as error:
         if Path(model).exists() or not (name := cards.named(model)):
             raise

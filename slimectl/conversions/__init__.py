@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from slimectl.checkpoints.hf import CastWeights, HFWeights, write_hf
+from slimectl.checkpoints.hf import CastWeights, write_hf
+from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.checkpoints.quantization import Fp8Blocks, Fp8Scale, Int4Groups, Quantized, Scheme
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights, chunks_of, extra_states
 from slimectl.checkpoints.torch_dist.writer import write_torch_dist

@@ -22,14 +22,14 @@ TOLERANCE = 1e-3
 
 
 def check_logits(source: Source, staged: Path, result: Weights, to: str, count: int, *, exact: bool) -> dict[str, Any]:
-    """Run source and result on `count` tokens in float32; returns {"logits_max_difference": …}.
+    """Run source and result on `count` tokens in float32; returns how far apart they are, and what read the source.
 
     If a model cannot be run here, the result says so instead. Raises CheckpointError if the values are the same but the
     logits are not.
     """
     tokens = torch.arange(count) * 7919 % int(language_model(source.config).get("vocab_size", 2))
     try:
-        expected = _hf_logits(source.config, source.weights, tokens)
+        expected = _hf_logits(source.reference or source.config, source.weights, tokens)
         actual = (
             _megatron_logits(source, result, tokens) if to == "torch_dist" else _result_logits(staged, result, tokens)
         )
@@ -43,23 +43,26 @@ def check_logits(source: Source, staged: Path, result: Weights, to: str, count: 
         raise CheckpointError(
             f"verifying: logits differ by {difference:.3g} although no number was changed; nothing was kept"
         )
-    return {"logits_max_difference": float(f"{difference:.3g}")}
+    return {"logits_max_difference": float(f"{difference:.3g}"), "logits_compared_with": source.reader}
 
 
 def _result_logits(staged: Path, result: Weights, tokens: Tensor) -> Tensor:
-    """Logits of a Hugging Face result with its written config; quantized weights are dequantized."""
+    """Logits of a Hugging Face result with its written config."""
     import json
 
-    config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
-    if scheme := scheme_of(config):
-        result = Dequantized(result, scheme, torch.float32)
-    return _hf_logits(config, result, tokens)
+    return _hf_logits(json.loads((staged / "config.json").read_text(encoding="utf-8")), result, tokens)
 
 
 @torch.no_grad()
 def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
-    """Logits [T, V] of transformers' model of that configuration. Raises CheckpointError if it has none."""
+    """Logits [T, V] of transformers' model of that configuration; quantized weights are dequantized.
+
+    Raises CheckpointError if transformers has none.
+    """
     import transformers
+
+    if scheme := scheme_of(config):
+        weights = Dequantized(weights, scheme, torch.float32)
 
     transformers.utils.logging.disable_progress_bar()
     model_config = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}

@@ -5,21 +5,25 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import Config, raw_config, with_defaults
-from slimectl.checkpoints.hf import HFWeights, InMemoryWeights, copy_companions
+from slimectl.checkpoints.hf import InMemoryWeights, copy_companions
+from slimectl.checkpoints.hf_weights import INDEX, HFWeights, check_head
 from slimectl.checkpoints.quantization import Dequantized, scheme_of
 from slimectl.checkpoints.safetensors_io import TensorMemory
+from slimectl.checkpoints.stored_names import PlainNames, is_quantized, lasting_obstacle
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.validate import Model
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.model_files import check_model_files, policy_folder
 from slimectl.protocols import Weights
+from slimectl.stdio import logger
 
 PREFIX = "package:"
 
@@ -73,6 +77,10 @@ class Source:
     companions: Callable[[Path], None]
     quantized: bool = False
     dequantized: bool = False
+    reference: Config | None = None
+    """Configuration for the logits that a conversion is compared with, if another reader than ours made it."""
+    reader: str = "slimectl's reading of the source"
+    """What reads the source for that comparison."""
 
     def needed_model(self) -> Model:
         """Return the model. Raises CheckpointError with the reason if there is none."""
@@ -108,7 +116,13 @@ def _gguf(path: Path, dtype: torch.dtype) -> Source:
     file = GGUFFile(path)
     config = _config_of_writer(lambda into: file.write_companions(into, dtype))
     weights = InMemoryWeights(file.read(dtype))
-    return Source("gguf", str(path), weights, config, _model(config), lambda into: file.write_companions(into, dtype))
+    reader = "transformers' GGUF reader"
+    if file.unread:
+        reader += f", with {', '.join(file.unread)} of the file's metadata"
+    return Source(
+        "gguf", str(path), weights, config, _model(config), lambda into: file.write_companions(into, dtype),
+        reference=file.config.to_dict(), reader=reader,
+    )  # fmt: skip
 
 
 def _config_of_writer(write: Callable[[Path], None]) -> Config:
@@ -120,19 +134,41 @@ def _config_of_writer(write: Callable[[Path], None]) -> Config:
 
 
 def _hf(path: Path, *, numbers: bool, dtype: torch.dtype) -> Source:
-    config, weights = raw_config(path), HFWeights(path, TensorMemory())
+    config, stored = raw_config(path), HFWeights(path, TensorMemory(), pickled=True)
+    weights = PlainNames(stored)
+    _check_hf(stored, config, path)
+    if renamed := sum(name != original for name, original in weights.stored.items()):
+        logger.info(f"{path}: {renamed} tensors are renamed, to {next(iter(weights.stored))} and so on")
 
     def companions(into: Path) -> None:
         copy_companions(path, into)
 
-    if "quantization_config" not in config:
-        return Source("hf", str(path), weights, config, _model(config), companions)
+    source = partial(Source, "hf", str(path), companions=companions)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if not is_quantized(stored.forms()):
+        return source(weights=weights, config=plain, model=_model(plain))
     scheme = scheme_of(config)
     if scheme is None or not numbers:
-        return Source("hf", str(path), weights, config, _model(config), companions, quantized=True)
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    dequantized = Dequantized(weights, scheme, dtype)
-    return Source("hf", str(path), dequantized, plain, _model(plain), companions, dequantized=True)
+        return source(weights=weights, config=config, model=_model(config), quantized=True)
+    return source(weights=Dequantized(weights, scheme, dtype), config=plain, model=_model(plain), dequantized=True)
+
+
+def _check_hf(weights: HFWeights, config: Config, path: Path) -> None:
+    """Raise CheckpointError for a directory that cannot be converted. Warn about what is left out.
+
+    A conversion follows the index, where other readers refuse a second copy.
+    """
+    for name, file, copy in weights.conflicts(indexed=False):
+        raise CheckpointError(
+            f"{path}: {name} comes twice, in {file.name} and {copy.name}, with different values; download it again"
+        )
+    for name, file, copy in weights.conflicts():
+        logger.warning(f"{path}: {name} is read from {file.name}, as {INDEX} says; the copy in {copy.name} differs")
+    check_head(weights, config, path)
+    if obstacle := lasting_obstacle(weights.forms(), config):
+        raise CheckpointError(f"{path}: {obstacle}")
+    if config.get("quantization_config") and not is_quantized(weights.forms()):
+        logger.warning(f"{path}: the weights are plain, so quantization_config is left out of config.json")
 
 
 def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,8 @@ from slimectl.checkpoints import hf
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.model_files import MAX_CONFIG_BYTES, check_file, read_json
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.protocols import Weights
+from slimectl.stdio import logger
 
 OPTIMIZER = "optimizer.safetensors"
 TRAINER = "trainer.json"
@@ -27,6 +29,25 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 VALUE_HEAD = "value_head.safetensors"
 """Value head of a policy with a shared critic: a separate file, so that the model beside it loads anywhere."""
+MTP_LAYERS = "num_nextn_predict_layers"
+
+
+class CarriedWeights:
+    """Tensors of the initial model that training does not use, such as layers for multi-token prediction.
+
+    They stay in the model's files until a checkpoint copies them.
+    """
+
+    def __init__(self, weights: Weights, names: Sequence[str]) -> None:
+        self._weights = weights
+        # config.json defines this table, which old checkpoints hold.
+        self.names = [name for name in names if not name.endswith("rotary_emb.inv_freq")]
+
+    def get(self, name: str) -> Tensor:
+        return self._weights.get(name)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.get(name)) for name in self.names)
 
 
 def moment_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
@@ -108,9 +129,10 @@ def saved_options(path: Path) -> tuple[int, OptimizerOptions] | None:
     return None
 
 
-def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy config and tokenizer of the model, and set the dtype that its weights were written in.
+def copy_companions(source: Path, target: Path, dtype: torch.dtype, carried: CarriedWeights | None = None) -> None:
+    """Copy config and tokenizer of the model, and make config.json that of the weights that were written.
 
+    They are of `dtype` and not quantized, and have layers for multi-token prediction only if those are `carried`.
     Tokens with which the chat template ends turns become end tokens of the copy, because the policy was trained to end
     with them.
     """
@@ -118,6 +140,11 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
     config = json.loads((target / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if config.pop("quantization_config", None):
+        _warn_once(f"{source}: the weights are plain, so quantization_config is left out of the saved config.json")
+    if carried is not None and not carried.names and config.get(MTP_LAYERS):
+        config[MTP_LAYERS] = 0
+        _warn_once(f"{source}: has no layers for multi-token prediction, so {MTP_LAYERS} is 0 in the saved config.json")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if ends := _template_ends(source):
         write_end_tokens(target, ends)
@@ -126,3 +153,9 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
 @cache
 def _template_ends(model: Path) -> list[int]:
     return template_ends(model, load_tokenizer(model)) if has_tokenizer(model) else []
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Log a warning that would be repeated at every save."""
+    logger.warning(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,10 @@ def test_real_tokenizer_keeps_text_and_special_tokens(smollm2: tuple[Path, dict[
     assert rendered.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def small_gguf(path: Path, *, pre: str = "smollm", kind: str = "gpt2", extra: str | None = None, rows: int = 5) -> Path:
-    """A llama of one layer whose vocabulary is a, b, ab, 1 and an end token."""
+def small_gguf(
+    path: Path, *, pre: str = "smollm", kind: str = "gpt2", extra: str | None = None, rows: int = 5, **fields: Any
+) -> Path:
+    """A llama of one layer whose vocabulary is a, b, ab, 1 and an end token; `fields` are more of its metadata."""
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)
@@ -66,6 +69,9 @@ def small_gguf(path: Path, *, pre: str = "smollm", kind: str = "gpt2", extra: st
     writer.add_token_types([1, 1, 1, 1, 3])
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(4)
+    for name, value in fields.items():
+        add = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}
+        add[type(value)](name, value)
     shapes = {
         "token_embd": (rows, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,),
         "blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.attn_output": (8, 8),
@@ -123,6 +129,87 @@ def test_what_cannot_be_carried_over_is_refused(tmp_path: Path, make: Callable[[
     with pytest.raises(CheckpointError, match=message):
         convert_checkpoint(tmp_path / "odd.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def scaling(kind: str, factor: float, **more: Any) -> dict[str, Any]:
+    keys = {"type": kind, "factor": factor, **more}
+    return {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {**LINEAR, "rope_type": "yarn", "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        (scaling("linear", 4.0), LINEAR),
+        ({"llama.rope.scaling.factor": 4.0}, LINEAR),  # llama.cpp: without a type it is linear
+        ({"llama.rope.scale_linear": 4.0}, LINEAR),
+        ({**scaling("linear", 4.0), "llama.rope.freq_base": 500.0}, {**LINEAR, "rope_theta": 500.0}),
+        (scaling("yarn", 4.0, original_context_length=16), YARN),
+        (scaling("yarn", 4.0), {**YARN, "original_max_position_embeddings": 64}),  # the context of the file
+        # 2 (1 + 0.1 ln 4) = 2 x 1.1386294
+        (scaling("yarn", 4.0, original_context_length=16, attn_factor=2.0), {**YARN, "attention_factor": 2.2772589}),
+        (
+            scaling("yarn", 4.0, original_context_length=16, yarn_beta_fast=16.0, yarn_beta_slow=2.0),
+            {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+        ),
+        (scaling("none", 4.0), {"rope_type": "default", "rope_theta": 10000.0}),
+        (scaling("linear", 0.0), {"rope_type": "default", "rope_theta": 10000.0}),
+    ],
+)
+def test_scaled_rotary_frequencies_are_written(fields: dict[str, Any], rope: dict[str, Any], tmp_path: Path):
+    summary = convert_checkpoint(small_gguf(tmp_path / "a.gguf", **fields), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
+    assert written.pop("attention_factor", None) == pytest.approx(rope.pop("attention_factor", None))
+    assert written == rope
+    assert summary["logits_max_difference"] == 0
+    more = ", with rope_parameters of the file's metadata" if rope["rope_type"] != "default" else ""
+    assert summary["logits_compared_with"] == f"transformers' GGUF reader{more}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (scaling("longrope", 4.0), r"rope.scaling.type = 'longrope' is not read, only linear and yarn"),
+        (scaling("yarn", 4.0, yarn_log_multiplier=0.5), r"yarn_log_multiplier = 0.5 changes the rotary frequencies"),
+        (scaling("linear", 4.0, attn_factor=2.0), r"attn_factor = 2.0 changes the rotary frequencies"),
+        ({"llama.attention.sliding_window": 16}, "attention.sliding_window = 16 changes what the model computes"),
+        ({"llama.logit_scale": 0.1}, "logit_scale = 0.1 changes"),
+        ({"llama.attention.scale": 0.3}, "attention.scale = 0.3 changes"),
+        ({"llama.embedding_scale": 12.0}, "embedding_scale = 12.0 changes"),
+        ({"llama.residual_scale": 0.2}, "residual_scale = 0.2 changes"),
+        ({"llama.expert_count": 8}, "expert_count = 8 changes"),
+        ({"llama.expert_weights_scale": 2.5}, "expert_weights_scale = 2.5 changes"),
+        ({"llama.attention.value_length": 8}, "attention.value_length = 8 changes"),
+        ({"llama.attention.causal": False}, "attention.causal = False changes"),
+        ({"llama.attention.key_length": 4, "llama.rope.dimension_count": 2}, "rope.dimension_count is 2, but llama"),
+        ({"llama.key_of_tomorrow": 1}, "key_of_tomorrow = 1 changes"),
+    ],
+)
+def test_metadata_that_config_json_cannot_hold_is_refused(fields: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=message) as error:
+        convert_checkpoint(small_gguf(tmp_path / "a.gguf", **fields), tmp_path / "out")
+    assert "Convert from the model's original checkpoint instead" in str(error.value)
+
+
+def test_metadata_that_changes_nothing_is_read(tmp_path: Path):
+    neutral = {
+        "logit_scale": 1.0, "attention.scale": 0.5, "attention.sliding_window": 64, "expert_count": 0,
+        "attention.causal": True, "attention.key_length": 4, "attention.value_length": 4, "rope.dimension_count": 4,
+        "rope.scaling.finetuned": True, "residual_scale": 0.0, "rope.scale_linear": 1.0,
+    }  # fmt: skip
+    source = small_gguf(tmp_path / "a.gguf", **{f"llama.{name}": value for name, value in neutral.items()})
+    assert convert_checkpoint(source, tmp_path / "out")["logits_max_difference"] == 0
+
+
+def test_tokens_that_end_a_turn_are_ends_of_responses(tmp_path: Path):
+    from transformers import GenerationConfig
+
+    ends = {"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 2}
+    convert_checkpoint(small_gguf(tmp_path / "a.gguf", **ends), tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [4, 3, 2]
 
 
 def number(value: int) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.hf import HFWeights
+from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.conversions import convert_checkpoint
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")

@@ -100,6 +100,16 @@ def test_checkpoints_are_quantized_and_made_whole_again(
     assert all(torch.equal(back[name], whole[name].bfloat16().float()) for name in linear)
 
 
+@pytest.mark.parametrize("quantize", ["fp8", "fp8_tensor", "fp8_channel", "int4"])
+def test_a_tied_head_is_named_among_the_layers_that_are_whole(quantize: str, tmp_path: Path, model_dir: ModelDir):
+    """llm-compressor writes `ignore: ["lm_head"]` too: else transformers builds a quantized layer for the head."""
+    convert_checkpoint(model_dir("llama"), tmp_path / "small", quantize=quantize, group=32, logits=0)
+    assert "lm_head.weight" not in load_file(tmp_path / "small" / "model.safetensors")
+    config = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    key = {"fp8": "modules_to_not_convert", "fp8_tensor": "ignored_layers"}.get(quantize, "ignore")
+    assert config[key] == ["lm_head"]
+
+
 def test_a_vision_tower_stays_in_full_precision(tmp_path: Path):
     source, small = vision_model(tmp_path / "hf", "qwen3_vl"), tmp_path / "small"
     convert_checkpoint(source, small, quantize="fp8", block=(8, 8), logits=0)
@@ -115,7 +125,8 @@ def test_a_vision_tower_stays_in_full_precision(tmp_path: Path):
 
 def test_quantized_model_stays_as_it_is_unless_told_otherwise(tmp_path: Path, model_dir: ModelDir):
     convert_checkpoint(model_dir("qwen3"), tmp_path / "small", quantize="fp8", block=(32, 32), logits=0)
-    convert_checkpoint(tmp_path / "small", tmp_path / "again", max_shard_bytes=50_000, logits=0)
+    summary = convert_checkpoint(tmp_path / "small", tmp_path / "again", max_shard_bytes=50_000)
+    assert summary["logits_max_difference"] == 0
     before = load_file(tmp_path / "small" / "model.safetensors")
     after = {k: v for file in (tmp_path / "again").glob("*.safetensors") for k, v in load_file(file).items()}
     assert after.keys() == before.keys()

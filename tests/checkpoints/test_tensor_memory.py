@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from slimectl.architectures.mapping import ConcatRows, InterleaveGroups, ParamMapping
-from slimectl.checkpoints.hf import HFWeights, InMemoryWeights, write_hf
+from slimectl.checkpoints.hf import InMemoryWeights, write_hf
+from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.checkpoints.safetensors_io import LEAST_BYTES, MAX_BLOCKS, MappedMemory, TensorMemory, buffer
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk, write_torch_dist

@@ -20,7 +20,7 @@ from slimectl.architectures.fused_experts import views
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.architectures.mapping import Shape
 from slimectl.architectures.qwen_vl import published_name
-from slimectl.architectures.registry import FAMILIES
+from slimectl.architectures.registry import FAMILIES, family_of
 from slimectl.errors import CheckpointError, RecordError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
@@ -223,6 +223,15 @@ def persistent_buffers(hf: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in hf.named_buffers() if name in stored}
 
 
+def _carried_patterns(hf: Any) -> list[re.Pattern[str]]:
+    """Return the patterns of tensors that checkpoints of a model hold and its module does not use."""
+    patterns = [r"rotary_emb\.inv_freq$", *(getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    config = hf.config.get_text_config().to_dict()
+    if any(config.get("model_type") in family.model_types for family in FAMILIES.values()):
+        patterns += family_of(config).carried
+    return [re.compile(pattern) for pattern in patterns]
+
+
 class ParameterNames:
     """Maps checkpoint names to parameters and buffers: tied parameters have several names, experts share parameters.
 
@@ -252,8 +261,9 @@ class ParameterNames:
         for name, view in views({name: self.shapes[name] for name in first.values()}).items():
             self.slots[name], self.shapes[name] = Slot(view.source, view.index), view.shape
             self.pieces[view.source] = [*(piece for piece in self.pieces[view.source] if piece != view.source), name]
-        self.ignored = [re.compile(p) for p in getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or []]
-        self.ignored.append(re.compile(r"rotary_emb\.inv_freq$"))
+        self._carried = _carried_patterns(hf)
+        self.carried: list[str] = []
+        """Names of the tensors in the checkpoint that was read which the model does not use."""
 
     @property
     def ties(self) -> Iterator[tuple[str, str]]:
@@ -269,9 +279,11 @@ class ParameterNames:
         Raises CheckpointError.
         """
         loaded: set[str] = set()
+        self.carried = []
         for name, tensor in tensors:
             if name not in self.slots:
-                if any(pattern.search(name) for pattern in self.ignored):
+                if any(pattern.search(name) for pattern in self._carried):
+                    self.carried.append(name)
                     continue
                 raise CheckpointError(
                     f"{path}: the model has no {name}; config.json and weights do not belong together, or the"

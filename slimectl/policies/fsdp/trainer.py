@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from slimectl.errors import CheckpointError
 from slimectl.policies.checkpoint import (
     MOMENTS,
     OPTIMIZER,
+    CarriedWeights,
     copy_companions,
     moment_shapes,
     read_tensors,
@@ -129,6 +131,7 @@ class FsdpTrainer:
         )
         self.memory = HostMemory()
         self.masters.read(checkpoint, self.model_dir)
+        self.carried_names = self.masters.names.carried
         dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
         trained = list(self.masters.trained.values())
         self.optimizer = adamw(trained, dims, optimizer, shards=self.masters.shards())
@@ -284,14 +287,15 @@ class FsdpTrainer:
     def _save(self, path: Path) -> None:
         updates = self._update_count()
         if self.rank == 0:
-            self.checkpoint.write(path, self.weights())
+            carried = CarriedWeights(self.checkpoint.open(self.model_dir), self.carried_names)
+            self.checkpoint.write(path, chain(self.weights(), carried))
             write_float32(path / OPTIMIZER, self._moment_shapes(), self._moments())
             if self.adapters is not None:
                 write_adapter(
                     path / FOLDER, self.adapters.options, self.base_dir, self._shapes(), self._trained_tensors()
                 )
             _, first = next(iter(self.checkpoint.read(path)))
-            copy_companions(self.model_dir, path, first.dtype)
+            copy_companions(self.model_dir, path, first.dtype, carried)
             options = dataclasses.asdict(self.options)
             write_trainer(path, step=self.step, updates=updates, seed=self.seed, optimizer=options)
         else:

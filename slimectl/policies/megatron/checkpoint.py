@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing import ShardedTensor, serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
@@ -32,10 +32,19 @@ from torch.nn.functional import pad
 
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.checkpoints.torch_dist.archive import FileRange, check_stored
+from slimectl.checkpoints.torch_dist.mapping import CARRIED
 from slimectl.checkpoints.torch_dist.metadata import read_metadata
 from slimectl.errors import CheckpointError
 from slimectl.model_files import check_file, check_model_files, open_file
-from slimectl.policies.checkpoint import MOMENTS, OPTIMIZER, copy_companions, read_tensors, write_float32, write_trainer
+from slimectl.policies.checkpoint import (
+    MOMENTS,
+    OPTIMIZER,
+    CarriedWeights,
+    copy_companions,
+    read_tensors,
+    write_float32,
+    write_trainer,
+)
 from slimectl.policies.lora import FOLDER, LoraOptions, read_adapter, write_adapter
 from slimectl.policies.megatron.master_weights import PARAM
 from slimectl.policies.megatron.optimizer import drop_gradients, inners, set_options
@@ -65,19 +74,23 @@ def save_torch_dist(
     optimizer: Any,
     *,
     companions: Path,
+    carried: CarriedWeights,
     trainer_state: dict[str, Any],
 ) -> None:
     """Write the weights, masters, moments and counts of all ranks into the existing folder `path`.
 
-    Config and tokenizer are copied from `companions`, so that the folder is a model.
+    Config and tokenizer are copied from `companions`, so that the folder is a model. The ranks share the `carried`
+    tensors, which are written unchanged.
     """
     _init_moments(optimizer)
     counts = {name: trainer_state[name] for name in ("step", "updates")}
     state = _state(chunks, optimizer, CONTENT, loading=False) | {"slimectl": counts}
+    names = carried.names[dist.get_rank() :: dist.get_world_size()]
+    state |= {CARRIED + name: ShardedTensor.from_rank_offsets(CARRIED + name, carried.get(name)) for name in names}
     with _write_in_process():
         dist_checkpointing.save(state, str(path), content_metadata=CONTENT)
     if dist.get_rank() == 0:
-        copy_companions(companions, path, chunks[0].module.config.params_dtype)
+        copy_companions(companions, path, chunks[0].module.config.params_dtype, carried)
         write_trainer(path, **trainer_state)
     dist.barrier()
 
@@ -278,21 +291,22 @@ def save_checkpoint(
     weights: Iterator[tuple[str, Tensor]],
     updated: Sequence[ParamMapping],
     companions: Path,
+    carried: CarriedWeights,
     trainer_state: dict[str, Any],
     adapter: tuple[LoraOptions, Path] | None = None,
 ) -> None:
     """Write float32 `weights` as a Hugging Face directory, the moments of `updated`, and `trainer_state`.
 
-    Config and tokenizer are copied from `companions`. With `adapter` (its options and its base model), the trained
-    parameters are written in peft's format too.
+    The `carried` tensors follow the weights, unchanged. Config and tokenizer are copied from `companions`. With
+    `adapter` (its options and its base model), the trained parameters are written in peft's format too.
     """
     moments, learned = state.each(updated, MOMENTS), state.tensors(shapes_of(updated) if adapter else (), PARAM)
     if dist.get_rank() == 0:
-        checkpoint.write(path, weights)
+        checkpoint.write(path, chain(weights, carried))
         write_float32(path / OPTIMIZER, _moment_shapes(updated), moments)
         if adapter is not None:
             write_adapter(path / FOLDER, *adapter, shapes_of(updated), learned)
-        copy_companions(companions, path, torch.float32)
+        copy_companions(companions, path, torch.float32, carried)
         write_trainer(path, **trainer_state)
     else:
         # Collective: rank 0 gathers its tensors from the parts of all ranks.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,10 +11,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slimectl.architectures.mapping import ParamMapping
-from slimectl.errors import CheckpointError, SettingsError
+from slimectl.errors import SettingsError
 from slimectl.policies.megatron.master_weights import Master
 from slimectl.policies.megatron.model import PackedGPT
-from slimectl.protocols import Weights
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
@@ -66,40 +64,6 @@ def global_name(name: str, chunk: PackedGPT) -> str:
         chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     )
     return f"{expert[1]}{first + int(expert[2])}{expert[3]}"
-
-
-HF_HEAD = "lm_head.weight"
-
-
-def checked_names(
-    weights: Weights, links: Sequence[ParamMapping], carried: Sequence[str], tie: str, path: Path
-) -> list[str]:
-    """List the names of the model's tensors in the checkpoint's order; a head that repeats the embedding `tie` is one.
-
-    Reads only headers, except for such a head. Raises CheckpointError.
-    """
-    expected = {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
-    shapes = expected if HF_HEAD in expected else {**expected, HF_HEAD: expected[tie]}
-    names = []
-    for name, (shape, _) in weights.forms().items():
-        if name not in shapes:
-            if any(re.search(pattern, name) for pattern in carried):
-                continue
-            raise CheckpointError(f"{path}: the model has no {name}; config.json and weights do not belong together")
-        if tuple(shape) != shapes[name]:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(shape)}, config.json asks for {list(shapes[name])}; copy config and"
-                " weights from the same checkpoint"
-            )
-        names.append(name)
-    missing = sorted(expected.keys() - set(names))
-    if missing:
-        raise CheckpointError(f"{path}: no tensor for {missing[0]}; the checkpoint is incomplete, copy it again")
-    if HF_HEAD in names and HF_HEAD not in expected and not torch.equal(weights.get(HF_HEAD), weights.get(tie)):
-        raise CheckpointError(
-            f"{path}: {HF_HEAD} differs from {tie}, but config.json ties them; set tie_word_embeddings to false"
-        )
-    return names
 
 
 Read = Callable[[str], Tensor]

@@ -22,8 +22,9 @@ from slimectl.architectures.parallel import ParallelLayout, prefix_obstacle
 from slimectl.architectures.registry import family_of
 from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
+from slimectl.checkpoints.validate import inventory
 from slimectl.errors import SettingsError
-from slimectl.policies.checkpoint import read_trainer
+from slimectl.policies.checkpoint import CarriedWeights, read_trainer
 from slimectl.policies.determinism import in_kernels
 from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of
@@ -37,7 +38,7 @@ from slimectl.policies.megatron.moe import MoEAuxLossScaler
 from slimectl.policies.megatron.optimizer import OptimizerChoices
 from slimectl.policies.megatron.own_model import check_parameters
 from slimectl.policies.megatron.parallel import per_row, totals
-from slimectl.policies.megatron.parameters import DistributedParameters, checked_names, trained_links
+from slimectl.policies.megatron.parameters import DistributedParameters, trained_links
 from slimectl.policies.megatron.routing_replay import RolloutRoutingReplay, RoutingReplay
 from slimectl.policies.onednn_linear import ROWS, is_faster
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
@@ -123,7 +124,7 @@ class MegatronTrainer:
         self.memory = HostMemory()
         config = read_config(self.model_dir)
         family = family_of(config)
-        self.architecture, self.carried = family.architecture(config), family.carried
+        self.family, self.architecture = family, family.architecture(config)
         self.share_prefixes = share_prefixes
         self.prefix_obstacle = prefix_obstacle(self.architecture.transformer, args or {})
         self.links = [*family.links(config), *self._extra_links()]
@@ -147,7 +148,7 @@ class MegatronTrainer:
             self.replay = RoutingReplay(self.chunks)
         if rollout_routing_replay:
             self.replay = RolloutRoutingReplay(self.chunks, RoutingShape.of_config(config))
-        self._read_weights(self.model_dir)
+        self.carried = self._read_weights(self.model_dir)
         if self.adapters is not None:
             self.adapters.begin(self.state, seed)
 
@@ -204,11 +205,14 @@ class MegatronTrainer:
         is_fast = is_faster(self.device, config.params_dtype) and self.layout.tensor == 1
         return ROWS if is_fast and not config.num_moe_experts else 1
 
-    def _read_weights(self, path: Path) -> None:
+    def _read_weights(self, path: Path) -> CarriedWeights:
+        """Load the weights of a directory; returns the tensors in it that training does not use."""
         weights = self._open_weights(path)
-        self.names = checked_names(weights, self.links, self.carried, self.state.embedding, path)
+        stored = inventory(weights.forms(), self.links, self.family, str(path))
+        self.names = stored.names
         for link in self.state.mine(self.links):
             self.state.assign(link, PARAM, weights.get)
+        return CarriedWeights(weights, stored.carried)
 
     def _extra_links(self) -> list[ParamMapping]:
         """Links of the modules that a subclass adds to the model."""
@@ -351,13 +355,14 @@ class MegatronTrainer:
         if self.save_format == "torch_dist":
             with self._awake():
                 checkpoint.save_torch_dist(
-                    path, self.chunks, self.optimizer, companions=self.model_dir, trainer_state=trainer_state
-                )
+                    path, self.chunks, self.optimizer, companions=self.model_dir, carried=self.carried,
+                    trainer_state=trainer_state,
+                )  # fmt: skip
             return
         with self._awake():
             checkpoint.save_checkpoint(
                 path, self.checkpoint, self.state, weights=self.weights(), updated=self.updated,
-                companions=self.model_dir, trainer_state=trainer_state,
+                companions=self.model_dir, carried=self.carried, trainer_state=trainer_state,
                 adapter=None if self.adapters is None else (self.adapters.options, self.base_dir),
             )  # fmt: skip
 
