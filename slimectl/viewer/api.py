@@ -6,9 +6,12 @@ import base64
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from slimectl.builders.trackers import roll_metrics
 from slimectl.data.images import thumbnail
@@ -24,7 +27,9 @@ from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.types import Sample
 from slimectl.viewer import queries
 from slimectl.viewer.commands import commands
-from slimectl.viewer.library import Library, SamplesFile
+from slimectl.viewer.conversation import Decode, attempt_tree, conversation, prompt_messages
+from slimectl.viewer.library import Library, SamplesFile, size_of
+from slimectl.viewer.run_table import seed_groups, settings_columns, summary
 from slimectl.viewer.token_view import Decoders, sample_view
 
 INDEX_S = 0.5
@@ -32,6 +37,7 @@ INDEX_S = 0.5
 PAGE = 50
 MAX_UNTRAINED = 100
 """Most samples in the list of those that no step trained on."""
+MAX_BRANCHES = 200
 CLOCKS = ("perf/total_time", "perf/eval_time")
 """Metrics that the page sums to the time axis, which ROLL does not have."""
 
@@ -44,15 +50,18 @@ class ViewApi:
     def __init__(self, library: Library, load_tokenizer: Callable[[Path], Any]) -> None:
         self.library = library
         self._decoders = Decoders(load_tokenizer)
+        self._summaries: dict[str, tuple[int, dict[str, Any]]] = {}
+        """Size of its metrics and summary of each run."""
         self.questions: dict[str, Callable[[Parameters], Any]] = {
             "catalogue": lambda parameters: self.library.catalogue(),
             "definitions": lambda parameters: {metric.name: [metric.unit, metric.definition] for metric in CATALOGUE},
             "settings": lambda parameters: self.library.settings_table(),
+            "runs": lambda parameters: self._runs(),
             "metrics": self._metrics,
             "histograms": self._histograms,
             "dropped": self._dropped,
             "groups": self._groups,
-            "group": lambda parameters: queries.group(self._index(parameters), _integer(parameters, "group")),
+            "group": self._group,
             "sample": self._sample,
             "raw": self._raw,
             "images": self._images,
@@ -81,6 +90,22 @@ class ViewApi:
         index = self.library.index(self._file(parameters, name))
         index.extend(INDEX_S)
         return index
+
+    def _runs(self) -> dict[str, Any]:
+        """Return the table of runs. The metrics of a run are read again only when they have grown."""
+        runs = self.library.runs
+        for run in runs.values():
+            size = size_of(run.path / "metrics.jsonl")
+            if self._summaries.get(run.id, (None, {}))[0] != size:
+                self._summaries[run.id] = size, summary(run)
+        rows = [
+            {"id": run.id, "name": run.path.name}
+            | settings_columns(run)
+            | self._summaries[run.id][1]
+            | {"state": run.state}
+            for run in runs.values()
+        ]
+        return {"runs": rows, "groups": seed_groups(runs.values())}
 
     def _metrics(self, parameters: Parameters) -> dict[str, Any]:
         run = self.library.run(_text(parameters, "run"))
@@ -119,6 +144,20 @@ class ViewApi:
             limit=_integer(parameters, "limit", PAGE),
         )
 
+    def _group(self, parameters: Parameters) -> dict[str, Any]:
+        """Return a group with the messages of each response of several turns, and a tree of each attempt with branches."""
+        file, index = self._file(parameters), self._index(parameters)
+        decode = self._decoders.decoder(self.library.model_folder(file))
+        answer = queries.group(index, _integer(parameters, "group"))
+        attempts: defaultdict[int, list[int]] = defaultdict(list)
+        for sample in answer["samples"]:
+            attempts[sample["trajectory"]].append(sample["row"])
+            messages = conversation(index.record(sample["row"]), decode)
+            response = [message._asdict() for message in messages if message.author != "prompt"]
+            sample["messages"] = response if len(response) > 1 else None
+        trees = {number: _tree(index, rows, decode, answer["prompt"]) for number, rows in attempts.items()}
+        return answer | {"trees": {number: tree for number, tree in trees.items() if tree is not None}}
+
     def _sample(self, parameters: Parameters) -> dict[str, Any]:
         file, index = self._file(parameters), self._index(parameters)
         decode = self._decoders.decoder(self.library.model_folder(file))
@@ -128,7 +167,13 @@ class ViewApi:
         group = int(columns["group"][row])
         run = None if file.run is None else self.library.run(file.run)
         again = commands(run, file, view["record"], row)
-        return view | {"group": group, "hash": int(columns["prompt"][row]), "commands": again}
+        answer = view | {"group": group, "hash": int(columns["prompt"][row]), "commands": again,
+                         "samples": len(columns["group"])}  # fmt: skip
+        if view["start"]:
+            return answer
+        rows = np.flatnonzero((columns["group"] == group) & (columns["trajectory"] == columns["trajectory"][row]))
+        messages = [message._asdict() for message in conversation(index.record(row), decode)]
+        return answer | {"messages": messages, "tree": _tree(index, rows.tolist(), decode)}
 
     def _raw(self, parameters: Parameters) -> Any:
         return self._index(parameters).record(_integer(parameters, "row"))
@@ -180,6 +225,17 @@ class ViewApi:
             offset=_integer(parameters, "offset", 0),
             limit=_integer(parameters, "limit", PAGE),
         )
+
+
+def _tree(index: SampleIndex, rows: Sequence[int], decode: Decode | None, prompt: Any = None) -> dict[str, Any] | None:
+    """Return the branches of an attempt as a tree of messages, without the prompt of its group; None for one row."""
+    if len(rows) < 2:
+        return None
+    messages = {row: conversation(index.record(row), decode) for row in rows[:MAX_BRANCHES]}
+    start = [] if prompt is None else prompt_messages(prompt)
+    if all(branch[: len(start)] == start for branch in messages.values()):
+        messages = {row: branch[len(start) :] for row, branch in messages.items()}
+    return attempt_tree(messages)
 
 
 def graded_again(library: Library, file: SamplesFile, records: Sequence[dict[str, Any]]) -> list[Sample]:
