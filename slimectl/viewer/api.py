@@ -145,7 +145,7 @@ class ViewApi:
         )
 
     def _group(self, parameters: Parameters) -> dict[str, Any]:
-        """Return a group with the messages of each response of several turns, and a tree of each attempt with branches."""
+        """Return a group, with the messages of responses of several turns and the trees of attempts with branches."""
         file, index = self._file(parameters), self._index(parameters)
         decode = self._decoders.decoder(self.library.model_folder(file))
         answer = queries.group(index, _integer(parameters, "group"))

@@ -149,7 +149,7 @@ def own_prompt(records: Sequence[Mapping[str, Any]]) -> Any:
     they share no request, the prompt is that of the last record.
     """
     prompts = [record.get("prompt", "") for record in records]
-    if not all(isinstance(prompt, list) for prompt in prompts):
+    if not prompts or not all(isinstance(prompt, list) for prompt in prompts):
         return prompts[0] if prompts else ""
     length = 0
     while all(len(prompt) > length and prompt[length] == prompts[0][length] for prompt in prompts):

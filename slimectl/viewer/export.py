@@ -23,7 +23,7 @@ GROUPS = (8, 50)
 """Groups of each samples file, all their samples included: of every file the first 8, then those up to 50."""
 FULL_BYTES = 64 << 10
 """Room that is too small for the search of a page that fits."""
-IMPORT = re.compile(r'from "\./([a-z]+\.js)"')
+IMPORT = re.compile(r'from "\./([a-z_]+\.js)"')
 POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 
 UNRESERVED = "!'()*~"
@@ -63,6 +63,7 @@ def _questions(api: ViewApi) -> Iterator[Question]:
     yield "catalogue", {}
     yield "definitions", {}
     yield "settings", {}
+    yield "runs", {}
     for run in library.runs:
         yield "metrics", {"run": run}
         yield "metrics", {"run": run, "naming": "roll"}

@@ -3,7 +3,7 @@
 import uPlot from "./uplot.js";
 import { h, number, replace, visible } from "./dom.js";
 
-const HUES = ["#2f6fde", "#d9480f", "#2b8a3e", "#9c36b5", "#c92a2a", "#0c8599", "#b08900", "#e64980", "#5c3a21", "#6b7785", "#74b816", "#4dabf7",
+const HUES = ["#2f6fde", "#d9480f", "#2b8a3e", "#9c36b5", "#c92a2a", "#0c8599", "#b08900", "#e64980", "#a0694b", "#6b7785", "#74b816", "#4dabf7",
   "#f59f00", "#845ef7", "#20c997", "#ff8787"];
 
 /** Return a colour; those of the first sixteen positions differ, and then a dash tells lines apart. */

@@ -157,7 +157,7 @@ export async function curvesPage(context, _, query) {
     const folded = split.filter(([, shown]) => !shown);
     const open = legend.querySelector("details")?.open;
     replace(legend, split.filter(([, shown]) => shown).map(([entry]) => line(entry)),
-      folded.length ? h("details", { open }, h("summary", {}, `${folded.length} more, not drawn`), h("div", { class: "legend" }, folded.map(([entry]) => line(entry)))) : null,
+      folded.length ? h("details", { open }, h("summary", {}, `${folded.length} more, not drawn`), h("div", { class: "folded" }, folded.map(([entry]) => line(entry)))) : null,
       runs.length > 1 ? link("#/runs", "choose in the table") : null);
   }
 

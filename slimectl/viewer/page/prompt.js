@@ -43,7 +43,7 @@ export async function promptPage(context, [run, hash]) {
 
 function appearanceRow(appearance) {
   const { file } = appearance;
-  return h("article", { class: "answer", "data-item": true }, h("header", {}, link(`#/group/${file.id}/${appearance.group}`, visible(file.title)),
+  return h("article", { class: "answer", "data-item": true }, h("header", {}, link(`#/group/${file.id}/${appearance.group}`, visible(file.title)), " ",
     appearance.rewards.map((reward, at) => h("a", { class: `cell ${rewardClass(reward, appearance.rewards)}`, href: `#/sample/${file.id}/${appearance.rows[at]}`, "aria-label": `reward ${number(reward)}` }, number(reward, 2))),
     h("span", { class: "quiet" }, ` mean ${number(appearance.mean, 3)} · ${number(appearance.length, 3)} tokens`)),
     h("div", { class: "row" }, appearance.answers.slice(0, 4).map((answer) => textBlock(answer.response.slice(0, 2000)))));

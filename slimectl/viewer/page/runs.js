@@ -33,14 +33,14 @@ function columnsOf(rows, settings, chosen) {
   const columns = [
     { id: "name", title: "run", value: (row) => row.name },
     { id: "state", title: "state", value: (row) => row.state },
-    { id: "algorithm", title: "algorithm", value: (row) => row.algorithm },
-    { id: "model", title: "model", value: (row) => row.model, text: (row) => h("span", { title: row.model }, shortPath(row.model)) },
     { id: "rounds", title: "rounds", hint: "Rounds done, and planned", value: (row) => row.rounds, text: (row) => (row.planned === null ? number(row.rounds) : `${row.rounds} / ${row.planned}`) },
     hasReward ? { id: "reward", title: "final reward", hint: "Mean reward of the last round", value: (row) => row.reward, figure: true } : { id: "loss", title: "final loss", hint: "Loss of the last step", value: (row) => row.loss, figure: true },
     ...evaluations.map((name) => ({ id: `best:${accuracyName(name)}`, title: `best ${accuracyName(name)}`, hint: `Highest ${name}, and the round after which it was measured`, figure: true,
       value: (row) => row.best[name]?.[0] ?? null, more: (row) => (row.best[name] ? ` (round ${row.best[name][1]})` : "") })),
+    { id: "algorithm", title: "algorithm", value: (row) => row.algorithm },
     { id: "lr", title: "lr", hint: "train.lr", value: (row) => row.lr, text: (row) => labelText(row.lr, "–") },
     { id: "seed", title: "seed", hint: seeds.join(", "), value: (row) => [...new Set(seeds.map((name) => row.seeds[name]))].join("/") },
+    { id: "model", title: "model", value: (row) => row.model, text: (row) => h("span", { title: row.model }, shortPath(row.model)) },
     { id: "changed", title: "last change", value: (row) => row.changed, text: (row) => age(row.changed) },
     ...chosen.map((name) => ({ id: name, title: name, value: (row) => settings.get(name)?.get(row.id) ?? null, text: (row) => labelText(settings.get(name)?.get(row.id), "–") })),
   ];
