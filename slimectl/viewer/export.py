@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ from slimectl.viewer.library import SamplesFile
 from slimectl.viewer.server import PAGE_FILES
 
 MAX_BYTES = 40 << 20
-"""Most bytes of answers in a file, so that a mail takes it and a browser opens it."""
+"""Most bytes of answers in a file before compression, so that a browser opens it."""
 GROUPS = (8, 50)
 """Groups of each samples file, all their samples included: of every file the first 8, then those up to 50."""
 FULL_BYTES = 64 << 10
@@ -133,14 +134,13 @@ def _html(answers: dict[str, Any]) -> str:
     }
     imports = {f"view/{name}": _data_address(text) for name, text in modules.items()}
     styles = "\n".join((PAGE_FILES / name).read_text(encoding="utf-8") for name in ("uplot.css", "style.css"))
-    # No text of a sample may end the element that carries it.
-    data = json.dumps(answers).replace("<", "\\u003c")
+    data = base64.b64encode(gzip.compress(json.dumps(answers).encode(), 6)).decode()
     license_text = (PAGE_FILES / "uplot-license.txt").read_text(encoding="utf-8")
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f"<!-- uPlot: {license_text.strip()} -->\n<style>{styles}</style>\n"
         f'<script type="importmap">{json.dumps({"imports": imports})}</script>\n'
-        f'<script type="application/json" id="answers">{data}</script>\n'
+        f'<script type="application/gzip" id="answers">{data}</script>\n'
         '<script type="module">import "view/main.js";</script>'
     )
     page = (PAGE_FILES / "index.html").read_text(encoding="utf-8")
