@@ -36,7 +36,7 @@ INDEX_S = 0.5
 """Seconds that a question waits for an index to grow; the page asks again until it is complete."""
 PAGE = 50
 MAX_UNTRAINED = 100
-"""Most samples in the list of those that no step trained on."""
+"""Most samples in the list of samples that no step trained on."""
 MAX_BRANCHES = 200
 CLOCKS = ("perf/total_time", "perf/eval_time")
 """Metrics that the page sums to the time axis, which ROLL does not have."""
@@ -73,7 +73,7 @@ class ViewApi:
     def answer(self, question: str, parameters: Parameters) -> Any:
         """Return the answer to a question. Raises SettingsError for an unknown one or a wrong parameter."""
         if question not in self.questions:
-            raise SettingsError(f"{question}: is no question of this view; ask one of {', '.join(self.questions)}")
+            raise SettingsError(f"{question}: unknown question. Ask one of {', '.join(self.questions)}")
         return self.questions[question](parameters)
 
     def preload(self) -> None:
@@ -128,7 +128,7 @@ class ViewApi:
         """Return what a round counted as dropped or marked, and the samples, if known, that no step trained on."""
         file = self._file(parameters)
         if file.run is None or file.round is None or file.kind != "round":
-            raise SettingsError(f"file {file.id!r}: is of no round")
+            raise SettingsError(f"file {file.id!r}: not the samples of a round")
         counts = self.library.run(file.run).dropped(file.round, _integer(parameters, "offset", 0))
         rows = self._index(parameters).rows_without_training()
         return counts | {"untrained": rows and rows[:MAX_UNTRAINED], "untrained_total": rows and len(rows)}
@@ -256,7 +256,9 @@ def _score_settings(library: Library, file: SamplesFile) -> Settings:
     Raises SettingsError where a function of the user's is the reward: a view runs no such code.
     """
     if file.run is None:
-        raise SettingsError(f"{file.path}: no run says how it was graded; use slimectl score FILE --explain")
+        raise SettingsError(
+            f"{file.path}: not part of a run, so its verifier is unknown. Use slimectl score FILE --explain"
+        )
     path = library.run(file.run).path / "run.toml"
     settings = resolve([from_file(path)]).settings
     if file.dataset is not None and file.dataset in settings.eval.datasets:
@@ -300,7 +302,7 @@ def _integer(parameters: Parameters, name: str, default: int | None = None) -> i
     try:
         number = int(text)
     except ValueError:
-        raise SettingsError(f"{name}: {text[:40]!r} is no whole number") from None
+        raise SettingsError(f"{name}: {text[:40]!r} is not a whole number") from None
     if number < 0 or number >= 1 << 63:
         raise SettingsError(f"{name}: {text[:40]} is out of range")
     return number
@@ -310,4 +312,4 @@ def _number(parameters: Parameters, name: str, default: float) -> float:
     try:
         return float(parameters.get(name, default))
     except ValueError:
-        raise SettingsError(f"{name}: {parameters[name][:40]!r} is no number") from None
+        raise SettingsError(f"{name}: {parameters[name][:40]!r} is not a number") from None

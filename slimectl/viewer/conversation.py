@@ -56,7 +56,7 @@ def conversation(record: Mapping[str, Any], decode: Decode | None) -> list[Messa
 
 
 def prompt_messages(prompt: Any) -> list[Message]:
-    """Return the messages of a recorded prompt: those of a chat, or one message with its text."""
+    """Return the messages of a recorded prompt: a chat, or one message with its text."""
     if not isinstance(prompt, list):
         return [Message("prompt", "prompt", str(prompt or ""))]
     return [
@@ -73,7 +73,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _prompt(record: Mapping[str, Any], tokens: Sequence[int], decode: Decode | None) -> list[Message]:
-    """Return the messages of a prompt; of a text, those that the chat template made of it."""
+    """Return the messages of a prompt. Split a text into the messages that the chat template made of it."""
     messages = prompt_messages(record.get("prompt"))
     if isinstance(record.get("prompt"), list) or decode is None:
         return messages
@@ -146,7 +146,7 @@ def own_prompt(records: Sequence[Mapping[str, Any]]) -> Any:
     """Return the prompt of a group: the messages that all its branches begin with.
 
     An agent may ask with another history in each branch. Branches are recorded from the last to the first, so where
-    they share no request, the prompt is that of the last record.
+    they share no request, the last record has the prompt.
     """
     prompts = [record.get("prompt", "") for record in records]
     if not prompts or not all(isinstance(prompt, list) for prompt in prompts):

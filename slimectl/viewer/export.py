@@ -34,7 +34,7 @@ Question = tuple[str, dict[str, str]]
 
 
 def write_page(api: ViewApi, path: Path) -> str:
-    """Write the page; return a line that says how large it is and what it leaves out. Raises StorageError."""
+    """Write the page. Return a line with its size and the number of pages that it leaves out. Raises StorageError."""
     answers: dict[str, Any] = {}
     size = left_out = 0
     for question, parameters in _questions(api):
@@ -91,7 +91,7 @@ def _questions(api: ViewApi) -> Iterator[Question]:
 
 
 def _group(api: ViewApi, file: SamplesFile, line: dict[str, Any]) -> Iterator[Question]:
-    """Yield the questions of the page of a group, and of those of its samples."""
+    """Yield the questions of the page of a group and of the pages of its samples."""
     yield "group", {"file": file.id, "group": str(line["group"])}
     for row in line["rows"]:
         place = {"file": file.id, "row": str(row)}

@@ -171,7 +171,9 @@ class Library:
         elif not path.exists():
             raise SettingsError(f"{path}: no such file or folder")
         else:
-            raise SettingsError(f"{path}: is no run and holds none; give a run's folder (runs/NAME) or a samples file")
+            raise SettingsError(
+                f"{path}: not a run, and contains no runs. Give a run's folder (runs/NAME) or a samples file"
+            )
 
     def files(self) -> dict[str, SamplesFile]:
         """Return all samples files at present by identifier."""
@@ -266,7 +268,9 @@ def read_view(path: Path) -> tuple[Library, list[SamplesFile]]:
         key = source.settings.get("score.reward_key")
         files = [SamplesFile(f"{source.id}.x", path, path.name, "samples", source.id, reward_key=key)]
     if not files:
-        raise SettingsError(f"{path}: has no samples; a run keeps those of its rounds by run.keep_samples = true")
+        raise SettingsError(
+            f"{path}: has no samples. A run keeps the samples of its rounds with run.keep_samples = true"
+        )
     return library, files
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from slimectl.viewer.library import RunSource
 
 SEED = re.compile(r"(.+\.)?seed")
-NAMES = ("run.name", "run.dir")
+UNRELATED = re.compile(r"run\.(name|dir)|(sglang|vllm)\.python|track\..+")
+"""Settings of the place, the machine and the records of a run, which do not change its training."""
 SEPARATORS = re.compile(r"[-_.=/ ]*(?:s|seed)?[-_.=/ ]*$")
 """The end of the common part of run names, such as the `-s` of grpo-s1 and grpo-s2."""
 
@@ -55,11 +56,13 @@ def settings_columns(run: RunSource) -> dict[str, Any]:
 
 
 def seed_groups(runs: Iterable[RunSource]) -> list[dict[str, Any]]:
-    """Return the groups of two or more runs whose settings differ only in seeds and names, each with a name."""
+    """Return the groups of two or more runs whose settings differ only in seeds, each with a name."""
     groups: defaultdict[str, list[RunSource]] = defaultdict(list)
     for run in runs:
         settings = {
-            name: value for name, value in run.settings.items() if name not in NAMES and not SEED.fullmatch(name)
+            name: value
+            for name, value in run.settings.items()
+            if not SEED.fullmatch(name) and not UNRELATED.fullmatch(name)
         }
         groups[repr(sorted(settings.items()))].append(run)
     return [

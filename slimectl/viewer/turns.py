@@ -24,8 +24,8 @@ def turns_of(record: Mapping[str, Any], prompt_length: int) -> list[Turn]:
     """Return runs of tokens of one author: the prompt, the policy, the environment (tools, templates, users).
 
     Turns of the policy that a program's session recorded (`metadata.agent.turns`) are taken as they are. Without them
-    the policy wrote what is taught, and of the rest what has a log-probability or a weight version: another branch
-    teaches it. `taught` says whether any token of a turn has loss mask 1.
+    the policy wrote the tokens with loss mask 1, and the tokens with a log-probability or a weight version, which
+    another branch trains on. `taught` says whether any token of a turn has loss mask 1.
     """
     length = int(record.get("response_length", 0))
     mask = [bool(bit) for bit in record.get("loss_mask") or [1] * length]

@@ -421,7 +421,7 @@ def test_the_command_of_a_sample_replays_it(view: View, workshop: Workshop):
         "sample this prompt again (by the newest weights; the checkpoint of version 1, which wrote it, is gone)"
     )
     file = file_of(view, "round 1", "a")
-    assert "its agent runs anew" in view.ask(f"sample?file={file['id']}&row=0")["commands"][0]["title"]
+    assert "its agent runs again" in view.ask(f"sample?file={file['id']}&row=0")["commands"][0]["title"]
 
 
 def test_a_prompt_is_followed_over_rounds_and_two_evaluations_are_compared(page: Any, view: View):

@@ -24,6 +24,7 @@ def add_run(folder: Path, name: str, seed: int, lr: float = 1e-3) -> Path:
     path.mkdir(parents=True)
     (path / "run.toml").write_text(
         f"[run]\nname = '{name}'\nseed = {seed}\nnum_rollout = 4\n[rollout]\nseed = {seed}\n"
+        f"[sglang]\npython = '/opt/{name}/python'\n[track]\nwandb_group = '{name}'\n"
         f"[train]\nlr = {lr}\n[model]\npath = '/models/small'\n[algorithm]\nname = 'gspo'\n"
     )
     lines = [{"step": number, "rollout_id": number, "metrics": metrics} for number, metrics in LINES]

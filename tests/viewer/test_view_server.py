@@ -108,17 +108,17 @@ def test_no_other_file_is_served(view: View, path: str):
 @pytest.mark.parametrize(
     ("question", "reason"),
     [
-        ("api/nothing", "no question of this view"),
+        ("api/nothing", "unknown question"),
         ("api/groups", "file: is missing"),
         ("api/groups?file=n0.r3", "is not in this view"),
         ("api/groups?file=/etc/passwd", "is not in this view"),
         ("api/metrics?run=../..", "is not in this view"),
-        ("api/group?file=n0.r1&group=x", "is no whole number"),
+        ("api/group?file=n0.r1&group=x", "is not a whole number"),
         ("api/sample?file=n0.r1&row=99999", "has no sample 99999; it has 14"),
         ("api/sample?file=n0.r1&row=-1", "out of range"),
-        ("api/sample?file=n0.r1&row=" + "9" * 5000, "no whole number"),
+        ("api/sample?file=n0.r1&row=" + "9" * 5000, "not a whole number"),
         ("api/groups?file=n0.r1&where=open(1)", "is not part of a filter"),
-        ("api/compare?before=n0.r1&after=n0.r2&threshold=x", "is no number"),
+        ("api/compare?before=n0.r1&after=n0.r2&threshold=x", "is not a number"),
         ("api/explain?file=n0.r1&row=0", "which a view does not run"),
     ],
 )
@@ -193,7 +193,9 @@ def test_settings_that_differ_are_named(folder: Path, tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize(("name", "reason"), [("missing", "no such file"), ("empty", "is no run and holds none")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("missing", "no such file"), ("empty", "not a run, and contains no runs")]
+)
 def test_a_path_that_shows_nothing_is_refused(tmp_path: Path, name: str, reason: str):
     (tmp_path / "empty").mkdir()
     with pytest.raises(SettingsError, match=reason):

@@ -111,6 +111,13 @@ function valuesBox(series, xLabel) {
   return { box, show };
 }
 
+/** Return the range of a linear axis; around a constant, half of it in both directions. */
+function linearRange(_, low, high) {
+  if (low === null || low !== high) return low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+  const half = Math.abs(low) / 2 || 0.5;
+  return [low - half, high + half];
+}
+
 export function swatch(stroke) {
   return h("i", { class: "swatch", style: { background: stroke } });
 }
@@ -135,7 +142,7 @@ export function lineChart(element, series, { title, height = 190, xLabel = "step
   const positive = (points) => (log ? points.filter(([, y]) => y > 0) : points);
   const plot = new uPlot({
     width: Math.max(260, box.clientWidth || element.clientWidth || 400), height,
-    scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
+    scales: { x: { time: false }, y: log ? { distr: 3 } : { range: linearRange } },
     axes: [{ ...axis, label: xLabel, labelSize: 14, size: 30 }, { ...axis, size: 58 }],
     series: [{}, ...lines], bands,
     legend: { show: false }, hooks: { drawAxes: [(drawn) => drawMarks(drawn, marks)], setCursor: [show] }, cursor: { sync: { key: "curves" }, focus: { prox: 20 } },

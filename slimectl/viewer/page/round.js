@@ -16,7 +16,7 @@ export async function roundPage(context, [id], query) {
   const files = context.files();
   const latest = [...files].reverse().find((candidate) => candidate.kind === "round") ?? files.at(-1);
   const file = context.file(id) ?? latest;
-  if (!file) throw new Failure("There are no samples yet. A run keeps those of its rounds with run.keep_samples = true.");
+  if (!file) throw new Failure("There are no samples yet. A run keeps the samples of its rounds with run.keep_samples = true.");
   if (!id) history.replaceState(null, "", `#/round/${file.id}`);
   const state = recalled(query, DEFAULTS);
   const charts = h("div", { class: "histograms" });
