@@ -44,18 +44,23 @@ def main(run: str) -> None:
 
 
 def pages(address: str) -> dict[str, str]:
-    """Return the place of every page, over the last round and the evaluations of the run."""
+    """Return the address of every page, with the last round and the evaluations of the run that has the most files."""
     with urlopen(f"{address}api/catalogue") as answer:
-        files = json.load(answer)["runs"][0]["files"]
-    last = [file for file in files if file["kind"] == "round"][-1]["id"]
+        run = max(json.load(answer)["runs"], key=lambda run: len(run["files"]))
+    last = [file for file in run["files"] if file["kind"] == "round"][-1]["id"]
     with urlopen(f"{address}api/groups?file={last}&sort=spread&order=down&limit=1") as answer:
         group = json.load(answer)["groups"][0]
-    evaluation = next(file["id"] for file in files if file["kind"] == "evaluation")
-    with urlopen(f"{address}api/groups?file={evaluation}&limit=1") as answer:
+    first, *_, newest = [file["id"] for file in run["files"] if file["kind"] == "evaluation"]
+    with urlopen(f"{address}api/groups?file={first}&limit=1") as answer:
         prompt = json.load(answer)["groups"][0]["hash"]
+    with urlopen(f"{address}api/runs") as answer:
+        table = json.load(answer)
+    names = {row["id"]: row["name"] for row in table["runs"]}
+    seeds = [names[member] for seed_group in table["groups"] for member in seed_group["runs"]]
     return {
-        "runs": "runs", "curves": "curves", "round": f"round/{last}?sort=spread&order=down", "group": f"group/{last}/{group['group']}",
-        "sample": f"sample/{last}/{group['rows'][-1]}", "prompt": f"prompt/n0/{prompt}", "compare": "compare",
+        "runs": "runs", "curves": f"curves?runs={','.join(seeds)}", "round": f"round/{last}?sort=spread&order=down",
+        "group": f"group/{last}/{group['group']}", "sample": f"sample/{last}/{group['rows'][-1]}",
+        "prompt": f"prompt/{run['id']}/{prompt}", "compare": f"compare?before={first}&after={newest}",
     }  # fmt: skip
 
 

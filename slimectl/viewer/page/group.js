@@ -3,7 +3,7 @@
 import { ask, Failure, offline } from "./api.js";
 import { difference } from "./difference.js";
 import { appendText, chat, error, h, labelText, link, number, promptBlock, replace, rewardClass, rewardText, textBlock, toolsBlock, visible } from "./dom.js";
-import { branchLink, branchTree } from "./tree.js";
+import { branchLink, branchTree, rowsOf } from "./tree.js";
 
 export async function groupPage(context, [id, group]) {
   const file = context.file(id);
@@ -14,12 +14,17 @@ export async function groupPage(context, [id, group]) {
   const panel = h("section", { "aria-label": "Difference" });
   const rewards = answer.samples.map((sample) => sample.score);
 
+  function titleOf(sample) {
+    const tree = answer.trees[sample.trajectory];
+    return tree ? `attempt ${sample.index}, branch ${rowsOf(tree).indexOf(sample.row) + 1}` : `sample ${sample.index}`;
+  }
+
   function choose(sample, checked) {
     checked ? chosen.add(sample) : chosen.delete(sample);
     if (chosen.size > 2) chosen.delete([...chosen][0]);
     for (const box of cards.querySelectorAll("input[type=checkbox]")) box.checked = [...chosen].some((other) => String(other.row) === box.value);
     const [left, right] = [...chosen];
-    replace(panel, right ? [h("h3", {}, `sample ${left.index} and sample ${right.index}`), difference(left.response, right.response)] : null);
+    replace(panel, right ? [h("h3", {}, `${titleOf(left)} and ${titleOf(right)}`), difference(left.response, right.response)] : null);
   }
 
   const attempts = Map.groupBy(answer.samples, (sample) => sample.trajectory);

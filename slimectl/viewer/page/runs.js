@@ -25,7 +25,7 @@ function accuracyName(name) {
 
 /** Return the columns {id, title, hint, value, text} that some run has values for. */
 function columnsOf(rows, settings, chosen) {
-  const seedNames = [...new Set(rows.flatMap((row) => Object.keys(row.seeds)))];
+  const seedNames = [...new Set(rows.flatMap((row) => Object.keys(row.seeds)))].sort().reverse(); // run.seed first
   const differing = seedNames.filter((name) => new Set(rows.map((row) => row.seeds[name])).size > 1);
   const seeds = differing.length ? differing : ["run.seed"];
   const hasReward = rows.some((row) => row.reward !== null);
