@@ -1,7 +1,7 @@
 """Agent with two branches in each attempt, for the picture of a tree: it continues one response in two ways.
 
 slimectl rollout --agent 'python docs/images/branching_agent.py' --data words.jsonl -n 3 -o branches.jsonl \\
-    --model pictures/grpo-s1/latest/policy
+    --model pictures/grpo-5e-4-s1/latest/policy
 
 A line of words.jsonl is {"prompt": "lich>", "label": "hcil"}.
 """

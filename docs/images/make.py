@@ -1,7 +1,7 @@
 """Make the screenshots of docs/view.md from a folder of runs, with Chromium.
 
-for seed in 1 2; do for name in grpo gspo; do
-  slimectl run quickstart --name $name-s$seed -s algorithm.name=$name -s run.seed=$seed -s rollout.seed=$seed \\
+for seed in 1 2 3; do for lr in 2e-4 5e-4; do
+  slimectl run quickstart --name grpo-$lr-s$seed -s train.lr=$lr -s run.seed=$seed -s rollout.seed=$seed \\
     -s run.dir=pictures -s run.num_rollout=60 -s eval.interval=20 -s run.keep_samples=train
 done; done
 python docs/images/make.py pictures
