@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
 import json
 import socket
 import threading
@@ -79,6 +81,13 @@ def viewing(*paths: Path) -> Iterator[View]:
         loop.call_soon_threadsafe(ended.set)
         thread.join(30)
         loop.close()
+
+
+def page_answers(page: Path) -> dict[str, Any]:
+    """Return the answers that a self-contained page carries."""
+    text = page.read_text().partition('id="answers">')[2].partition("</script>")[0]
+    answers: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(text)))
+    return answers
 
 
 def hostile_samples(path: Path) -> None:

@@ -1,6 +1,9 @@
-"""A program whose attempts branch, for the picture of a tree: it goes on from one answer in two ways.
+"""Agent with two branches in each attempt, for the picture of a tree: it continues one response in two ways.
 
-slimectl rollout --agent 'python docs/images/branching_agent.py' --data chats.jsonl --model smollm2 -o branches.jsonl
+slimectl rollout --agent 'python docs/images/branching_agent.py' --data words.jsonl -n 3 -o branches.jsonl \\
+    --model pictures/grpo-5e-4-s1/latest/policy
+
+A line of words.jsonl is {"prompt": "lich>", "label": "hcil"}.
 """
 
 from __future__ import annotations
@@ -12,23 +15,23 @@ import urllib.request
 from typing import Any
 
 
-def ask(messages: list[dict[str, Any]]) -> str:
-    """Return the policy's answer to a chat."""
-    body = json.dumps({"messages": messages, "max_tokens": 40}).encode()
+def continued(text: str) -> str:
+    """Return a text with what the policy writes after it."""
+    body = json.dumps({"prompt": text, "max_tokens": 10}).encode()
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
+    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/completions", body, headers)
     with urllib.request.urlopen(request) as response:
-        text: str = json.load(response)["choices"][0]["message"]["content"]
-    return text
+        answer: dict[str, Any] = json.load(response)
+    return text + str(answer["choices"][0]["text"])
 
 
 def main() -> None:
-    """Ask, then ask back in two ways; the answer to the second counts."""
+    """Ask for the first word, then for another word in each of two branches. The first response is graded."""
     task = json.loads(sys.stdin.readline())
-    chat = [*task["messages"], {"role": "assistant", "content": ask(task["messages"])}]
-    ask([*chat, {"role": "user", "content": "Explain why."}])
-    answer = ask([*chat, {"role": "user", "content": "Are you sure? Answer in one word."}])
-    print(json.dumps({"reward": float(str(task["label"]).lower() in answer.lower())}))
+    first = continued(task["prompt"])
+    continued(f"{first} ping>")
+    continued(f"{first} maam>")
+    print(json.dumps({"reward": float(first == task["prompt"] + task["label"])}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Make the screenshots of docs/view.md from a run, with Chromium.
+"""Make the screenshots of docs/view.md from a folder of runs, with Chromium.
 
-slimectl run quickstart --name pictures -s run.keep_samples=train -s eval.interval=50
-python docs/images/make.py runs/pictures
+for seed in 1 2 3; do for lr in 2e-4 5e-4; do
+  slimectl run quickstart --name grpo-$lr-s$seed -s train.lr=$lr -s run.seed=$seed -s rollout.seed=$seed \\
+    -s run.dir=pictures -s run.num_rollout=60 -s eval.interval=20 -s run.keep_samples=train
+done; done
+python docs/images/make.py pictures
 
-The tree of branches is a samples file's, which docs/images/branching_agent.py makes:
+docs/images/branching_agent.py makes the samples file of the tree of branches:
 
 python docs/images/make.py branches.jsonl
 """
@@ -20,7 +23,7 @@ from urllib.request import urlopen
 from playwright.sync_api import sync_playwright
 
 FOLDER = Path(__file__).parent
-SIGNS = {"curves": ".u-title", "sample": ".token", "branches": ".tree"}
+SIGNS = {"curves": ".u-wrap", "sample": ".token", "branches": ".tree"}
 """What a page has when it is drawn."""
 SIZE = {"width": 1200, "height": 720}
 
@@ -32,7 +35,7 @@ def main(run: str) -> None:
         assert server.stdout is not None
         address = server.stdout.readline().strip()
         if Path(run).is_file():
-            take({"branches": "sample/f0/1"}, address)
+            take({"branches": "group/f0/0"}, address)
         else:
             take(pages(address), address)
     finally:
@@ -41,18 +44,23 @@ def main(run: str) -> None:
 
 
 def pages(address: str) -> dict[str, str]:
-    """Return the place of every page, over the last round and the evaluations of the run."""
+    """Return the address of every page, with the last round and the evaluations of the run that has the most files."""
     with urlopen(f"{address}api/catalogue") as answer:
-        files = json.load(answer)["runs"][0]["files"]
-    last = [file for file in files if file["kind"] == "round"][-1]["id"]
+        run = max(json.load(answer)["runs"], key=lambda run: len(run["files"]))
+    last = [file for file in run["files"] if file["kind"] == "round"][-1]["id"]
     with urlopen(f"{address}api/groups?file={last}&sort=spread&order=down&limit=1") as answer:
         group = json.load(answer)["groups"][0]
-    evaluation = next(file["id"] for file in files if file["kind"] == "evaluation")
-    with urlopen(f"{address}api/groups?file={evaluation}&limit=1") as answer:
+    first, *_, newest = [file["id"] for file in run["files"] if file["kind"] == "evaluation"]
+    with urlopen(f"{address}api/groups?file={first}&limit=1") as answer:
         prompt = json.load(answer)["groups"][0]["hash"]
+    with urlopen(f"{address}api/runs") as answer:
+        table = json.load(answer)
+    names = {row["id"]: row["name"] for row in table["runs"]}
+    seeds = [names[member] for seed_group in table["groups"] for member in seed_group["runs"]]
     return {
-        "curves": "curves", "round": f"round/{last}?sort=spread&order=down", "group": f"group/{last}/{group['group']}",
-        "sample": f"sample/{last}/{group['rows'][-1]}", "prompt": f"prompt/n0/{prompt}", "compare": "compare",
+        "runs": "runs", "curves": f"curves?runs={','.join(seeds)}", "round": f"round/{last}?sort=spread&order=down",
+        "group": f"group/{last}/{group['group']}", "sample": f"sample/{last}/{group['rows'][-1]}",
+        "prompt": f"prompt/{run['id']}/{prompt}", "compare": f"compare?before={first}&after={newest}",
     }  # fmt: skip
 
 
@@ -68,9 +76,6 @@ def take(places: dict[str, str], address: str) -> None:
             if name == "sample":
                 page.keyboard.press("4")
                 page.locator(".token").last.hover()
-            if name == "branches":
-                page.keyboard.press("2")
-                page.locator(".tree").first.scroll_into_view_if_needed()
             page.screenshot(path=FOLDER / f"view-{name}.png")
         browser.close()
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from slimectl.errors import SettingsError
-
-if TYPE_CHECKING:
-    from slimectl.viewer.library import RunSource
 
 COLUMNS = ("run", "state", "rounds", "reward", "evaluation", "loss", "changed")
 UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
@@ -30,6 +27,7 @@ def runs(
     """
     from slimectl.cli.models import print_table
     from slimectl.viewer.library import Library
+    from slimectl.viewer.run_table import summary
 
     if not folder.is_dir():
         raise SettingsError(f"{folder}: no such folder; name the folder of your runs: slimectl runs DIR")
@@ -39,26 +37,6 @@ def runs(
             print(json.dumps(run))
         return
     print_table([COLUMNS, *map(_row, summaries)])
-
-
-def summary(run: RunSource) -> dict[str, Any]:
-    """Return the state of a run, its rounds, and the last value of its reward, loss and evaluations."""
-    last: dict[str, float] = {}
-    rounds = 0
-    for line in run.all_metrics():
-        last |= line["metrics"]
-        rounds = max(rounds, int(line["metrics"].get("rollout/step", 0)))
-    metrics = run.path / "metrics.jsonl"
-    return {
-        "run": str(run.path),
-        "state": run.state,
-        "rounds": rounds,
-        "planned": run.settings.get("run.num_rollout"),
-        "reward": last.get("rollout/raw_reward"),
-        "loss": last.get("train/loss"),
-        "evaluations": {name: value for name, value in last.items() if name.endswith("_accuracy")},
-        "changed": (metrics if metrics.exists() else run.path).stat().st_mtime,
-    }
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.cli.terminal import has_colours, paint, visible
+from slimectl.viewer.token_colours import COLOURS as COLOUR_SCALES
 
 TAUGHT, READ, PROMPT = "taught", "read", "prompt"
 COLOURS = {TAUGHT: "30;42", READ: "33", PROMPT: "2"}
@@ -26,9 +27,6 @@ VERSIONS = ("46", "43", "45", "42", "44", "41")
 MARKED = "4"
 NAMES = ("logprob", "advantage", "ratio", "trainer_minus_engine", "mask", "version", "reference", "teacher")
 """Values of --color-by."""
-RANGES = {"logprob": (0, -5), "advantage": (-2, 2), "ratio": (0.74, 1.35), "trainer_minus_engine": (-0.1, 0.1),
-          "reference": (-3, 3), "teacher": (-3, 3)}  # fmt: skip
-"""Values of the weakest or lowest colour, and of the strongest; they equal the scales of viewer/token_colours.py."""
 
 
 def legend(name: str, *, coloured: bool | None = None) -> str:
@@ -40,12 +38,12 @@ def legend(name: str, *, coloured: bool | None = None) -> str:
         return "weight version: a colour each" if coloured else "weight version: in {} after the tokens it wrote"
     if not coloured:
         return f"{name}: in {{}} after its tokens" + (", ! if clipped" if name == "ratio" else "")
-    low, high = RANGES[name]
+    low, high = next(colour.ends for colour in COLOUR_SCALES if colour.name == name)
     cold = low > high
     shades = [("cold", level) for level in range(5)] if cold else [("low", level) for level in (4, 3, 2, 1)]
     shades += [] if cold else [("high", level) for level in range(5)]
     bar = "".join(_shade(" ", tone, level) for tone, level in shades)
-    return f"{name}: {low:g} {bar} {high:g}" + (", underlined if clipped" if name == "ratio" else "")
+    return f"{name}: {low:.3g} {bar} {high:.3g}" + (", underlined if clipped" if name == "ratio" else "")
 
 
 def tokens_text(view: Mapping[str, Any], name: str, *, coloured: bool | None = None) -> str:

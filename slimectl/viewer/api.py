@@ -6,9 +6,12 @@ import base64
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from slimectl.builders.trackers import roll_metrics
 from slimectl.data.images import thumbnail
@@ -24,14 +27,17 @@ from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.types import Sample
 from slimectl.viewer import queries
 from slimectl.viewer.commands import commands
-from slimectl.viewer.library import Library, SamplesFile
+from slimectl.viewer.conversation import Decode, attempt_tree, conversation, prompt_messages
+from slimectl.viewer.library import Library, SamplesFile, size_of
+from slimectl.viewer.run_table import seed_groups, settings_columns, summary
 from slimectl.viewer.token_view import Decoders, sample_view
 
 INDEX_S = 0.5
 """Seconds that a question waits for an index to grow; the page asks again until it is complete."""
 PAGE = 50
 MAX_UNTRAINED = 100
-"""Most samples in the list of those that no step trained on."""
+"""Most samples in the list of samples that no step trained on."""
+MAX_BRANCHES = 200
 CLOCKS = ("perf/total_time", "perf/eval_time")
 """Metrics that the page sums to the time axis, which ROLL does not have."""
 
@@ -44,15 +50,18 @@ class ViewApi:
     def __init__(self, library: Library, load_tokenizer: Callable[[Path], Any]) -> None:
         self.library = library
         self._decoders = Decoders(load_tokenizer)
+        self._summaries: dict[str, tuple[int, dict[str, Any]]] = {}
+        """Size of its metrics and summary of each run."""
         self.questions: dict[str, Callable[[Parameters], Any]] = {
             "catalogue": lambda parameters: self.library.catalogue(),
             "definitions": lambda parameters: {metric.name: [metric.unit, metric.definition] for metric in CATALOGUE},
             "settings": lambda parameters: self.library.settings_table(),
+            "runs": lambda parameters: self._runs(),
             "metrics": self._metrics,
             "histograms": self._histograms,
             "dropped": self._dropped,
             "groups": self._groups,
-            "group": lambda parameters: queries.group(self._index(parameters), _integer(parameters, "group")),
+            "group": self._group,
             "sample": self._sample,
             "raw": self._raw,
             "images": self._images,
@@ -64,7 +73,7 @@ class ViewApi:
     def answer(self, question: str, parameters: Parameters) -> Any:
         """Return the answer to a question. Raises SettingsError for an unknown one or a wrong parameter."""
         if question not in self.questions:
-            raise SettingsError(f"{question}: is no question of this view; ask one of {', '.join(self.questions)}")
+            raise SettingsError(f"{question}: unknown question. Ask one of {', '.join(self.questions)}")
         return self.questions[question](parameters)
 
     def preload(self) -> None:
@@ -81,6 +90,22 @@ class ViewApi:
         index = self.library.index(self._file(parameters, name))
         index.extend(INDEX_S)
         return index
+
+    def _runs(self) -> dict[str, Any]:
+        """Return the table of runs. The metrics of a run are read again only when they have grown."""
+        runs = self.library.runs
+        for run in runs.values():
+            size = size_of(run.path / "metrics.jsonl")
+            if self._summaries.get(run.id, (None, {}))[0] != size:
+                self._summaries[run.id] = size, summary(run)
+        rows = [
+            {"id": run.id, "name": run.path.name}
+            | settings_columns(run)
+            | self._summaries[run.id][1]
+            | {"state": run.state}
+            for run in runs.values()
+        ]
+        return {"runs": rows, "groups": seed_groups(runs.values())}
 
     def _metrics(self, parameters: Parameters) -> dict[str, Any]:
         run = self.library.run(_text(parameters, "run"))
@@ -103,7 +128,7 @@ class ViewApi:
         """Return what a round counted as dropped or marked, and the samples, if known, that no step trained on."""
         file = self._file(parameters)
         if file.run is None or file.round is None or file.kind != "round":
-            raise SettingsError(f"file {file.id!r}: is of no round")
+            raise SettingsError(f"file {file.id!r}: not the samples of a round")
         counts = self.library.run(file.run).dropped(file.round, _integer(parameters, "offset", 0))
         rows = self._index(parameters).rows_without_training()
         return counts | {"untrained": rows and rows[:MAX_UNTRAINED], "untrained_total": rows and len(rows)}
@@ -119,6 +144,20 @@ class ViewApi:
             limit=_integer(parameters, "limit", PAGE),
         )
 
+    def _group(self, parameters: Parameters) -> dict[str, Any]:
+        """Return a group, with the messages of responses of several turns and the trees of attempts with branches."""
+        file, index = self._file(parameters), self._index(parameters)
+        decode = self._decoders.decoder(self.library.model_folder(file))
+        answer = queries.group(index, _integer(parameters, "group"))
+        attempts: defaultdict[int, list[int]] = defaultdict(list)
+        for sample in answer["samples"]:
+            attempts[sample["trajectory"]].append(sample["row"])
+            messages = conversation(index.record(sample["row"]), decode)
+            response = [message._asdict() for message in messages if message.author != "prompt"]
+            sample["messages"] = response if len(response) > 1 else None
+        trees = {number: _tree(index, rows, decode, answer["prompt"]) for number, rows in attempts.items()}
+        return answer | {"trees": {number: tree for number, tree in trees.items() if tree is not None}}
+
     def _sample(self, parameters: Parameters) -> dict[str, Any]:
         file, index = self._file(parameters), self._index(parameters)
         decode = self._decoders.decoder(self.library.model_folder(file))
@@ -128,7 +167,13 @@ class ViewApi:
         group = int(columns["group"][row])
         run = None if file.run is None else self.library.run(file.run)
         again = commands(run, file, view["record"], row)
-        return view | {"group": group, "hash": int(columns["prompt"][row]), "commands": again}
+        answer = view | {"group": group, "hash": int(columns["prompt"][row]), "commands": again,
+                         "samples": len(columns["group"])}  # fmt: skip
+        if view["start"]:
+            return answer
+        rows = np.flatnonzero((columns["group"] == group) & (columns["trajectory"] == columns["trajectory"][row]))
+        messages = [message._asdict() for message in conversation(index.record(row), decode)]
+        return answer | {"messages": messages, "tree": _tree(index, rows.tolist(), decode)}
 
     def _raw(self, parameters: Parameters) -> Any:
         return self._index(parameters).record(_integer(parameters, "row"))
@@ -182,6 +227,17 @@ class ViewApi:
         )
 
 
+def _tree(index: SampleIndex, rows: Sequence[int], decode: Decode | None, prompt: Any = None) -> dict[str, Any] | None:
+    """Return the branches of an attempt as a tree of messages, without the prompt of its group; None for one row."""
+    if len(rows) < 2:
+        return None
+    messages = {row: conversation(index.record(row), decode) for row in rows[:MAX_BRANCHES]}
+    start = [] if prompt is None else prompt_messages(prompt)
+    if all(branch[: len(start)] == start for branch in messages.values()):
+        messages = {row: branch[len(start) :] for row, branch in messages.items()}
+    return attempt_tree(messages)
+
+
 def graded_again(library: Library, file: SamplesFile, records: Sequence[dict[str, Any]]) -> list[Sample]:
     """Grade records of a file by the verifier of its run, with explanations. Raises SettingsError, RecordError."""
     from slimectl.api.stages import score
@@ -200,7 +256,9 @@ def _score_settings(library: Library, file: SamplesFile) -> Settings:
     Raises SettingsError where a function of the user's is the reward: a view runs no such code.
     """
     if file.run is None:
-        raise SettingsError(f"{file.path}: no run says how it was graded; use slimectl score FILE --explain")
+        raise SettingsError(
+            f"{file.path}: not part of a run, so its verifier is unknown. Use slimectl score FILE --explain"
+        )
     path = library.run(file.run).path / "run.toml"
     settings = resolve([from_file(path)]).settings
     if file.dataset is not None and file.dataset in settings.eval.datasets:
@@ -244,7 +302,7 @@ def _integer(parameters: Parameters, name: str, default: int | None = None) -> i
     try:
         number = int(text)
     except ValueError:
-        raise SettingsError(f"{name}: {text[:40]!r} is no whole number") from None
+        raise SettingsError(f"{name}: {text[:40]!r} is not a whole number") from None
     if number < 0 or number >= 1 << 63:
         raise SettingsError(f"{name}: {text[:40]} is out of range")
     return number
@@ -254,4 +312,4 @@ def _number(parameters: Parameters, name: str, default: float) -> float:
     try:
         return float(parameters.get(name, default))
     except ValueError:
-        raise SettingsError(f"{name}: {parameters[name][:40]!r} is no number") from None
+        raise SettingsError(f"{name}: {parameters[name][:40]!r} is not a number") from None

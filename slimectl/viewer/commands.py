@@ -51,18 +51,22 @@ def _doubt(settings: Settings) -> str:
     """Return why a request with the same weights and seed may give another answer; empty if it gives the same."""
     rollout = settings.rollout
     if rollout.agent or rollout.env or rollout.custom_generate_function_path or rollout.function_path:
-        return "its agent runs anew"
+        return "its agent runs again"
     if settings.engine.backend != "embedded":
         return f"the {settings.engine.backend} engine may draw other tokens"
-    return "an answer that was interrupted begins anew" if rollout.partial_rollout else ""
+    return "interrupted responses start again" if rollout.partial_rollout else ""
 
 
 def _weights(run: RunSource, record: dict[str, Any]) -> tuple[Path, str]:
-    """Return the model that wrote a sample; of a sample whose weights are gone, the newest, and a line that says so."""
+    """Return the model that wrote a sample. If its weights are gone, return the newest, and the reason in one line."""
     newest = run.path / "latest"
     versions = sorted({str(version) for version in record.get("weight_versions") or ()})
     if len(versions) != 1:
-        written = f"versions {', '.join(versions)} wrote it" if versions else "nothing says which weights wrote it"
+        written = (
+            f"versions {', '.join(versions)} wrote it"
+            if versions
+            else "the record does not name the weights that wrote it"
+        )
         return newest, f"by the newest weights; {written}"
     if versions == ["0"]:
         path = run.settings.get("model.path")

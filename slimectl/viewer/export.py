@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import re
 from collections import Counter
@@ -18,12 +19,12 @@ from slimectl.viewer.library import SamplesFile
 from slimectl.viewer.server import PAGE_FILES
 
 MAX_BYTES = 40 << 20
-"""Most bytes of answers in a file, so that a mail takes it and a browser opens it."""
+"""Most bytes of answers in a file before compression, so that a browser opens it."""
 GROUPS = (8, 50)
 """Groups of each samples file, all their samples included: of every file the first 8, then those up to 50."""
 FULL_BYTES = 64 << 10
 """Room that is too small for the search of a page that fits."""
-IMPORT = re.compile(r'from "\./([a-z]+\.js)"')
+IMPORT = re.compile(r'from "\./([a-z_]+\.js)"')
 POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 
 UNRESERVED = "!'()*~"
@@ -33,7 +34,7 @@ Question = tuple[str, dict[str, str]]
 
 
 def write_page(api: ViewApi, path: Path) -> str:
-    """Write the page; return a line that says how large it is and what it leaves out. Raises StorageError."""
+    """Write the page. Return a line with its size and the number of pages that it leaves out. Raises StorageError."""
     answers: dict[str, Any] = {}
     size = left_out = 0
     for question, parameters in _questions(api):
@@ -63,6 +64,7 @@ def _questions(api: ViewApi) -> Iterator[Question]:
     yield "catalogue", {}
     yield "definitions", {}
     yield "settings", {}
+    yield "runs", {}
     for run in library.runs:
         yield "metrics", {"run": run}
         yield "metrics", {"run": run, "naming": "roll"}
@@ -89,7 +91,7 @@ def _questions(api: ViewApi) -> Iterator[Question]:
 
 
 def _group(api: ViewApi, file: SamplesFile, line: dict[str, Any]) -> Iterator[Question]:
-    """Yield the questions of the page of a group, and of those of its samples."""
+    """Yield the questions of the page of a group and of the pages of its samples."""
     yield "group", {"file": file.id, "group": str(line["group"])}
     for row in line["rows"]:
         place = {"file": file.id, "row": str(row)}
@@ -132,14 +134,13 @@ def _html(answers: dict[str, Any]) -> str:
     }
     imports = {f"view/{name}": _data_address(text) for name, text in modules.items()}
     styles = "\n".join((PAGE_FILES / name).read_text(encoding="utf-8") for name in ("uplot.css", "style.css"))
-    # No text of a sample may end the element that carries it.
-    data = json.dumps(answers).replace("<", "\\u003c")
+    data = base64.b64encode(gzip.compress(json.dumps(answers).encode(), 6)).decode()
     license_text = (PAGE_FILES / "uplot-license.txt").read_text(encoding="utf-8")
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f"<!-- uPlot: {license_text.strip()} -->\n<style>{styles}</style>\n"
         f'<script type="importmap">{json.dumps({"imports": imports})}</script>\n'
-        f'<script type="application/json" id="answers">{data}</script>\n'
+        f'<script type="application/gzip" id="answers">{data}</script>\n'
         '<script type="module">import "view/main.js";</script>'
     )
     page = (PAGE_FILES / "index.html").read_text(encoding="utf-8")

@@ -53,7 +53,7 @@ class SamplesFile:
     def to_json(self) -> dict[str, Any]:
         return {
             "id": self.id, "path": str(self.path), "title": self.title, "kind": self.kind, "run": self.run,
-            "round": self.round, "dataset": self.dataset, "bytes": _size(self.path),
+            "round": self.round, "dataset": self.dataset, "bytes": size_of(self.path),
         }  # fmt: skip
 
 
@@ -171,7 +171,9 @@ class Library:
         elif not path.exists():
             raise SettingsError(f"{path}: no such file or folder")
         else:
-            raise SettingsError(f"{path}: is no run and holds none; give a run's folder (runs/NAME) or a samples file")
+            raise SettingsError(
+                f"{path}: not a run, and contains no runs. Give a run's folder (runs/NAME) or a samples file"
+            )
 
     def files(self) -> dict[str, SamplesFile]:
         """Return all samples files at present by identifier."""
@@ -233,7 +235,7 @@ class Library:
         runs = [
             {"id": run.id, "name": run.path.name, "path": str(run.path), "state": run.state,
              "files": [file.to_json() for file in run.files()],
-             "metrics_bytes": _size(run.path / "metrics.jsonl")}
+             "metrics_bytes": size_of(run.path / "metrics.jsonl")}
             for run in self.runs.values()
         ]  # fmt: skip
         return {"runs": runs, "files": [file.to_json() for file in self.named_files.values()]}
@@ -266,7 +268,9 @@ def read_view(path: Path) -> tuple[Library, list[SamplesFile]]:
         key = source.settings.get("score.reward_key")
         files = [SamplesFile(f"{source.id}.x", path, path.name, "samples", source.id, reward_key=key)]
     if not files:
-        raise SettingsError(f"{path}: has no samples; a run keeps those of its rounds by run.keep_samples = true")
+        raise SettingsError(
+            f"{path}: has no samples. A run keeps the samples of its rounds with run.keep_samples = true"
+        )
     return library, files
 
 
@@ -303,7 +307,7 @@ def _json_lines(path: Path, offset: int) -> tuple[list[Any], int, bool]:
 
     A file that became shorter, as a resume makes it, is read from its start: offset 0 comes back with its lines.
     """
-    if offset > _size(path):
+    if offset > size_of(path):
         return [], 0, _is_file(path)
     text, start, more = _whole_lines(path, offset)
     lines = []
@@ -321,7 +325,7 @@ def _whole_lines(path: Path, offset: int) -> tuple[bytes, int, bool]:
     if not _is_file(path):
         return b"", 0, False
     with path.open("rb") as file:
-        start = offset if offset <= _size(path) else 0
+        start = offset if offset <= size_of(path) else 0
         file.seek(start)
         text = file.read(MAX_METRICS_BYTES)
     whole = text[: text.rfind(b"\n") + 1]
@@ -354,7 +358,7 @@ def _is_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
     with suppress(OSError):
         return path.stat().st_size
     return 0

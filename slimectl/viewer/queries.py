@@ -17,6 +17,7 @@ from slimectl.chats.messages import content_text
 from slimectl.data.filter_expression import FilterExpression, field_of
 from slimectl.data.sample_index import COLUMNS, STATUSES, SampleIndex, prompt_hash
 from slimectl.errors import SettingsError
+from slimectl.viewer.conversation import own_prompt
 
 PREVIEW = 240
 """Characters of a prompt or an answer in a list."""
@@ -164,13 +165,22 @@ def group(index: SampleIndex, number: int) -> dict[str, Any]:
     first = index.record(rows[0]) if rows else {}
     return {
         "group": number,
-        "prompt": first.get("prompt", ""),
+        "prompt": _group_prompt(index, columns, rows, first),
         "label": first.get("label"),
         "metadata": first.get("metadata"),
         "tools": first.get("tools"),
         "hash": int(columns["prompt"][rows[0]]) if rows else None,
         "samples": samples,
     }
+
+
+def _group_prompt(
+    index: SampleIndex, columns: dict[str, np.ndarray], rows: Sequence[int], first: dict[str, Any]
+) -> Any:
+    """Return the prompt of a group, given its first record; of branches, what they share."""
+    attempt = columns["trajectory"][rows[:MAX_GROUP_ROWS]]
+    branches = [row for row, number in zip(rows, attempt, strict=False) if number == attempt[0]]
+    return own_prompt([first, *(index.record(row) for row in branches[1:])]) if branches else ""
 
 
 def histograms(index: SampleIndex, *, version: int | None) -> dict[str, Any]:
@@ -355,12 +365,13 @@ def _group_line(
     return {
         "group": int(columns["group"][rows[0]]),
         "hash": int(columns["prompt"][rows[0]]),
-        "prompt": preview(first.get("prompt", "")),
+        "prompt": preview(_group_prompt(index, columns, rows, first)),
         "label": first.get("label"),
         "rows": rows[:MAX_GROUP_ROWS],
         "size": len(rows),
         "matches": [row for row in rows[:MAX_GROUP_ROWS] if row in matching],
         "rewards": _numbers(rewards[:MAX_GROUP_ROWS]),
+        "attempts": columns["trajectory"][rows[:MAX_GROUP_ROWS]].tolist(),
         "lengths": columns["response_length"][rows[:MAX_GROUP_ROWS]].tolist(),
         "statuses": [STATUSES[number].value for number in columns["status"][rows[:MAX_GROUP_ROWS]]],
         "mean": _number(_mean(rewards)),

@@ -21,14 +21,26 @@ class TokenColour:
     columns: tuple[str, ...]
     """Lists that a sample needs for it."""
     value: Callable[[Values], float | None]
-    scale: Callable[[float], float]
+    full: float
+    """The value that has strength 1."""
     tone: str
     """"cold" (only strong or weak), "both" (low and high), "taught" or "author"."""
     mark: str | None = None
     """A list whose true values are marked too."""
+    is_ratio: bool = False
+    """Whether equal factors, not equal differences, are equal strengths; 1 has strength 0."""
 
     def strength(self, value: float) -> float:
-        return max(-1.0, min(1.0, self.scale(value)))
+        if not self.is_ratio:
+            return max(-1.0, min(1.0, value / self.full))
+        return max(-1.0, min(1.0, math.log(value) / math.log(self.full))) if value > 0 else -1.0
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The values of the lowest and the highest strength."""
+        if self.tone == "both":
+            return (1 / self.full if self.is_ratio else -self.full), self.full
+        return 0.0, self.full
 
 
 def _difference(left: str, right: str) -> Callable[[Values], float | None]:
@@ -51,20 +63,16 @@ def _number(value: Any) -> float | None:
 VERSION = "weight_version"
 LOGPROB, OLD, REFERENCE, TEACHER = "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs"
 COLOURS = (
-    TokenColour("logprob", "log-prob", (LOGPROB,), _of(LOGPROB), lambda value: -value / 5, "cold"),
-    TokenColour("trainer_minus_engine", "trainer − engine", (OLD, LOGPROB), _difference(OLD, LOGPROB),
-                lambda value: value / 0.1, "both"),
-    TokenColour("ratio", "ratio", ("ratios",), _of("ratios"),
-                lambda value: math.log(value) / 0.3 if value > 0 else -1.0, "both", mark="clipped"),
-    TokenColour("advantage", "advantage", ("advantages",), _of("advantages"), lambda value: value / 2, "both"),
-    TokenColour("reference", "reference", (REFERENCE, LOGPROB), _difference(LOGPROB, REFERENCE),
-                lambda value: value / 3, "both"),
-    TokenColour("teacher", "teacher", (TEACHER, LOGPROB), _difference(TEACHER, LOGPROB),
-                lambda value: value / 3, "both"),
-    TokenColour("mask", "loss mask", ("loss_mask",), _of("loss_mask"), lambda value: value, "taught"),
-    TokenColour(VERSION, "weight version", (VERSION,), _of(VERSION), lambda value: value, "both"),
-    TokenColour("author", "author", (), lambda values: None, lambda value: value, "author"),
-)  # fmt: skip
+    TokenColour("logprob", "log-prob", (LOGPROB,), _of(LOGPROB), -5, "cold"),
+    TokenColour("trainer_minus_engine", "trainer − engine", (OLD, LOGPROB), _difference(OLD, LOGPROB), 0.1, "both"),
+    TokenColour("ratio", "ratio", ("ratios",), _of("ratios"), math.exp(0.3), "both", mark="clipped", is_ratio=True),
+    TokenColour("advantage", "advantage", ("advantages",), _of("advantages"), 2, "both"),
+    TokenColour("reference", "engine − reference", (REFERENCE, LOGPROB), _difference(LOGPROB, REFERENCE), 3, "both"),
+    TokenColour("teacher", "teacher − engine", (TEACHER, LOGPROB), _difference(TEACHER, LOGPROB), 3, "both"),
+    TokenColour("mask", "loss mask", ("loss_mask",), _of("loss_mask"), 1, "taught"),
+    TokenColour(VERSION, "weight version", (VERSION,), _of(VERSION), 1, "both"),
+    TokenColour("author", "author", (), lambda values: None, 1, "author"),
+)
 """Colours in the order of the page's keys 1 to 9."""
 
 
@@ -81,11 +89,18 @@ def token_colours(columns: Mapping[str, Sequence[Any]], authors: Sequence[str]) 
             "values": values,
             "strengths": _strengths(colour, values),
             "marks": list(columns.get(colour.mark or "", ())),
+            "ends": _version_ends(values) if colour.name == VERSION else colour.ends,
         }
         for colour in COLOURS
         if all(name in columns for name in colour.columns) and (colour.name != VERSION or _differ(columns[VERSION]))
         for values in [_values(colour, columns, authors)]
     ]
+
+
+def _version_ends(values: Sequence[float | None]) -> tuple[float, float]:
+    """Return the oldest and the newest weight version of a sample."""
+    numbers = [value for value in values if value is not None]
+    return min(numbers, default=0.0), max(numbers, default=0.0)
 
 
 def _differ(column: Sequence[Any]) -> bool:

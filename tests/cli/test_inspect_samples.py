@@ -175,7 +175,9 @@ def test_a_sample_says_why_it_has_its_reward(run: Path, file: Path, tmp_path: Pa
     words = [run / "step_000002", "--where", "index == 21", "--explain"]
     why = "why: response: 'the good one' is not the label 'b'"
     assert inspect(*words).stdout.splitlines()[-1] == why
-    assert "no run says how it was graded; use slimectl score" in inspect(file, "--explain", code=2).stderr
+    assert (
+        "not part of a run, so its verifier is unknown. Use slimectl score" in inspect(file, "--explain", code=2).stderr
+    )
     assert "--diff and --explain exclude each other" in inspect("--diff", file, file, "--explain", code=2).stderr
     explanation = {"extracted": None, "from": "\x1b[31mbox", "why": "empty", "span": None}
     parts = [sample(0, metadata={"explanation": value}) for value in (explanation, {"from": 3}, "text")]

@@ -55,7 +55,7 @@ def test_the_table_has_a_line_for_each(folder: Path):
     assert lines[2].endswith("d ago")
 
 
-@pytest.mark.parametrize(("name", "reason"), [("nothing", "no such folder"), ("empty", "holds none")])
+@pytest.mark.parametrize(("name", "reason"), [("nothing", "no such folder"), ("empty", "contains no runs")])
 def test_a_folder_without_runs_is_one_line(tmp_path: Path, name: str, reason: str):
     (tmp_path / "empty").mkdir()
     result = CliRunner().invoke(app, ["runs", str(tmp_path / name)])

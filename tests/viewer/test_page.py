@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from views import HOSTILE, View, hostile_samples, viewing
@@ -139,11 +140,115 @@ def test_curves_of_two_runs_stand_in_one_chart_and_can_be_searched(page: Any, vi
     assert page.get_by_role("row", name="train.lr 0.001 0.0005").count() == 1
 
 
+REWARDS = {"fast-s1": [0.0, 1.0], "fast-s2": [0.5, 0.5], **{f"solo{n}": [n / 100, n / 50] for n in range(1, 9)}}
+"""Rewards of two rounds of ten runs: two seeds, and eight learning rates."""
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
+    folder = tmp_path_factory.mktemp("shelf")
+    for age, (name, rewards) in enumerate(REWARDS.items()):
+        run = folder / name
+        run.mkdir()
+        seed = int(name[-1])
+        lr = 1e-3 if name.startswith("fast") else seed * 1e-4
+        (run / "run.toml").write_text(f"[run]\nname = '{name}'\nseed = {seed}\n[train]\nlr = {lr}\n")
+        lines = [
+            {"step": 2 * n, "rollout_id": n, "metrics": {"rollout/raw_reward": reward, "train/loss": 0.0}}
+            for n, reward in enumerate(rewards, start=1)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        os.utime(run / "metrics.jsonl", (1_000_000 - age, 1_000_000 - age))
+    with viewing(folder) as view:
+        yield view
+
+
+def saved(page: Any, kind: str) -> bytes:
+    with page.expect_download() as download:
+        page.get_by_label(f"save rollout/raw_reward as {kind}").click()
+    assert download.value.suggested_filename == f"rollout-raw_reward.{kind.lower()}"
+    return Path(download.value.path()).read_bytes()
+
+
+def test_the_table_of_runs_is_sorted_searched_and_leads_to_curves(page: Any, shelf: View):
+    def names() -> list[str]:
+        return page.locator("tbody td.run").all_inner_texts()
+
+    page.goto(shelf.address)
+    page.wait_for_selector("h2:has-text('Runs')")
+    assert names() == list(REWARDS)  # the last changed first
+    page.get_by_role("button", name="final reward").click()
+    assert names()[0] == "solo1"
+    page.get_by_role("button", name="final reward").click()
+    assert names()[:3] == ["fast-s1", "fast-s2", "solo8"]
+    page.get_by_label("Search runs").fill("solo reward>0.1 lr<8e-4")
+    assert names() == ["solo7", "solo6"]
+    assert "sort=-reward&search=solo" in page.evaluate("location.hash")
+    page.get_by_label("Search runs").fill("fast")
+    page.get_by_label("one row for each group of seeds").check()
+    cells = page.locator("tbody tr td").all_inner_texts()
+    assert cells[1] == "fast (2 seeds)"
+    assert "0.75 ± 0.35" in cells
+    page.get_by_label("Show a setting").select_option("train.lr")
+    assert page.get_by_role("columnheader", name="train.lr").count() == 1
+    page.get_by_label("choose fast").check()
+    page.get_by_role("link", name="Curves of these 2 runs").click()
+    page.wait_for_selector(".chart")
+    assert page.locator(".legend > label").all_inner_texts() == ["fast (2 seeds) stopped"]
+
+
+def test_seeds_are_one_line_with_a_band_and_charts_are_saved(page: Any, shelf: View):
+    """Means 0.25 and 0.75, standard deviations sqrt(2 * 0.25²) = 0.353553 of two seeds."""
+    open_page(page, shelf, "curves?runs=fast-s1,fast-s2,solo8&search=raw_reward")
+    page.wait_for_selector(".chart canvas")
+    header, *rows = saved(page, "CSV").decode().splitlines()
+    assert header == "step,fast (2 seeds) mean,fast (2 seeds) low,fast (2 seeds) high,solo8"
+    table = [[float(cell) for cell in row.split(",")] for row in rows]
+    assert table == [
+        pytest.approx([2, 0.25, 0.25 - 0.353553, 0.25 + 0.353553, 0.08], abs=1e-6),
+        pytest.approx([4, 0.75, 0.75 - 0.353553, 0.75 + 0.353553, 0.16], abs=1e-6),
+    ]
+    tags = [element.tag.rpartition("}")[2] for element in ElementTree.fromstring(saved(page, "SVG").decode()).iter()]
+    assert (tags.count("polyline"), tags.count("polygon")) == (2, 1)
+    assert saved(page, "PNG").startswith(b"\x89PNG\r\n")
+    page.get_by_label("mean and band of seeds").uncheck()
+    page.wait_for_selector(".legend:has-text('fast-s2')")
+    assert saved(page, "CSV").decode().splitlines()[0] == "step,fast-s1,fast-s2,solo8"
+
+
+def test_of_many_runs_some_are_drawn_and_the_address_keeps_the_choice(page: Any, shelf: View):
+    open_page(page, shelf, "curves")
+    page.wait_for_selector(".chart")
+    assert page.locator(".legend > label").count() == 6
+    assert page.locator(".legend summary").inner_text() == "3 more, not drawn"
+    assert page.locator(".chart").first.get_attribute("data-metric") == "rollout/raw_reward"
+    page.locator(".legend summary").click()
+    page.locator(".folded label", has_text="solo8").click()
+    page.wait_for_selector(".legend > label:has-text('solo8')")
+    page.get_by_label("scale").select_option("log")
+    page.get_by_label("over").select_option("round")
+    page.get_by_label("Smoothing").fill("0.5")
+    page.get_by_label("Search metrics").fill("reward")
+    address = page.evaluate("location.hash")
+    assert "solo8" in address
+    assert address.endswith("axis=round&scale=log&smoothing=0.5&search=reward")
+    page.goto("about:blank")
+    page.goto(shelf.address + address)
+    page.wait_for_selector(".legend > label:has-text('solo8')")
+    assert page.locator(".legend > label").count() == 7
+    controls = [page.get_by_label(label).input_value() for label in ("over", "scale", "Smoothing", "Search metrics")]
+    assert controls == ["round", "log", "0.5", "reward"]
+    colours = page.locator(".legend .swatch").evaluate_all("swatches => swatches.map((one) => one.style.background)")
+    assert len(set(colours)) == 9
+
+
 def test_a_round_is_searched_filtered_and_sorted(page: Any, view: View):
     file = file_of(view, "round 2", "a")
     open_page(page, view, f"round/{file['id']}")
     assert page.locator("tbody tr").count() == 4
-    assert page.locator(".histogram").count() >= 2
+    counts = page.locator(".histogram").nth(0).locator(".bar small").all_inner_texts()
+    assert sum(map(int, counts)) <= 32
+    assert page.get_by_text("wrote every sample (staleness 0)").count() == 1
     page.get_by_label("Filter expression").fill("reward > 2")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=0 of them match")
@@ -233,8 +338,15 @@ def test_a_sample_shows_its_tokens_numbers_turns_and_branches(page: Any, view: V
     shown = page.locator(".token-details").inner_text()
     assert f"engine log-prob {record['rollout_log_probs'][-1]:.4g}"[:24] in shown
     assert "advantage" in shown  # of run.keep_samples = train
+    assert page.locator(".scale").inner_text().split("\n")[0].startswith("0")
     page.keyboard.press("3")
     assert page.locator("[data-mode='ratio']").get_attribute("aria-pressed") == "true"
+    assert page.locator(".scale").inner_text().split()[:3] == ["0.741", "1", "1.35"]
+    page.get_by_role("button", name="next").click()  # the next sample keeps its colours
+    page.wait_for_selector("h2:has-text('attempt 1')")
+    assert "colour=ratio" in page.evaluate("location.hash")
+    page.get_by_role("button", name="previous").click()
+    page.wait_for_selector("h2:has-text('attempt 0 · branch 2')")
     assert page.locator(".tree a").count() == 2
     page.locator("details summary").click()
     page.wait_for_selector("text=rollout_log_probs")
@@ -262,15 +374,24 @@ def test_turns_messages_and_calls_of_a_chat_stand_apart(page: Any, workshop: Wor
     with viewing(tmp_path / "samples.jsonl") as view:
         open_page(page, view, "sample/f0/0")
         assert page.locator(".author").all_inner_texts() == [
-            "prompt", "policy (taught elsewhere or not at all)", "environment", "policy",
+            "prompt", "policy (not trained on here)", "environment", "policy",
         ]  # fmt: skip
-        assert page.locator(".role").all_inner_texts() == ["user", "assistant", "tool"]
+        headers = "".join(page.locator(".token.header").all_inner_texts())
+        assert headers == "".join(f"<|im_start|>{role}↵\n" for role in ("user", "assistant", "tool"))
         assert page.locator(".block").count() == 5
         calls = page.locator(".block.policy .tool-call[aria-label='tool call']").all_inner_texts()
         assert [text.removeprefix("tool call").strip() for text in calls] == [texts[1]]
         assert page.locator(".block.environment .tool-call[aria-label='result of a tool']").count() == 1
         page.get_by_text("1 tool: add").click()
         assert page.locator(".tools .text").is_visible()
+        page.get_by_role("button", name="Messages", exact=True).click()
+        assert not page.locator(".token").first.is_visible()
+        shown = [text.split("\n", 1) for text in page.locator(".messages .turn").all_inner_texts()]
+        assert [(role, text.strip()) for role, text in shown] == [
+            ("user", "Add."), ("assistant", texts[1]), ("tool", "<tool_response>3</tool_response>"),
+            ("assistant", "It is 3."),
+        ]  # fmt: skip
+        assert page.evaluate("location.hash").endswith("?as=chat")
         open_page(page, view, "group/f0/0")
         assert page.get_by_text("1 tool: add").count() == 1
 
@@ -300,14 +421,14 @@ def test_the_command_of_a_sample_replays_it(view: View, workshop: Workshop):
         "sample this prompt again (by the newest weights; the checkpoint of version 1, which wrote it, is gone)"
     )
     file = file_of(view, "round 1", "a")
-    assert "its agent runs anew" in view.ask(f"sample?file={file['id']}&row=0")["commands"][0]["title"]
+    assert "its agent runs again" in view.ask(f"sample?file={file['id']}&row=0")["commands"][0]["title"]
 
 
 def test_a_prompt_is_followed_over_rounds_and_two_evaluations_are_compared(page: Any, view: View):
     file = file_of(view, "small after round 0", "a")
     open_page(page, view, f"group/{file['id']}/0")
-    page.get_by_text("this prompt over time").click()
-    page.wait_for_selector("text=appearances")
+    page.get_by_text("follow this prompt").click()
+    page.wait_for_selector("text=rounds and evaluations")
     titles = page.locator("article.answer header a:first-child").all_inner_texts()
     assert {"round 1", "round 3", "small after round 0", "small after round 4"} <= set(titles)
     page.get_by_role("link", name="Compare").click()
@@ -316,7 +437,7 @@ def test_a_prompt_is_followed_over_rounds_and_two_evaluations_are_compared(page:
     assert page.locator(".difference").first.is_visible()
 
 
-@pytest.mark.parametrize("address", ["curves", "round", "compare", "round/{}", "group/{}/0", "sample/{}/0"])
+@pytest.mark.parametrize("address", ["runs", "curves", "round", "compare", "round/{}", "group/{}/0", "sample/{}/0"])
 def test_pages_fit_a_telephone_and_every_control_has_a_name(page: Any, view: View, address: str):
     page.set_viewport_size({"width": 400, "height": 800})
     open_page(page, view, address.format(file_of(view, "round 1", "a")["id"]))
@@ -336,6 +457,7 @@ def test_a_run_is_followed_while_it_writes(page: Any, workshop: Workshop, tmp_pa
         open_page(page, view, "curves")
         page.wait_for_selector("text=live: a")
         before = page.locator("[data-metric='rollout/raw_reward'] [role=img]").get_attribute("aria-label")
+        assert page.locator(".legend").inner_text().strip() == "a running"
         (run / "metrics.jsonl").write_text("".join(lines))
         until(
         page,
@@ -349,6 +471,11 @@ def test_a_run_is_followed_while_it_writes(page: Any, workshop: Workshop, tmp_pa
         with samples.open("a") as file:
             file.write(json.dumps({**record, "group_index": 99, "index": 999}) + "\n")
         page.wait_for_selector("text=33 samples")
+        page.keyboard.press("c")
+        page.wait_for_selector("text=live: a")
+        manifest = json.loads((run / "manifest.json").read_text())
+        (run / "manifest.json").write_text(json.dumps(manifest | {"finished": "now"}))
+        page.wait_for_selector(".legend:has-text('a finished')")
 
 
 BRANCHING = """
@@ -388,13 +515,20 @@ def test_the_branches_of_a_program_are_a_tree_while_its_run_goes_on(page: Any, w
         page.wait_for_selector("text=live: c")
         open_page(page, view, "sample/n0.r1/0")
         page.wait_for_selector(".token")
-        assert page.locator(".tree .tree .tree a").count() == 0  # one fork
-        assert page.locator(".tree .tree a").all_inner_texts() == ["row 0 (this)", "row 1"]
-        page.get_by_role("link", name="row 1", exact=True).click()
-        page.wait_for_selector("b:has-text('row 1 (this)')")
+        assert page.locator(".tree .tree a").count() == 0  # one fork
+        assert page.locator(".tree a").all_inner_texts() == ["branch 1 (this one)", "branch 2"]
+        page.get_by_role("link", name="branch 2", exact=True).click()
+        page.wait_for_selector("b:has-text('branch 2 (this one)')")
         assert [word.strip() for word in page.locator(".author").all_inner_texts()][-2:] == ["environment", "policy"]
+        page.get_by_role("link", name="group 0").click()
+        page.wait_for_selector("article.answer")
+        assert page.get_by_label("Prompt").inner_text().endswith("say one")  # not that of the branch with another past
+        assert page.locator("article.answer").count() == 2  # attempts
+        assert page.locator("article.answer").first.locator(".tree > li").count() == 2
+        assert page.locator("article.answer").first.get_by_text("another past", exact=True).count() == 1
         page.keyboard.press("r")
         page.wait_for_selector("h2:has-text('round 1')")
+        assert page.locator("tbody tr").first.locator(".cell").count() == 2  # one for each attempt
         (workshop.folder / "second_round").touch()
         page.wait_for_selector("option[value='n0.r2']", state="attached", timeout=60_000)
         page.keyboard.press("ArrowRight")

@@ -14,7 +14,9 @@ import pytest
 
 from slimectl.data.sample_index import SampleIndex, prompt_hash
 from slimectl.viewer import queries
-from slimectl.viewer.token_view import branches, marked_parts, sample_view, token_texts
+from slimectl.viewer.conversation import Message, attempt_tree, conversation, own_prompt
+from slimectl.viewer.token_colours import COLOURS
+from slimectl.viewer.token_view import marked_parts, sample_view, token_texts
 
 
 def samples(seed: int = 3, groups: int = 40) -> list[dict]:
@@ -163,36 +165,90 @@ def test_a_comparison_names_the_prompts_that_became_right_and_wrong(tmp_path: Pa
     assert queries.compare(before, after, threshold=0.5)["became_right"] == 1
 
 
-def test_the_samples_of_an_attempt_are_a_tree_of_shared_tokens(tmp_path: Path):
-    tokens = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [8], [1, 2, 3, 4, 6]]
-    lines = [
-        {
-            "index": at,
-            "rollout_id": 0 if at != 3 else 3,
-            "prompt": "p",
-            "tokens": ids,
-            "response": "",
-            "response_length": 1,
-        }
-        for at, ids in enumerate(tokens)
-    ]
-    index = index_of(tmp_path / "samples.jsonl", lines)
+def decoded(tokens) -> str:
+    return "".join(map(chr, tokens))
 
-    def ends(node: dict[str, Any], prefix: list[int]) -> dict[int, list[int]]:
-        """Rebuild the tokens of every row from the tree."""
-        found: dict[int, list[int]] = {}
-        for row in node["rows"]:
-            found[row] = tokens[row][: node["end"]]
-        for child in node["children"]:
-            assert child["start"] == node["end"]
-            found |= ends(child, prefix)
-        return found
 
-    tree = branches(index, 0)
-    assert tree is not None
-    assert (tree["start"], tree["end"]) == (0, 2)
-    assert ends(tree, []) == {row: tokens[row] for row in (0, 1, 2, 4)}
-    assert branches(index, 3) is None
+USER_TURN = "<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "templated", "messages"),
+    [
+        ([{"role": "system", "content": "Short."}, {"role": "user", "content": "2+2"}], "anything",
+         [("system", "Short."), ("user", "2+2")]),
+        ("2+2", "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n",
+         [("system", "Short."), ("user", "2+2")]),
+        ("2+2", "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2+2<|eot_id|>"
+         "<|start_header_id|>assistant<|end_header_id|>\n\n", [("user", "2+2")]),
+        ("2+2", "<bos><start_of_turn>user\n2+2<end_of_turn>\n<start_of_turn>model\n", [("user", "2+2")]),
+        ("2+2", "[gMASK]<sop><|system|>\nShort.<|user|>\n2+2<|assistant|>\n",
+         [("prompt", "[gMASK]<sop>"), ("system", "Short."), ("user", "2+2")]),
+        ("2+2", "<｜begin▁of▁sentence｜><｜User｜>2+2<｜Assistant｜>", [("user", "2+2")]),
+    ],
+)  # fmt: skip
+def test_a_sample_is_a_conversation_in_each_family_of_templates(prompt, templated: str, messages: list):
+    """Two responses of the policy, which recorded turns delimit, and a user's message between them."""
+    texts = ["4<|im_end|>", USER_TURN, "Yes.<|im_end|>"]
+    first, second = len(texts[0]), len(texts[0] + texts[1])
+    record = {"prompt": prompt, "tokens": [*map(ord, templated + "".join(texts))],
+              "response_length": len("".join(texts)),
+              "metadata": {"agent": {"turns": [[0, first], [second, len("".join(texts))]]}}}  # fmt: skip
+    assert [(message.role, message.text) for message in conversation(record, decoded)] == [
+        *messages, ("assistant", "4"), ("user", "Sure?"), ("assistant", "Yes."),
+    ]  # fmt: skip
+
+
+def test_a_prompt_without_a_template_and_its_response_are_two_messages():
+    record = {"prompt": "cat>", "tokens": [*map(ord, "cat>tac")], "response_length": 3, "response": "tac"}
+    both = [Message("prompt", "prompt", "cat>"), Message("response", "policy", "tac")]
+    assert conversation(record, decoded) == both
+    assert conversation(record, None) == both
+
+
+def message(text: str, role: str = "user") -> Message:
+    return Message(role, {"user": "environment", "assistant": "policy"}[role], text)
+
+
+def test_the_branches_of_an_attempt_are_a_tree_of_messages():
+    """Rows 0 and 1 fork behind a shared answer, row 2 continues it, and row 3 ends with it."""
+    start, answer = message("hi"), message("four", "assistant")
+    tree = attempt_tree({
+        0: [start, answer, message("sure?"), message("yes", "assistant")],
+        1: [start, answer, message("why?"), message("so", "assistant")],
+        2: [start, message("four and more", "assistant")],
+        3: [start, answer],
+    })  # fmt: skip
+
+    def plain(node: dict[str, Any]) -> tuple:
+        return [one["text"] for one in node["messages"]], node["rows"], [plain(child) for child in node["children"]]
+
+    assert plain(tree) == (["hi", "four"], [3], [
+        (["sure?", "yes"], [0], []), (["why?", "so"], [1], []), ([" and more"], [2], []),
+    ])  # fmt: skip
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"prompt": [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]}
+
+
+def test_the_prompt_of_a_group_is_what_its_branches_share():
+    assert own_prompt([chat("task", "another past", "go on"), chat("task")]) == chat("task")["prompt"]
+    assert own_prompt([chat("a judge's question"), chat("task")]) == chat("task")["prompt"]  # recorded last to first
+    assert own_prompt([{"prompt": "task"}]) == "task"
+    assert own_prompt([]) == ""
+
+
+def test_the_ends_of_a_scale_are_full_strength():
+    ends = {colour.name: colour.ends for colour in COLOURS}
+    assert ends["logprob"] == (0, -5)
+    assert ends["ratio"] == pytest.approx((0.740818, 1.349859), rel=1e-6)  # e^-0.3, e^0.3
+    assert ends["advantage"] == (-2, 2)
+    ratio = next(colour for colour in COLOURS if colour.name == "ratio")
+    assert [ratio.strength(value) for value in (0, 0.740818, 1, 1.161834, 1.349859, 9)] == pytest.approx(
+        [-1, -1, 0, 0.5, 1, 1], abs=1e-5
+    )
 
 
 def test_slices_of_a_long_sample_join_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -231,8 +287,8 @@ def test_what_another_branch_teaches_is_the_policys(tmp_path: Path, metadata: di
 
 def test_calls_results_and_messages_are_found_in_the_texts_of_tokens():
     texts = ["<|im_", "start|>user", "\n", "hi", "<tool", "_call>{}</tool_call>", ".", "<tool_response>", "1", "2"]
-    assert [(part["kind"], part["role"], part["start"], part["end"]) for part in marked_parts(texts, 100)] == [
-        ("message", "user", 100, 102), ("call", None, 104, 106), ("result", None, 107, 110),
+    assert [(part["kind"], part["start"], part["end"]) for part in marked_parts(texts, 100)] == [
+        ("message", 100, 103), ("call", 104, 106), ("result", 107, 110),
     ]  # fmt: skip
     assert marked_parts(["", "", "plain < text", ""], 0) == []
 

@@ -1,9 +1,14 @@
 // Questions to the server; in a self-contained page, to the answers that it carries.
 
 const embedded = document.getElementById("answers");
-const answers = embedded ? JSON.parse(embedded.textContent) : null;
+const answers = embedded ? await unpacked(embedded.textContent) : null;
 
 export const offline = answers !== null;
+
+function unpacked(base64) {
+  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
 
 export class Failure extends Error {}
 

@@ -2,14 +2,18 @@
 
 import { ask, Failure } from "./api.js";
 import { difference } from "./difference.js";
-import { h, link, number, previewText, replace, visible } from "./dom.js";
+import { fileOptions, h, labelText, link, number, previewText, remember, replace, select } from "./dom.js";
 
 const AGAIN_MS = 700;
 
-/** Return the two files that a comparison begins with: the first and the last evaluation of a run's dataset, else two files. */
-function firstPair(files) {
+/** Return the two files that a comparison begins with: the last evaluations of two chosen runs on the same data, the first and the last of one run, or two files. */
+function firstPair(context, files) {
   const evaluations = files.filter((file) => file.kind === "evaluation");
-  const last = evaluations.at(-1);
+  const lastOf = (run, dataset) => evaluations.findLast((file) => file.run === run.id && (dataset === undefined || file.dataset === dataset));
+  const [one, ...more] = context.selection.map(context.runOf).filter((run) => run && lastOf(run));
+  const second = more.find((run) => lastOf(run, lastOf(one).dataset));
+  if (second) return [lastOf(one), lastOf(second, lastOf(one).dataset)];
+  const last = one ? lastOf(one) : evaluations.at(-1);
   const before = evaluations.find((file) => file.dataset === last?.dataset && file.run === last.run && file.id !== last.id);
   return before ? [before, last] : [files[0], files.at(-1)];
 }
@@ -17,7 +21,7 @@ function firstPair(files) {
 export async function comparePage(context, _, query) {
   const files = context.files();
   if (files.length < 2) throw new Failure("A comparison needs two samples files. Name two: slimectl view A.jsonl B.jsonl");
-  const [first, second] = firstPair(files);
+  const [first, second] = firstPair(context, files);
   const state = { before: query.get("before") ?? first.id, after: query.get("after") ?? second.id, only: query.get("only") ?? "", threshold: query.get("threshold") ?? "" };
   const summary = h("p", { role: "status" });
   const list = h("tbody");
@@ -26,7 +30,7 @@ export async function comparePage(context, _, query) {
 
   async function load(offset = 0) {
     clearTimeout(timer);
-    history.replaceState(null, "", `#/compare?${new URLSearchParams(Object.entries(state).filter(([, value]) => value))}`);
+    remember("compare", state);
     const answer = await ask("compare", { ...state, offset: offset || "" });
     const rows = answer.prompts.flatMap((prompt) => promptRow(state, prompt));
     if (offset) list.append(...rows);
@@ -37,16 +41,14 @@ export async function comparePage(context, _, query) {
     if (!answer.complete && !offset) timer = setTimeout(load, AGAIN_MS);
   }
 
-  const choose = (name) => h("select", { "aria-label": name, onchange: (event) => { state[name] = event.target.value; load(); } },
-    files.map((file) => h("option", { value: file.id, selected: file.id === state[name] }, visible(context.fileTitle(file)))));
-  const only = h("select", { "aria-label": "Show", onchange: (event) => { state.only = event.target.value; load(); } },
-    [["", "all changes"], ["right", "became right"], ["wrong", "became wrong"]].map(([value, title]) => h("option", { value, selected: value === state.only }, title)));
+  const choose = (name) => h("select", { "aria-label": name, onchange: (event) => { state[name] = event.target.value; load(); } }, fileOptions(context, state[name]));
+  const only = select("Show", [["", "all changes"], ["right", "became right"], ["wrong", "became wrong"]], state.only, (value) => { state.only = value; load(); });
   const threshold = h("input", { type: "number", step: "any", value: state.threshold || 1, "aria-label": "Reward from which an answer is right", onchange: (event) => { state.threshold = event.target.value; load(); } });
   await load();
   return {
     title: "Compare",
-    element: h("div", {}, h("h2", {}, "Compare"), h("div", { class: "bar-tools" }, choose("before"), " → ", choose("after"), only, h("label", {}, "right from ", threshold)), summary,
-      h("div", { class: "wide" }, h("table", { class: "groups" }, h("thead", {}, h("tr", {}, ["prompt", "label", "before", "after", "change"].map((title) => h("th", { scope: "col" }, title)))), list)), more),
+    element: h("div", {}, h("h2", {}, "Compare"), h("div", { class: "bar-tools" }, choose("before"), " → ", choose("after"), only, h("label", {}, "a prompt is right from a mean reward of ", threshold)), summary,
+      h("div", { class: "wide" }, h("table", { class: "groups" }, h("thead", {}, h("tr", {}, [["prompt"], ["label"], ["before", "Mean reward in the first samples"], ["after", "Mean reward in the second samples"], ["change"]].map(([title, hint]) => h("th", { scope: "col", title: hint }, title)))), list)), more),
     close: () => clearTimeout(timer),
   };
 }
@@ -56,7 +58,7 @@ function promptRow(state, prompt) {
   const detail = h("tr", { hidden: true }, h("td", { colspan: 5 }, difference(prompt.before_answer, prompt.after_answer)));
   const toggle = h("button", { type: "button", class: "small", "aria-expanded": "false", "aria-label": "Show both answers", onclick: () => { detail.hidden = !detail.hidden; toggle.setAttribute("aria-expanded", String(!detail.hidden)); } }, "±");
   return [h("tr", { "data-item": true }, h("td", { class: "preview" }, toggle, " ", link(`#/sample/${state.after}/${prompt.after_row}`, previewText(prompt.prompt) || "(empty prompt)")),
-    h("td", { class: "preview short" }, prompt.label === null ? "–" : previewText(typeof prompt.label === "object" ? JSON.stringify(prompt.label) : prompt.label)),
+    h("td", { class: "preview short" }, previewText(labelText(prompt.label, "–"))),
     h("td", {}, link(`#/sample/${state.before}/${prompt.before_row}`, number(prompt.before, 3))), h("td", {}, link(`#/sample/${state.after}/${prompt.after_row}`, number(prompt.after, 3))),
     h("td", { class: change > 0 ? "better" : change < 0 ? "worse" : "" }, `${change > 0 ? "+" : ""}${number(change, 3)}`)), detail];
 }

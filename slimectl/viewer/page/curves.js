@@ -1,14 +1,20 @@
-// Curves: metrics of the runs over steps, rounds or time; evaluations marked; settings that differ beside them.
+// Curves: metrics of the chosen runs over steps, rounds or time, groups of seeds as mean and band; settings that differ below.
 
 import { ask } from "./api.js";
-import { colour, lineChart, smooth } from "./charts.js";
-import { h, replace, visible } from "./dom.js";
+import { save } from "./chart_files.js";
+import { colour, dash, lineChart, meanAndBand, smooth, swatch } from "./charts.js";
+import { h, labelText, link, recalled, remember, replace, select, visible } from "./dom.js";
 
+const REWARD = "rollout/raw_reward";
 const FIRST = {
-  slime: ["rollout/raw_reward", "_accuracy", "train/loss", "train/grad_norm", "rollout/response_len/mean", "train/entropy", "train/train_rollout_logprob_abs_diff", "rollout/truncated_ratio", "perf/total_time"],
-  roll: ["critic/score/mean", "val/score/mean", "actor/pg_loss", "actor/grad_norm", "tokens/response_length/mean"],
+  slime: [REWARD, "_accuracy", "rollout/response_len/mean", "rollout/truncated_ratio", "train/entropy_loss", "rollout/entropy", "train/ppo_kl", "train/kl_loss", "train/grad_norm",
+    "train/train_rollout_logprob_abs_diff", "perf/total_time"],
+  roll: ["critic/score/mean", "val/score/mean", "tokens/response_length/mean", "actor/grad_norm", "actor/entropy_loss"],
 };
-const SHOWN = 8;
+const SUPERVISED = ["train/loss", "eval/"];
+const SHOWN = 9;
+const DRAWN = 6;
+const DEFAULTS = { runs: "", seeds: true, axis: "step", scale: "linear", smoothing: 0, naming: "slime", search: "", more: false };
 
 /** The lines of one run, read as they are written. */
 class RunCurves {
@@ -25,7 +31,8 @@ class RunCurves {
     this.evaluations = new Set();
   }
 
-  async read() {
+  async read(naming) {
+    if (naming !== this.naming) this.reset(naming);
     let more = true;
     let changed = false;
     while (more) {
@@ -66,85 +73,162 @@ class RunCurves {
   }
 }
 
-export async function curvesPage(context) {
-  const state = { naming: "slime", axis: "step", smoothing: 0, pattern: "", more: false };
+/** Return the name of an entry of the legend: of the runs that are drawn, or else of all. */
+function nameOf({ group, runs }) {
+  const shown = runs.filter((run) => run.shown);
+  const named = shown.length ? shown : runs;
+  return named.length > 1 ? `${group} (${named.length} seeds)` : named[0].run.name;
+}
+
+/** Return the lines of a metric, one for each entry of the legend. */
+function seriesOf(entries, name, state) {
+  return entries.flatMap((entry) => {
+    const lines = entry.runs.filter((run) => run.shown).map((run) => run.series(name, state.axis)).filter((points) => points.length);
+    if (!lines.length) return [];
+    const line = { label: nameOf(entry), colour: colour(entry.position), dash: dash(entry.position), dots: name.startsWith("eval/") };
+    const smoothed = (points) => {
+      const values = smooth(points.map(([, y]) => y), state.smoothing);
+      return points.map(([x], at) => [x, values[at]]);
+    };
+    const average = lines.length > 1 ? meanAndBand(lines) : { points: lines[0] };
+    if (!state.smoothing || average.points.length < 3) return [{ ...line, ...average }];
+    if (average.low) return [{ ...line, points: smoothed(average.points), low: smoothed(average.low), high: smoothed(average.high) }];
+    return [{ ...line, points: average.points, label: `${line.label} (raw)`, faint: true }, { ...line, points: smoothed(average.points) }];
+  });
+}
+
+/** Return the names of metrics in order: those that the search has, or those that tell most first. */
+function metricNames(runs, state) {
+  const all = [...new Set(runs.flatMap((run) => [...run.points.keys()]))].filter((name) => !name.endsWith("/step"));
+  if (state.search) return all.filter((name) => name.toLowerCase().includes(state.search.toLowerCase())).sort();
+  const first = all.includes(REWARD) || state.naming === "roll" ? FIRST[state.naming] : SUPERVISED;
+  const rank = (name) => { const at = first.findIndex((part) => name === part || (part.startsWith("_") && name.endsWith(part))); return at < 0 ? 99 : at; };
+  return all.sort((left, right) => rank(left) - rank(right) || (left < right ? -1 : 1));
+}
+
+/** Return the entries of the legend {group, position, runs}: groups of seeds and other runs, or every run. */
+function entriesOf(runs, groups, bySeeds) {
+  const group = new Map(bySeeds ? groups.flatMap((one) => one.runs.map((id) => [id, one])) : []);
+  const entries = new Map();
+  for (const run of runs) {
+    const seeds = group.get(run.run.id);
+    const key = seeds ?? run;
+    if (!entries.has(key)) entries.set(key, { group: seeds?.name, position: entries.size, runs: [] });
+    entries.get(key).runs.push(run);
+  }
+  return [...entries.values()];
+}
+
+export async function curvesPage(context, _, query) {
+  const state = recalled(query, { ...DEFAULTS, runs: context.selection.join(",") });
   const runs = context.catalogue.runs.map((run) => new RunCurves(run));
-  const hidden = new Set();
+  const { groups, runs: rows } = await ask("runs");
+  const changed = new Map(rows.map((row) => [row.id, row.changed]));
   const charts = h("div", { class: "charts" });
-  const settings = h("section", { "aria-label": "Settings" });
+  const legend = h("div", { class: "legend" });
   const definitions = await ask("definitions").catch(() => ({}));
   let closers = [];
+  let entries = [];
 
-  const legend = h("div", { class: "legend" }, runs.map((run, position) => h("label", {},
-    h("input", { type: "checkbox", checked: true, onchange: (event) => { event.target.checked ? hidden.delete(run) : hidden.add(run); draw(); } }),
-    h("i", { class: "swatch", style: { background: colour(position) } }), visible(run.run.name), h("span", { class: "quiet" }, ` ${run.run.state}`))));
-  const names = h("input", { type: "search", placeholder: "metric, e.g. reward or eval/", "aria-label": "Search metrics", "data-search": true, "data-filter": true,
-    oninput: (event) => { state.pattern = event.target.value.trim(); draw(); } });
-  const select = (label, name, options, changed) => h("label", {}, `${label} `, h("select", { "aria-label": label, onchange: async (event) => { state[name] = event.target.value; await changed?.(); draw(); } },
-    options.map(([value, title]) => h("option", { value }, title))));
-  const bar = h("div", { class: "bar-tools" }, names,
-    select("over", "axis", [["step", "steps"], ["round", "rounds"], ["time", "seconds"]]),
-    select("names", "naming", [["slime", "slime"], ["roll", "ROLL"]], async () => { for (const run of runs) { run.reset(state.naming); await run.read(); } }),
-    h("label", {}, "smoothing ", h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, "aria-label": "Smoothing", oninput: (event) => { state.smoothing = Number(event.target.value); draw(); } })));
+  function choose() {
+    const named = new Set(state.runs.split(",").filter(Boolean).map(context.runOf).filter(Boolean));
+    entries = entriesOf(runs, groups, state.seeds);
+    const last = (entry) => Math.max(...entry.runs.map((run) => changed.get(run.run.id) ?? 0));
+    const latest = new Set(named.size ? [] : [...entries].sort((one, two) => last(two) - last(one)).slice(0, DRAWN));
+    for (const entry of entries) for (const run of entry.runs) run.shown = named.has(run.run) || latest.has(entry);
+  }
 
-  function chosen() {
-    const all = [...new Set(runs.flatMap((run) => [...run.points.keys()]))].filter((name) => !name.endsWith("/step"));
-    if (state.pattern) return all.filter((name) => name.toLowerCase().includes(state.pattern.toLowerCase())).sort();
-    const rank = (name) => { const at = FIRST[state.naming].findIndex((part) => name === part || (part.startsWith("_") && name.endsWith(part))); return at < 0 ? 99 : at; };
-    return all.sort((left, right) => rank(left) - rank(right) || (left < right ? -1 : 1));
+  async function ticked(entry, checked) {
+    for (const run of entry.runs) run.shown = checked;
+    state.runs = runs.filter((run) => run.shown).map((run) => context.keyOf(run.run)).join(",");
+    context.selection = state.runs.split(",").filter(Boolean);
+    await readAll();
+    draw();
+  }
+
+  /** Draw the legend: the runs that are drawn, then the others folded. */
+  function drawLegend() {
+    const line = (entry) => {
+      const states = [...new Set(entry.runs.map(({ run }) => run.state))].join(", ");
+      return h("label", {}, h("input", { type: "checkbox", checked: entry.runs.some((run) => run.shown), onchange: (event) => ticked(entry, event.target.checked) }),
+        swatch(colour(entry.position)), visible(nameOf(entry)), h("span", { class: "quiet" }, ` ${states}`));
+    };
+    const split = entries.map((entry) => [entry, entry.runs.some((run) => run.shown)]);
+    const folded = split.filter(([, shown]) => !shown);
+    const open = legend.querySelector("details")?.open;
+    replace(legend, split.filter(([, shown]) => shown).map(([entry]) => line(entry)),
+      folded.length ? h("details", { open }, h("summary", {}, `${folded.length} more, not drawn`), h("div", { class: "folded" }, folded.map(([entry]) => line(entry)))) : null,
+      runs.length > 1 ? link("#/runs", "choose in the table") : null);
   }
 
   function draw() {
+    remember("curves", state, DEFAULTS);
+    drawLegend();
+    drawSettings();
     for (const closer of closers) closer();
     closers = [];
-    const all = chosen();
-    const shown = state.more ? all.slice(0, 200) : all.slice(0, SHOWN);
-    replace(charts, shown.map((name) => h("section", { class: "chart", title: (definitions[name] ?? []).filter(Boolean).reverse().join(" – "), "data-metric": name })),
-      all.length > shown.length ? h("button", { type: "button", onclick: () => { state.more = true; draw(); } }, `${all.length - shown.length} more metrics`) : null,
-      all.length ? null : h("p", { class: "quiet" }, runs.some((run) => run.points.size) ? "no metric has that name" : "no metrics yet"));
-    for (const [position, name] of shown.entries()) {
-      const element = charts.children[position];
-      const series = runs.flatMap((run, number) => {
-        const points = hidden.has(run) ? [] : run.series(name, state.axis);
-        if (!points.length) return [];
-        const line = { label: run.run.name, points, colour: colour(number), dots: name.startsWith("eval/") };
-        if (!state.smoothing || points.length < 3) return [line];
-        const values = smooth(points.map(([, y]) => y), state.smoothing);
-        return [{ ...line, label: `${line.label} (raw)`, faint: true }, { ...line, points: points.map(([x], at) => [x, values[at]]) }];
-      });
+    const shownRuns = runs.filter((run) => run.shown);
+    const all = metricNames(shownRuns, state);
+    const names = state.more ? all.slice(0, 200) : all.slice(0, SHOWN);
+    replace(charts, names.map((name) => h("section", { class: "chart", "data-metric": name }, h("h3", { title: (definitions[name] ?? []).filter(Boolean).reverse().join(" – ") }, name))),
+      all.length > names.length ? h("button", { type: "button", onclick: () => { state.more = true; draw(); } }, `${all.length - names.length} more metrics`) : null,
+      all.length ? null : h("p", { class: "quiet" }, shownRuns.some((run) => run.points.size) ? "no metric has that name" : shownRuns.length ? "no metrics yet" : "no run is chosen"));
+    for (const [at, name] of names.entries()) {
+      const element = charts.children[at];
+      const series = seriesOf(entries, name, state);
       if (!series.length) continue;
-      const marks = state.axis === "time" || name.startsWith("eval/") ? [] : [...new Set(runs.flatMap((run) => [...run.evaluations]))];
-      closers.push(lineChart(element, series, { title: name, xLabel: state.axis, marks: state.axis === "step" ? marks : [] }));
+      const marks = state.axis === "step" && !name.startsWith("eval/") && shownRuns.length === 1 ? [...shownRuns[0].evaluations] : [];
+      const xLabel = state.axis === "time" ? "seconds" : state.axis;
+      const chart = { title: name, xLabel, series, log: state.scale === "log" };
+      element.firstChild.append(h("span", { class: "save" }, ["png", "svg", "csv"].map((kind) =>
+        h("button", { type: "button", class: "plain", "aria-label": `save ${name} as ${kind.toUpperCase()}`, onclick: () => save(kind, chart) }, kind))));
+      closers.push(lineChart(element, series, { ...chart, marks }));
     }
   }
 
-  async function showSettings() {
-    const table = await ask("settings");
-    const single = table.runs.length < 2;
-    const rows = (pattern) => table.rows.filter((row) => row.name.includes(pattern)).map((row) => h("tr", {}, h("th", { scope: "row" }, row.name),
-      row.values.map((value) => h("td", {}, value === null ? "–" : visible(typeof value === "object" ? JSON.stringify(value) : value)))));
-    const body = h("tbody", {}, rows(""));
-    replace(settings, h("details", { open: !single }, h("summary", {}, single ? "Settings" : `Settings that differ (${table.rows.length})`),
-      h("input", { type: "search", placeholder: "setting", "aria-label": "Search settings", oninput: (event) => replace(body, rows(event.target.value)) }),
-      h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "setting"), table.runs.map((name) => h("th", { scope: "col" }, visible(name))))), body))));
+  const readAll = () => Promise.all(runs.filter((run) => run.shown).map((run) => run.read(state.naming)));
+  const bar = h("div", { class: "bar-tools" },
+    h("input", { type: "search", value: state.search, placeholder: "metric, e.g. reward or eval/", "aria-label": "Search metrics", "data-search": true, "data-filter": true,
+      oninput: (event) => { state.search = event.target.value.trim(); draw(); } }),
+    h("label", {}, "over ", select("over", [["step", "steps"], ["round", "rounds"], ["time", "seconds"]], state.axis, (value) => { state.axis = value; draw(); })),
+    h("label", {}, "scale ", select("scale", [["linear", "linear"], ["log", "logarithmic"]], state.scale, (value) => { state.scale = value; draw(); })),
+    h("label", {}, "names ", select("names", [["slime", "slime"], ["roll", "ROLL"]], state.naming, async (value) => { state.naming = value; await readAll(); draw(); })),
+    h("label", {}, "smoothing ", h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: state.smoothing, "aria-label": "Smoothing", oninput: (event) => { state.smoothing = Number(event.target.value); draw(); } })),
+    groups.length ? h("label", {}, h("input", { type: "checkbox", checked: state.seeds, onchange: (event) => { state.seeds = event.target.checked; choose(); readAll().then(draw); } }),
+      h("span", { title: "Runs whose settings differ only in seeds and names: their mean, and a band of one standard deviation" }, " mean and band of seeds")) : null);
+
+  const table = await ask("settings");
+  const settingsHead = h("thead");
+  const settingsBody = h("tbody");
+  const settingsTitle = h("summary");
+  const pattern = h("input", { type: "search", placeholder: "setting", "aria-label": "Search settings", oninput: () => drawSettings() });
+  const settings = h("details", { open: runs.length > 1 && runs.length < 4 }, settingsTitle, pattern, h("div", { class: "wide" }, h("table", {}, settingsHead, settingsBody)));
+
+  /** Draw the settings that differ between the runs that are drawn. */
+  function drawSettings() {
+    const columns = runs.flatMap((run, at) => (run.shown ? [at] : []));
+    const rows_ = table.rows.filter((row) => columns.length < 2 || new Set(columns.map((at) => JSON.stringify(row.values[at]))).size > 1);
+    replace(settingsTitle, columns.length < 2 ? "Settings" : `Settings that differ (${rows_.length})`);
+    replace(settingsHead, h("tr", {}, h("th", { scope: "col" }, "setting"), columns.map((at) => h("th", { scope: "col" }, visible(table.runs[at])))));
+    replace(settingsBody, rows_.filter((row) => row.name.includes(pattern.value)).map((row) =>
+      h("tr", {}, h("th", { scope: "row" }, row.name), columns.map((at) => h("td", {}, labelText(row.values[at], "–"))))));
   }
 
-  await Promise.all(runs.map((run) => run.read()));
-  await showSettings();
+  choose();
+  await readAll();
   let reading = false;
-  const update = async () => {
+  context.listeners.add(async () => {
     if (reading) return;
     reading = true;
-    const changes = await Promise.all(runs.map((run) => { run.run = context.run(run.run.id) ?? run.run; return run.read().catch(() => false); }));
+    for (const run of runs) run.run = context.run(run.run.id) ?? run.run;
+    const changes = await readAll().catch(() => []);
     reading = false;
-    if (changes.some(Boolean)) draw();
-  };
-  context.listeners.add(update);
+    changes.some(Boolean) ? draw() : drawLegend();
+  });
   return {
     title: "Curves",
-    element: h("div", {}, h("h2", {}, "Curves"), runs.length > 1 || runs[0]?.run.state === "running" ? legend : h("p", { class: "quiet" }, runs.map((run) => `${visible(run.run.path)}, ${run.run.state}`)), bar, charts, settings),
+    element: h("div", {}, h("h2", {}, "Curves", runs.length === 1 ? h("small", { class: "quiet" }, ` ${visible(runs[0].run.path)}`) : null), legend, bar, charts, settings),
     shown: draw,
     close: () => { for (const closer of closers) closer(); },
   };
 }
-

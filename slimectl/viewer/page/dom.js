@@ -76,13 +76,21 @@ export function rewardClass(value, rewards) {
   return `r${Math.round(((value - low) / (high - low || 1)) * 4)}`;
 }
 
-/** Return a prompt as a list of turns. */
-export function promptBlock(prompt) {
-  if (!Array.isArray(prompt)) return textBlock(prompt);
-  return h("ol", { class: "chat" }, prompt.map((message) => h("li", { class: "turn" },
+/** Return messages {role, content or text, author} as a list with a role over each text. */
+export function chat(messages) {
+  return h("ol", { class: "chat" }, messages.map((message) => h("li", { class: `turn ${message?.author ?? ""}` },
     h("b", {}, visible(message?.role ?? "message")),
-    textBlock(typeof message?.content === "string" ? message.content : message?.content ?? ""),
+    textBlock(message?.text ?? message?.content ?? ""),
     message?.tool_calls ? h("div", { class: "tool" }, h("b", {}, "tool calls"), textBlock(message.tool_calls)) : null)));
+}
+
+export function promptBlock(prompt) {
+  return Array.isArray(prompt) ? chat(prompt) : textBlock(prompt);
+}
+
+/** Return a label as a text: a text as it is, any other value as JSON. */
+export function labelText(label, none = "none") {
+  return label === null || label === undefined ? none : visible(typeof label === "object" ? JSON.stringify(label) : label);
 }
 
 /** Return the tools that a prompt declares, folded; null without any. */
@@ -95,6 +103,34 @@ export function toolsBlock(tools) {
 export function previewText(prompt) {
   if (Array.isArray(prompt)) prompt = prompt.at(-1)?.content ?? "";
   return visible(String(prompt)).replace(/\s+/g, " ").slice(0, 160);
+}
+
+/** Keep the state of a page in its address, without values that are the defaults. */
+export function remember(path, state, defaults = {}) {
+  const values = Object.entries(state).filter(([name, value]) => value !== "" && value !== null && value !== undefined && String(value) !== String(defaults[name] ?? ""));
+  const query = values.map(([name, value]) => `${name}=${encodeURIComponent(value).replaceAll("%2C", ",")}`).join("&");
+  history.replaceState(null, "", `#/${path}${query ? `?${query}` : ""}`);
+}
+
+/** Return the state of a page from its address, with the types of the defaults. */
+export function recalled(query, defaults) {
+  return Object.fromEntries(Object.entries(defaults).map(([name, value]) => {
+    const text = query.get(name);
+    if (text === null) return [name, value];
+    return [name, typeof value === "number" ? Number(text) || 0 : typeof value === "boolean" ? text === "true" : text];
+  }));
+}
+
+export function select(label, options, value, changed, attributes = {}) {
+  return h("select", { "aria-label": label, ...attributes, onchange: (event) => changed(event.target.value) },
+    options.map(([option, title]) => h("option", { value: option, selected: option === value }, title)));
+}
+
+/** Return the options of a choice of samples files, under the name of their run where there are several. */
+export function fileOptions(context, chosen) {
+  const option = (file) => h("option", { value: file.id, selected: file.id === chosen }, visible(context.fileTitle(file)));
+  const { runs, files } = context.catalogue;
+  return [runs.map((run) => (runs.length > 1 ? h("optgroup", { label: visible(run.name) }, run.files.map(option)) : run.files.map(option))), files.map(option)];
 }
 
 export function link(address, ...children) {

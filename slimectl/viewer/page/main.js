@@ -8,15 +8,16 @@ import { groupPage } from "./group.js";
 import { samplePage } from "./sample.js";
 import { promptPage } from "./prompt.js";
 import { comparePage } from "./compare.js";
+import { runsPage } from "./runs.js";
 
-const PAGES = { curves: curvesPage, round: roundPage, group: groupPage, sample: samplePage, prompt: promptPage, compare: comparePage };
+const PAGES = { runs: runsPage, curves: curvesPage, round: roundPage, group: groupPage, sample: samplePage, prompt: promptPage, compare: comparePage };
 const LIVE_MS = 2000;
 const IDLE_MS = 15000;
 const KEYS = [["j, k", "next, previous item"], ["Enter", "open it"], ["Backspace, u", "back"], ["← →", "previous, next round, group or sample"],
-  ["/", "search"], ["f", "filter"], ["1 … 9", "colours of tokens"], ["c r p", "curves, rounds, compare"], ["t", "light or dark"], ["?", "these keys"]];
+  ["/", "search"], ["f", "filter"], ["1 … 9", "colours of tokens"], ["l c r p", "list of runs, curves, rounds, compare"], ["t", "light or dark"], ["?", "these keys"]];
 
 const content = document.getElementById("content");
-const context = { catalogue: null, listeners: new Set(), go: (address) => { location.hash = address; } };
+const context = { catalogue: null, listeners: new Set(), selection: [], go: (address) => { location.hash = address; } };
 let close = () => {};
 let page = {};
 let visits = 0;
@@ -25,13 +26,16 @@ let visits = 0;
 context.files = () => [...context.catalogue.runs.flatMap((run) => run.files), ...context.catalogue.files];
 context.file = (id) => context.files().find((file) => file.id === id);
 context.run = (id) => context.catalogue.runs.find((run) => run.id === id);
+/** Return the name of a run in addresses; of runs of the same name, the identifier. */
+context.keyOf = (run) => (context.catalogue.runs.filter(({ name }) => name === run.name).length > 1 ? run.id : run.name);
+context.runOf = (key) => context.catalogue.runs.find((run) => context.keyOf(run) === key);
 context.fileTitle = (file) => {
   const run = file.run && context.catalogue.runs.length > 1 ? `${context.run(file.run).name} · ` : "";
   return run + file.title;
 };
 
 function firstPage() {
-  if (context.catalogue.runs.length) return "#/curves";
+  if (context.catalogue.runs.length) return context.catalogue.runs.length > 1 ? "#/runs" : "#/curves";
   const [file] = context.files();
   return file ? `#/round/${file.id}` : "#/curves";
 }
@@ -55,6 +59,8 @@ async function show() {
     if (visit !== visits) return next.close?.();
     page = next;
     replace(content, page.element);
+    if (page.next) page.element.querySelector("h2").append(h("span", { class: "steps" }, [["previous", "← previous"], ["next", "next →"]].map(([way, title]) =>
+      h("button", { type: "button", class: "small", "aria-label": way, onclick: () => page[way]() }, title))));
     page.shown?.();
     close = page.close ?? (() => {});
     document.title = `${page.title ?? name} – slimectl view`;
@@ -68,7 +74,7 @@ async function show() {
 
 function showTabs(name) {
   const rounds = context.files();
-  const tabs = [["curves", "Curves", context.catalogue.runs.length], ["round", "Rounds", rounds.length], ["compare", "Compare", rounds.length > 1]];
+  const tabs = [["runs", "Runs", context.catalogue.runs.length > 1], ["curves", "Curves", context.catalogue.runs.length], ["round", "Rounds", rounds.length], ["compare", "Compare", rounds.length > 1]];
   const active = { group: "round", sample: "round", prompt: "round" }[name] ?? name;
   replace(document.getElementById("tabs"), tabs.filter(([, , there]) => there).map(([tab, title]) =>
     h("a", { href: `#/${tab}`, "aria-current": tab === active ? "page" : null }, title)));
@@ -131,7 +137,7 @@ function key(event) {
     j: () => move(1), ArrowDown: () => move(1), k: () => move(-1), ArrowUp: () => move(-1),
     Backspace: () => history.back(), u: () => history.back(), Escape: () => history.back(),
     "/": () => content.querySelector("[data-search]")?.focus(), f: () => content.querySelector("[data-filter]")?.focus(),
-    c: () => context.go("#/curves"), r: () => context.go("#/round"), p: () => context.go("#/compare"), t: switchTheme, "?": showKeys,
+    l: () => context.go("#/runs"), c: () => context.go("#/curves"), r: () => context.go("#/round"), p: () => context.go("#/compare"), t: switchTheme, "?": showKeys,
     ArrowRight: () => page.next?.(), ArrowLeft: () => page.previous?.(),
   };
   const action = actions[event.key] ?? (/^[1-9]$/.test(event.key) && page.mode ? () => page.mode(Number(event.key) - 1) : null);

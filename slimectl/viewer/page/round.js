@@ -2,20 +2,23 @@
 
 import { ask, Failure, offline } from "./api.js";
 import { histogram } from "./charts.js";
-import { error, h, link, number, previewText, replace, rewardClass, visible } from "./dom.js";
+import { error, fileOptions, h, labelText, link, number, previewText, recalled, remember, replace, rewardClass, select, visible } from "./dom.js";
 
 const SORTS = [["group", "order"], ["reward", "mean reward"], ["best", "best reward"], ["worst", "worst reward"], ["spread", "spread of rewards"],
-  ["length", "mean length"], ["longest", "longest answer"], ["size", "answers"], ["mismatch", "trainer − engine"], ["version", "oldest weights"]];
-const PAGE = 50;
+  ["length", "mean length"], ["longest", "longest response"], ["size", "number of samples"], ["mismatch", "trainer − engine"], ["version", "oldest weights"]];
+const DEFAULTS = { where: "", search: "", sort: "group", order: "up" };
+const TITLES = { reward: "reward", length: "tokens of a response", staleness: "staleness (weight versions)", mismatch: "|trainer − engine| log-prob" };
+const COLUMNS = [["group"], ["prompt"], ["label"], ["rewards", "One chip for each attempt. Click it to see the sample"], ["mean reward"], ["mean tokens", "Mean length of the responses"],
+  ["trainer − engine", "Mean |trainer − engine| log-probability of a token"]];
 const AGAIN_MS = 700;
 
 export async function roundPage(context, [id], query) {
   const files = context.files();
   const latest = [...files].reverse().find((candidate) => candidate.kind === "round") ?? files.at(-1);
   const file = context.file(id) ?? latest;
-  if (!file) throw new Failure("There are no samples yet. A run keeps those of its rounds with run.keep_samples = true.");
+  if (!file) throw new Failure("There are no samples yet. A run keeps the samples of its rounds with run.keep_samples = true.");
   if (!id) history.replaceState(null, "", `#/round/${file.id}`);
-  const state = { where: query.get("where") ?? "", search: query.get("search") ?? "", sort: query.get("sort") ?? "group", order: query.get("order") ?? "up" };
+  const state = recalled(query, DEFAULTS);
   const charts = h("div", { class: "histograms" });
   const counts = h("p", { class: "quiet", role: "status" });
   const list = h("tbody");
@@ -28,11 +31,7 @@ export async function roundPage(context, [id], query) {
   let timer = null;
   let asked = 0;
 
-  function address() {
-    const parameters = Object.entries(state).filter(([name, value]) => value && value !== { sort: "group", order: "up" }[name]);
-    const text = parameters.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
-    history.replaceState(null, "", `#/round/${file.id}${text ? `?${text}` : ""}`);
-  }
+  const address = () => remember(`round/${file.id}`, state, DEFAULTS);
 
   async function load(offset = 0) {
     const number_ = ++asked;
@@ -59,11 +58,13 @@ export async function roundPage(context, [id], query) {
   async function overview() {
     const answer = await ask("histograms", { file: file.id });
     if (closed) return;
-    const shown = Object.entries(answer.histograms).filter(([name, data]) => data || name === "reward");
-    const titles = { reward: "reward", length: "tokens of an answer", staleness: "staleness (versions)", mismatch: "|trainer − engine| log-prob" };
-    replace(charts, shown.map(([name, data]) => histogram(titles[name], data)));
+    const fresh = answer.histograms.staleness?.maximum === 0;
+    const shown = Object.entries(answer.histograms).filter(([name, data]) => (data || name === "reward") && !(fresh && name === "staleness"));
+    replace(charts, shown.map(([name, data]) => histogram(TITLES[name], data)));
     const statuses = Object.entries(answer.statuses).map(([name, count]) => `${count} ${name}`).join(", ");
-    replace(drops, h("p", {}, `${answer.groups.toLocaleString("en")} groups: ${statuses}; ${answer.flat_groups} groups with equal rewards, which teach nothing`));
+    replace(drops, h("p", {}, `${answer.groups.toLocaleString("en")} groups: ${statuses}. `
+      + `${answer.flat_groups === 1 ? "1 group has" : `${answer.flat_groups} groups have`} equal rewards, which teach nothing.${fresh ? " The weights that were trained wrote every sample (staleness 0)." : ""}`
+      + (answer.statuses.truncated ? " A dashed chip is a truncated response." : "")));
   }
 
   async function showDropped() {
@@ -79,23 +80,21 @@ export async function roundPage(context, [id], query) {
   const input = (name, placeholder, label, marker) => h("input", { type: "search", value: state[name], placeholder, "aria-label": label, [marker]: true,
     onchange: (event) => { state[name] = event.target.value; address(); load(); } });
   const choice = h("select", { "aria-label": "Samples", onchange: (event) => context.go(`#/round/${event.target.value}`) });
-  const listFiles = () => replace(choice, context.files().map((candidate) =>
-    h("option", { value: candidate.id, selected: candidate.id === file.id }, visible(context.fileTitle(candidate)))));
+  const listFiles = () => replace(choice, fileOptions(context, file.id));
   listFiles();
   const tools = h("div", { class: "bar-tools" },
     h("label", {}, "samples ", choice),
     offline ? null : input("search", "text in a sample", "Search text", "data-search"),
     offline ? null : input("where", "reward < 0.5 and 'x' in response", "Filter expression", "data-filter"),
-    h("label", {}, "sort by ", h("select", { "aria-label": "Sort by", disabled: offline, onchange: (event) => { state.sort = event.target.value; address(); load(); } },
-      SORTS.map(([value, title]) => h("option", { value, selected: value === state.sort }, title)))),
+    h("label", {}, "sort by ", select("Sort by", SORTS, state.sort, (value) => { state.sort = value; address(); load(); }, { disabled: offline })),
     h("button", { type: "button", disabled: offline, "aria-label": "Reverse the order", onclick: (event) => { state.order = state.order === "up" ? "down" : "up"; event.target.textContent = state.order === "up" ? "↑" : "↓"; address(); load(); } }, state.order === "up" ? "↑" : "↓"));
-  const table = h("table", { class: "groups" }, h("thead", {}, h("tr", {}, ["group", "prompt", "label", "rewards", "mean", "length", "diff"].map((title) => h("th", { scope: "col" }, title)))), list);
+  const table = h("table", { class: "groups" }, h("thead", {}, h("tr", {}, COLUMNS.map(([title, hint]) => h("th", { scope: "col", title: hint }, title)))), list);
   const step = (distance) => { // among the files that a run has by now
     const present = context.files();
     const next = present[present.findIndex((candidate) => candidate.id === file.id) + distance];
     if (next) context.go(`#/round/${next.id}`);
   };
-  const grows = () => { if (choice.children.length !== context.files().length) listFiles(); const now = context.file(file.id); if (now && now.bytes !== file.bytes) { file.bytes = now.bytes; load(); overview(); }
+  const grows = () => { if (choice.options.length !== context.files().length) listFiles(); const now = context.file(file.id); if (now && now.bytes !== file.bytes) { file.bytes = now.bytes; load(); overview(); }
     const bytes = context.run(file.run)?.metrics_bytes; // a round is written before its steps are counted
     if (bytes !== metricsBytes) { metricsBytes = bytes; showDropped(); } };
   context.listeners.add(grows);
@@ -110,13 +109,18 @@ export async function roundPage(context, [id], query) {
 
 function groupRow(file, group) {
   const matches = new Set(group.matches);
-  const cells = group.rows.map((row, at) => h("a", { href: `#/sample/${file.id}/${row}`, class: `cell ${rewardClass(group.rewards[at], group.rewards)} ${matches.has(row) ? "" : "other"} ${group.statuses[at] === "truncated" ? "cut" : ""}`,
-    title: `reward ${number(group.rewards[at])}, ${group.lengths[at]} tokens, ${group.statuses[at]}`, "aria-label": `sample ${row}: reward ${number(group.rewards[at])}, ${group.statuses[at]}` }, number(group.rewards[at], 2)));
-  return h("tr", { "data-item": true, class: group.flat ? "flat" : "" },
+  const cells = group.rows.map((row, at) => {
+    if (group.attempts.indexOf(group.attempts[at]) < at) return null; // a branch of an attempt that has its chip
+    const branches = group.attempts.filter((attempt) => attempt === group.attempts[at]).length;
+    const facts = `reward ${number(group.rewards[at])}, ${branches > 1 ? `${branches} branches` : `${group.lengths[at]} tokens`}, ${group.statuses[at]}`;
+    return h("a", { href: `#/sample/${file.id}/${row}`, class: `cell ${rewardClass(group.rewards[at], group.rewards)} ${matches.has(row) ? "" : "other"} ${group.statuses[at] === "truncated" ? "cut" : ""}`,
+      title: facts, "aria-label": `sample ${row}: ${facts}` }, number(group.rewards[at], 2));
+  });
+  return h("tr", { "data-item": true },
     h("td", {}, link(`#/group/${file.id}/${group.group}`, group.group)),
     h("td", { class: "preview" }, link(`#/group/${file.id}/${group.group}`, previewText(group.prompt) || "(empty prompt)")),
-    h("td", { class: "preview short" }, group.label === null ? "–" : previewText(typeof group.label === "object" ? JSON.stringify(group.label) : group.label)),
-    h("td", { class: "cells" }, cells, group.size > group.rows.length ? `+${group.size - group.rows.length}` : null),
+    h("td", { class: "preview short" }, previewText(labelText(group.label, "–"))),
+    h("td", { class: "cells" }, cells, group.size > group.rows.length ? `+${group.size - group.rows.length}` : null, group.flat ? h("span", { class: "quiet" }, " equal rewards") : null),
     h("td", {}, number(group.mean, 3)), h("td", {}, number(group.length, 3)), h("td", {}, number(group.mismatch, 2)));
 }
 
@@ -127,7 +131,7 @@ function droppedBlock(file, answer) {
   if (!counts.length && !rows.length) return null;
   const steps = answer.steps > 1 ? ` in each of ${answer.steps} steps` : "";
   const more = answer.untrained_total - rows.length;
-  return h("details", { class: "dropped" }, h("summary", {}, `dropped and marked${steps}`),
+  return h("details", { class: "dropped" }, h("summary", {}, `What training dropped, filtered or marked${steps}`),
     h("dl", { class: "metrics" }, counts.map(([name, values]) => [h("dt", {}, name), h("dd", {}, values.map((value) => number(value)).join(" · "))])),
-    rows.length ? h("p", {}, `${answer.untrained_total} samples that no step trained on: `, rows.map((row) => [link(`#/sample/${file.id}/${row}`, row), " "]), more ? `and ${more} more` : "") : null);
+    rows.length ? h("p", {}, `${answer.untrained_total === 1 ? "1 sample" : `${answer.untrained_total} samples`} that no step trained on: `, rows.map((row) => [link(`#/sample/${file.id}/${row}`, row), " "]), more ? `and ${more} more` : "") : null);
 }

@@ -1,23 +1,30 @@
-// Sample: its tokens, coloured by a number of each, its turns, branches, record and commands.
+// Sample: its tokens, coloured by a number of each, or its messages; its branches, record and commands.
 
 import { ask, Failure } from "./api.js";
-import { copyButton, h, link, number, replace, rewardText, textBlock, toolsBlock, visible } from "./dom.js";
+import { chat, copyButton, h, labelText, link, number, recalled, remember, replace, rewardText, textBlock, toolsBlock, visible } from "./dom.js";
+import { branchLink, branchTree, rowsOf } from "./tree.js";
 
-const NO_COLOUR = { name: "none", title: "none", tone: "cold", strengths: [], marks: [] };
+const NO_COLOUR = { name: "none", title: "none", tone: "none", strengths: [], marks: [], ends: [0, 0] };
+const DEFAULTS = { as: "tokens", colour: "" };
 const NAMES = { rollout_log_probs: "engine log-prob", old_log_probs: "trainer log-prob", log_probs: "at its step", ratios: "ratio", clipped: "clipped",
   advantages: "advantage", returns: "return", values: "value", ref_log_probs: "reference log-prob", teacher_log_probs: "teacher log-prob",
   loss_weights: "loss weight", loss_mask: "loss mask", weight_version: "weight version" };
+const MEANINGS = { logprob: "log-probability that the engine gave each token", trainer_minus_engine: "log-probability of the trainer less the engine's",
+  ratio: "probability under the updated weights over that under the old ones; a wavy line marks clipped tokens", advantage: "how much better than its group",
+  reference: "log-probability of the engine less the reference model's", teacher: "log-probability of the teacher less the engine's",
+  mask: "trained on", weight_version: "weights that wrote each token, oldest to newest" };
 
 function diff(left, right) {
   return left === null || left === undefined || right === null || right === undefined ? null : left - right;
 }
 
-export async function samplePage(context, [id, row]) {
+export async function samplePage(context, [id, row], query) {
+  const state = recalled(query, { ...DEFAULTS, ...context.sampleState });
   const file = context.file(id);
   if (!file) throw new Failure("That samples file is not in this view any more.");
   const first = await ask("sample", { file: id, row });
-  const available = [...first.colours, NO_COLOUR].map(({ name, title }) => ({ name, title }));
-  let mode = available[0];
+  const available = [...first.colours, NO_COLOUR];
+  let mode = available.find(({ name }) => name === state.colour) ?? available[0];
   const tokens = h("div", { class: "tokens text", "aria-label": "Tokens" });
   const details = h("p", { class: "token-details", role: "status" }, "Point at a token for its numbers.");
   const cells = [];
@@ -25,23 +32,25 @@ export async function samplePage(context, [id, row]) {
   let turn = null; // of the block that is being filled
   let block = tokens;
 
-  function beginBlock(label, author, role = "") {
-    block = h("div", { class: `block ${author}`, "data-item": true }, label ? h("span", { class: `author ${author}`, "aria-hidden": true }, label) : null, role ? h("span", { class: "role", "aria-hidden": true }, visible(role)) : null);
+  function beginBlock(label, author) {
+    block = h("div", { class: `block ${author}`, "data-item": true }, label ? h("span", { class: `author ${author}`, "aria-hidden": true }, label) : null);
     tokens.append(block);
   }
 
   function add(view) {
     const parts = new Map(view.parts.map((part) => [part.start, part]));
+    let headerEnd = 0; // of the header of a message, which names its role
     let tool = null; // the tool call or result that is being filled
     for (const [at, token] of view.ids.entries()) {
       const position = view.start + at;
       const part = parts.get(position);
       if (!turn || position >= turn.end) {
         turn = view.turns.find((candidate) => candidate.start <= position && position < candidate.end) ?? { author: "", end: view.total };
-        const untaught = turn.author === "policy" && !turn.taught ? " (taught elsewhere or not at all)" : "";
-        beginBlock(turn.author + untaught, turn.author, part?.role);
+        const untaught = turn.author === "policy" && !turn.taught ? " (not trained on here)" : "";
+        beginBlock(turn.author + untaught, turn.author);
         tool = null;
-      } else if (part?.kind === "message") beginBlock("", turn.author, part.role);
+      } else if (part?.kind === "message") beginBlock("", turn.author);
+      if (part?.kind === "message") headerEnd = part.end;
       if (part && part.kind !== "message") {
         tool = { end: part.end, element: h("span", { class: "tool-call", "aria-label": part.kind === "call" ? "tool call" : "result of a tool" }, h("b", { "aria-hidden": true }, part.kind === "call" ? "tool call" : "result")) };
         block.append(tool.element);
@@ -49,7 +58,7 @@ export async function samplePage(context, [id, row]) {
       const values = { id: token, position };
       for (const [name, column] of Object.entries(view.columns)) values[name] = column[at];
       const text = view.texts ? view.texts[at] : `${token} `;
-      const span = h("span", { class: `token ${turn.author}` }, tokenText(text, token));
+      const span = h("span", { class: `token ${turn.author}${position < headerEnd ? " header" : ""}` }, tokenText(text, token));
       cells.push([span, values, view.colours, at]);
       (tool?.element ?? block).append(span);
     }
@@ -70,36 +79,72 @@ export async function samplePage(context, [id, row]) {
       span.title = tokenTitle(values);
     }
     for (const button of modes.children) button.setAttribute("aria-pressed", String(button.dataset.mode === mode.name));
+    replace(scale, scaleOf(mode));
   }
 
+  /** Show tokens or messages, coloured by the mode; the address and the next samples keep both. */
+  function show() {
+    const asChat = state.as === "chat";
+    for (const element of [modes, scale, details, tokens]) element.hidden = asChat;
+    messages.hidden = !asChat;
+    for (const button of views.children) button.setAttribute("aria-pressed", String(button.dataset.view === state.as));
+    context.sampleState = { ...state };
+    remember(`sample/${id}/${row}`, state, DEFAULTS);
+  }
+
+  function colourBy(chosen) {
+    mode = chosen;
+    state.colour = chosen === available[0] ? "" : chosen.name;
+    paint();
+    show();
+  }
+
+  const scale = h("p", { class: "scale" });
+  const messages = h("div", { class: "messages" }, chat(first.messages));
+  const views = h("div", { class: "modes", role: "group", "aria-label": "Show as" }, [["tokens", "Tokens"], ["chat", "Messages"]].map(([view, title]) =>
+    h("button", { type: "button", "data-view": view, onclick: () => { state.as = view; show(); } }, title)));
   const modes = h("div", { class: "modes", role: "group", "aria-label": "Colour tokens by" }, available.map((candidate, at) =>
-    h("button", { type: "button", "data-mode": candidate.name, onclick: () => { mode = candidate; paint(); } }, `${at + 1} ${candidate.title}`)));
+    h("button", { type: "button", "data-mode": candidate.name, onclick: () => colourBy(candidate) }, `${at + 1} ${candidate.title}`)));
   tokens.addEventListener("pointerover", (event) => {
     const entry = cells.find(([span]) => span === event.target);
     if (entry) replace(details, tokenTitle(entry[1]));
   });
   add(first);
   paint();
+  show();
   const record = first.record;
   const raw = h("details", {}, h("summary", {}, "Record"), h("div"));
   raw.addEventListener("toggle", async () => { if (raw.open && !raw.lastChild.children.length) raw.lastChild.append(textBlock(JSON.stringify(await ask("raw", { file: id, row }), null, 1))); });
   const pictures = h("div", { class: "pictures" });
   if (record.multimodal_inputs) ask("images", { file: id, row }).then((images) => replace(pictures, images.map(picture)), (error) => replace(pictures, h("p", {}, visible(error.message))));
+  const branch = first.tree ? `attempt ${record.index ?? row} · branch ${rowsOf(first.tree).indexOf(Number(row)) + 1}` : `sample ${record.index ?? row}`;
+  const step = (distance) => { const next = Number(row) + distance; if (next >= 0 && next < first.samples) context.go(`#/sample/${id}/${next}`); };
   return {
-    title: `sample ${record.index ?? row}`,
+    title: branch,
     element: h("div", {},
-      h("h2", {}, link(`#/round/${id}`, visible(context.fileTitle(file))), " · ", link(`#/group/${id}/${first.group}`, `group ${first.group}`), ` · sample ${record.index ?? row}`),
-      h("p", {}, "reward ", h("b", {}, rewardText(record.reward)), ` · label ${visible(typeof record.label === "object" ? JSON.stringify(record.label) : record.label)} · ${visible(record.status)} · `
-        + `${first.prompt_length} + ${first.total - first.prompt_length} tokens · `, link(`#/prompt/${file.run ?? ""}/${first.hash}`, "this prompt over time")),
+      h("h2", {}, link(`#/round/${id}`, visible(context.fileTitle(file))), " · ", link(`#/group/${id}/${first.group}`, `group ${first.group}`), ` · ${branch}`),
+      h("p", {}, "reward ", h("b", {}, rewardText(record.reward)), ` · label ${labelText(record.label)} · ${visible(record.status)} · `
+        + `${first.prompt_length} tokens of prompt, ${first.total - first.prompt_length} of response · `, link(`#/prompt/${file.run ?? ""}/${first.hash}`, "follow this prompt over rounds and evaluations")),
       record.metadata?.error ? h("p", { class: "error" }, visible(record.metadata.error)) : null,
       record.metadata?.explanation ? h("p", {}, visible(`${record.metadata.explanation.extracted ?? "nothing"} from ${record.metadata.explanation.from}: ${record.metadata.explanation.why}`)) : null,
-      toolsBlock(record.tools ?? record.metadata?.tools), pictures, modes, details, first.total ? tokens : textBlock(record.response ?? ""),
-      first.branches ? h("section", { "aria-label": "Branches" }, h("h3", {}, "Branches of this attempt"), branchTree(id, first.branches, Number(row))) : null,
+      toolsBlock(record.tools ?? record.metadata?.tools), pictures, views, modes, scale, details, first.total ? tokens : textBlock(record.response ?? ""), messages,
+      first.tree ? h("section", { "aria-label": "Branches" }, h("h3", {}, "Branches of this attempt"), branchTree(first.tree, (leaf, at) => branchLink(id, leaf, at, Number(row)))) : null,
       h("h3", {}, "Commands"), h("ul", { class: "commands" }, first.commands.map(({ title, command }) => h("li", {}, `${title} `, copyButton(command), h("code", {}, visible(command))))),
       raw),
-    next: () => context.go(`#/sample/${id}/${Number(row) + 1}`), previous: () => Number(row) > 0 && context.go(`#/sample/${id}/${Number(row) - 1}`),
-    mode: (position) => { if (available[position]) { mode = available[position]; paint(); } },
+    next: () => step(1), previous: () => step(-1),
+    mode: (position) => { if (available[position]) colourBy(available[position]); },
   };
+}
+
+/** Return the scale of a colour with its numbers, and what it means. */
+function scaleOf({ name, tone, ends: [low, high] }) {
+  const bar = (kind) => h("i", { class: `bar-${kind}` });
+  const meaning = MEANINGS[name] ? h("span", { class: "quiet" }, ` ${MEANINGS[name]}`) : null;
+  if (tone === "both") return [number(low, 3), bar("low"), name === "ratio" ? "1" : name === "weight_version" ? "" : "0", name === "weight_version" ? null : bar("high"), number(high, 3), meaning];
+  if (tone === "cold") return [number(low), bar("cold"), `${number(high)} or less`, meaning];
+  if (tone === "taught") return [bar("taught"), meaning];
+  if (tone === "author") return [bar("policy"), "policy ", bar("environment"), "environment"];
+  return [];
 }
 
 function picture({ name, address, error }, at) {
@@ -116,10 +161,4 @@ function tokenTitle(values) {
   const numbers = Object.entries(NAMES).filter(([name]) => values[name] !== null && values[name] !== undefined).map(([name, title]) => `${title} ${number(values[name])}`);
   const mismatch = diff(values.old_log_probs, values.rollout_log_probs);
   return [`token ${values.position}: id ${values.id}`, ...numbers, mismatch === null ? null : `trainer − engine ${number(mismatch)}`].filter(Boolean).join(" · ");
-}
-
-function branchTree(id, node, row) {
-  return h("ul", { class: "tree" }, h("li", {}, `tokens ${node.start}–${node.end} `,
-    node.rows.map((ending) => [link(`#/sample/${id}/${ending}`, ending === row ? h("b", {}, `row ${ending} (this)`) : `row ${ending}`), " "]),
-    node.children.map((child) => branchTree(id, child, row))));
 }

@@ -1,0 +1,159 @@
+"""Samples as conversations: messages with roles and texts, and the branches of an attempt as a tree of messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from slimectl.chats.messages import content_text
+from slimectl.viewer.turns import Turn, turns_of
+
+Decode = Callable[[Sequence[int]], str]
+
+HEADER = re.compile(
+    r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)(\w{1,20})(?:<\|end_header_id\|>)?\n*"
+    r"|<\|(system|user|assistant|observation)\|>\n?|<｜(User|Assistant)｜>"
+)
+"""The beginning of a message in a chat template, with its role."""
+END = re.compile(
+    r"(?:<\|(?:im_end|eot_id|eom_id|end_of_text|end|endoftext)\|>|<(?:end_of_turn|eos)>|</s>|<｜end▁of▁sentence｜>|\n)+$"
+)
+"""The end of a message in a chat template."""
+MARKS = re.compile(r"(?:<[^<>\s]{1,40}>|\s)*")
+"""Special tokens before the first message, such as <|begin_of_text|>."""
+ROLES = {"model": "assistant", "observation": "tool"}
+MAX_NODE_TEXT = 2000
+"""Most characters of a message in a tree. The page of a sample has all."""
+
+
+class Message(NamedTuple):
+    """A message of a sample; its author is "prompt", "policy" or "environment"."""
+
+    role: str
+    author: str
+    text: str
+
+
+def conversation(record: Mapping[str, Any], decode: Decode | None) -> list[Message]:
+    """Return the messages of a sample: its prompt, then what the policy and the environment added.
+
+    Without a tokenizer, the response is one message.
+    """
+    tokens = list(record.get("tokens") or [])
+    length = int(record.get("response_length") or 0)
+    prompt = _prompt(record, tokens[: len(tokens) - length], decode)
+    response_role = "response" if [message.role for message in prompt] == ["prompt"] else "assistant"
+    if decode is None or not tokens:
+        return [*prompt, Message(response_role, "policy", str(record.get("response", "")))]
+    response = [
+        message
+        for turn in turns_of(record, len(tokens) - length)
+        if turn["author"] != "prompt"
+        for message in _of_turn(turn, decode(tokens[turn["start"] : turn["end"]]), response_role)
+    ]
+    return [*prompt, *response]
+
+
+def prompt_messages(prompt: Any) -> list[Message]:
+    """Return the messages of a recorded prompt: a chat, or one message with its text."""
+    if not isinstance(prompt, list):
+        return [Message("prompt", "prompt", str(prompt or ""))]
+    return [
+        Message(str(message.get("role", "message")), "prompt", _content(message))
+        for message in prompt
+        if isinstance(message, dict)
+    ]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, and its tool calls as they are recorded."""
+    calls = message.get("tool_calls")
+    return "\n".join(filter(None, (content_text(message.get("content") or ""), str(calls) if calls else "")))
+
+
+def _prompt(record: Mapping[str, Any], tokens: Sequence[int], decode: Decode | None) -> list[Message]:
+    """Return the messages of a prompt. Split a text into the messages that the chat template made of it."""
+    messages = prompt_messages(record.get("prompt"))
+    if isinstance(record.get("prompt"), list) or decode is None:
+        return messages
+    templated = decode(tokens)
+    return list(_split(templated, "prompt", "prompt")) if HEADER.search(templated) else messages
+
+
+def _of_turn(turn: Turn, text: str, response_role: str) -> Iterator[Message]:
+    if turn["author"] == "policy":
+        yield Message(response_role, "policy", END.sub("", text))
+    else:
+        yield from _split(text, "environment", "environment")
+
+
+def _split(text: str, role: str, author: str) -> Iterator[Message]:
+    """Yield the messages in a templated text; what stands before the first header has the given role."""
+    position = 0
+    for header in [*HEADER.finditer(text), None]:
+        end = len(text) if header is None else header.start()
+        body = END.sub("", text[position:end])
+        if body and not (position == 0 and header is not None and MARKS.fullmatch(body)):
+            yield Message(role, author, body)
+        if header is not None:
+            name = next(filter(None, header.groups())).lower()
+            role, position = ROLES.get(name, name), header.end()
+
+
+def attempt_tree(conversations: Mapping[int, Sequence[Message]]) -> dict[str, Any]:
+    """Return the tree of the branches of an attempt, by row.
+
+    A node has the messages that its branches share, the rows that end there, and its children.
+    """
+    remaining = {row: list(messages) for row, messages in conversations.items()}
+    shared: list[Message] = []
+    while all(remaining.values()):
+        common = _common([messages[0] for messages in remaining.values()])
+        if common is None:
+            break
+        shared.append(common)
+        for messages in remaining.values():
+            text = messages[0].text[len(common.text) :]
+            messages[:1] = [messages[0]._replace(text=text)] if text else []
+    groups: list[dict[int, list[Message]]] = []
+    for row, messages in remaining.items():
+        if messages:
+            same = (group for group in groups if _common([next(iter(group.values()))[0], messages[0]]))
+            group = next(same, None)
+            if group is None:
+                groups.append({row: messages})
+            else:
+                group[row] = messages
+    return {
+        "messages": [message._replace(text=message.text[:MAX_NODE_TEXT])._asdict() for message in shared],
+        "rows": [row for row, messages in remaining.items() if not messages],
+        "children": [attempt_tree(group) for group in groups],
+    }
+
+
+def _common(messages: Sequence[Message]) -> Message | None:
+    """Return the message that all begin with: an equal one, or a response that the other responses continue."""
+    shortest = min(messages, key=lambda message: len(message.text))
+    same_role = all(message[:2] == shortest[:2] for message in messages)
+    if not same_role or not all(message.text.startswith(shortest.text) for message in messages):
+        return None
+    equal = all(message.text == shortest.text for message in messages)
+    return shortest if equal or (shortest.text and shortest.author == "policy") else None
+
+
+def own_prompt(records: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the prompt of a group: the messages that all its branches begin with.
+
+    An agent may ask with another history in each branch. Branches are recorded from the last to the first, so where
+    they share no request, the last record has the prompt.
+    """
+    prompts = [record.get("prompt", "") for record in records]
+    if not prompts or not all(isinstance(prompt, list) for prompt in prompts):
+        return prompts[0] if prompts else ""
+    length = 0
+    while all(len(prompt) > length and prompt[length] == prompts[0][length] for prompt in prompts):
+        length += 1
+    shared = prompts[0][:length]
+    asks = any(isinstance(message, dict) and message.get("role") == "user" for message in shared)
+    return shared if asks else prompts[-1]

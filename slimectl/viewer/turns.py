@@ -1,0 +1,70 @@
+"""Turns of a sample: runs of tokens of one author, as a session recorded them or as the loss mask implies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby, zip_longest
+from typing import Any, TypedDict
+
+from slimectl.types import VERSION_SPANS
+
+
+class Turn(TypedDict):
+    """Tokens of one author: "prompt", "policy" or "environment"."""
+
+    author: str
+    start: int
+    end: int
+    taught: bool
+    """Whether any token has loss mask 1."""
+
+
+def turns_of(record: Mapping[str, Any], prompt_length: int) -> list[Turn]:
+    """Return runs of tokens of one author: the prompt, the policy, the environment (tools, templates, users).
+
+    Turns of the policy that a program's session recorded (`metadata.agent.turns`) are taken as they are. Without them
+    the policy wrote the tokens with loss mask 1, and the tokens with a log-probability or a weight version, which
+    another branch trains on. `taught` says whether any token of a turn has loss mask 1.
+    """
+    length = int(record.get("response_length", 0))
+    mask = [bool(bit) for bit in record.get("loss_mask") or [1] * length]
+    spans = _recorded_turns(record, length)
+    if spans is None:
+        keys: list[Any] = list(zip(_sampled(record, mask), mask, strict=True))
+    else:
+        keys = [None] * length
+        for number, (first, end) in enumerate(spans):
+            keys[first:end] = [number] * (end - first)
+    prompt: Turn = {"author": "prompt", "start": 0, "end": prompt_length, "taught": False}
+    turns = [prompt] if prompt_length else []
+    position = 0
+    for key, run in groupby(keys):
+        end = position + len(list(run))
+        by_policy = key is not None if spans is not None else key[0]
+        turns.append({"author": "policy" if by_policy else "environment", "start": prompt_length + position,
+                      "end": prompt_length + end, "taught": any(mask[position:end])})  # fmt: skip
+        position = end
+    return turns
+
+
+def _recorded_turns(record: Mapping[str, Any], length: int) -> list[tuple[int, int]] | None:
+    """Return the spans of the policy's turns in the response as a session recorded them; None if it did not."""
+    agent = (record.get("metadata") or {}).get("agent")
+    turns = agent.get("turns") if isinstance(agent, dict) else None
+    try:
+        spans = [(int(first), int(end)) for first, end in turns or ()]
+    except (TypeError, ValueError):  # a samples file may hold anything
+        return None
+    edges = [0, *(edge for span in spans for edge in span), length]
+    return spans if spans and edges == sorted(edges) else None
+
+
+def _sampled(record: Mapping[str, Any], mask: Sequence[bool]) -> list[bool]:
+    """Return of each token of the response whether the policy sampled it, as far as the record says."""
+    sampled = [bool(bit or value) for bit, value in zip_longest(mask, record.get("rollout_log_probs") or ())]
+    for span in (record.get("metadata") or {}).get(VERSION_SPANS) or ():
+        with suppress(TypeError, ValueError, IndexError):
+            first, end = max(0, int(span[1])), min(len(mask), int(span[2]))
+            sampled[first:end] = [True] * max(0, end - first)
+    return sampled[: len(mask)]
