@@ -20,7 +20,7 @@ from slimectl.data.hugging_face import fetch_command, hub_name, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missing_library
-from slimectl.model_files import check_model_files, policy_folder, read_json
+from slimectl.model_files import check_model_files, policy_folder, read_json, trainer_folder
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
@@ -273,7 +273,7 @@ def device(requested: str) -> str:
 
 def version_of(folder: Path) -> str:
     """Return the weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
-    file = folder / "trainer.json"
+    file = trainer_folder(folder) / "trainer.json"
     return str(read_json(file).get("step", 0))[:20] if file.exists() else "0"
 
 

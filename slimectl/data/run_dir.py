@@ -1,7 +1,7 @@
 """The folder of a run: metrics, checkpoints that are complete or absent, and resuming.
 
 runs/NAME/  manifest.json  run.toml  metrics.jsonl  perf.jsonl  log.txt  latest -> step_000042
-            step_000042/ manifest.json  state.json  policy/ …  samples.jsonl  train_data.jsonl (if kept)
+            step_000042/ manifest.json  state.json  policy/ …  trainer/ …  samples.jsonl  train_data.jsonl (if kept)
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from slimectl.data.locks import Lock
 from slimectl.data.manifest import file_digest, integrity_error
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.errors import CheckpointError, SettingsError
+from slimectl.model_files import TRAINER_STATE
 
 STEP = re.compile(r"step_(\d{6,})$")
 
@@ -295,7 +296,7 @@ class RunDir:
                 continue
             names = ownership.own_files(folder, ownership.CHECKPOINT_FILES)
             if any((folder / name).exists() for name in ownership.ROUND_FILES):
-                names = [name for name in names if name.startswith("policy/")]
+                names = [name for name in names if name.partition("/")[0] in ("policy", "critic", TRAINER_STATE)]
             ownership.remove_files(folder, names)
             with suppress(OSError):
                 folder.rmdir()

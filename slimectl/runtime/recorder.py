@@ -16,6 +16,7 @@ from slimectl.data.metrics_catalogue import progress
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.data.run_dir import RunDir
 from slimectl.errors import CheckpointError
+from slimectl.model_files import TRAINER_STATE
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.settings import Settings
 from slimectl.stages.hooks import NO_HOOKS, Hooks
@@ -141,11 +142,9 @@ class RunRecorder:
         }
 
         def fill(staged: Path) -> None:
-            (staged / "policy").mkdir()
-            policy.save(staged / "policy")
+            save_model(policy, staged / "policy")
             if self.critic is not None:
-                (staged / "critic").mkdir()
-                self.critic.save(staged / "critic")
+                save_model(self.critic, staged / "critic")
             self.keep_round(staged, samples)
             write_text(staged / "state.json", json.dumps(saved_state) + "\n")
 
@@ -242,6 +241,15 @@ class RunRecorder:
         warn_of_changed_schedule(self._checkpoint / "policy", self.settings, total_steps)
         if self.critic is not None:
             self.critic.load(self._checkpoint / "critic")
+
+
+def save_model(model: Policy | Critic, folder: Path) -> None:
+    """Save a model, with the trainer's state in a folder beside it: the model folder holds the model only."""
+    folder.mkdir()
+    model.save(folder)
+    if (state := folder / TRAINER_STATE).exists():
+        (folder.parent / TRAINER_STATE).mkdir(exist_ok=True)
+        state.rename(folder.parent / TRAINER_STATE / folder.name)
 
 
 def warn_of_changed_schedule(checkpoint: Path, settings: Settings, total_steps: int | None) -> None:

@@ -108,8 +108,7 @@ def test_a_killed_training_goes_on_to_the_bytes_of_an_undisturbed_one(workshop: 
     assert "runs/sft: 6 rounds" in shown
     assert re.search(r"\nloss +\d", shown)
     assert len(workshop.metrics("sft")) == 6 + 4  # two passes over eight rows, and evaluations at 0, 2, 4 and the end
-    last = Path("latest") / "policy"
-    for name in ("metrics.jsonl", last / "model.safetensors", last / "optimizer.safetensors"):
+    for name in ("metrics.jsonl", "latest/policy/model.safetensors", "latest/trainer/policy/optimizer.safetensors"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
 
 
