@@ -302,7 +302,7 @@ def _options_of(group: Any) -> dict[str, inspect.Parameter]:
 
 def print_settings(resolution: Resolved, *, only_changed: bool = False) -> None:
     """Print the settings with the layers that set them, on stdout: all, or those that differ from their defaults."""
-    from slimectl.settings.keys import changed
+    from slimectl.settings.keys import changed, toml_value
 
     names = list(changed(resolution.settings)) if only_changed else list(resolution.origins)
     width = max(map(len, names), default=0)
@@ -311,7 +311,9 @@ def print_settings(resolution: Resolved, *, only_changed: bool = False) -> None:
             stdio.emit(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
 
 
-def print_preflight(resolution: Resolved, *checks: str, samples: Sequence[str] = (), new_run: bool = False) -> None:
+def print_preflight(
+    resolution: Resolved, *checks: str, samples: Sequence[str] = (), new_run: bool = False, resumed: bool = False
+) -> None:
     """Print the results of these checks (runtime/preflight.py) and the settings that differ from their defaults.
 
     Raises SlimectlError, with the exit code of the first check that failed.
@@ -319,7 +321,7 @@ def print_preflight(resolution: Resolved, *checks: str, samples: Sequence[str] =
     from slimectl.runtime.preflight import preflight
 
     results = []
-    for result in preflight(resolution.settings, checks, samples=samples, new_run=new_run):
+    for result in preflight(resolution.settings, checks, samples=samples, new_run=new_run, resumed=resumed):
         results.append(result)
         stdio.emit(str(result))
     stdio.emit("")
@@ -338,19 +340,6 @@ def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
 
     for name, value in flat(resolution.settings):
         yield name, redact(value, name=name.rpartition(".")[2] if isinstance(value, SecretStr) else "")
-
-
-def toml_value(value: Any) -> str:
-    """Format a value in the syntax of `-s`."""
-    import tomli_w
-
-    if value is None:
-        return "none"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
 
 
 def needs_destination(out: str) -> None:

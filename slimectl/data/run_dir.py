@@ -242,19 +242,19 @@ class RunDir:
             for push in self.path.glob("weights/*"):
                 if ownership.PUSHES.fullmatch(push.name) and push.is_dir() and not push.is_symlink():
                     (push / STAGED).touch()  # earlier versions did not mark folders of pushes
-        if not signed:
+        if not signed or "finished" in (ownership.read_manifest(self.path) or {}):
             self._sign(manifest)
 
-    def note_changes(self, changes: Sequence[str]) -> None:
-        """Add comments to run.toml: from which round on a resume had which other settings than the file."""
+    def change_settings(self, settings_toml: str, changes: Sequence[str]) -> None:
+        """Write the settings of a resume to run.toml, with comments: from which round on the run has which changes."""
         rounds = self.checkpoints()
         first = (rounds[-1] if rounds else 0) + 1
         path = self.path / "run.toml"
-        text = path.read_text(encoding="utf-8").rstrip("\n")
+        notes = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
         resumed = f"# {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, slimectl {__version__}: resumed at round {first} with"
         lines = [f"#   {' '.join(change.splitlines())}" for change in changes]
         with storage_errors(path):
-            write_text(path, "\n".join([text, "", resumed, *lines, ""]))
+            write_text(path, "\n".join([settings_toml, *notes, resumed, *lines, ""]))
 
     def _sweep(self) -> None:
         """Remove half-written files of a killed run, and finish interrupted renames."""

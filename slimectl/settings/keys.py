@@ -79,6 +79,19 @@ def settings_toml(settings: Settings) -> str:
     return tomli_w.dumps(sections)
 
 
+def toml_value(value: Any) -> str:
+    """Format a value in the syntax of `-s`."""
+    import tomli_w
+
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
+
+
 def _without_none(value: Any) -> Any:
     """Drop None inside tables and lists of the user's, for which TOML has no form."""
     if isinstance(value, dict):

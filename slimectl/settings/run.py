@@ -87,6 +87,10 @@ class RunSettings(Section):
     """What to do after no_signal_rounds rounds in a row whose rewards teach nothing: all equal, or equal within every
     group. Each such round has the metric rollout/no_signal. `stop` saves and ends with exit code 1."""
 
+    on_data_change: Literal["warn", "stop"] = "stop"
+    """What a resume does if the data of `rollout.data` is no longer that of the checkpoint. The run continues at its
+    position in the data, so prompts would repeat or be left out. Changed data of [eval] is a warning in any case."""
+
     no_signal_rounds: PositiveInt = 10
     """Rounds without signal in a row after which on_no_signal acts."""
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
