@@ -16,7 +16,7 @@ from slimectl.architectures import cards
 from slimectl.architectures.config import raw_config
 from slimectl.architectures.config_checks import check_config
 from slimectl.architectures.image_tokens import MODEL_TYPES
-from slimectl.data.hugging_face import fetch_command, hub_name, snapshot
+from slimectl.data.hugging_face import hub_name, or_fetch, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missing_library
@@ -50,7 +50,7 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
         folder = hub_model(path) or folder
     if not folder.is_dir():
         raise CheckpointError(
-            f"{path}: no such model directory; give a Hugging Face checkpoint directory{_hub_remedy(path)}"
+            f"{path}: no such model directory; give a Hugging Face checkpoint directory{or_fetch(path)}"
         )
     folder = policy_folder(folder)
     if folder.parent.parent == Path(path):
@@ -76,12 +76,6 @@ def hub_model(name: str) -> Path | None:
     """Return the folder of a model of the hub, cached or downloaded; None if there is none of this name."""
     repository = hub_name(name)
     return None if repository is None or repository[1] else snapshot(repository[0], "model")
-
-
-def _hub_remedy(name: str) -> str:
-    """Return the end of a message that says how to fetch what may be a model of the hub."""
-    repository = hub_name(name)
-    return f", or fetch one of the hub: {fetch_command(name, 'model')}" if repository and not repository[1] else ""
 
 
 @cache

@@ -45,7 +45,7 @@ def resumable(
     RunDir(run).check_command(command)
     started = working_folder(run)
     if started is not None and not started.samefile(Path.cwd()):
-        run = run.absolute()
+        run = Path(os.path.abspath(run))
         stdio.note(f"{run}: was started in {started}; relative paths in settings start from there")
         _change_folder(started, options)
     own = run_path(run)

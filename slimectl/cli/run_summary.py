@@ -17,7 +17,6 @@ from slimectl.cli.terminal import one_line, shortened, sparkline, visible, width
 from slimectl.data.metrics_catalogue import is_supervised, progress
 from slimectl.data.ownership import read_manifest
 from slimectl.errors import SettingsError
-from slimectl.settings.keys import toml_value
 from slimectl.viewer.library import RunSource, read_settings
 
 CURVES = (
@@ -110,6 +109,7 @@ def changed_settings(path: Path) -> tuple[str, dict[str, list[str]]]:
 
     A recipe counts as it is now; one that is gone, and settings that this version cannot read, give the defaults.
     """
+    from slimectl.settings.keys import toml_value, unused_interpreters
     from slimectl.settings.layers import from_file
     from slimectl.settings.loading import resolve
 
@@ -118,10 +118,11 @@ def changed_settings(path: Path) -> tuple[str, dict[str, list[str]]]:
     except SettingsError:
         return "defaults", {}
     base, values = _recipe_settings((read_manifest(path) or {}).get("recipe"), settings.get("algorithm.name"))
+    skipped = {*SKIPPED_SETTINGS, *unused_interpreters(settings.get("engine.backend"))}
     differences = {
         name: [toml_value(value), toml_value(values.get(name))]
         for name, value in settings.items()
-        if value != values.get(name) and name not in SKIPPED_SETTINGS
+        if value != values.get(name) and name not in skipped
     }
     return base, differences
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,7 +12,7 @@ from slimectl.data.ownership import read_manifest
 from slimectl.errors import SettingsError
 from slimectl.redaction import MASK, redact
 from slimectl.settings import Settings
-from slimectl.settings.keys import flat, toml_value
+from slimectl.settings.keys import flat, toml_value, unused_interpreters
 from slimectl.settings.layers import from_file
 from slimectl.settings.loading import resolve
 
@@ -35,7 +36,7 @@ def working_folder(run: Path) -> Path | None:
     started = Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else None
     if started is not None and (started / own).exists() and (started / own).samefile(run):
         return started
-    absolute = run.absolute()
+    absolute = Path(os.path.abspath(run))
     if not own.is_absolute() and absolute.parts[-len(own.parts) :] == own.parts:
         return Path(*absolute.parts[: -len(own.parts)])
     return started
@@ -47,8 +48,9 @@ def changed_settings(settings: Settings, run: Path) -> Iterator[str]:
         before = dict(flat(resolve([from_file(run / RUN_TOML)]).settings))
     except SettingsError:  # an older version's file, which holds only with what is given beside it
         return
+    skipped = {"run.name", "run.dir", *unused_interpreters(settings.engine.backend)}
     for key, value in flat(settings):
         old, new = redact(before.get(key)), redact(value)
         # The name and place of a folder are those that --resume gives.
-        if old != new and MASK not in (old, new) and key not in ("run.name", "run.dir"):
+        if old != new and MASK not in (old, new) and key not in skipped:
             yield f"{key} = {toml_value(new)} (was {toml_value(old)})"

@@ -14,9 +14,9 @@ from slimectl.data.run_dir import RunDir
 from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_library
 from slimectl.hooks import HOOKS, check_hooks, hooks
 from slimectl.runtime.capacity import configuration, disk, is_readable, memory, shape_of
+from slimectl.runtime.data_check import check_data
 from slimectl.runtime.first_prompts import check_grading, check_source, check_training_samples, first_prompts, shown
 from slimectl.runtime.machine import CheckResult
-from slimectl.runtime.recorder import check_data
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.settings.score import ScoreSettings

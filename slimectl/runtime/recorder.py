@@ -15,8 +15,8 @@ from slimectl.data.jsonl import write_samples
 from slimectl.data.metrics_catalogue import progress
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.data.run_dir import RunDir
-from slimectl.data.source_identity import Identity, changes
-from slimectl.errors import CheckpointError, SettingsError
+from slimectl.data.source_identity import Identity
+from slimectl.errors import CheckpointError
 from slimectl.model_files import TRAINER_STATE
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.settings import Settings
@@ -245,32 +245,6 @@ class RunRecorder:
         warn_of_changed_schedule(self._checkpoint / "policy", self.settings, total_steps)
         if self.critic is not None:
             self.critic.load(self._checkpoint / "critic")
-
-
-def check_data(folder: RunDir, settings: Settings, data: Mapping[str, Sequence[Identity]]) -> int:
-    """Compare the data with that of the newest checkpoint of a run, and return its round; 0 without a checkpoint.
-
-    Those of earlier versions do not record their data. Raises SettingsError as run.on_data_change says; other
-    differences are warnings.
-    """
-    number = max(folder.checkpoints(), default=0)
-    checkpoint = folder.step(number)
-    before: Mapping[str, Sequence[Identity]] = {}
-    with suppress(OSError, ValueError):  # a damaged checkpoint is left out, with a message, when it is loaded
-        before = json.loads((checkpoint / "state.json").read_text()).get("data", {})
-    for key in before.keys() & data.keys():
-        for change in changes(before[key], data[key]):
-            message = f"{key}: {change} since {checkpoint} was saved."
-            if key != "rollout.data":
-                logger.warning(f"{message} Its metrics do not compare with earlier ones.")
-            elif settings.run.on_data_change == "warn":
-                logger.warning(f"{message} Prompts may repeat or be left out.")
-            else:
-                raise SettingsError(
-                    f"{message} Prompts would repeat or be left out. Restore the data, or go on in the new data: "
-                    f"-s run.on_data_change=warn"
-                )
-    return number
 
 
 def save_model(model: Policy | Critic, folder: Path) -> None:

@@ -18,9 +18,10 @@ from slimectl.errors import DiedError, DivergedError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Progress, StreamAbandoner
+from slimectl.runtime.data_check import check_data
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod, RoundAbandoned
-from slimectl.runtime.recorder import RunRecorder, check_data
+from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.report_loop import ReportLoop, Reports, abandonment
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.runtime.run_parts import build_parts

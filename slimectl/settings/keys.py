@@ -37,6 +37,11 @@ def changed(settings: Settings) -> Iterator[str]:
             yield name
 
 
+def unused_interpreters(backend: Any) -> set[str]:
+    """Return the settings that only say where an engine is installed which is not engine.backend."""
+    return {f"{engine}.python" for engine in ("sglang", "vllm") if engine != backend}
+
+
 def keys_of(section: str, algorithm: str | None = None) -> list[str]:
     """The keys of a section; for [algorithm], of one algorithm or of all."""
     if section == "algorithm":

@@ -242,7 +242,13 @@ class Library:
 
     def settings_table(self) -> dict[str, Any]:
         """Return the settings whose values differ between the runs, and their value in each; of one run, all."""
-        names = sorted({name for run in self.runs.values() for name in run.settings})
+        from slimectl.settings.keys import unused_interpreters
+
+        unused = [unused_interpreters(run.settings.get("engine.backend", "embedded")) for run in self.runs.values()]
+        names = sorted(
+            {name for run in self.runs.values() for name in run.settings}
+            - (set.intersection(*unused) if unused else set())
+        )
         rows = []
         for name in names:
             values = [run.settings.get(name) for run in self.runs.values()]
