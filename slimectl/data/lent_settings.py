@@ -85,9 +85,8 @@ def _absolute(values: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
         is_elsewhere = folder is not None and folder != Path.cwd() and (folder / file).is_file()
         return str(folder / path) if folder is not None and is_elsewhere else path
 
-    lent = {name: placed(value) if name.endswith("_path") else value for name, value in values.items()}
-    if "score.rm" in lent:
-        lent["score.rm"] = [
-            {**part, "path": placed(part["path"])} if "path" in part else part for part in lent["score.rm"]
-        ]
+    lent: dict[str, Any] = {n: placed(value) if n.endswith("_path") else value for n, value in values.items()}
+    for part in lent.get("score.rm", ()):
+        if "path" in part:
+            part["path"] = placed(part["path"])
     return lent

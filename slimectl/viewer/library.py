@@ -244,11 +244,10 @@ class Library:
         """Return the settings whose values differ between the runs, and their value in each; of one run, all."""
         from slimectl.settings.keys import unused_interpreters
 
-        unused = [unused_interpreters(run.settings.get("engine.backend", "embedded")) for run in self.runs.values()]
-        names = sorted(
-            {name for run in self.runs.values() for name in run.settings}
-            - (set.intersection(*unused) if unused else set())
-        )
+        backends = [run.settings.get("engine.backend", "embedded") for run in self.runs.values()]
+        unused = {name for backend in backends for name in unused_interpreters(backend)}
+        needed = {f"{backend}.python" for backend in backends}
+        names = sorted({name for run in self.runs.values() for name in run.settings} - (unused - needed))
         rows = []
         for name in names:
             values = [run.settings.get(name) for run in self.runs.values()]
