@@ -54,9 +54,7 @@ def chat(
 
     with ChatModel(resolution.settings) as model:
         if not model.has_template:
-            raise SettingsError(
-                f"{model.folder}: no chat template, so it is no chat model; `slimectl ask --raw` continues a text"
-            )
+            raise SettingsError(f"{model.folder}: no chat template. Use `slimectl ask --raw` to continue a text")
         stdio.note(f"{model.folder}: {COMMANDS}")
         params = model.params(max_tokens=answer_tokens(resolution, max_tokens), temperature=temperature, seed=seed)
         conversation = Conversation(model, params, system)

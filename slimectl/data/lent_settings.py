@@ -35,10 +35,10 @@ MEASURED = (*ROLLOUT, *VERIFIER, *EVALUATION)
 
 
 def lent_layer(layers: Sequence[Layer], keys: Sequence[str]) -> Layer | None:
-    """Return those of the run's settings `keys` that differ from the defaults, as the lowest layer.
+    """Return the run's settings among `keys` that differ from the defaults, as the lowest layer.
 
-    None if the model of the layers is of no run. What the layers set replaces its counterparts: a verifier all
-    verifiers, and a key of [rollout] or [score] that of [eval].
+    Return None if the model does not belong to a run. A verifier in the layers replaces all of the run's verifiers. A
+    key of [rollout] or [score] replaces the run's key of the same name in [eval].
     """
     given = {f"{section}.{key}" for layer in layers for section, values in layer.values.items() for key in values}
     paths = [layer.values["model"]["path"] for layer in layers if layer.values.get("model", {}).get("path")]

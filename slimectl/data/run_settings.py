@@ -46,7 +46,7 @@ def changed_settings(settings: Settings, run: Path) -> Iterator[str]:
     """Yield the settings that differ from those in the run's file, with both values; secrets are left out."""
     try:
         before = dict(flat(resolve([from_file(run / RUN_TOML)]).settings))
-    except SettingsError:  # an older version's file, which holds only with what is given beside it
+    except SettingsError:  # a file of an older version may need settings from the command line
         return
     skipped = {"run.name", "run.dir", *unused_interpreters(settings.engine.backend)}
     for key, value in flat(settings):

@@ -1,4 +1,4 @@
-"""Compares the data of a run with that of the checkpoint from which it resumes."""
+"""Compares the data of a run with the data that its checkpoint records."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from slimectl.stdio import logger
 
 
 def check_data(folder: RunDir, settings: Settings, data: Mapping[str, Sequence[Identity]]) -> int:
-    """Compare the data with that of the newest checkpoint of a run, and return its round; 0 without a checkpoint.
+    """Compare the data with the newest checkpoint of a run, and return its round; 0 without a checkpoint.
 
-    Those of earlier versions do not record their data. Raises SettingsError as run.on_data_change says; other
+    Checkpoints of earlier versions do not record their data. Raises SettingsError as run.on_data_change says; other
     differences are warnings.
     """
     number = max(folder.checkpoints(), default=0)
@@ -33,7 +33,7 @@ def check_data(folder: RunDir, settings: Settings, data: Mapping[str, Sequence[I
                 logger.warning(f"{message} Prompts may repeat or be left out.")
             else:
                 raise SettingsError(
-                    f"{message} Prompts would repeat or be left out. Restore the data, or go on in the new data: "
+                    f"{message} Prompts would repeat or be left out. Restore the data, or continue in the new data: "
                     f"-s run.on_data_change=warn"
                 )
     return number

@@ -35,7 +35,7 @@ def test_changed_data_is_refused_unless_it_is_wanted(one_round: Workshop):
     assert refusal in one_round.slimectl(*more, "--dry-run", code=2).decode()
     one_round.slimectl(*more, code=2)
     assert refusal in one_round.stderr
-    assert "go on in the new data: -s run.on_data_change=warn" in one_round.stderr
+    assert "continue in the new data: -s run.on_data_change=warn" in one_round.stderr
     assert settings.read_text() == before
     one_round.slimectl(*more, "-s", "run.on_data_change=warn")
     assert "Prompts may repeat or be left out." in one_round.stderr
