@@ -20,6 +20,9 @@ from typing import Any, BinaryIO, TypeGuard
 
 from slimectl.errors import CheckpointError
 
+TRAINER_STATE = "trainer"
+"""Folder of a trainer's optimizer and counts: not among the files of the model, which other programs load."""
+
 MAX_JSON_BYTES = 64 * 1024**2
 """The largest known shard index has 12 MB."""
 MAX_CONFIG_BYTES = 4 * 1024**2
@@ -197,6 +200,16 @@ def _check_bounds(path: Path, status: os.stat_result) -> None:
     limit = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES
     if status.st_size > limit:
         raise CheckpointError(f"{path}: {status.st_size} bytes, a genuine one has at most {limit}; download it again")
+
+
+def trainer_folder(model: Path) -> Path:
+    """Return the folder with the trainer's state of a model folder: optimizer, steps, value head.
+
+    It is TRAINER_STATE in the model folder, or in the step of a run, beside the model. Earlier
+    versions wrote it into the model folder itself.
+    """
+    candidates = (model / TRAINER_STATE, model.parent / TRAINER_STATE / model.name)
+    return next((folder for folder in candidates if folder.is_dir()), model)
 
 
 def policy_folder(path: Path) -> Path:

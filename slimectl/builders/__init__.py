@@ -12,6 +12,7 @@ _NAMES = {
         "check_pipes",
         "check_rows",
         "count_rows",
+        "data_identities",
         "data_source",
         "has_plain_rows",
         "hook_settings",

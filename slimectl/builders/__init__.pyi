@@ -3,6 +3,7 @@ from slimectl.builders.data import check_images as check_images
 from slimectl.builders.data import check_pipes as check_pipes
 from slimectl.builders.data import check_rows as check_rows
 from slimectl.builders.data import count_rows as count_rows
+from slimectl.builders.data import data_identities as data_identities
 from slimectl.builders.data import data_source as data_source
 from slimectl.builders.data import has_plain_rows as has_plain_rows
 from slimectl.builders.data import hook_settings as hook_settings

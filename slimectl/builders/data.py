@@ -116,6 +116,14 @@ class EnvironmentTables:
         return task_table(environment(self._settings), split or "train", unbounded=unbounded)
 
 
+def data_identities(settings: Settings, sources: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the identities of the `sources` of rollout.data and of each dataset of [eval], by setting."""
+    from slimectl.data.source_identity import source_identity
+
+    evaluations = {f"eval.data.{name}": [source] for name, source in settings.eval.sources.items()}
+    return {key: list(map(source_identity, names)) for key, names in {"rollout.data": sources, **evaluations}.items()}
+
+
 def environment(settings: Settings) -> Specification:
     """Return the specification of rollout.env."""
     from slimectl.environments.agent import specification_of

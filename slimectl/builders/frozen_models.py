@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from slimectl.builders.engines import server_api
 from slimectl.builders.models import model_folder, tokenizer
 from slimectl.builders.policies import critic, frozen, policy, total_steps
-from slimectl.data.ownership import CHECKPOINT_FILES, remove_made
+from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST, remove_made
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import SettingsError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
+from slimectl.model_files import TRAINER_STATE
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.settings.secret import reveal
@@ -92,6 +93,8 @@ class PeriodicReference:
         return self._folder / f"{snapshot:06d}"
 
 
+NOT_OF_THE_MODEL = "".join(f"/{name}\n" for name in (f"{TRAINER_STATE}/", "critic/", MANIFEST))
+"""Files in a saved model's folder that a hub does not need: they are for more training, or name each other."""
 Field = Literal["ref_log_probs", "teacher_log_probs"]
 
 
@@ -118,8 +121,12 @@ class TrainableModels:
         return None if self.critic is self.policy else self.critic
 
     def save(self, path: Path) -> None:
-        """Save the policy into `path`, a separate critic into `path`/critic."""
+        """Save the policy into `path`, a separate critic into `path`/critic.
+
+        `hf upload` leaves out what .gitignore names.
+        """
         self.policy.save(path)
+        (path / ".gitignore").write_text(NOT_OF_THE_MODEL)
         if self.separate_critic is not None:
             (path / "critic").mkdir()
             self.critic.save(path / "critic")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimectl.builders.engines import EngineBackend, keys, server_options
 from slimectl.builders.models import device, version_of
-from slimectl.errors import SettingsError
+from slimectl.errors import CheckpointError, SettingsError
+from slimectl.model_files import policy_folder
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class VllmBackend(InstalledBackend):
 
     def check(self, settings: Settings) -> None:
         _require_gpu_for_routing(settings)
+        _refuse_trainer_state(settings.engine.load or settings.model.path)
         super().check(settings)
 
     def installed(self) -> InstalledServer:
@@ -152,6 +154,19 @@ class VllmBackend(InstalledBackend):
         from slimectl.engines.vllm.api import VllmApi
 
         return VllmApi(routed_experts=True)
+
+
+def _refuse_trainer_state(model: str | None) -> None:
+    """Raise CheckpointError for a checkpoint of an earlier version: vLLM loads the optimizer beside the weights."""
+    folder = policy_folder(Path(model or ""))
+    if (folder / "model.safetensors.index.json").exists():
+        return  # vLLM loads the files that it lists
+    for name in ("optimizer.safetensors", "value_head.safetensors"):
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"{folder / name}: an earlier version of slimectl wrote it beside the weights, and vLLM would load it "
+                f"as weights. Copy the model without it: slimectl convert {folder} DIR --to hf"
+            )
 
 
 def _require_gpu_for_routing(settings: Settings) -> None:

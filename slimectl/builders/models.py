@@ -15,11 +15,11 @@ from slimectl.chats.tokenizer import TOKENIZER_REMEDY as TOKENIZER_REMEDY
 from slimectl.chats.tokenizer import has_tokenizer as has_tokenizer
 from slimectl.chats.tokenizer import load_tokenizer
 from slimectl.chats.tokenizer import token_decoder as token_decoder
-from slimectl.data.hugging_face import fetch_command, hub_name, snapshot
+from slimectl.data.hugging_face import hub_name, or_fetch, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missing_library
-from slimectl.model_files import adapter_remedy, check_model_files, policy_folder, read_json
+from slimectl.model_files import adapter_remedy, check_model_files, policy_folder, read_json, trainer_folder
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
@@ -44,7 +44,7 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
         folder = hub_model(path) or folder
     if not folder.is_dir():
         raise CheckpointError(
-            f"{path}: no such model directory; give a Hugging Face checkpoint directory{_hub_remedy(path)}"
+            f"{path}: no such model directory; give a Hugging Face checkpoint directory{or_fetch(path)}"
         )
     folder = policy_folder(folder)
     if folder.parent.parent == Path(path):
@@ -74,12 +74,6 @@ def hub_model(name: str) -> Path | None:
     """Return the folder of a model of the hub, cached or downloaded; None if there is none of this name."""
     repository = hub_name(name)
     return None if repository is None or repository[1] else snapshot(repository[0], "model")
-
-
-def _hub_remedy(name: str) -> str:
-    """Return the end of a message that says how to fetch what may be a model of the hub."""
-    repository = hub_name(name)
-    return f", or fetch one of the hub: {fetch_command(name, 'model')}" if repository and not repository[1] else ""
 
 
 @cache
@@ -203,7 +197,7 @@ def device(requested: str) -> str:
 
 def version_of(folder: Path) -> str:
     """Return the weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
-    file = folder / "trainer.json"
+    file = trainer_folder(folder) / "trainer.json"
     return str(read_json(file).get("step", 0))[:20] if file.exists() else "0"
 
 

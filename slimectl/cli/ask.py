@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import SETTINGS, CommonOptions, print_settings, with_options
-from slimectl.errors import RecordError
+from slimectl.cli.options import SETTINGS, CommonOptions, answer_tokens, print_settings, sends_plain_text, with_options
+from slimectl.errors import RecordError, SettingsError
 
 
 @with_options("text model system raw max_tokens temperature seed engine_url", SETTINGS, "dry_run")
@@ -23,7 +23,10 @@ def ask(
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the template")] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens the answer may have", min=1)] = 1024,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", help="Maximum tokens of a response: 1024, or what the model's run had", min=1),
+    ] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy", min=0.0)] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer", min=0)] = None,
 ) -> None:
@@ -33,11 +36,15 @@ def ask(
 
         slimectl ask "Name three primes." --model models/smollm2 --temperature 0
     """
-    resolution = options.resolve()
+    from slimectl.data.lent_settings import ROLLOUT
+
+    resolution = options.resolve(lent=ROLLOUT)
     if options.dry_run:
         print_settings(resolution, only_changed=True)
         return
-    question = _question(text or [])
+    question, raw = _question(text or []), raw or sends_plain_text(resolution)
+    if raw and system is not None:
+        raise SettingsError("--system: needs the chat template; drop --raw, or add -s rollout.apply_chat_template=true")
     from slimectl.api.models import ChatModel, messages
     from slimectl.cli.output import TextOutput
 
@@ -46,7 +53,7 @@ def ask(
         prompt = question if raw else messages(question, system=system, chat_model=model)
         if isinstance(prompt, str) and not raw:
             stdio.note(f"{model.folder}: no chat template; the model continues the text as it stands (--raw)")
-        params = model.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        params = model.params(max_tokens=answer_tokens(resolution, max_tokens), temperature=temperature, seed=seed)
         try:
             completion = model.answer(prompt, params, show=output.write)
         finally:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import SETTINGS, CommonOptions, print_settings, with_options
+from slimectl.cli.options import SETTINGS, CommonOptions, answer_tokens, print_settings, sends_plain_text, with_options
 from slimectl.errors import SettingsError, SlimectlError
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ COMMANDS = "/reset begins anew, /retry answers again, /exit or Ctrl-D leaves; Ct
 def chat(
     options: CommonOptions,
     system: Annotated[str | None, typer.Option("--system", help="System message")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of a response", min=1)] = 1024,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", help="Maximum tokens of a response: 1024, or what the model's run had", min=1),
+    ] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy", min=0.0)] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answers", min=0)] = None,
 ) -> None:
@@ -35,20 +38,25 @@ def chat(
 
         slimectl chat --model models/smollm2 --system "You are brief."
     """
-    resolution = options.resolve()
+    from slimectl.data.lent_settings import ROLLOUT
+
+    resolution = options.resolve(lent=ROLLOUT)
     if options.dry_run:
         print_settings(resolution, only_changed=True)
         return
+    if sends_plain_text(resolution):
+        raise SettingsError(
+            f"{resolution.settings.model.path}: was trained without its chat template. Use `slimectl ask`, or add "
+            f"-s rollout.apply_chat_template=true"
+        )
     lines = _lines()
     from slimectl.api.models import ChatModel
 
     with ChatModel(resolution.settings) as model:
         if not model.has_template:
-            raise SettingsError(
-                f"{model.folder}: no chat template, so it is no chat model; `slimectl ask --raw` continues a text"
-            )
+            raise SettingsError(f"{model.folder}: no chat template. Use `slimectl ask --raw` to continue a text")
         stdio.note(f"{model.folder}: {COMMANDS}")
-        params = model.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        params = model.params(max_tokens=answer_tokens(resolution, max_tokens), temperature=temperature, seed=seed)
         conversation = Conversation(model, params, system)
         for line in lines:
             if line.strip() in ("/exit", "/quit"):

@@ -50,7 +50,9 @@ def evaluate(
             )
         sources[name] = source
     flags = {"eval.data": sources or None, "eval.n_samples_per_prompt": n, "eval.temperature": temperature}
-    resolution = options.resolve(flags)
+    from slimectl.data.lent_settings import MEASURED
+
+    resolution = options.resolve(flags, lent=MEASURED)
     settings = resolution.settings
     if not settings.eval.data:
         raise SettingsError("eval.data: no datasets are given; add --data NAME=PROMPTS")

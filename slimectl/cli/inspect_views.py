@@ -19,7 +19,7 @@ from slimectl.data.records import sample_to_json
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files, read_json
 from slimectl.types import Sample
-from slimectl.viewer.library import Library, SamplesFile, read_view
+from slimectl.viewer.library import Library, SamplesFile, is_run_folder, read_view
 
 if TYPE_CHECKING:
     from slimectl.settings import Settings
@@ -32,7 +32,7 @@ def show(path: Path, rows: int, *, as_json: bool) -> None:
     """Print what a path is: a run, a model directory, another folder, or a samples file."""
     if as_json:
         print(safe_json(facts(path, rows), indent=2))
-    elif (path / "run.toml").exists():
+    elif is_run_folder(path):
         show_run(path)
     elif path.is_dir():
         show_folder(path)
@@ -44,7 +44,7 @@ def show(path: Path, rows: int, *, as_json: bool) -> None:
 
 def facts(path: Path, rows: int) -> dict[str, Any]:
     """Return what a run, a model directory, another folder or a samples file is, and its manifest, as JSON."""
-    if (path / "run.toml").exists():
+    if is_run_folder(path):
         description = {"kind": "run", **run_facts(path)}
     elif (path / "config.json").exists():
         description = {"kind": "model", **model_facts(path)}

@@ -35,6 +35,10 @@ SETTINGS = "config assign"
 """Names of options that commands take together."""
 
 
+MAX_ANSWER = 1024
+"""Tokens that the answer of `ask` and `chat` may have where nothing else is set."""
+
+
 def set_log_level(level: str | None) -> str | None:
     """Apply --log-level to this process and those that it starts. Raises BadParameter for an unknown level."""
     if level is not None:
@@ -185,15 +189,36 @@ class CommonOptions:
             "score.workers": self.workers,
         }
 
-    def resolve(self, flags: Mapping[str, Any] = MappingProxyType({}), *, recipe: Layer | None = None) -> Resolved:
+    def resolve(
+        self,
+        flags: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        recipe: Layer | None = None,
+        lent: Sequence[str] = (),
+    ) -> Resolved:
         """Resolve settings: defaults < recipe < files < environment < -s < flags; unset flags (None, []) are ignored.
 
-        `flags` are those of the command's own options. Raises SettingsError with a line for every error.
+        `flags` are those of the command's own options. The keys `lent` come first from the run that the model is of,
+        and are printed. Raises SettingsError with a line for every error.
         """
         from slimectl.settings import resolve
 
         layers, problems = self._layers(flags, recipe)
-        return resolve(layers, problems)
+        if not lent:
+            return resolve(layers, problems)
+        from slimectl.data.lent_settings import lent_layer
+        from slimectl.settings.keys import toml_value
+
+        layer = lent_layer(layers, lent)
+        resolution = resolve([layer, *layers] if layer else layers, problems)
+        used = [
+            f"{name}={toml_value(value)}"
+            for name, value in shown(resolution)
+            if layer and resolution.origins[name] == layer.origin
+        ]
+        if layer and used:
+            stdio.note(f"using {', '.join(used)} of {layer.origin}")
+        return resolution
 
     def examine(self) -> tuple[Resolved, list[str]]:
         """Resolve the settings as far as they are valid; also return a line for every error."""
@@ -302,16 +327,20 @@ def _options_of(group: Any) -> dict[str, inspect.Parameter]:
 
 def print_settings(resolution: Resolved, *, only_changed: bool = False) -> None:
     """Print the settings with the layers that set them, on stdout: all, or those that differ from their defaults."""
-    from slimectl.settings.keys import changed
+    from slimectl.settings.keys import changed, toml_value, unused_interpreters
 
-    names = list(changed(resolution.settings)) if only_changed else list(resolution.origins)
+    unused = unused_interpreters(resolution.settings.engine.backend)
+    own = [name for name in changed(resolution.settings) if name not in unused]
+    names = own if only_changed else list(resolution.origins)
     width = max(map(len, names), default=0)
     for name, value in shown(resolution):
         if name in names:
             stdio.emit(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
 
 
-def print_preflight(resolution: Resolved, *checks: str, samples: Sequence[str] = (), new_run: bool = False) -> None:
+def print_preflight(
+    resolution: Resolved, *checks: str, samples: Sequence[str] = (), new_run: bool = False, resumed: bool = False
+) -> None:
     """Print the results of these checks (runtime/preflight.py) and the settings that differ from their defaults.
 
     Raises SlimectlError, with the exit code of the first check that failed.
@@ -319,7 +348,7 @@ def print_preflight(resolution: Resolved, *checks: str, samples: Sequence[str] =
     from slimectl.runtime.preflight import preflight
 
     results = []
-    for result in preflight(resolution.settings, checks, samples=samples, new_run=new_run):
+    for result in preflight(resolution.settings, checks, samples=samples, new_run=new_run, resumed=resumed):
         results.append(result)
         stdio.emit(str(result))
     stdio.emit("")
@@ -340,17 +369,18 @@ def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
         yield name, redact(value, name=name.rpartition(".")[2] if isinstance(value, SecretStr) else "")
 
 
-def toml_value(value: Any) -> str:
-    """Format a value in the syntax of `-s`."""
-    import tomli_w
+def sends_plain_text(resolution: Resolved) -> bool:
+    """Return whether a layer says that texts are sent without the chat template."""
+    name = "rollout.apply_chat_template"
+    return resolution.origins[name] != "default" and not resolution.settings.rollout.apply_chat_template
 
-    if value is None:
-        return "none"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
+
+def answer_tokens(resolution: Resolved, max_tokens: int | None) -> int:
+    """Return the tokens that the answer to a person may have: the option's, or those of a layer, or 1024."""
+    if max_tokens is not None:
+        return max_tokens
+    is_set = resolution.origins["rollout.max_response_len"] != "default"
+    return resolution.settings.rollout.max_response_len if is_set else MAX_ANSWER
 
 
 def needs_destination(out: str) -> None:

@@ -39,7 +39,9 @@ def rollout(
         slimectl rollout --data prompts.jsonl --model models/smollm2 -n 4 > samples.jsonl
     """
     flags = {"rollout.temperature": temperature}
-    resolution = options.resolve(flags | {"rollout.max_response_len": max_response_len})
+    from slimectl.data.lent_settings import ROLLOUT
+
+    resolution = options.resolve(flags | {"rollout.max_response_len": max_response_len}, lent=ROLLOUT)
     if options.dry_run:
         print_preflight(resolution, "model", "data", "engine", "hooks")
         return

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, toml_value, with_options
-from slimectl.errors import SettingsError
+from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, with_options
+from slimectl.cli.resume import Resumed, resumable
 from slimectl.registry.garbage import frozen_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from slimectl.data.locks import Lock
     from slimectl.recipes import Recipe
     from slimectl.runtime.rounds import RecordedRounds
     from slimectl.runtime.run import TrainingRun
@@ -60,43 +59,23 @@ def run(
             stdio.note(f"settings are read from {selected.layer.origin} in this folder")
 
     flags: dict[str, Any] = {"run.name": name, "run.seed": seed, "rollout.seed": seed}
-    with resumable("run", options, flags, resume) as lock:
+    with resumable("run", options, flags, resume) as resumed:
         result = options.resolve(flags, recipe=selected.layer)
         if options.dry_run:
             from slimectl.runtime.preflight import OF_RUN
 
             say_settings()
-            print_preflight(result, *OF_RUN, new_run=resume is None and not options.force)
+            print_preflight(result, *OF_RUN, new_run=resume is None and not options.force, resumed=resumed is not None)
             return
-        run_to_end(result, options, selected, resume=resume, lock=lock, on_start=say_settings)
-
-
-@contextmanager
-def resumable(
-    command: str, options: CommonOptions, flags: dict[str, Any], resume: Path | None
-) -> Iterator[Lock | None]:
-    """Lock the folder of a run to be resumed before its settings are read, and put them before those given."""
-    if resume is None:
-        yield None
-        return
-    if not (resume / "run.toml").exists():
-        raise SettingsError(f"{resume}: no run.toml; give the folder of a run, such as runs/NAME")
-    from slimectl.data.run_dir import RunDir
-
-    RunDir(resume).check_command(command)
-    options.config = [resume / "run.toml", *(options.config or [])]
-    flags |= {"run.name": resume.resolve().name, "run.dir": str(resume.resolve().parent)}
-    with nullcontext() if options.dry_run else locked(resume) as lock:
-        yield lock
+        run_to_end(result, options, selected, resumed, on_start=say_settings)
 
 
 def run_to_end(
     result: Resolved,
     options: CommonOptions,
     recipe: Recipe,
+    resumed: Resumed | None,
     *,
-    resume: Path | None,
-    lock: Lock | None,
     rounds: RecordedRounds | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> None:
@@ -116,9 +95,6 @@ def run_to_end(
 
     def say_settings() -> None:
         on_start()
-        if resume and (changes := [*_changed_settings(result, resume / "run.toml")]):
-            stdio.note(f"resuming with other settings than {resume / 'run.toml'}: {', '.join(changes)}")
-            job.folder.note_changes(changes)
 
     check_complete(result.settings.model_dump(by_alias=True))
     grace = GracePeriod()
@@ -128,38 +104,18 @@ def run_to_end(
         result.settings, interrupted=stop.asked, grace=grace, rounds=rounds, recipe=recipe.name, progress=bar
     )
     with stop, bar:
-        finished = job.execute(resume=resume is not None, force=options.force, lock=lock, on_start=say_settings)
+        finished = job.execute(
+            resume=resumed is not None,
+            force=options.force,
+            lock=resumed.lock if resumed else None,
+            on_start=say_settings,
+        )
     # A closed terminal takes no words.
     with nullcontext() if finished else suppress(StorageError):
         closing_words(job, recipe)
         stdio.emit(str(job.folder.path))
     if not finished:
         raise typer.Exit(stop.exit_code)
-
-
-def _changed_settings(resolution: Resolved, file: Path) -> Iterator[str]:
-    """Yield the settings that differ from those in the run's file, with both values; secrets are left out."""
-    from slimectl.redaction import MASK, redact
-    from slimectl.settings.keys import flat
-    from slimectl.settings.layers import from_file
-    from slimectl.settings.loading import resolve
-
-    try:
-        before = dict(flat(resolve([from_file(file)]).settings))
-    except SettingsError:  # an older version's file, which holds only with what is given beside it
-        return
-    for key, value in flat(resolution.settings):
-        old, new = redact(before.get(key)), redact(value)
-        # The name and place of a folder are those that --resume gives.
-        if old != new and MASK not in (old, new) and key not in ("run.name", "run.dir"):
-            yield f"{key} = {toml_value(new)} (was {toml_value(old)})"
-
-
-def locked(run: Path) -> Lock:
-    """Lock the folder of a run before reading any of its files. Raises SettingsError."""
-    from slimectl.data.run_dir import RunDir
-
-    return RunDir(run).lock(warn=stdio.say)
 
 
 INDEX_S = 2.0

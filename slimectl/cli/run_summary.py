@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import stdio
-from slimectl.cli.options import shown, toml_value
+from slimectl.cli.options import shown
 from slimectl.cli.terminal import one_line, shortened, sparkline, visible, width
 from slimectl.data.metrics_catalogue import is_supervised, progress
 from slimectl.data.ownership import read_manifest
@@ -36,6 +36,9 @@ PHASES = {
 """Metrics of the time of each phase."""
 ELAPSED = ("perf/total_time", "perf/eval_time", "perf/save_model_time")
 WARNING = re.compile(r"\[[^\]]*\] (?P<level>WARNING|ERROR|CRITICAL) (?P<place>\S+) - (?P<message>.*)")
+RESUMED = re.compile(r"\[[^\]]*\] \S+ - resuming .* after round \d+$")
+WAY_ON = "; go on with: slimectl "
+"""Part of the message of a run that was interrupted."""
 MAX_WARNINGS, MAX_EVALUATIONS = 3, 3
 MARGIN = 13
 """Columns of the names on the left."""
@@ -106,6 +109,7 @@ def changed_settings(path: Path) -> tuple[str, dict[str, list[str]]]:
 
     A recipe counts as it is now; one that is gone, and settings that this version cannot read, give the defaults.
     """
+    from slimectl.settings.keys import toml_value, unused_interpreters
     from slimectl.settings.layers import from_file
     from slimectl.settings.loading import resolve
 
@@ -114,10 +118,11 @@ def changed_settings(path: Path) -> tuple[str, dict[str, list[str]]]:
     except SettingsError:
         return "defaults", {}
     base, values = _recipe_settings((read_manifest(path) or {}).get("recipe"), settings.get("algorithm.name"))
+    skipped = {*SKIPPED_SETTINGS, *unused_interpreters(settings.get("engine.backend"))}
     differences = {
         name: [toml_value(value), toml_value(values.get(name))]
         for name, value in settings.items()
-        if value != values.get(name) and name not in SKIPPED_SETTINGS
+        if value != values.get(name) and name not in skipped
     }
     return base, differences
 
@@ -139,13 +144,19 @@ def _recipe_settings(name: Any, algorithm: Any) -> tuple[str, dict[str, Any]]:
 
 
 def warnings(log: Path) -> list[dict[str, Any]]:
-    """Return the warnings and errors of a log, one for each place in the code with its count: errors, then the most."""
+    """Return the warnings and errors of a log, one for each place in the code with its count: errors, then the most.
+
+    An interruption that the run was resumed from is left out.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     last: dict[tuple[str, str], str] = {}
     if log.is_file():
         with log.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                if match := WARNING.match(line):
+                if RESUMED.match(line):
+                    last = {key: message for key, message in last.items() if WAY_ON not in message}
+                    counts = Counter({key: counts[key] for key in last})
+                elif match := WARNING.match(line):
                     key = match["level"], match["place"]
                     counts[key] += 1
                     last[key] = match["message"]

@@ -18,7 +18,6 @@ from slimectl.cli.options import (
     output_name,
     print_settings,
     shown,
-    toml_value,
     with_options,
 )
 from slimectl.errors import SettingsError
@@ -101,6 +100,7 @@ def explain(
     """
     from slimectl.hooks import HOOKS
     from slimectl.settings import aliases
+    from slimectl.settings.keys import toml_value
     from slimectl.settings.launch_scripts.lookup import counterparts
     from slimectl.settings.reference import entries
     from slimectl.settings.run import CustomSettings

@@ -13,12 +13,12 @@ import typer
 
 from slimectl import stdio
 from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, with_options
-from slimectl.cli.run import resumable, run_to_end
+from slimectl.cli.resume import Resumed, resumable
+from slimectl.cli.run import run_to_end
 from slimectl.data.skip_counts import SkippedLines
 from slimectl.errors import RecordError, SettingsError, SlimectlError
 
 if TYPE_CHECKING:
-    from slimectl.data.locks import Lock
     from slimectl.settings import Resolved, Settings
     from slimectl.stages.recorded_rounds import Numbered
     from slimectl.stages.signal import SignalCount
@@ -52,7 +52,7 @@ def train(
     flags: dict[str, Any] = {"algorithm.name": algorithm, "run.name": name}
     if load:
         flags["model.path"] = str(load)
-    with resumable("train", options, flags, resume) as lock:
+    with resumable("train", options, flags, resume) as resumed:
         resolution = options.resolve(flags)
         in_folder = resume is not None or _is_run(resolution)
         if in_folder and options.samples:
@@ -63,10 +63,11 @@ def train(
 
                 refuse_existing(save, force=options.force)
             checks = ["model", "trainer", "hooks", "training memory", *(["trackers", "disk"] if in_folder else [])]
-            new_run = in_folder and resume is None and not options.force
-            print_preflight(resolution, *checks, samples=options.sample_paths, new_run=new_run)
+            samples = resolution.settings.rollout.data if resumed and not options.samples else options.sample_paths
+            new_run = in_folder and resumed is None and not options.force
+            print_preflight(resolution, *checks, samples=samples, new_run=new_run, resumed=resumed is not None)
         elif in_folder:
-            _train_in_folder(options, resolution, save=save, load=load, resume=resume, lock=lock)
+            _train_in_folder(options, resolution, save=save, load=load, resumed=resumed)
         else:
             _train_once(options, resolution.settings, save=save, load=load)
             _say_idle_settings(resolution, options.sample_paths)
@@ -121,8 +122,7 @@ def _train_in_folder(
     *,
     save: Path | None,
     load: Path | None,
-    resume: Path | None,
-    lock: Lock | None,
+    resumed: Resumed | None,
 ) -> None:
     """Train as a run; its folder has metrics, checkpoints and evaluations, and its path goes to stdout.
 
@@ -140,13 +140,13 @@ def _train_in_folder(
         raise SettingsError(
             f"--save: a run keeps its weights in {settings.run.dir}/{settings.run.name}/latest. Drop --save or --name."
         )
-    paths = options.sample_paths if options.samples or resume is None else settings.rollout.data
+    paths = options.sample_paths if options.samples or resumed is None else settings.rollout.data
     skipped = SkippedLines(joined_name(paths), stdio.logger.warning)
-    before = {} if resume is None else read_manifest(resume) or {}
+    before = {} if resumed is None else read_manifest(resumed.folder) or {}
     on_error: Literal["stop", "skip"] = "skip" if "skip" in (options.on_error, before.get("on_error")) else "stop"
     rounds = RecordedRounds(settings, paths, on_error, skipped.add_bad_line, skipped.count_line)
     try:
-        run_to_end(resolution, options, Recipe(None, {}), resume=resume, lock=lock, rounds=rounds)
+        run_to_end(resolution, options, Recipe(None, {}), resumed, rounds=rounds)
     finally:
         skipped.report()
 

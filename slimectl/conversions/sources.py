@@ -20,6 +20,7 @@ from slimectl.checkpoints.stored_names import PlainNames, is_quantized, lasting_
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.validate import Model
+from slimectl.data.hugging_face import or_fetch
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.model_files import check_model_files, policy_folder
 from slimectl.protocols import Weights
@@ -40,7 +41,9 @@ def resolve_source(text: str | Path) -> Path:
         if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
             return path
         reason = "neither a directory nor a .gguf file" if path.exists() else "no such file or directory"
-        raise CheckpointError(f"{path}: {reason}; give a model directory, a .gguf file, or package:NAME")
+        raise CheckpointError(
+            f"{path}: {reason}; give a model directory, a .gguf file, or package:NAME{or_fetch(str(text))}"
+        )
     name, _, pattern = str(text).removeprefix(PREFIX).partition("/")
     matches = sorted(_package_folder(name, str(text)).glob(pattern or "**/*.gguf"))
     if not matches:

@@ -61,6 +61,12 @@ def fetch_command(repository: str, kind: Literal["dataset", "model"]) -> str:
     return f"hf download {repository}" + (" --repo-type dataset" if kind == "dataset" else "")
 
 
+def or_fetch(model: str) -> str:
+    """Return the end of a message about a missing model: how to fetch it, if it may be the name of one of the hub."""
+    name = hub_name(model)
+    return f", or fetch one of the hub: {fetch_command(model, 'model')}" if name and not name[1] else ""
+
+
 def hub_files(source: str) -> list[Path]:
     """Return the data files that a name of the hub stands for; none if it is no such name.
 

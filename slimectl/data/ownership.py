@@ -40,8 +40,8 @@ COMPANIONS = (
     r"(config|generation_config|((video_)?pre)?processor_config|special_tokens_map|added_tokens|tekken|trainer|chat_template)\.json|[^/]+\.(jinja|model|tiktoken)|tokenizer[^/]*"
     r"|vocab\.[a-z]+|merges\.txt|additional_chat_templates/[^/]+\.jinja"
 )
-MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
-STEP = rf"((policy|critic)/{MODEL}|manifest\.json|state\.json|{'|'.join(map(re.escape, ROUND_FILES))})"
+MODEL = rf"((trainer/)?({WEIGHTS}|{COMPANIONS})|\.gitignore|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
+STEP = rf"((trainer/)?(policy|critic)/{MODEL}|manifest\.json|state\.json|{'|'.join(map(re.escape, ROUND_FILES))})"
 
 PUSHES = re.compile(r"weights_\d+|current|check")
 """Folders of weights in transit to engines, in the run's folder `weights`."""

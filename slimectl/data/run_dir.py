@@ -1,7 +1,7 @@
 """The folder of a run: metrics, checkpoints that are complete or absent, and resuming.
 
 runs/NAME/  manifest.json  run.toml  metrics.jsonl  perf.jsonl  log.txt  latest -> step_000042
-            step_000042/ manifest.json  state.json  policy/ …  samples.jsonl  train_data.jsonl (if kept)
+            step_000042/ manifest.json  state.json  policy/ …  trainer/ …  samples.jsonl  train_data.jsonl (if kept)
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from slimectl.data.locks import Lock
 from slimectl.data.manifest import file_digest, integrity_error
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.errors import CheckpointError, SettingsError
+from slimectl.model_files import TRAINER_STATE
 
 STEP = re.compile(r"step_(\d{6,})$")
 
@@ -241,19 +242,19 @@ class RunDir:
             for push in self.path.glob("weights/*"):
                 if ownership.PUSHES.fullmatch(push.name) and push.is_dir() and not push.is_symlink():
                     (push / STAGED).touch()  # earlier versions did not mark folders of pushes
-        if not signed:
+        if not signed or "finished" in (ownership.read_manifest(self.path) or {}):
             self._sign(manifest)
 
-    def note_changes(self, changes: Sequence[str]) -> None:
-        """Add comments to run.toml: from which round on a resume had which other settings than the file."""
+    def change_settings(self, settings_toml: str, changes: Sequence[str]) -> None:
+        """Write the settings of a resume to run.toml, with comments: from which round on the run has which changes."""
         rounds = self.checkpoints()
         first = (rounds[-1] if rounds else 0) + 1
         path = self.path / "run.toml"
-        text = path.read_text(encoding="utf-8").rstrip("\n")
+        notes = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
         resumed = f"# {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, slimectl {__version__}: resumed at round {first} with"
         lines = [f"#   {' '.join(change.splitlines())}" for change in changes]
         with storage_errors(path):
-            write_text(path, "\n".join([text, "", resumed, *lines, ""]))
+            write_text(path, "\n".join([settings_toml, *notes, resumed, *lines, ""]))
 
     def _sweep(self) -> None:
         """Remove half-written files of a killed run, and finish interrupted renames."""
@@ -295,7 +296,7 @@ class RunDir:
                 continue
             names = ownership.own_files(folder, ownership.CHECKPOINT_FILES)
             if any((folder / name).exists() for name in ownership.ROUND_FILES):
-                names = [name for name in names if name.startswith("policy/")]
+                names = [name for name in names if name.partition("/")[0] in ("policy", "critic", TRAINER_STATE)]
             ownership.remove_files(folder, names)
             with suppress(OSError):
                 folder.rmdir()

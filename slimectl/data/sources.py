@@ -75,19 +75,37 @@ def _table(source: str, replay: bool, named: NamedTables | None, *, unbounded: b
         return Sliced(source, _table(path, replay, named, unbounded=True), rows.start, rows.stop)
     if "://" in source and not Path(source).exists():
         raise SettingsError(f"{source}: an address, and data is read from files only; fetch it, and give the file")
-    call = CALL.fullmatch(source)
-    if call and not Path(source).exists():
-        return generated(source, call["module"], call["name"], call["query"] or "")
-    paths = [Path(source)]
-    if not paths[0].exists() and (files := hub_files(source)):
-        paths = files
-    elif not paths[0].exists() and glob.has_magic(source):
-        paths = [Path(path) for path in sorted(glob.glob(source, recursive=True)) if Path(path).is_file()]
-        if not paths:
-            hint = "; a slice is written path@[a:b]" if "@[" in source else ""
-            raise SettingsError(f"{source}: no file matches{hint}")
-    tables = [(str(path), _file(path, replay)) for path in paths]
+    if (table := generated_rows(source)) is not None:
+        return table
+    tables = [(str(path), _file(path, replay)) for path in _paths(source)]
     return tables[0][1] if len(tables) == 1 else Chained(tables)
+
+
+def generated_rows(source: str) -> Table | None:
+    """Return the table of a function or a generator without a slice; None for files. Raises SettingsError."""
+    call = CALL.fullmatch(source)
+    if call is None or Path(source).exists():
+        return None
+    return generated(source, call["module"], call["name"], call["query"] or "")
+
+
+def _paths(source: str) -> list[Path]:
+    """Return the files and saved folders that a source without a slice names. Raises SettingsError."""
+    path = Path(source)
+    if not path.exists() and (files := hub_files(source)):
+        return files
+    if path.exists() or not glob.has_magic(source):
+        return [path]
+    paths = [Path(path) for path in sorted(glob.glob(source, recursive=True)) if Path(path).is_file()]
+    if not paths:
+        hint = "; a slice is written path@[a:b]" if "@[" in source else ""
+        raise SettingsError(f"{source}: no file matches{hint}")
+    return paths
+
+
+def source_files(source: str) -> list[Path]:
+    """Return the files that a source of files without a slice reads. Raises SettingsError."""
+    return [file for path in _paths(source) for file in (saved_files(path) if path.is_dir() else [path])]
 
 
 def _file(path: Path, replay: bool) -> Table:

@@ -18,7 +18,7 @@ from slimectl.chats.model_tokens import template_ends, write_end_tokens
 from slimectl.chats.tokenizer import has_tokenizer, load_tokenizer
 from slimectl.checkpoints import hf
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.model_files import MAX_CONFIG_BYTES, check_file, read_json
+from slimectl.model_files import MAX_CONFIG_BYTES, TRAINER_STATE, check_file, read_json, trainer_folder
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import Weights
 from slimectl.stdio import logger
@@ -28,7 +28,7 @@ TRAINER = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 VALUE_HEAD = "value_head.safetensors"
-"""Value head of a policy with a shared critic: a separate file, so that the model beside it loads anywhere."""
+"""Value head of a policy with a shared critic: not in the model folder, so that the model loads anywhere."""
 MTP_LAYERS = "num_nextn_predict_layers"
 
 
@@ -48,6 +48,13 @@ class CarriedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.get(name)) for name in self.names)
+
+
+def new_trainer_folder(model: Path) -> Path:
+    """Return the folder of the trainer's state in a model folder that is being written; create it if needed."""
+    folder = model / TRAINER_STATE
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def moment_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
@@ -76,7 +83,7 @@ def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[t
 
 def check_value_head(path: Path) -> None:
     """Raises CheckpointError if a checkpoint has no value head (a policy with a shared critic needs it)."""
-    if not (path / VALUE_HEAD).exists():
+    if not (trainer_folder(path) / VALUE_HEAD).exists():
         raise CheckpointError(f'{path}: no {VALUE_HEAD}; this policy was trained with algorithm.critic = "separate"')
 
 
@@ -103,13 +110,15 @@ def read_tensors(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[st
 
 
 def write_trainer(path: Path, **state: Any) -> None:
-    (path / TRAINER).write_text(json.dumps({"format": FORMAT, **state}, indent=2) + "\n")
+    """Write trainer.json for the model folder `path`."""
+    (new_trainer_folder(path) / TRAINER).write_text(json.dumps({"format": FORMAT, **state}, indent=2) + "\n")
 
 
 def read_trainer(path: Path) -> dict[str, Any]:
-    """Read trainer.json. Raises CheckpointError if it is missing or damaged."""
+    """Read trainer.json of the model folder `path`. Raises CheckpointError if it is missing or damaged."""
+    file = trainer_folder(path) / TRAINER
     try:
-        state = read_json(path / TRAINER, max_bytes=MAX_CONFIG_BYTES)
+        state = read_json(file, max_bytes=MAX_CONFIG_BYTES)
         if state["format"] != FORMAT or int(state["step"]) < 0:
             raise ValueError(f"format {state['format']}, step {state['step']}")
     except FileNotFoundError as error:
@@ -117,7 +126,7 @@ def read_trainer(path: Path) -> dict[str, Any]:
             f"{path}: no {TRAINER}; these are weights without trainer state: start from them as a model instead"
         ) from error
     except (CheckpointError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / TRAINER}: damaged ({error}); resume from another checkpoint") from error
+        raise CheckpointError(f"{file}: damaged ({error}); resume from another checkpoint") from error
     return state
 
 

@@ -14,6 +14,7 @@ from slimectl.data.run_dir import RunDir
 from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_library
 from slimectl.hooks import HOOKS, check_hooks, hooks
 from slimectl.runtime.capacity import configuration, disk, is_readable, memory, shape_of
+from slimectl.runtime.data_check import check_data
 from slimectl.runtime.first_prompts import (
     check_grading,
     check_source,
@@ -33,15 +34,22 @@ Check = Callable[[Settings], str]
 
 
 def preflight(
-    settings: Settings, names: Sequence[str], *, samples: Sequence[str] = (), new_run: bool = False
+    settings: Settings,
+    names: Sequence[str],
+    *,
+    samples: Sequence[str] = (),
+    new_run: bool = False,
+    resumed: bool = False,
 ) -> Iterator[CheckResult]:
     """Run the checks of these names: keys of CHECKS, and DATASETS for rows and reward of every dataset of [eval].
 
-    `samples` are the input files of a command that has some. A `new_run` needs a free folder. Nothing is written,
-    and no weight is read.
+    `samples` are the input files of a command that has some. A `new_run` needs a free folder, a `resumed` one
+    the data of its checkpoint. Nothing is written, and no weight is read.
     """
     if new_run:
         yield from _results("folder", _folder, settings)
+    if resumed:
+        yield from _results("resume", partial(_resume, sources=samples or settings.rollout.data), settings)
     if samples:
         trains = "trainer" in names
         yield from _results("samples", partial(_first_samples, paths=samples, trains=trains), settings)
@@ -93,6 +101,13 @@ def _folder(settings: Settings) -> str:
     folder.check_start()
     folder.check_free()
     return str(folder.path)
+
+
+def _resume(settings: Settings, *, sources: Sequence[str]) -> str:
+    """Compare the data with that of the newest checkpoint."""
+    folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
+    number = check_data(folder, settings, builders.data_identities(settings, sources))
+    return f"{folder.path}, after round {number}"
 
 
 def _model(settings: Settings) -> str:

@@ -15,7 +15,9 @@ from slimectl.data.jsonl import write_samples
 from slimectl.data.metrics_catalogue import progress
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.data.run_dir import RunDir
+from slimectl.data.source_identity import Identity
 from slimectl.errors import CheckpointError
+from slimectl.model_files import TRAINER_STATE
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.settings import Settings
 from slimectl.stages.hooks import NO_HOOKS, Hooks
@@ -41,6 +43,8 @@ class RunRecorder:
         self.trackers: Sequence[Tracker] = ()
         self.sampling = SamplerState()
         """State of sampling after the last round."""
+        self.data: dict[str, list[Identity]] = {}
+        """Identities of the sources of the data, which a checkpoint records."""
         self.critic: Critic | None = None
         """Saved and restored with the policy."""
         self.scores: list[tuple[int, float]] = []
@@ -136,16 +140,15 @@ class RunRecorder:
             "signal": asdict(state.signal),
             "sampling": sampler_state_to_json(self.sampling),
             "sizes": self.folder.sizes(),
+            "data": self.data,
             "scores": self.scores,
             "evaluations": self.evaluations,
         }
 
         def fill(staged: Path) -> None:
-            (staged / "policy").mkdir()
-            policy.save(staged / "policy")
+            save_model(policy, staged / "policy")
             if self.critic is not None:
-                (staged / "critic").mkdir()
-                self.critic.save(staged / "critic")
+                save_model(self.critic, staged / "critic")
             self.keep_round(staged, samples)
             write_text(staged / "state.json", json.dumps(saved_state) + "\n")
 
@@ -242,6 +245,15 @@ class RunRecorder:
         warn_of_changed_schedule(self._checkpoint / "policy", self.settings, total_steps)
         if self.critic is not None:
             self.critic.load(self._checkpoint / "critic")
+
+
+def save_model(model: Policy | Critic, folder: Path) -> None:
+    """Save a model, with the trainer's state in a folder beside it: the model folder holds the model only."""
+    folder.mkdir()
+    model.save(folder)
+    if (state := folder / TRAINER_STATE).exists():
+        (folder.parent / TRAINER_STATE).mkdir(exist_ok=True)
+        state.rename(folder.parent / TRAINER_STATE / folder.name)
 
 
 def warn_of_changed_schedule(checkpoint: Path, settings: Settings, total_steps: int | None) -> None:

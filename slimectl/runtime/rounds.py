@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from slimectl import builders
-from slimectl.data.hashing import content_hash
 from slimectl.data.io import is_pipe, split_slice
 from slimectl.data.manifest import other_model
 from slimectl.errors import RecordError, SettingsError
@@ -54,13 +53,14 @@ class SampledRounds:
         check_sources(self.settings, [self.settings.rollout.data, self.settings.sft_warmup.data, *sources])
 
     @property
+    def paths(self) -> Sequence[str]:
+        """The prompt sources."""
+        return self.settings.rollout.data
+
+    @property
     def facts(self) -> dict[str, str]:
         """Entries of the run's manifest by which a resume knows what kind of run it is."""
         return {"command": self.command}
-
-    def inputs(self) -> dict[str, str]:
-        """Return the hash of each file that a resume must find unchanged."""
-        return {}
 
     def count(self) -> int | None:
         """Return the number of rounds, if it is known."""
@@ -183,11 +183,6 @@ class RecordedRounds:
     def facts(self) -> dict[str, str]:
         """Entries of the run's manifest, among them those that the settings lack."""
         return {"command": self.command, "on_error": self.on_error}
-
-    def inputs(self) -> dict[str, str]:
-        """Return the hash of each file of samples: a resumed run continues at its position in them."""
-        files = {path: Path(split_slice(path)[0]) for path in self.paths}
-        return {path: content_hash(file) for path, file in files.items() if file.exists()}
 
     @property
     def _epochs(self) -> int | None:

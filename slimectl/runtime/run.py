@@ -13,10 +13,12 @@ from slimectl.data.locks import Lock
 from slimectl.data.manifest import Manifest
 from slimectl.data.ownership import read_manifest
 from slimectl.data.run_dir import RunDir
-from slimectl.errors import DiedError, DivergedError, SettingsError
+from slimectl.data.run_settings import changed_settings
+from slimectl.errors import DiedError, DivergedError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Progress, StreamAbandoner
+from slimectl.runtime.data_check import check_data
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod, RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder
@@ -104,8 +106,13 @@ class TrainingRun:
         self.rounds.check_inputs()
         if not resume:
             self.folder.check_start()
-        manifest = Manifest("run", self.settings.model_dump(by_alias=True), self.rounds.inputs())
-        manifest.facts |= self.rounds.facts
+        self.recorder.data = builders.data_identities(self.settings, self.rounds.paths)
+        files = [
+            entry for names in self.recorder.data.values() for source in names for entry in source.get("files", ())
+        ]
+        inputs = {path: digest for path, _, digest in files}
+        manifest = Manifest("run", self.settings.model_dump(by_alias=True), inputs)
+        manifest.facts |= {"folder": str(Path.cwd()), **self.rounds.facts}
         recipe = (read_manifest(self.folder.path) or {}).get("recipe") if resume else self._recipe
         manifest.facts |= {"recipe": recipe} if recipe else {}
         with ExitStack() as ending:
@@ -113,7 +120,8 @@ class TrainingRun:
                 ending.push(self._discard_after_error)
             ending.enter_context(lock or self.folder.lock(warn=logger.warning))
             if resume:
-                self._check_same_work(manifest)
+                self.folder.check_command(self.rounds.command)
+                check_data(self.folder, self.settings, self.recorder.data)
                 self.folder.adopt(manifest.facts)
             else:
                 self.folder.start(
@@ -121,23 +129,16 @@ class TrainingRun:
                 )
             ending.enter_context(log_to_file(self.folder.path / "log.txt"))
             on_start()
+            if resume and (changes := [*changed_settings(self.settings, self.folder.path)]):
+                logger.info(
+                    f"resuming with other settings, which {self.folder.path}/run.toml keeps: {', '.join(changes)}"
+                )
+                self.folder.change_settings(settings_toml(self.settings), changes)
             remove_orphans()
             finished = yield from self._run_with_advice()
             if finished:
                 manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
             return finished
-
-    def _check_same_work(self, manifest: Manifest) -> None:
-        """Raise SettingsError if another command began the run, or if the file that it reads has changed since."""
-        self.folder.check_command(self.rounds.command)
-        path, recorded = self.folder.path, read_manifest(self.folder.path) or {}
-        before, now = (list((facts.get("inputs") or {}).values()) for facts in (recorded, manifest.facts))
-        if before and now and before != now:
-            names = ", ".join(manifest.facts["inputs"])
-            raise SettingsError(
-                f"{names}: has changed since {path} was begun, which would go on at another sample; put it back as it "
-                f"was, or begin a new run with --name ANOTHER"
-            )
 
     def _discard_after_error(self, kind: type[BaseException] | None, *_: object) -> None:
         """Remove the new folder of a run that failed before its first output; an interrupted one can be resumed."""

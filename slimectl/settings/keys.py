@@ -37,6 +37,11 @@ def changed(settings: Settings) -> Iterator[str]:
             yield name
 
 
+def unused_interpreters(backend: Any) -> set[str]:
+    """Return the settings that only say where an engine is installed which is not engine.backend."""
+    return {f"{engine}.python" for engine in ("sglang", "vllm") if engine != backend}
+
+
 def keys_of(section: str, algorithm: str | None = None) -> list[str]:
     """The keys of a section; for [algorithm], of one algorithm or of all."""
     if section == "algorithm":
@@ -77,6 +82,19 @@ def settings_toml(settings: Settings) -> str:
             elif section == "custom" or _default(getattr(settings, section), key) is not None:
                 sections.setdefault(section, {})[key] = "none"
     return tomli_w.dumps(sections)
+
+
+def toml_value(value: Any) -> str:
+    """Format a value in the syntax of `-s`."""
+    import tomli_w
+
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
 
 
 def _without_none(value: Any) -> Any:

@@ -89,6 +89,10 @@ class RunSettings(Section):
     """What to do after no_signal_rounds consecutive rounds without a learning signal: all rewards equal, or equal
     within every group. The metric is rollout/no_signal. `stop` saves and exits with code 1."""
 
+    on_data_change: Literal["warn", "stop"] = "stop"
+    """What a resume does if the data of `rollout.data` is no longer that of the checkpoint. The run continues at its
+    position in the data, so prompts would repeat or be left out. Changed data of [eval] is a warning in any case."""
+
     no_signal_rounds: PositiveInt = 10
     """Consecutive rounds without a signal before on_no_signal applies."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slimectl.data.locks import holder_of
 from slimectl.data.manifest import manifest_path
-from slimectl.data.ownership import LOCK
+from slimectl.data.ownership import LOCK, is_run
 from slimectl.data.sample_index import SampleIndex, TrainedSampleIndex
 from slimectl.data.sources import source_folders
 from slimectl.errors import SettingsError
@@ -69,11 +69,13 @@ class RunSource:
     @property
     def state(self) -> str:
         """ "running", "finished" or "stopped"."""
+        holder = holder_of(self.path / LOCK)
+        if holder is not None and holder.is_alive():
+            return "running"
         with suppress(OSError, ValueError):
             if "finished" in json.loads((self.path / "manifest.json").read_text()):
                 return "finished"
-        holder = holder_of(self.path / LOCK)
-        return "running" if holder is not None and holder.is_alive() else "stopped"
+        return "stopped"
 
     def files(self) -> list[SamplesFile]:
         """Return the samples files of the run: rounds, then evaluations, in order."""
@@ -158,14 +160,14 @@ class Library:
             self._add(path)
 
     def _add(self, path: Path) -> None:
-        """Add a run's folder, every run in a folder of runs, or a samples file. Raises SettingsError."""
+        """Add a run, every run in a folder or in its folder `runs`, or a samples file. Raises SettingsError."""
         if path.is_file():
             number = f"f{len(self.named_files)}"
             self.named_files[number] = SamplesFile(number, path, path.name, "samples", reward_key=_reward_key(path))
         elif is_run_folder(path):
             number = f"n{len(self.runs)}"
             self.runs[number] = RunSource(number, path, read_settings(path))
-        elif path.is_dir() and (runs := [child for child in sorted(path.iterdir()) if is_run_folder(child)]):
+        elif runs := [child for child in sorted([*path.glob("*/"), *path.glob("runs/*/")]) if is_run_folder(child)]:
             for child in runs:
                 self._add(child)
         elif not path.exists():
@@ -242,7 +244,12 @@ class Library:
 
     def settings_table(self) -> dict[str, Any]:
         """Return the settings whose values differ between the runs, and their value in each; of one run, all."""
-        names = sorted({name for run in self.runs.values() for name in run.settings})
+        from slimectl.settings.keys import unused_interpreters
+
+        backends = [run.settings.get("engine.backend", "embedded") for run in self.runs.values()]
+        unused = {name for backend in backends for name in unused_interpreters(backend)}
+        needed = {f"{backend}.python" for backend in backends}
+        names = sorted({name for run in self.runs.values() for name in run.settings} - (unused - needed))
         rows = []
         for name in names:
             values = [run.settings.get(name) for run in self.runs.values()]
@@ -275,7 +282,13 @@ def read_view(path: Path) -> tuple[Library, list[SamplesFile]]:
 
 
 def is_run_folder(path: Path) -> bool:
-    return path.is_dir() and (path / "run.toml").exists()
+    """Return whether a folder is a run's: by its manifest, or by its files where an earlier version wrote no manifest.
+
+    A run.toml is not enough: it may be a settings file of the user's.
+    """
+    return is_run(path) or (
+        (path / "run.toml").exists() and any(any(path.glob(name)) for name in ("metrics.jsonl", "step_*"))
+    )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

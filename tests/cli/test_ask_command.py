@@ -6,6 +6,7 @@ import asyncio
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -63,6 +64,27 @@ def test_a_question_on_a_pipe_follows_the_words_and_the_answer_alone_is_on_stdou
     assert workshop.slimectl("ask", "Add:", *options, "--system", "Be brief.", stdin=b"2+3=?\n") != whole
     assert workshop.slimectl("ask", *options, stdin=b" \n", code=3) == b""
     assert "there is no question; write one" in workshop.stderr
+
+
+def test_a_run_is_asked_as_it_was_trained(workshop: Workshop):
+    run = workshop.folder / "runs" / "a"
+    shutil.copytree(workshop.model, run / "step_000001" / "policy")
+    (run / "latest").symlink_to("step_000001")
+    (run / "manifest.json").write_text('{"slimectl": "0.2.0", "stage": "run"}')
+    settings = '[rollout]\ndata = ["prompts.jsonl"]\nignore_eos = true\nmax_response_len = 6\n[run]\nname = "a"\n'
+    (run / "run.toml").write_text(settings)
+    as_trained = workshop.slimectl("ask", "2+3=", "--model", "runs/a", "--temperature", "0")
+    used = "rollout.apply_chat_template=false, rollout.max_response_len=6, rollout.ignore_eos=true"
+    assert workshop.stderr.splitlines()[0] == f"using {used} of runs/a/run.toml"
+    raw = ("ask", "2+3=", "--raw", "--model", str(workshop.model), *GREEDY, "--max-tokens", "6")
+    assert workshop.slimectl(*raw) == as_trained
+    templated = ("ask", "2+3=", "--model", "runs/a", *GREEDY, "-s", "rollout.apply_chat_template=true")
+    assert workshop.slimectl(*templated) != as_trained
+    assert workshop.stderr.startswith("using rollout.max_response_len=6 of runs/a/run.toml\n")
+    workshop.slimectl("chat", "--model", "runs/a", code=2)
+    assert "runs/a: was trained without its chat template. Use `slimectl ask`" in workshop.stderr
+    workshop.slimectl("ask", "2+3=", "--model", "runs/a", "--system", "Be brief.", code=2)
+    assert "--system: needs the chat template" in workshop.stderr
 
 
 def test_on_a_terminal_ctrl_c_at_the_prompt_and_ctrl_d_leave_no_traceback(

@@ -200,6 +200,7 @@ def test_runs_are_compared_by_the_newest_evaluation_that_both_have(run: Path, tm
         for number in numbers:
             write(folder / "eval" / f"small-{number:06d}.jsonl", [sample(0, reward=reward)])
     (other / "run.toml").touch()
+    (other / "manifest.json").write_text('{"slimectl": "0.2.0", "stage": "run"}')
     lines = inspect("--diff", run, other).stdout.splitlines()
     assert [Path(line).name for line in lines[:2]] == ["small-000002.jsonl"] * 2
     assert "mean reward 0 -> 1 (+1); 1 became right, 0 wrong" in lines[2]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import tomllib
 from typing import Annotated
 
 import typer
@@ -63,10 +65,17 @@ def test_a_resume_names_the_settings_that_changed(workshop: Workshop):
     workshop.slimectl("run", "-s", "run.num_rollout=1", *short)
     workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=2", "-s", "train.lr=2e-3")
     assert workshop.stderr.startswith(
-        "resuming with other settings than runs/a/run.toml: train.lr = 0.002 (was 0.001), run.num_rollout = 2 (was 1)\n"
+        "resuming with other settings, which runs/a/run.toml keeps: train.lr = 0.002 (was 0.001), run.num_rollout = 2"
+        " (was 1)\n"
     )
-    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=1")
-    assert "run.num_rollout" not in workshop.stderr.splitlines()[0]
+    [run] = map(json.loads, workshop.slimectl("runs", "--json").splitlines())
+    assert (run["state"], run["rounds"], run["planned"]) == ("finished", 2, 2)
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=3")
+    assert workshop.stderr.startswith(
+        "resuming with other settings, which runs/a/run.toml keeps: run.num_rollout = 3 (was 2)\n"
+    )
+    kept = tomllib.loads((workshop.folder / "runs" / "a" / "run.toml").read_text())
+    assert (kept["train"]["lr"], kept["run"]["num_rollout"], kept["run"]["dir"]) == (2e-3, 3, "runs")
 
 
 def test_a_resume_notes_the_settings_that_changed_in_the_file_of_the_run(workshop: Workshop):
@@ -78,10 +87,16 @@ def test_a_resume_notes_the_settings_that_changed_in_the_file_of_the_run(worksho
     assert file.read_text() == before
     workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=2", "-s", "train.lr=2e-3")
     settings, _, note = file.read_text().partition("\n# ")
-    assert settings == before.rstrip("\n") + "\n"
+    expected = tomllib.loads(before)
+    expected["train"]["lr"], expected["run"]["num_rollout"] = 0.002, 2
+    assert tomllib.loads(settings) == expected
     heading, *changes = note.splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ, slimectl \S+: resumed at round 2 with", heading)
     assert changes == ["#   train.lr = 0.002 (was 0.001)", "#   run.num_rollout = 2 (was 1)"]
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "train.lr=1e-3")
+    _, first, second = re.split(r"\n# (?=\d)", file.read_text())
+    assert first.splitlines()[1:] == changes
+    assert second.splitlines()[1:] == ["#   train.lr = 0.001 (was 0.002)"]
 
 
 def test_a_run_takes_answers_and_learning_rate_as_rollout_and_train_do(workshop: Workshop):

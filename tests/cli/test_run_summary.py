@@ -10,8 +10,10 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from slimectl.cli.app import app
+from slimectl.cli.run_summary import changed_settings, warnings
 from slimectl.cli.terminal import shortened, sparkline
 from slimectl.data.run_dir import RunDir
+from slimectl.viewer.library import Library
 
 SETTINGS = """
 [model]
@@ -132,3 +134,26 @@ def test_curves_are_drawn_in_ascii_where_stdout_takes_no_more(monkeypatch: pytes
 def test_wide_letters_take_two_columns():
     assert shortened("漢字漢字", 8) == "漢字漢字"
     assert shortened("漢字漢字", 7) == "漢字漢…"
+
+
+def test_an_interruption_that_was_resumed_from_is_left_out(run: Path):
+    at = "[2026-01-01 00:00:00]"
+    way_on = "go on with: slimectl run --resume runs/a"
+    with (run / "log.txt").open("a") as log:
+        log.write(f"{at} WARNING report_loop.py:1 - interrupted after round 3; {way_on}\n")
+    messages = [warning["message"] for warning in warnings(run / "log.txt")]
+    assert f"interrupted after round 3; {way_on}" in messages
+    with (run / "log.txt").open("a") as log:
+        log.write(f"{at} run.py:2 - resuming runs/a after round 3\n")
+    assert [warning["message"] for warning in warnings(run / "log.txt")] == [
+        message for message in messages if "interrupted" not in message
+    ]
+
+
+def test_where_an_engine_is_installed_is_no_setting_of_a_run_without_it(run: Path):
+    settings = (run / "run.toml").read_text()
+    (run / "run.toml").write_text(settings + '[sglang]\npython = "a"\n[vllm]\npython = "b"\n')
+    assert not {"sglang.python", "vllm.python"} & changed_settings(run)[1].keys()
+    assert "vllm.python" not in str(Library([run]).settings_table())
+    (run / "run.toml").write_text(settings + '[engine]\nbackend = "vllm"\n[vllm]\npython = "b"\n')
+    assert "vllm.python" in changed_settings(run)[1]

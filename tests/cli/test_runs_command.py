@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
         run.mkdir()
         (run / "run.toml").write_text("[run]\nnum_rollout = 4\n")
         (run / "manifest.json").write_text(
-            json.dumps({"stage": "run", **({"finished": "x"} if name == "finished" else {})})
+            json.dumps({"slimectl": "0.2.0", "stage": "run", **({"finished": "x"} if name == "finished" else {})})
         )
         if name != "killed":
             lines = [metrics_line(step) for step in range(1, 5 if name == "finished" else 3)]
@@ -53,6 +53,16 @@ def test_the_table_has_a_line_for_each(folder: Path):
     assert lines[0].split() == ["run", "state", "rounds", "reward", "evaluation", "loss", "changed"]
     assert lines[2].split()[1:6] == ["running", "2/4", "0.2", "small", "0.250"]
     assert lines[2].endswith("d ago")
+
+
+def test_a_settings_file_named_run_toml_is_no_run(folder: Path):
+    project = folder.parent / "project"
+    project.mkdir()
+    (project / "run.toml").write_text("[run]\nnum_rollout = 3\n")
+    folder.rename(project / "runs")
+    listed = map(json.loads, CliRunner().invoke(app, ["runs", str(project), "--json"]).stdout.splitlines())
+    assert {Path(run["run"]).name for run in listed} == {"finished", "running", "killed"}
+    assert CliRunner().invoke(app, ["inspect", str(project)]).stdout == f"{project}: run.toml, runs\n"
 
 
 @pytest.mark.parametrize(("name", "reason"), [("nothing", "no such folder"), ("empty", "contains no runs")])

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -108,8 +107,7 @@ def test_a_killed_training_goes_on_to_the_bytes_of_an_undisturbed_one(workshop: 
     assert "runs/sft: 6 rounds" in shown
     assert re.search(r"\nloss +\d", shown)
     assert len(workshop.metrics("sft")) == 6 + 4  # two passes over eight rows, and evaluations at 0, 2, 4 and the end
-    last = Path("latest") / "policy"
-    for name in ("metrics.jsonl", last / "model.safetensors", last / "optimizer.safetensors"):
+    for name in ("metrics.jsonl", "latest/policy/model.safetensors", "latest/trainer/policy/optimizer.safetensors"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
 
 

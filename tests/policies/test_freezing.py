@@ -41,7 +41,7 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(model_dir: ModelDir,
     stayed = {name for name, tensor in policy.weights() if torch.equal(tensor, before[name])}
     assert stayed == {name for name in before if "embed_tokens" in name or "layers.0." in name}
     policy.save(tmp_path)
-    moments = load_file(tmp_path / "optimizer.safetensors")
+    moments = load_file(tmp_path / "trainer" / "optimizer.safetensors")
     assert {name.partition(".")[2] for name in moments} == set(before) - stayed
     policy.load(tmp_path)
 

@@ -108,6 +108,7 @@ def test_hugging_face_reloads_what_was_trained(model_dir: ModelDir, tmp_path: Pa
     policy = new_policy(model_dir())
     train(policy, range(1))
     policy.save(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {"model.safetensors"}  # all that vLLM reads
     state = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
     assert all(torch.equal(tensor, state[name]) for name, tensor in policy.weights())
@@ -118,14 +119,14 @@ def test_a_checkpoint_that_lacks_something_is_refused_by_name(model_dir: ModelDi
     with pytest.raises(CheckpointError, match=r"no trainer\.json"):
         policy.load(model_dir())
     policy.save(tmp_path)
-    whole = (tmp_path / "optimizer.safetensors").read_bytes()
-    (tmp_path / "optimizer.safetensors").write_bytes(whole[:-100])
+    whole = (tmp_path / "trainer" / "optimizer.safetensors").read_bytes()
+    (tmp_path / "trainer" / "optimizer.safetensors").write_bytes(whole[:-100])
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: cannot be read"):
         policy.load(tmp_path)
-    (tmp_path / "optimizer.safetensors").unlink()
+    (tmp_path / "trainer" / "optimizer.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors"):
         policy.load(tmp_path)
-    (tmp_path / "trainer.json").write_text("{")
+    (tmp_path / "trainer" / "trainer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"trainer\.json: damaged"):
         policy.load(tmp_path)
 

@@ -232,7 +232,7 @@ def test_a_dataset_without_a_verifier_is_measured_by_the_loss_of_training(
 def test_a_file_that_has_changed_is_not_gone_on_with(training: Training) -> None:
     text = (training.folder / "words.jsonl").read_text()
     (training.folder / "fewer.jsonl").write_text(text[: text.index("\n") + 1])
-    with pytest.raises(SettingsError, match=r"fewer.jsonl: has changed since .*sft was begun"):
+    with pytest.raises(SettingsError, match=r"fewer.jsonl: takes the place of .*words.jsonl"):
         training.run("fewer.jsonl").execute(resume=True)
 
 

@@ -52,6 +52,17 @@ def test_it_goes_on_by_its_old_run_toml(old: Workshop):
     after = lines(old)
     assert after[: len(before)] == before
     assert [line["rollout_id"] for line in after if "train/step" in line["metrics"]] == [1, 2]
+    step = old.folder / "run" / "step_000002"
+    model = {path.name for path in old.model.iterdir()}
+    for part in ("policy", "critic"):
+        assert {path.name for path in (step / part).iterdir()} == model
+        assert {path.name for path in (step / "trainer" / part).iterdir()} == {"optimizer.safetensors", "trainer.json"}
+
+
+def test_vllm_does_not_get_an_optimizer_beside_the_weights(old: Workshop):
+    options = ("--engine", "vllm", "--model", "run", "--data", "prompts.jsonl", "--dry-run")
+    shown = old.slimectl("rollout", *options, code=1).decode()
+    assert "step_000001/policy/optimizer.safetensors: an earlier version of slimectl wrote it beside" in shown
 
 
 def test_inspect_and_score_read_its_samples(old: Workshop):

@@ -23,10 +23,10 @@ KILLS_AT_BYTES = (0, 1, 900, 2000, 3500, 5000)
 @pytest.mark.parametrize(
     ("options", "files", "kills_at"),
     [
-        (("--backend", "fsdp"), ("model.safetensors", "optimizer.safetensors"), KILLS_AT_BYTES),
+        (("--backend", "fsdp"), ("policy/model.safetensors", "trainer/policy/optimizer.safetensors"), KILLS_AT_BYTES),
         (
             ("--backend", "megatron", "-s", "megatron.save_format=torch_dist"),
-            ("__0_0.distcp", "__0_1.distcp"),
+            ("policy/__0_0.distcp", "policy/__0_1.distcp"),
             KILLS_AT_BYTES[2::2],
         ),
     ],
@@ -46,7 +46,7 @@ def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(
     workshop.slimectl("run", "--resume", "runs/broken")
     assert (broken / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     for file in files:
-        last = Path("step_000006") / "policy" / file
+        last = Path("step_000006") / file
         assert (broken / last).read_bytes() == (whole / last).read_bytes()
     assert not list(broken.glob(".tmp-*"))
 

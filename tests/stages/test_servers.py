@@ -132,5 +132,6 @@ def test_a_rollout_with_one_engine_on_ray_has_the_samples_of_a_local_one(worksho
 def test_three_rounds_with_the_real_vllm(tmp_path: Path, model_dir: Callable[[str], Path]):
     serving.python_of("vllm")
     workshop = set_up(tmp_path, model_dir("llama_wide"))
-    workshop.slimectl("run", *THREE, "--engine", "vllm", timeout_s=300)
+    workshop.slimectl("run", "--name", "start", "-s", "run.num_rollout=1")
+    workshop.slimectl("run", *THREE, "--engine", "vllm", "--model", "runs/start", timeout_s=300)  # loads its checkpoint
     assert_engine_follows_three_rounds(workshop)

@@ -47,8 +47,8 @@ def test_a_pipe_and_a_killed_run_write_the_bytes_of_an_undisturbed_one(vision: W
     assert killed(vision, ["run", "--name", "broken", *TRAINED], broken / "metrics.jsonl", 900)
     vision.slimectl("run", "--resume", "runs/broken")
     assert (broken / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        last = Path("step_000002") / "policy" / file
+    for file in ("policy/model.safetensors", "trainer/policy/optimizer.safetensors"):
+        last = Path("step_000002") / file
         assert (broken / last).read_bytes() == (whole / last).read_bytes()
 
     options = ("-c", "slimectl.toml", "-s", "train.freeze_vision_tower=false", "-s", "run.num_rollout=2")

@@ -186,6 +186,7 @@ def test_settings_that_differ_are_named(folder: Path, tmp_path: Path):
     other = tmp_path / "b"
     other.mkdir()
     (other / "run.toml").write_text("[train]\nlr = 2e-3\n")
+    (other / "manifest.json").write_text('{"slimectl": "0.2.0", "stage": "run"}')
     table = Library([folder / "runs" / "a", other]).settings_table()
     assert table["rows"] == [
         {"name": "score.custom_rm_path", "values": ["reward.py:reward", None]},

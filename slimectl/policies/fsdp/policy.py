@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, read_tensors, write_float32
+from slimectl.model_files import trainer_folder
+from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
 from slimectl.policies.fsdp.model import PackedModel
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.trainer import FsdpTrainer
@@ -116,14 +117,14 @@ class FsdpActorCritic(FsdpPolicy):
             super().save(path)
             head = self._full_tensor(WEIGHT)
             if self.rank == 0:
-                write_float32(path / VALUE_HEAD, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
+                write_float32(new_trainer_folder(path) / VALUE_HEAD, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
         if self.ranks > 1:
             dist.barrier()
 
     def load(self, path: Path) -> None:
         check_value_head(path)
         super().load(path)
-        for _, head in read_tensors(path / VALUE_HEAD, {WEIGHT: self.masters.shapes[WEIGHT]}):
+        for _, head in read_tensors(trainer_folder(path) / VALUE_HEAD, {WEIGHT: self.masters.shapes[WEIGHT]}):
             self.masters.assign(head, self.masters.tensors[WEIGHT])
         self.masters.copy_to_model()
 

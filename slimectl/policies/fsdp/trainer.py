@@ -27,12 +27,14 @@ from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
 from slimectl.data.routed_experts import routing_marks
 from slimectl.errors import CheckpointError
+from slimectl.model_files import trainer_folder
 from slimectl.policies.checkpoint import (
     MOMENTS,
     OPTIMIZER,
     CarriedWeights,
     copy_companions,
     moment_shapes,
+    new_trainer_folder,
     read_tensors,
     read_trainer,
     write_float32,
@@ -277,7 +279,7 @@ class FsdpTrainer:
         return consumer(self.adapter())
 
     def save(self, path: Path) -> None:
-        """Write float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.
+        """Write float32 weights as a Hugging Face directory, and below it the folder of the trainer's state.
 
         Adapters are merged into the weights, and also written to the folder `adapter` (peft's format).
         """
@@ -289,7 +291,7 @@ class FsdpTrainer:
         if self.rank == 0:
             carried = CarriedWeights(self.checkpoint.open(self.model_dir), self.carried_names)
             self.checkpoint.write(path, chain(self.weights(), carried))
-            write_float32(path / OPTIMIZER, self._moment_shapes(), self._moments())
+            write_float32(new_trainer_folder(path) / OPTIMIZER, self._moment_shapes(), self._moments())
             if self.adapters is not None:
                 write_adapter(
                     path / FOLDER, self.adapters.options, self.base_dir, self._shapes(), self._trained_tensors()
@@ -322,7 +324,7 @@ class FsdpTrainer:
         else:
             self._read_adapter(path / FOLDER, self.adapters.options)
         updates = float(state.get("updates", state["step"]))
-        for name, full in read_tensors(path / OPTIMIZER, self._moment_shapes()):
+        for name, full in read_tensors(trainer_folder(path) / OPTIMIZER, self._moment_shapes()):
             moment, _, tensor = name.partition(".")
             slot = self.masters.names.slots[tensor]
             master = self.masters.tensors[slot.parameter]

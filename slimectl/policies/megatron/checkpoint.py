@@ -35,12 +35,13 @@ from slimectl.checkpoints.torch_dist.archive import FileRange, check_stored
 from slimectl.checkpoints.torch_dist.mapping import CARRIED
 from slimectl.checkpoints.torch_dist.metadata import read_metadata
 from slimectl.errors import CheckpointError
-from slimectl.model_files import check_file, check_model_files, open_file
+from slimectl.model_files import check_file, check_model_files, open_file, trainer_folder
 from slimectl.policies.checkpoint import (
     MOMENTS,
     OPTIMIZER,
     CarriedWeights,
     copy_companions,
+    new_trainer_folder,
     read_tensors,
     write_float32,
     write_trainer,
@@ -303,7 +304,7 @@ def save_checkpoint(
     moments, learned = state.each(updated, MOMENTS), state.tensors(shapes_of(updated) if adapter else (), PARAM)
     if dist.get_rank() == 0:
         checkpoint.write(path, chain(weights, carried))
-        write_float32(path / OPTIMIZER, _moment_shapes(updated), moments)
+        write_float32(new_trainer_folder(path) / OPTIMIZER, _moment_shapes(updated), moments)
         if adapter is not None:
             write_adapter(path / FOLDER, *adapter, shapes_of(updated), learned)
         copy_companions(companions, path, torch.float32, carried)
@@ -327,7 +328,7 @@ def load_adapter(path: Path, state: DistributedParameters, links: Iterable[Param
 def load_moments(path: Path, state: DistributedParameters, updated: Iterable[ParamMapping], *, updates: int) -> None:
     """Load this rank's part of the moments of `updated`; `updates` is the step count. Raises CheckpointError."""
     local_links = state.mine(updated)
-    stream = read_tensors(path / OPTIMIZER, _moment_shapes(local_links))
+    stream = read_tensors(trainer_folder(path) / OPTIMIZER, _moment_shapes(local_links))
     for link in local_links:
         for moment in MOMENTS:
             parts = {name: next(stream)[1] for name in link.hf}

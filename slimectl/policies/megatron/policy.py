@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from slimectl.architectures.mapping import ParamMapping
-from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, read_tensors, write_float32
+from slimectl.model_files import trainer_folder
+from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
 from slimectl.policies.lm_head import of_logits
 from slimectl.policies.megatron.batch import Batch
 from slimectl.policies.megatron.head import in_pack, response_log_probs, response_logits
@@ -189,7 +190,7 @@ class WithSeparateValueHead:
 class MegatronActorCritic(WithValueHead, MegatronPolicy):
     """protocols.Policy with the `values` of protocols.Critic; losses read the current values as `predicted_T`.
 
-    The head starts at zero unless the checkpoint has one; it is saved beside the model, as by the FSDP policy.
+    The head starts at zero unless the checkpoint has one; it is saved with the optimizer, as by the FSDP policy.
     """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -201,7 +202,7 @@ class MegatronActorCritic(WithValueHead, MegatronPolicy):
             super().save(path)
             ((_, head),) = self.state.tensors([NAME], PARAM)
             if dist.get_rank() == 0:
-                write_float32(path / VALUE_HEAD, {NAME: head.shape}, iter([(NAME, head)]))
+                write_float32(new_trainer_folder(path) / VALUE_HEAD, {NAME: head.shape}, iter([(NAME, head)]))
         dist.barrier()
 
     def load(self, path: Path) -> None:
@@ -209,7 +210,7 @@ class MegatronActorCritic(WithValueHead, MegatronPolicy):
         super().load(path)
 
     def _open_weights(self, path: Path) -> Weights:
-        return WithSeparateValueHead(super()._open_weights(path), path / VALUE_HEAD)
+        return WithSeparateValueHead(super()._open_weights(path), trainer_folder(path) / VALUE_HEAD)
 
     def _predicted_values(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         return self.last.value_head(hidden, batch)

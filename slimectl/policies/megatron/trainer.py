@@ -342,9 +342,9 @@ class MegatronTrainer:
     def save(self, path: Path) -> None:
         """Write model, optimizer and trainer.json in `save_format`, with config and tokenizer.
 
-        "hf" writes float32 weights and optimizer.safetensors; adapters are merged into the weights, and also written
-        to the folder `adapter` (peft's format). "torch_dist" writes the weights that the model computes with, and
-        master weights and moments in the optimizer's state, by the ranks that hold them.
+        "hf" writes float32 weights, and the optimizer into the folder of the trainer's state; adapters are merged into
+        the weights, and also written to the folder `adapter` (peft's format). "torch_dist" writes the weights that the
+        model computes with, and master weights and moments in the optimizer's state, by the ranks that hold them.
         """
         trainer_state = {
             "step": self.step,

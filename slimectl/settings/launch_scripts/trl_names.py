@@ -18,7 +18,7 @@ from slimectl.settings.launch_scripts.values import (
     trackers,
 )
 
-HUB = "nothing is sent to the hub; a checkpoint is a Hugging Face directory that `hf upload` takes"
+HUB = "nothing is sent to the hub. Upload a checkpoint: `hf upload ORG/NAME runs/NAME/latest/policy`"
 LOADING = "the tokenizer and the weights are those of model.path, in train.dtype"
 REPORTS = "every step is reported; records are in the run's folder"
 PARALLEL = "processes are started by slimectl: cluster.actor_num_gpus_per_node and actor_num_nodes"

@@ -153,7 +153,7 @@ def test_either_trainer_goes_on_where_the_other_stopped(four_layers: ModelDir, t
     fsdp.load(saved(policy, tmp_path / "megatron"))
     resumed = megatron(four_layers("tied"), lora=lora())
     resumed.load(saved(fsdp, tmp_path / "fsdp"))
-    for file in ("adapter/adapter_model.safetensors", "optimizer.safetensors", "model.safetensors"):
+    for file in ("adapter/adapter_model.safetensors", "trainer/optimizer.safetensors", "model.safetensors"):
         ours, theirs = (load_file(tmp_path / kind / file) for kind in ("megatron", "fsdp"))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

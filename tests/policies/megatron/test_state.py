@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def test_the_fsdp_policy_goes_on_from_megatron_and_megatron_from_it(four_layers:
     assert_goes_on(fsdp, *saved)
     fsdp.load(saved[0])
     fsdp.save(tmp_path)
-    assert load_file(tmp_path / "optimizer.safetensors").keys() == load_file(saved[0] / "optimizer.safetensors").keys()
+    ours, theirs = (load_file(folder / "trainer" / "optimizer.safetensors") for folder in (tmp_path, saved[0]))
+    assert ours.keys() == theirs.keys()
     assert_goes_on(megatron(four_layers("tied"), optimizer=FALLING), tmp_path, *saved[1:])
 
 
@@ -106,7 +108,7 @@ def test_experts_go_on_in_either_policy(four_layers: ModelDir, tmp_path: Path, k
         if policy is fsdp:
             policy.load(folders[0])
         policy.save(folder)
-    for file in ("model.safetensors", "optimizer.safetensors"):
+    for file in ("model.safetensors", "trainer/optimizer.safetensors"):
         of_megatron, of_fsdp = (load_file(folder / file) for folder in folders)
         assert of_megatron.keys() == of_fsdp.keys()
         assert all(torch.equal(tensor, of_fsdp[name]) for name, tensor in of_megatron.items())
@@ -166,7 +168,7 @@ def test_moments_in_bfloat16_are_those_of_one_process_on_two_data_ranks(
     for policy, name in ((one, "one"), (two, "two")):
         (tmp_path / name).mkdir()
         policy.save(tmp_path / name)
-        moments.append(load_file(tmp_path / name / "optimizer.safetensors"))
+        moments.append(load_file(tmp_path / name / "trainer" / "optimizer.safetensors"))
     assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in moments[0].values())
     # The order of sums decides the few roundings that lie beside the noise.
     equal = torch.cat([(moments[0][name] == tensor).view(-1) for name, tensor in moments[1].items()])
@@ -215,11 +217,11 @@ def test_a_tied_head_that_is_stored_comes_back(four_layers: ModelDir, tmp_path: 
 
 def test_a_damaged_optimizer_is_refused(four_layers: ModelDir, saved: Any, tmp_path: Path):
     policy = megatron(four_layers("tied"))
-    for file in saved[0].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "optimizer.safetensors").write_bytes((tmp_path / "optimizer.safetensors").read_bytes()[:-100])
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    optimizer = tmp_path / "trainer" / "optimizer.safetensors"
+    optimizer.write_bytes(optimizer.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: cannot be read"):
         policy.load(tmp_path)
-    (tmp_path / "trainer.json").write_text(json.dumps({"format": 99, "step": 1}))
+    (tmp_path / "trainer" / "trainer.json").write_text(json.dumps({"format": 99, "step": 1}))
     with pytest.raises(CheckpointError, match=r"trainer\.json: damaged"):
         policy.load(tmp_path)

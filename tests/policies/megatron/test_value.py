@@ -61,7 +61,7 @@ def test_a_critic_begins_at_zero_learns_and_goes_on_from_its_checkpoint(four_lay
         critic.optim_step()
     assert losses[-1] < 0.5 * losses[0]
     critic.save(tmp_path)
-    assert json.loads((tmp_path / "trainer.json").read_text())["step"] == 12
+    assert json.loads((tmp_path / "trainer" / "trainer.json").read_text())["step"] == 12
     resumed = megatron(tmp_path, kind=MegatronCritic)
     resumed.load(tmp_path)
     assert resumed.values(rows) == critic.values(rows)

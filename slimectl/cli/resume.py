@@ -1,0 +1,65 @@
+"""Resuming a run: its lock, and the working folder that its relative paths start from."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimectl import stdio
+from slimectl.cli.options import CommonOptions
+from slimectl.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slimectl.data.locks import Lock
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run to be resumed: its folder, relative where its first start named it so, and its lock."""
+
+    folder: Path
+    lock: Lock | None = None
+
+
+@contextmanager
+def resumable(
+    command: str, options: CommonOptions, flags: dict[str, Any], run: Path | None
+) -> Iterator[Resumed | None]:
+    """Lock the folder of a run before its settings are read, and put those below the ones that are given.
+
+    The process changes to the folder in which the run was started: its relative paths mean the same files.
+    """
+    if run is None:
+        yield None
+        return
+    from slimectl.data.run_dir import RunDir
+    from slimectl.data.run_settings import RUN_TOML, run_path, working_folder
+
+    if not (run / RUN_TOML).exists():
+        raise SettingsError(f"{run}: no {RUN_TOML}; give the folder of a run, such as runs/NAME")
+    RunDir(run).check_command(command)
+    started = working_folder(run)
+    if started is not None and not started.samefile(Path.cwd()):
+        run = Path(os.path.abspath(run))
+        stdio.note(f"{run}: was started in {started}; relative paths in settings start from there")
+        _change_folder(started, options)
+    own = run_path(run)
+    run = own if own.exists() and own.samefile(run) else run.resolve()
+    options.config = [run / RUN_TOML, *(options.config or [])]
+    flags |= {"run.name": run.name, "run.dir": str(run.parent)}
+    with nullcontext() if options.dry_run else RunDir(run).lock(warn=stdio.say) as lock:
+        yield Resumed(run, lock)
+
+
+def _change_folder(folder: Path, options: CommonOptions) -> None:
+    """Change to a folder; the files that are named on the command line stay the same."""
+    options.config = [path.absolute() for path in options.config or []]
+    options.eval_config = options.eval_config and options.eval_config.absolute()
+    options.custom_config = options.custom_config and options.custom_config.absolute()
+    options.samples = [str(Path(name).absolute()) if Path(name).exists() else name for name in options.samples or []]
+    os.chdir(folder)

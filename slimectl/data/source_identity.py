@@ -1,0 +1,78 @@
+"""Identity of prompt sources: what a resumed run compares before it continues at its position in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from slimectl.data.hashing import content_hash
+from slimectl.data.io import is_pipe, split_slice
+from slimectl.data.json_values import jsonable
+from slimectl.data.sources import generated_rows, source_files
+from slimectl.data.tables import Listed
+from slimectl.types import Prompt
+
+Identity = dict[str, Any]
+"""`source`: its name in the settings. `files`: path, bytes and SHA-256 of each file. `rows`, `first`: of other rows."""
+
+
+def source_identity(source: str) -> Identity:
+    """Return the identity of a source. Pipes, stdin and the tasks of an environment have only their name.
+
+    Files are read once to hash them. Functions and generators are called for their first row.
+    """
+    path, _ = split_slice(source)
+    if is_pipe(path) or (path.partition(":")[0] == "env" and not Path(path).exists()):
+        return {"source": source}
+    if (table := generated_rows(path)) is None:
+        return {"source": source, "files": [[str(file.resolve()), *_stamped_hash(file)] for file in source_files(path)]}
+    first = next(((row.text, row.label) if isinstance(row, Prompt) else row for _, row in table.scan()), None)
+    rows = {"rows": len(table)} if isinstance(table, Listed) else {}
+    return {"source": source, **rows, "first": json.dumps(jsonable(first), sort_keys=True)}
+
+
+def changes(before: Sequence[Identity], now: Sequence[Identity]) -> Iterator[str]:
+    """Yield a description of each source that differs; the same files elsewhere are the same source.
+
+    >>> list(changes([{"source": "a", "rows": 3}], [{"source": "a", "rows": 4}]))
+    ['a: changed (3 rows then, 4 rows now)']
+    """
+    for old, new in zip_longest(before, now, fillvalue={"source": "nothing"}):
+        if _content(old) == _content(new):
+            continue
+        if old["source"] != new["source"]:
+            yield f"{new['source']}: takes the place of {old['source']}"
+            continue
+        sizes = [_size(identity) for identity in (old, new)]
+        yield f"{new['source']}: changed ({sizes[0]} then, {'other' if sizes[0] == sizes[1] else sizes[1]} now)"
+
+
+def _content(identity: Identity) -> Any:
+    """Return what must stay as it is; without files or rows, the name."""
+    facts = {key: value for key, value in identity.items() if key not in ("source", "files")}
+    part = identity["source"].removeprefix(split_slice(identity["source"])[0])
+    files = [entry[1:] for entry in identity.get("files", ())]
+    return (part, files, facts) if files or facts else identity["source"]
+
+
+def _size(identity: Mapping[str, Any]) -> str:
+    if files := identity.get("files"):
+        total = f"{sum(entry[1] for entry in files)} bytes"
+        return total if len(files) == 1 else f"{total} in {len(files)} files"
+    return f"{identity['rows']} rows" if "rows" in identity else "these rows"
+
+
+def _stamped_hash(file: Path) -> tuple[int, str]:
+    status = os.stat(file)
+    return status.st_size, _hash(str(file), status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@lru_cache(maxsize=4096)
+def _hash(file: str, *_: int) -> str:
+    """Return the hash of a file, which the other arguments tell apart from an earlier one of its name."""
+    return content_hash(file)
