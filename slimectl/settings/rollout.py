@@ -131,6 +131,10 @@ class RolloutSettings(Section):
     """A program that is one attempt, e.g. "python agent.py": it is started for each sample, finds the policy at
     OPENAI_BASE_URL or ANTHROPIC_BASE_URL and its task on stdin (docs/agents.md). No shell reads the command."""
 
+    max_failed: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the attempts that may fail with an error. Above it, a round ends the run, and `rollout` and `eval` exit
+    with status 1. They also do if all attempts fail."""
+
     agent_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that its attempt may take beside the policy's answers; then it is ended with all that it started."""
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,8 +317,20 @@ def test_secrets_that_a_program_prints_are_masked_and_floods_are_cut(run: Run, m
 
 
 def test_a_program_that_is_not_there_is_refused_before_anything_starts():
-    with pytest.raises(HookError, match="'no-such-agent' is no program that can be started"):
+    with pytest.raises(HookError, match="there is no program 'no-such-agent'"):
         CommandAgent(CommandOptions(command="no-such-agent --fast"))
+
+
+@pytest.mark.parametrize(
+    ("command", "is_refused"),
+    [
+        ("python gone.py", True), ("bash gone.sh --fast", True), ("python -u gone.py", True),
+        ("python -m gone", False), ("bash -c gone.sh", False), ("env python gone.py", False), ("true gone.py", False),
+    ],
+)  # fmt: skip
+def test_a_script_that_is_not_there_is_refused_where_an_interpreter_would_read_it(command: str, is_refused: bool):
+    with pytest.raises(HookError, match=r"gone\.\w+: no such file") if is_refused else nullcontext():
+        CommandAgent(CommandOptions(command=command))
 
 
 def test_many_attempts_run_beside_one_another_within_their_number(tmp_path: Path):
