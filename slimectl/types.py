@@ -101,6 +101,30 @@ class JsonGrammar:
 
 
 @dataclass(frozen=True, slots=True)
+class RegexGrammar:
+    """Texts that a regular expression matches as a whole."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceGrammar:
+    """One of several texts."""
+
+    choices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """Responses of these tokens only. Without an end token among them, a response ends at its maximum length."""
+
+    tokens: tuple[int, ...]
+
+
+Grammar = JsonGrammar | RegexGrammar | ChoiceGrammar | AllowedTokens
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one response.
 
@@ -130,7 +154,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: JsonGrammar | None = None
+    grammar: Grammar | None = None
 
 
 VersionSpan = list[Any]

@@ -33,6 +33,7 @@ from slimectl.types import Chat, Prompt
 
 OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict")
 """Arguments of chat templates that slimectl sets. Users may not set them."""
+TEMPLATE_SETTING = "rollout.apply_chat_template_kwargs"
 DATE = "strftime_now"
 """Function by which templates print the date. transformers gives them one that reads the clock, an argument of this
 name, YYYY-MM-DD, replaces it."""
@@ -442,7 +443,7 @@ def _json(arguments: dict[str, Any]) -> str:
 
 def _check_argument(name: str, identifiers: frozenset[str]) -> None:
     """Raise SettingsError for an argument that slimectl sets itself, or that the template never reads."""
-    setting = f"rollout.apply_chat_template_kwargs: {name}"
+    setting = f"{TEMPLATE_SETTING}: {name}"
     if name in OURS:
         raise SettingsError(f"{setting} is set by slimectl. Leave it out.")
     if name not in identifiers and name != DATE:

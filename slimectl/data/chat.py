@@ -27,19 +27,23 @@ def render(
     *,
     apply_chat_template: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    header: bool | None = None,
 ) -> list[int]:
     """Render a prompt to the tokens that the model continues.
 
     A string is tokenized with the BOS token that its tokenizer adds, or with `apply_chat_template` as one user message.
     A chat list always goes through the tokenizer's template, with its tools and the header of the assistant's turn. If
-    the chat ends with an assistant message, the model continues that message. Raises SettingsError if the tokenizer has
-    no template, and RecordError if the template refuses the chat or leaves out a part of it.
+    the chat ends with an assistant message, the model continues that message. With `header` given, all messages are
+    complete, and the header of the next turn follows them or not. Raises SettingsError if the tokenizer has no
+    template, and RecordError if the template refuses the chat or leaves out a part of it.
     """
     with located(prompt):
         if isinstance(prompt.text, str) and not apply_chat_template:
             return encode_raw(tokenizer, prompt.text)
         template = Template(tokenizer, prompt, template_kwargs)
-        tokens = encode(tokenizer, template.prompt_text(as_chat(prompt.text)))
+        chat = as_chat(prompt.text)
+        text = template.prompt_text(chat) if header is None else template.text(template.fit(chat), header=header)
+        tokens = encode(tokenizer, text)
         if not prompt.images and not has_images(prompt.text):
             return tokens
         return repeated(tokens, image_repeats(tokens, prompt, tokenizer))

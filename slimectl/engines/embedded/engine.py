@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import secrets
 import threading
@@ -18,15 +17,8 @@ from torch import Tensor
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.data.images import Patches
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
-from slimectl.engines.embedded.grammar import (
-    GrammarState,
-    Sequential,
-    TokenGrammar,
-    Vocabulary,
-    literal,
-    token_table,
-)
-from slimectl.engines.embedded.json_grammar import json_grammar
+from slimectl.engines.embedded.grammar import TokenGrammar, TokenSet, Vocabulary, token_table
+from slimectl.engines.embedded.json_grammar import compiled
 from slimectl.engines.embedded.model import Model, TokenScores
 from slimectl.engines.embedded.pictures import Pictures
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
@@ -34,10 +26,10 @@ from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.embedded.scheduler import RunningSequence as Running
 from slimectl.engines.embedded.weight_delta import Delta, check_delta, write_delta
 from slimectl.engines.embedded.weights import FileTensor, WeightLoader
-from slimectl.engines.limits import check_prompt, check_tokens
+from slimectl.engines.limits import check_ids, check_prompt, check_tokens
 from slimectl.errors import BackendError, SettingsError
 from slimectl.protocols import OnTokens
-from slimectl.types import Completion, ImageSource, JsonGrammar, SamplingParams
+from slimectl.types import AllowedTokens, Completion, Grammar, ImageSource, SamplingParams
 
 MOST_GRAMMARS = 8
 """Grammars that an engine keeps, with the masks of their states."""
@@ -52,7 +44,7 @@ def make_sequence(
     end_tokens: frozenset[int],
     detokenizer: Detokenizer,
     top_count: int = 0,
-    grammar: TokenGrammar | None = None,
+    grammar: TokenGrammar | TokenSet | None = None,
     reports_experts: bool = False,
     pictures: Pictures | None = None,
     images: Sequence[Patches] = (),
@@ -78,7 +70,7 @@ def make_sequence(
         future=asyncio.get_running_loop().create_future(),
         scanner=StopScanner(detokenizer, params.stop) if params.stop else None,
         top_count=top_count,
-        grammar=None if grammar is None else GrammarState(grammar, sorted(end_tokens)),
+        grammar=None if grammar is None else grammar.state(sorted(end_tokens)),
         reports_experts=reports_experts,
         images=tuple(images),
         rope_shift=rope_shift,
@@ -131,7 +123,7 @@ class EmbeddedEngine:
         self._end_tokens = frozenset(token for token in end_tokens if 0 <= token < self._model.vocabulary)
         self._tokenizer = tokenizer
         self._tokens: Vocabulary | None = None
-        self._grammars: dict[JsonGrammar, TokenGrammar] = {}
+        self._grammars: dict[Grammar, TokenGrammar] = {}
         self._grammar_lock = threading.Lock()
         self._intake = WeightLoader(self._model.weights)
         self._reports_experts = reports_experts
@@ -253,23 +245,22 @@ class EmbeddedEngine:
             raise SettingsError(f"engine: this model reads no images; give one of {', '.join(MODEL_TYPES)}")
         return self._process_image(image)
 
-    def grammar(self, grammar: JsonGrammar) -> TokenGrammar:
-        """Return a grammar over this model's tokens. Raises SettingsError for a schema that it cannot keep.
+    def grammar(self, grammar: Grammar) -> TokenGrammar | TokenSet:
+        """Return a grammar over this model's tokens. Raises SettingsError for one that it cannot keep.
 
         The first one takes a second, for a large vocabulary; the last ones are kept. May be called from any thread.
         """
+        if isinstance(grammar, AllowedTokens):
+            check_ids("allowed_token_ids", grammar.tokens, vocabulary=self._model.vocabulary)
+            return TokenSet(grammar.tokens, size=self._model.vocabulary, device=self._device)
         with self._grammar_lock:
             if grammar not in self._grammars:
-                try:
-                    node = json_grammar(json.loads(grammar.schema))
-                except (ValueError, RecursionError):
-                    raise SettingsError("json_schema: is not JSON") from None
+                node = compiled(grammar)
                 if self._tokens is None:
                     self._tokens = token_table(self._tokenizer, size=self._model.vocabulary, device=self._device)
                 while len(self._grammars) >= MOST_GRAMMARS:
                     del self._grammars[next(iter(self._grammars))]
-                framed = Sequential((literal(grammar.prefix), node, literal(grammar.suffix)))
-                self._grammars[grammar] = TokenGrammar(framed, self._tokens)
+                self._grammars[grammar] = TokenGrammar(node, self._tokens)
             return self._grammars[grammar]
 
     def submit(self, sequence: Running) -> None:

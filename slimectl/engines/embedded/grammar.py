@@ -251,7 +251,7 @@ def token_table(tokenizer: Any, *, size: int, device: torch.device) -> Vocabular
     vocabulary = Vocabulary(TokenBytes(tokenizer), size=size, device=device)
     missing = {chr(byte) for byte in range(0x20, 0x7F)} - {text.decode("latin-1") for text in vocabulary.texts.values()}
     if missing:
-        raise SettingsError(f"json_schema: the tokenizer has no token for {min(missing)!a} alone, so it has no grammar")
+        raise SettingsError(f"grammar: the tokenizer has no token for {min(missing)!a} alone, so it has no grammar")
     return vocabulary
 
 
@@ -271,6 +271,10 @@ class TokenGrammar:
         self.automaton = Automaton(grammar)
         self.vocabulary = vocabulary
         self._masks: dict[int, tuple[Tensor, int]] = {}
+
+    def state(self, end_tokens: Sequence[int]) -> GrammarState:
+        """Return the start of a response, which one of `end_tokens` ends."""
+        return GrammarState(self, end_tokens)
 
     def mask_V(self, state: int) -> tuple[Tensor, int]:
         """Return which tokens may follow, end tokens aside [V], and their number."""
@@ -330,3 +334,26 @@ class GrammarState:
             mask_V = mask_V.clone()
             mask_V[self._ends] = True
         return mask_V
+
+
+class TokenSet:
+    """A restriction to some tokens, the same in every place, with the interface of a grammar and of its states."""
+
+    is_over = False
+
+    def __init__(self, tokens: Sequence[int], *, size: int, device: torch.device) -> None:
+        self._mask_V = torch.zeros(size, dtype=torch.bool)
+        self._mask_V[list(tokens)] = True
+        self.is_forced = int(self._mask_V.sum()) == 1
+        self._mask_V = self._mask_V.to(device)
+
+    def state(self, end_tokens: Sequence[int]) -> TokenSet:
+        """Return itself: an end token is allowed where it is one of the tokens."""
+        return self
+
+    def advance(self, token: int) -> None:
+        """Go on by a token, which changes nothing."""
+
+    def mask_V(self) -> Tensor:
+        """Return which tokens may follow [V]."""
+        return self._mask_V

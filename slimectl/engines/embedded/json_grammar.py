@@ -13,9 +13,10 @@ from typing import Any
 
 from slimectl.engines.embedded.grammar import EMPTY, Choice, Node, Repeat, Rule, has_text, literal
 from slimectl.engines.embedded.json_numbers import bounded_number
-from slimectl.engines.embedded.json_regex import pattern_grammar
+from slimectl.engines.embedded.json_regex import pattern_grammar, regex_grammar
 from slimectl.engines.embedded.json_terminals import CHARACTER, INTEGER, NUMBER, SPACE, STRING, series
 from slimectl.errors import SettingsError
+from slimectl.types import ChoiceGrammar, JsonGrammar, RegexGrammar
 
 ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format", "$comment",
@@ -59,6 +60,19 @@ OBJECT = _listed("{", _pair(STRING, VALUE), "}")
 VALUE.node = Choice(
     (STRING, NUMBER, literal("true"), literal("false"), literal("null"), OBJECT, _listed("[", VALUE, "]"))
 )
+
+
+def compiled(grammar: JsonGrammar | RegexGrammar | ChoiceGrammar) -> Node:
+    """Return the grammar that a request asks for. Raises SettingsError for what it cannot keep."""
+    if isinstance(grammar, RegexGrammar):
+        return regex_grammar(grammar.pattern)
+    if isinstance(grammar, ChoiceGrammar):
+        return Choice(tuple(map(literal, grammar.choices)))
+    try:
+        schema = json.loads(grammar.schema)
+    except (ValueError, RecursionError):
+        raise SettingsError("json_schema: is not JSON") from None
+    return series(grammar.prefix, json_grammar(schema), grammar.suffix)
 
 
 def json_grammar(schema: Any) -> Node:

@@ -1,10 +1,10 @@
-"""Patterns of a JSON Schema as grammars: the texts of a regular expression, as they stand inside a JSON string."""
+"""Regular expressions as grammars: of plain texts, and of texts inside a JSON string."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -26,63 +26,114 @@ _NEGATED = {
     codes.CATEGORY_NOT_WORD: codes.CATEGORY_WORD,
     codes.CATEGORY_NOT_SPACE: codes.CATEGORY_SPACE,
 }
+_WRITTEN = {ord(character): character.encode() for character in '"\\\t\n\f\r'}
+"""Characters beside the plain ones that a text may have, and how they are written in it."""
 _ESCAPED = {ord('"'): b'\\"', ord("\\"): b"\\\\", 8: b"\\b", 9: b"\\t", 10: b"\\n", 12: b"\\f", 13: b"\\r"}
-_ASCII = PLAIN_ASCII | _ESCAPED.keys()
-"""Characters of ASCII that a text of a grammar may have."""
+"""The same inside a JSON string."""
+_AT_BEGIN, _AT_END = (codes.AT, codes.AT_BEGINNING), (codes.AT, codes.AT_END)
 
 
 class _Unsupported(Exception):
     pass
 
 
+def regex_grammar(pattern: str) -> Node:
+    """Return the grammar of the texts that a pattern matches as a whole. Raises SettingsError as `pattern_grammar`."""
+    return _Compiler(_WRITTEN).whole(pattern, "regex:")
+
+
 def pattern_grammar(pattern: Any, at: str) -> Node:
     """Return the grammar of the texts in which a pattern occurs, all of them where it is anchored by ^ and $.
 
-    \\d, \\w and \\s are those of ASCII, as in ECMA-262, whose patterns these are. Raises SettingsError for one with
-    back references, lookarounds, boundaries or flags.
+    They are written as inside a JSON string. \\d, \\w and \\s are those of ASCII, as in ECMA-262, whose patterns these
+    are. Raises SettingsError for one with back references, lookarounds, boundaries or flags.
     """
-    if not isinstance(pattern, str) or len(pattern) > LONGEST:
-        raise SettingsError(f"json_schema: {at}: pattern is no text of at most {LONGEST} characters")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            items = list(parser.parse(pattern, re.ASCII))
-        begin, end = items[:1] == [_AT_BEGIN], items[-1:] == [_AT_END]
-        inner = items[1 if begin else 0 : len(items) - 1 if end else len(items)]
-        anything = Repeat(CHARACTER)
-        return series(EMPTY if begin else anything, _sequence(inner), EMPTY if end else anything)
-    except (_Unsupported, re.error, RecursionError, OverflowError) as error:
-        raise SettingsError(
-            f"json_schema: {at}: pattern {pattern[:60]!a} is not supported ({str(error)[:60]}); leave it out"
-        ) from None
+    return _Compiler(_ESCAPED).whole(pattern, f"json_schema: {at}:", around=Repeat(CHARACTER))
 
 
-_AT_BEGIN, _AT_END = (codes.AT, codes.AT_BEGINNING), (codes.AT, codes.AT_END)
+class _Compiler:
+    """Compiles patterns; `written` has the characters beside the plain ones, as bytes of the text."""
 
+    def __init__(self, written: Mapping[int, bytes]) -> None:
+        self._written = written
 
-def _sequence(items: Iterable[tuple[Any, Any]]) -> Node:
-    parts = [_item(code, value) for code, value in items]
-    return parts[0] if len(parts) == 1 else series(*parts)
+    def whole(self, pattern: Any, at: str, *, around: Node = EMPTY) -> Node:
+        """Return the grammar of a pattern, with `around` before and after it where it has no anchor."""
+        if not isinstance(pattern, str) or len(pattern) > LONGEST:
+            raise SettingsError(f"{at} pattern is no text of at most {LONGEST} characters")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                items = list(parser.parse(pattern, re.ASCII))
+            begin, end = items[:1] == [_AT_BEGIN], items[-1:] == [_AT_END]
+            inner = items[1 if begin else 0 : len(items) - 1 if end else len(items)]
+            return series(EMPTY if begin else around, self._sequence(inner), EMPTY if end else around)
+        except (_Unsupported, re.error, RecursionError, OverflowError) as error:
+            raise SettingsError(
+                f"{at} pattern {pattern[:60]!a} is not supported ({str(error)[:60]}); leave it out"
+            ) from None
 
+    def _sequence(self, items: Iterable[tuple[Any, Any]]) -> Node:
+        parts = [self._item(code, value) for code, value in items]
+        return parts[0] if len(parts) == 1 else series(*parts)
 
-def _item(code: Any, value: Any) -> Node:
-    """Return the grammar of one part of a parsed pattern."""
-    if code is codes.LITERAL:
-        return _characters({value})
-    if code is codes.NOT_LITERAL:
-        return _others({value})
-    if code is codes.ANY:
-        return _others({10, 13})
-    if code is codes.IN:
-        return _class(value)
-    if code is codes.BRANCH:
-        return Choice(tuple(map(_sequence, value[1])))
-    if code is codes.SUBPATTERN and not value[1] and not value[2]:
-        return _sequence(value[3])
-    if code in (codes.MAX_REPEAT, codes.MIN_REPEAT):
-        low, high, inner = value
-        return _repeat(_sequence(inner), low, None if high is codes.MAXREPEAT else high)
-    raise _Unsupported(str(code).lower().replace("_", " "))
+    def _item(self, code: Any, value: Any) -> Node:
+        """Return the grammar of one part of a parsed pattern."""
+        if code is codes.LITERAL:
+            return self._characters({value})
+        if code is codes.NOT_LITERAL:
+            return self._others({value})
+        if code is codes.ANY:
+            return self._others({10, 13})
+        if code is codes.IN:
+            return self._class(value)
+        if code is codes.BRANCH:
+            return Choice(tuple(map(self._sequence, value[1])))
+        if code is codes.SUBPATTERN and not value[1] and not value[2]:
+            return self._sequence(value[3])
+        if code in (codes.MAX_REPEAT, codes.MIN_REPEAT):
+            low, high, inner = value
+            return _repeat(self._sequence(inner), low, None if high is codes.MAXREPEAT else high)
+        raise _Unsupported(str(code).lower().replace("_", " "))
+
+    def _class(self, members: list[tuple[Any, Any]]) -> Node:
+        """Return the grammar of a class such as [a-z_] or [^0-9]."""
+        negated = members[0][0] is codes.NEGATE
+        chosen: set[int] = set()
+        for code, value in members[1 if negated else 0 :]:
+            if code is codes.LITERAL:
+                chosen.add(value)
+            elif code is codes.RANGE:
+                if value[1] - value[0] > 0x3000:
+                    raise _Unsupported("a class of very many characters")
+                chosen |= set(range(value[0], value[1] + 1))
+            elif value in _CLASSES:
+                chosen |= _CLASSES[value]
+            elif value in _NEGATED and len(members) == 1:
+                return self._others(_CLASSES[_NEGATED[value]])
+            else:
+                raise _Unsupported("a negated class inside a class")
+        return self._others(chosen) if negated else self._characters(chosen)
+
+    def _characters(self, chosen: Iterable[int]) -> Choice:
+        """Return the grammar of one of these characters."""
+        plain = frozenset(chosen) & PLAIN_ASCII
+        options: list[Node] = [Bytes(plain)] if plain else []
+        for character in sorted(set(chosen) - plain):
+            if character in self._written:
+                options.append(literal(self._written[character].decode()))
+            elif character < 0x20 or 0xD800 <= character < 0xE000:
+                raise _Unsupported(f"the character {character:#x}")
+            else:
+                options.append(literal(chr(character)))
+        return Choice(tuple(options))
+
+    def _others(self, excluded: Iterable[int]) -> Node:
+        """Return the grammar of every character but these, which are ASCII."""
+        if any(character >= 0x80 for character in excluded):
+            raise _Unsupported("a negated class of characters beyond ASCII")
+        others = (PLAIN_ASCII | self._written.keys()) - frozenset(excluded)
+        return Choice((*self._characters(others).options, *MULTIBYTE), takes_plain=others >= PLAIN_ASCII)
 
 
 def _repeat(node: Node, low: int, high: int | None) -> Node:
@@ -102,45 +153,3 @@ def _may_be_empty(node: Node) -> bool:
     if isinstance(node, Repeat):
         return node.low == 0 or _may_be_empty(node.node)
     return all(map(_may_be_empty, getattr(node, "parts", ())))
-
-
-def _class(members: list[tuple[Any, Any]]) -> Node:
-    """Return the grammar of a class such as [a-z_] or [^0-9]."""
-    negated = members[0][0] is codes.NEGATE
-    chosen: set[int] = set()
-    for code, value in members[1 if negated else 0 :]:
-        if code is codes.LITERAL:
-            chosen.add(value)
-        elif code is codes.RANGE:
-            if value[1] - value[0] > 0x3000:
-                raise _Unsupported("a class of very many characters")
-            chosen |= set(range(value[0], value[1] + 1))
-        elif value in _CLASSES:
-            chosen |= _CLASSES[value]
-        elif value in _NEGATED and len(members) == 1:
-            return _others(_CLASSES[_NEGATED[value]])
-        else:
-            raise _Unsupported("a negated class inside a class")
-    return _others(chosen) if negated else _characters(chosen)
-
-
-def _characters(chosen: Iterable[int]) -> Choice:
-    """Return the grammar of one of these characters."""
-    plain = frozenset(chosen) & PLAIN_ASCII
-    options: list[Node] = [Bytes(plain)] if plain else []
-    for character in sorted(set(chosen) - plain):
-        if character in _ESCAPED:
-            options.append(literal(_ESCAPED[character].decode()))
-        elif character < 0x20 or 0xD800 <= character < 0xE000:
-            raise _Unsupported(f"the character {character:#x}")
-        else:
-            options.append(literal(chr(character)))
-    return Choice(tuple(options))
-
-
-def _others(excluded: Iterable[int]) -> Node:
-    """Return the grammar of every character but these, which are ASCII."""
-    if any(character >= 0x80 for character in excluded):
-        raise _Unsupported("a negated class of characters beyond ASCII")
-    others = _ASCII - frozenset(excluded)
-    return Choice((*_characters(others).options, *MULTIBYTE), takes_plain=others >= PLAIN_ASCII)

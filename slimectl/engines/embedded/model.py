@@ -69,10 +69,14 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Log-probabilities of the tokens of a text, and the likeliest tokens in place of each, if they were asked for."""
+    """Log-probabilities of the tokens of a text, and the likeliest tokens in place of each, if they were asked for.
+
+    `ranks` then has the rank of each token: how many tokens are at least as likely, itself included.
+    """
 
     log_probs: list[float]
     top: list[TopTokens]
+    ranks: list[int]
 
 
 class Inputs(NamedTuple):
@@ -178,16 +182,19 @@ class Model:
         for sequence, start in zip(sequences, starts, strict=True):
             log_probs: list[float] = []
             top_tokens: list[TopTokens] = []
+            ranks: list[int] = []
             last = first + len(sequence) - 1
             for position in range(first + start, last, chunk):
                 end = min(position + chunk, last)
                 log_p_CV = torch.log_softmax(self._logits(stream_NE[position:end]), -1, dtype=torch.float32)
-                log_probs += log_p_CV.gather(1, tokens_N[position + 1 : end + 1, None])[:, 0].tolist()
+                log_p_C1 = log_p_CV.gather(1, tokens_N[position + 1 : end + 1, None])
+                log_probs += log_p_C1[:, 0].tolist()
                 if top:
+                    ranks += (log_p_CV >= log_p_C1).sum(-1).tolist()
                     values_CN, ids_CN = log_p_CV.topk(min(top, self.vocabulary))
                     rows = zip(ids_CN.tolist(), values_CN.tolist(), strict=True)
                     top_tokens += [list(zip(ids, values, strict=True)) for ids, values in rows]
-            scores.append(TokenScores(log_probs, top_tokens))
+            scores.append(TokenScores(log_probs, top_tokens, ranks))
             first = last + 1
         return scores
 

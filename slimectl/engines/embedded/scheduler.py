@@ -18,7 +18,7 @@ from slimectl.types import Completion, SamplingParams
 if TYPE_CHECKING:
     from slimectl.data.images import Patches
     from slimectl.engines.embedded.detokenizer import StopScanner
-    from slimectl.engines.embedded.grammar import GrammarState
+    from slimectl.engines.embedded.grammar import GrammarState, TokenSet
     from slimectl.engines.embedded.prefix_tree import Node
 
 TopTokens = list[tuple[int, float]]
@@ -50,7 +50,7 @@ class RunningSequence:
     end_tokens: frozenset[int]
     future: asyncio.Future[Completion]
     scanner: StopScanner | None = None
-    grammar: GrammarState | None = None
+    grammar: GrammarState | TokenSet | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
@@ -91,7 +91,6 @@ class RunningSequence:
         if self.grammar is not None:
             self.loss_mask.append(0 if self.grammar.is_forced else 1)
             self.grammar.advance(token)
-        self.log_probs.append(log_prob)  # last: readers in other threads count by it
         count = len(self.tokens)
         matched = self.scanner is not None and self.scanner.scan(self.tokens, stopping=count >= self.params.min_tokens)
         # The sampler draws no end token before min_tokens; a text that is complete needs none.
@@ -99,6 +98,7 @@ class RunningSequence:
             self.finish = "stop"
         elif count >= self.limit:
             self.finish = "length"
+        self.log_probs.append(log_prob)  # last: readers in other threads count by it
         if self.grown is not None:
             self.grown()
 
@@ -117,7 +117,7 @@ class RunningSequence:
 
         self.grown = report
 
-    def _is_complete(self, grammar: GrammarState) -> bool:
+    def _is_complete(self, grammar: GrammarState | TokenSet) -> bool:
         """Whether nothing may follow, and no end token would end the text."""
         return not self.end_tokens and grammar.is_over
 

@@ -10,36 +10,34 @@ from typing import Any
 from aiohttp import web
 
 from slimectl.chats.messages import MessageError, normalized_chat
+from slimectl.chats.template import TEMPLATE_SETTING
 from slimectl.data.answers import AnswerFormat, format_of
 from slimectl.data.chat import render
 from slimectl.data.chat_responses import CHAT, COMPLETION, ApiKind
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError
-from slimectl.engines.server.log_probs import prompt_log_probs
-from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter
+from slimectl.engines.server.log_probs import TokenLogProb, prompt_log_probs
+from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter, Shown
+from slimectl.engines.server.request_keys import STREAM_OPTIONS
 from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_openai
 from slimectl.engines.server.schema import RequestBody, read
 from slimectl.engines.server.state import LONG, SERVICE, STREAMED, EventStream, Service, dumped
+from slimectl.errors import SettingsError
 from slimectl.rewards.thoughts import THINK
-from slimectl.types import Prompt
+from slimectl.types import AllowedTokens, Prompt
 
 DEFAULT_COMPLETION = 16
 """Default max_tokens of a completion, as in OpenAI's API; a chat's default is the whole context."""
 PROMPT_END = 16
 """Tokens of a rendered chat among which a template may open the reasoning."""
 
-UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
-    "suffix": (), "best_of": (1,), "functions": (), "function_call": (),
-    "input_ids": (), "lora_path": (), "audio": (), "modalities": (),
-}  # fmt: skip
-
 
 async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     fields = await read(request)
     service.check_ready()
-    fields.refuse_beyond(UNSUPPORTED)
+    shown = _shown(fields, log_probs="logprobs" in fields)
     prompts, texts = await _prompts(fields, service)
     echo, top = fields.flag("echo"), fields.whole("logprobs", 0, high=MOST_TOP)
     wish = from_openai(
@@ -49,13 +47,17 @@ async def completions(request: web.Request) -> web.StreamResponse:
         interval=service.streaming.interval,
         top_log_probs=top,
     )
-    echoes = await _echoes(service, prompts, texts, wish, scored="logprobs" in fields) if echo else []
-    form = _form(COMPLETION, fields, service, wish, log_probs="logprobs" in fields, echoes=echoes)
+    scores = await _scores(service, prompts, wish, shown, is_echo_scored=echo and shown.log_probs)
+    if echo and texts is None:
+        texts = [service.desk.detokenizers[wish.keep_special].decode(prompt) for prompt in prompts]
+    echo_scores = scores if shown.log_probs else [[] for _ in prompts]
+    echoes = list(map(Echo, texts or [], echo_scores)) if echo else []
+    form = _form(COMPLETION, fields, service, wish, shown=shown, echoes=echoes, prompt_scores=scores)
     return await _respond(request, service, fields, prompts, wish, form)
 
 
 async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int]], list[str] | None]:
-    """Return the token ids of every prompt, and the texts if that is what was sent."""
+    """Return the token ids of every prompt, and the texts if they were sent as such and are kept whole."""
     prompt, texts = fields.raw("prompt"), None
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompts = [fields.tokens("prompt", tokens) for tokens in prompt]
@@ -63,51 +65,114 @@ async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int
         prompts = [fields.tokens("prompt", prompt)]
     else:
         texts = fields.texts("prompt", max_count=MOST_ANSWERS)
-        prompts = [await service.encoded(text) for text in texts]
+        specials = fields.flag("add_special_tokens", True)
+        prompts = [await service.encoded(text, specials=specials) for text in texts]
     if not prompts:
         raise RequestError("prompt: is missing", field="prompt")
-    return prompts, texts
+    kept = [_truncated(fields, service, tokens) for tokens in prompts]
+    return kept, texts if kept == prompts else None
 
 
-async def _echoes(
-    service: Service, prompts: list[list[int]], texts: list[str] | None, wish: GenerationRequest, *, scored: bool
-) -> list[Echo]:
-    """Return the prompts as they stand in front of their answers."""
+def _truncated(fields: RequestBody, service: Service, tokens: list[int]) -> list[int]:
+    """Return the end of a prompt, or its beginning, that truncate_prompt_tokens keeps; -1 is what the context holds."""
+    limit = service.thread.engine.max_context - 1
+    side = fields.choice("truncation_side", "left", ("left", "right"))
+    count = fields.whole("truncate_prompt_tokens", len(tokens), low=-1)
+    if count == 0:
+        raise fields.refuse("truncate_prompt_tokens", "0 keeps no token of the prompt")
+    count = min(limit if count == -1 else count, len(tokens))
+    return tokens[:count] if side == "right" else tokens[len(tokens) - count :]
+
+
+async def _scores(
+    service: Service, prompts: list[list[int]], wish: GenerationRequest, shown: Shown, *, is_echo_scored: bool
+) -> list[list[TokenLogProb]]:
+    """Return the log-probabilities of the prompts, as far as the response has them."""
+    if not is_echo_scored and shown.prompt_tops is None:
+        return [[] for _ in prompts]
     engine = service.thread.engine
     for prompt in prompts:  # before the model computes any
         check_prompt(prompt, wish.params, vocabulary=engine.vocabulary, max_context=engine.max_context)
-    if texts is None:
-        texts = [service.desk.detokenizers[wish.keep_special].decode(prompt) for prompt in prompts]
-    begins = [0 if scored else None] * len(prompts)
-    scores = await prompt_log_probs(service, prompts, begins, top=wish.top_log_probs)
-    return list(map(Echo, texts, scores))
+    # At least one, which brings the ranks.
+    tops = [wish.top_log_probs if is_echo_scored else 0, 0 if shown.prompt_tops is None else shown.prompt_tops or 1]
+    return await prompt_log_probs(service, prompts, [0] * len(prompts), top=max(tops))
+
+
+def _shown(fields: RequestBody, *, log_probs: bool) -> Shown:
+    """Parse what the response shows. Raises RequestError for what a stream, or only a stream, can show."""
+    streamed = fields.flag("stream")
+    if "stream_options" in fields and not streamed:
+        raise fields.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
+    options = RequestBody(fields.object("stream_options"), at="stream_options.")
+    options.check(STREAM_OPTIONS)
+    if "prompt_logprobs" in fields and streamed:
+        raise fields.refuse("prompt_logprobs", "is not available in a stream. Leave out stream.")
+    return Shown(
+        log_probs=log_probs,
+        token_ids=fields.flag("return_token_ids"),
+        tokens_by_id=fields.flag("return_tokens_as_token_ids"),
+        prompt_tops=fields.whole("prompt_logprobs", 0, high=MOST_TOP) if "prompt_logprobs" in fields else None,
+        usage=options.flag("include_usage"),
+        running_usage=options.flag("continuous_usage_stats"),
+    )
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     fields = await read(request)
     service.check_ready()
-    fields.refuse_beyond(UNSUPPORTED)
+    shown = _shown(fields, log_probs=fields.flag("logprobs"))
+    top = fields.whole("top_logprobs", 0, high=MOST_TOP)
+    if top and not shown.log_probs:
+        raise fields.refuse("top_logprobs", "needs logprobs: true")
     messages = _messages(fields)
     tools, forced = _tools(fields)
-    rendered = partial(
-        render,
-        Prompt(text=messages, tools=tools or None),
-        service.served.tokenizer,
-        template_kwargs=fields.object("chat_template_kwargs"),
-    )
-    tokens = await run_in_daemon_thread(rendered) if len(str(messages)) > LONG else rendered()
-    log_probs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, high=MOST_TOP)
-    if top and not log_probs:
-        raise fields.refuse("top_logprobs", "needs logprobs: true")
+    tokens = _truncated(fields, service, await _rendered(fields, service, messages, tools))
     longest = service.thread.engine.max_context
     wish = from_openai(fields, default_max=longest, interval=service.streaming.interval, top_log_probs=top)
     if forced is not None:
         wish = _forced(fields, service, wish, tools, forced)
     parser = _parser(fields, service, tokens, tools, wish)
     wish = replace(wish, keep_special=wish.keep_special or (parser is not None and parser.cut_ends))
-    form = _form(CHAT, fields, service, wish, log_probs=log_probs, parser=parser)
+    scores = await _scores(service, [tokens], wish, shown, is_echo_scored=False)
+    form = _form(CHAT, fields, service, wish, shown=shown, prompt_scores=scores, parser=parser)
     return await _respond(request, service, fields, [tokens], wish, form)
+
+
+async def _rendered(
+    fields: RequestBody, service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> list[int]:
+    """Render a chat by the model's template, with what the request gives to the template."""
+    named = {name: fields.raw(name) for name in ("documents", "reasoning_effort") if fields.raw(name)}
+    call = partial(
+        render,
+        Prompt(text=messages, tools=tools or None),
+        service.served.tokenizer,
+        template_kwargs=fields.object("chat_template_kwargs") | named,
+        header=_header(fields, is_assistant_last=messages[-1]["role"] == "assistant"),
+    )
+    try:
+        return await run_in_daemon_thread(call) if len(str(messages)) > LONG else call()
+    except SettingsError as error:
+        raise RequestError(str(error).replace(f"{TEMPLATE_SETTING}: ", "chat_template_kwargs.")) from None
+
+
+def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
+    """Return whether the header of the assistant's turn follows the last turn; None where the last turn goes on.
+
+    Without either key a last message of the assistant is continued, as in rollouts. With one of them they mean what
+    they mean in transformers, vLLM and SGLang.
+    """
+    has_header = fields.flag("add_generation_prompt", True)
+    if fields.flag("continue_final_message"):
+        if "add_generation_prompt" in fields and has_header:
+            reason = "cannot be true beside add_generation_prompt: true. Set add_generation_prompt to false."
+            raise fields.refuse("continue_final_message", reason)
+        if not is_assistant_last:
+            raise fields.refuse("continue_final_message", "needs a last message with the role assistant")
+        return None
+    is_explicit = "continue_final_message" in fields or "add_generation_prompt" in fields
+    return has_header if is_explicit or not is_assistant_last else None
 
 
 def _tools(fields: RequestBody) -> tuple[list[dict[str, Any]], str | None]:
@@ -132,7 +197,9 @@ def _forced(
         can_force = notation is not None and notation.arguments_key
         unforced = "cannot be forced: this model's chat template does not write calls as JSON objects"
         raise fields.refuse("tool_choice", f"{name[:60]!a} is none of the tools" if can_force else unforced)
-    return replace(wish, params=replace(wish.params, grammar=grammar, min_tokens=0))
+    if wish.restricted_by not in ("", "response_format"):  # which is about content, and a call has none
+        raise fields.refuse("tool_choice", f"excludes {wish.restricted_by}. Restrict a response in one way.")
+    return replace(wish, params=replace(wish.params, grammar=grammar, min_tokens=0), restricted_by="tool_choice")
 
 
 def _parser(
@@ -142,10 +209,11 @@ def _parser(
     tokenizer = service.served.tokenizer
     answer_format = format_of(tokenizer.chat_template)
     prompt_end = service.desk.detokenizers[True].decode(tokens[-PROMPT_END:])
-    if wish.params.grammar is not None and prompt_end.rstrip().endswith(THINK):
+    grammar = wish.params.grammar
+    if not isinstance(grammar, AllowedTokens | None) and prompt_end.rstrip().endswith(THINK):
         switch = 'the template may have a switch, as "chat_template_kwargs": {"enable_thinking": false}'
-        field = "response_format" if "response_format" in fields else "tool_choice"
-        raise fields.refuse(field, f"excludes reasoning, which the chat template has opened; {switch}")
+        reason = f"excludes reasoning, which the chat template has opened; {switch}"
+        raise fields.refuse(wish.restricted_by, reason)
     if not fields.flag("separate_reasoning", True):
         answer_format = replace(answer_format, reasons=False)
     if not tools:
@@ -154,7 +222,8 @@ def _parser(
         return None
     special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
     cut_ends = not wish.keep_special and bool(special & set(answer_format.marks))
-    return ChatParser(answer_format, tools, prompt_end, cut_ends)
+    single_call = not fields.flag("parallel_tool_calls", True)
+    return ChatParser(answer_format, tools, prompt_end, cut_ends, single_call=single_call)
 
 
 def _messages(fields: RequestBody) -> list[dict[str, Any]]:
@@ -165,10 +234,6 @@ def _messages(fields: RequestBody) -> list[dict[str, Any]]:
         raise fields.refuse(error.field, error.reason) from None
     if not messages:
         raise RequestError("messages: is missing or empty", field="messages")
-    is_continued = messages[-1]["role"] == "assistant"
-    if fields.flag("continue_final_message", is_continued) != is_continued:
-        reason = "must be true if the last message is the assistant's, and false otherwise"
-        raise fields.refuse("continue_final_message", reason)
     return messages
 
 
@@ -178,7 +243,8 @@ def _form(
     service: Service,
     wish: GenerationRequest,
     *,
-    log_probs: bool,
+    shown: Shown,
+    prompt_scores: Sequence[Sequence[TokenLogProb]],
     echoes: Sequence[Echo] = (),
     parser: ChatParser | None = None,
 ) -> ResponseFormatter:
@@ -186,10 +252,10 @@ def _form(
         kind,
         model=fields.text("model", longest=4096) or service.served.folder.name,
         n=wish.n,
-        log_probs=log_probs,
-        with_tokens=fields.flag("return_token_ids"),
+        shown=shown,
         vocabulary=service.desk.vocabulary,
         echoes=echoes,
+        prompt_scores=prompt_scores,
         parser=parser,
     )
 
@@ -205,25 +271,25 @@ async def _respond(
     if wish.n * len(prompts) > MOST_ANSWERS:
         raise RequestError(f"{wish.n * len(prompts)} answers at once, and {MOST_ANSWERS} are the most", field="n")
     await service.prepare_grammars([wish])
-    rid = fields.text("rid", longest=256) or form.rid
+    rid = fields.text("rid", longest=256) or fields.text("request_id", longest=256) or form.rid
     rids = [rid] if len(prompts) == 1 else [f"{rid}_{i}" for i in range(len(prompts))]
     wishes = [(prompt, wish) for prompt in prompts]
     if not fields.flag("stream"):
         with service.desk.ask(wishes, rids, rid=rid) as pending:
             return web.json_response(form.whole(await pending.finished()), dumps=dumped)
-    with_usage = RequestBody(fields.object("stream_options"), at="stream_options.").flag("include_usage")
     stream = EventStream(request)
     with service.desk.ask(wishes, rids, rid=rid) as pending:
         try:
             first_chunks = form.openings(pending.answers)
             async for answer in pending.growing():
+                chunk = form.delta(answer)  # before anything is sent: meanwhile the answer may end
                 # Not before there is a chunk to send: until then a refusal still has an HTTP status.
                 while first_chunks:
                     await stream.send(dumped(first_chunks.pop(0)))
-                if (chunk := form.delta(answer)) is not None:
+                if chunk is not None:
                     await stream.send(dumped(chunk))
-            if with_usage:
-                await stream.send(dumped(form.frame([], complete=False) | {"usage": form.usage(pending.answers)}))
+            if form.shown.usage:
+                await stream.send(dumped(form.last_chunk(pending.answers)))
         except STREAMED as error:
             await stream.fail(error)
     return await stream.end()

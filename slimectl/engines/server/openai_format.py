@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slimectl.data.answers import AnswerFormat, ParsedAnswer
@@ -16,6 +16,8 @@ from slimectl.engines.server.log_probs import (
     answer_log_probs,
     chat_scores,
     completion_log_probs,
+    ranked_tokens,
+    token_by_id,
 )
 from slimectl.engines.server.requests import RunningAnswer
 
@@ -29,6 +31,22 @@ class Echo:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """What the choices of a response show beside their text."""
+
+    log_probs: bool = False
+    token_ids: bool = False
+    tokens_by_id: bool = False
+    """Whether log-probabilities name a token by its id."""
+    prompt_tops: int | None = None
+    """Likeliest tokens in place of each token of the prompts, in `prompt_logprobs`."""
+    usage: bool = False
+    """Whether a stream ends with the token counts."""
+    running_usage: bool = False
+    """Whether every chunk has the token counts so far."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatParser:
     """Divides the answers to one chat into content, reasoning and tool calls."""
 
@@ -38,20 +56,26 @@ class ChatParser:
     """The end of the rendered chat."""
     cut_ends: bool
     """Whether the text has special tokens for the parser alone, so that its end token has to go."""
+    single_call: bool = False
+    """Whether a response has its first call only."""
 
     def parts(self, answer: RunningAnswer, vocabulary: TokenBytes) -> ParsedAnswer:
         """Return the parts of an answer; while it runs, those that can no longer change."""
         complete, text = answer.done, answer.text()
         for token in answer.sequence.end_tokens if self.cut_ends else ():
             text = text.removesuffix(vocabulary.text(token))
-        return self.format.parse(text, self.tools, prompt=self.prompt, complete=complete)
+        parts = self.format.parse(text, self.tools, prompt=self.prompt, complete=complete)
+        return replace(parts, tool_calls=parts.tool_calls[:1]) if self.single_call else parts
 
 
 NO_PARTS = ParsedAnswer("")
 
 
 class ResponseFormatter:
-    """Formats the response of one request, with `n` answers per prompt; `echoes` are the prompts to show."""
+    """Formats the response of one request, with `n` answers per prompt.
+
+    `echoes` are the prompts to show, `prompt_scores` the log-probabilities of the prompts, if `shown` has them.
+    """
 
     def __init__(
         self,
@@ -59,10 +83,10 @@ class ResponseFormatter:
         *,
         model: str,
         n: int,
-        log_probs: bool,
-        with_tokens: bool,
+        shown: Shown,
         vocabulary: TokenBytes,
         echoes: Sequence[Echo] = (),
+        prompt_scores: Sequence[Sequence[TokenLogProb]] = (),
         parser: ChatParser | None = None,
     ) -> None:
         self._identity = uuid.uuid4().hex
@@ -71,10 +95,11 @@ class ResponseFormatter:
         self._n = n
         self._created = int(time.time())
         self._model = model
-        self._log_probs = log_probs
-        self._with_tokens = with_tokens
+        self.shown = shown
         self._vocabulary = vocabulary
+        self._name = token_by_id if shown.tokens_by_id else vocabulary.text
         self._echoes = echoes
+        self._prompt_scores = prompt_scores
         self._parser = parser
         self._sent_parts: dict[int, ParsedAnswer] = {}
         """What of each answer has been streamed."""
@@ -91,8 +116,15 @@ class ResponseFormatter:
             content = self._message(answer) if self._kind.chat else {"text": echo.text + answer.text()}
             choices.append(self._choice(answer, content, 0, answer.count, echo=echo))
         spans = answers[0].spans()
-        versions = {"weight_version": spans[-1]["version"], "weight_versions": spans} if spans else {}
-        return self.frame(choices, complete=True) | {"usage": self.usage(answers), "metadata": versions}
+        versions = {"weight_version": spans[-1]["version"]} if spans else {}
+        response = self.frame(choices, complete=True) | {"usage": self.usage(answers), "metadata": versions}
+        if self._kind.chat and self.shown.prompt_tops is not None:
+            response["prompt_logprobs"] = self._prompt_log_probs(answers[0])
+        return response
+
+    def _prompt_log_probs(self, answer: RunningAnswer) -> list[Any]:
+        scores = self._prompt_scores[answer.index // self._n]
+        return ranked_tokens(scores, self._vocabulary, self.shown.prompt_tops or 0)
 
     def _message(self, answer: RunningAnswer) -> dict[str, Any]:
         parts = self._parts(answer)
@@ -108,12 +140,23 @@ class ResponseFormatter:
         for answer in answers:
             end: dict[str, Any] = {"logprobs": None, "finish_reason": None}
             if self._kind.chat:
-                chunks.append({"index": answer.index, "delta": OPENING, **end})
+                chunks.append(self._chunk({"index": answer.index, "delta": OPENING, **end}, answer))
             elif self._echoes:
                 echo = self._echo(answer)
-                log_probs = self._log_probs_of(answer, 0, 0, echo=echo)
-                chunks.append({"index": answer.index, "text": echo.text, **end, "logprobs": log_probs})
-        return [self.frame([choice], complete=False) for choice in chunks]
+                end["logprobs"] = self._log_probs_of(answer, 0, 0, echo=echo)
+                chunks.append(self._chunk({"index": answer.index, "text": echo.text, **end}, answer))
+        return chunks
+
+    def last_chunk(self, answers: list[RunningAnswer]) -> dict[str, Any]:
+        """Return the chunk with the token counts, which has no choices."""
+        return self.frame([], complete=False) | {"usage": self.usage(answers)}
+
+    def _chunk(self, choice: dict[str, Any], answer: RunningAnswer) -> dict[str, Any]:
+        """Return a chunk with the token counts so far, or with null in their place where only the last one has them."""
+        chunk = self.frame([choice], complete=False)
+        if self.shown.usage or self.shown.running_usage:
+            chunk["usage"] = self.usage([answer]) if self.shown.running_usage else None
+        return chunk
 
     def _echo(self, answer: RunningAnswer) -> Echo:
         return self._echoes[answer.index // self._n] if self._echoes else Echo("")
@@ -128,11 +171,11 @@ class ResponseFormatter:
             text = answer.text()
             new = content = {"text": text[answer.told_text :]}
             answer.told_text = max(answer.told_text, len(text))
-        if not any(new.values()) and not answer.done and not (self._log_probs or self._with_tokens):
+        if not any(new.values()) and not answer.done and not (self.shown.log_probs or self.shown.token_ids):
             return None
         choice = self._choice(answer, content, answer.told, count)
         answer.told = count
-        return self.frame([choice], complete=False)
+        return self._chunk(choice, answer)
 
     def _message_delta(self, answer: RunningAnswer) -> dict[str, Any]:
         """Return what is new of the assistant's message; a call is streamed when it is complete."""
@@ -165,8 +208,10 @@ class ResponseFormatter:
         if finish and finish["type"] == "stop" and self._parser is not None and self._parts(answer).tool_calls:
             choice["finish_reason"] = "tool_calls"
         if finish:
-            choice["matched_stop"] = finish.get("matched")
-        if self._with_tokens:
+            choice |= {"matched_stop": finish.get("matched"), "weight_versions": answer.spans()}
+            if not self._kind.chat and self.shown.prompt_tops is not None:
+                choice["prompt_logprobs"] = self._prompt_log_probs(answer)
+        if self.shown.token_ids:
             choice["prompt_token_ids"] = list(answer.sequence.prompt)
             choice["response_token_ids" if self._kind.chat else "token_ids"] = answer.sequence.tokens[start:end]
             if answer.sequence.grammar is not None:
@@ -176,14 +221,17 @@ class ResponseFormatter:
     def _log_probs_of(
         self, answer: RunningAnswer, start: int, end: int, *, echo: Echo | None = None
     ) -> dict[str, Any] | None:
-        """Return the log-probabilities of an answer's tokens, after those of its prompt if that is shown with them."""
-        if not self._log_probs:
-            return None
-        scores = answer_log_probs(answer, start, end)
+        """Return the log-probabilities of an answer's tokens, after those of its prompt if that is shown with them.
+
+        None where there is no token: clients read the first one of every list.
+        """
+        scores = answer_log_probs(answer, start, end) if self.shown.log_probs else []
         if self._kind.chat:
-            return chat_scores(scores, self._vocabulary)
+            return chat_scores(scores, self._vocabulary, name=self._name) if scores else None
         scores = [*(echo.log_probs if echo else []), *scores]
-        log_probs = completion_log_probs(scores, self._vocabulary, offset=self._offsets.get(answer.index, 0))
-        if scores:
-            self._offsets[answer.index] = log_probs["text_offset"][-1] + len(log_probs["tokens"][-1])
+        if not scores:
+            return None
+        offset = self._offsets.get(answer.index, 0)
+        log_probs = completion_log_probs(scores, self._vocabulary, offset=offset, name=self._name)
+        self._offsets[answer.index] = log_probs["text_offset"][-1] + len(self._vocabulary.text(scores[-1].token))
         return log_probs

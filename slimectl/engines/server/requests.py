@@ -39,6 +39,7 @@ class RunningAnswer:
         self.told = 0
         self.told_text = 0
         self.over = False  # its last part has been sent
+        self._seen = 0
         self._wish = wish
         self._detokenizer = detokenizer
         self._growing = detokenizer.growing_text()
@@ -46,8 +47,8 @@ class RunningAnswer:
 
     @property
     def count(self) -> int:
-        """Tokens generated so far, each with its log-probability; the engine may be adding more."""
-        return len(self.sequence.log_probs)
+        """Tokens that may be shown, each with its log-probability: all, or while it runs those that `due` has seen."""
+        return len(self.sequence.log_probs) if self.done else self._seen
 
     @property
     def done(self) -> bool:
@@ -76,8 +77,15 @@ class RunningAnswer:
         return text if self._wish.keep_stop else before_stop(text, self.sequence.params.stop)
 
     def due(self) -> bool:
-        """Whether a stream has to send a chunk."""
-        return not self.over and (self.done or self.count - self.told >= self._wish.interval)
+        """Look for new tokens, and return whether a stream has to send a chunk.
+
+        The last token waits until the answer is done, so that its chunk has the finish reason.
+        """
+        count = len(self.sequence.log_probs)  # first: the engine sets `finish` before it adds the last token
+        if not self.done and self.sequence.finish:
+            return False
+        self._seen = count
+        return not self.over and (self.done or count - self.told >= self._wish.interval)
 
     def _final_text(self) -> str:
         if not (self._wish.keep_special or self._wish.keep_stop):

@@ -6,8 +6,14 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slimectl.engines.server.request_keys import (
+    RESPONSE_FORMAT,
+    RESPONSE_SCHEMA,
+    SAMPLING_PARAMS,
+    STRUCTURED_OUTPUTS,
+)
 from slimectl.engines.server.schema import RequestBody
-from slimectl.types import JsonGrammar, SamplingParams
+from slimectl.types import AllowedTokens, ChoiceGrammar, Grammar, JsonGrammar, RegexGrammar, SamplingParams
 
 GREEDY_BELOW = 1e-6
 """Temperatures below count as 0, as in SGLang: logits divided by them overflow."""
@@ -15,23 +21,11 @@ MOST_STOPS = 32
 MOST_TOP = 20
 """Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
 LONGEST_SCHEMA = 1 << 18
+MOST_CHOICES = 4096
 MOST_BIASES = 16384
 MOST_BIAS = 1e4
 MOST_ANSWERS = 4096
 """Maximum answers of one request: prompts times n."""
-
-UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
-    "regex": (), "ebnf": (), "structural_tag": (), "stop_regex": (), "custom_params": (),
-    "beam_width": (1,),
-}  # fmt: skip
-"""Fields that the engine does not support, and their values without effect."""
-
-KNOWN = {
-    "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids",
-    "ignore_eos", "n", "sampling_seed", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim",
-    "stream_interval", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
-    "json_schema", *UNSUPPORTED,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +44,8 @@ class GenerationRequest:
     """Likeliest tokens in place of each token, with their log-probabilities."""
     routed_experts: bool = False
     """Whether the answer has the experts of every token."""
+    restricted_by: str = ""
+    """Key that asks for the grammar."""
 
     def seeded(self, i: int) -> SamplingParams:
         """Return the params of answer i: seeds count up, so that the first equals the answer of n = 1."""
@@ -59,44 +55,86 @@ class GenerationRequest:
 
 def from_sglang(fields: RequestBody, *, interval: int = 1) -> GenerationRequest:
     """Parse the `sampling_params` of /generate; `interval` is the default stream_interval."""
-    fields.check_names(KNOWN)
-    fields.refuse_beyond(UNSUPPORTED)
+    fields.check(SAMPLING_PARAMS)
     params = SamplingParams(
         max_tokens=fields.whole("max_new_tokens", 128),
         min_tokens=fields.whole("min_new_tokens", 0),
         seed=fields.seed("sampling_seed"),
         **_shared_params(fields),
     )
-    schema = _schema_text(fields, "json_schema", fields.raw("json_schema"))
-    return _build_wish(fields, params, interval, schema=schema)
+    return _build_wish(fields, params, interval, _restrictions(fields, schema="json_schema", regex="regex"))
 
 
 def from_openai(
     fields: RequestBody, *, default_max: int, lowest_max: int = 1, interval: int = 1, top_log_probs: int = 0
 ) -> GenerationRequest:
     """Parse the parameters of a completion, with SGLang's extra fields; `lowest_max` bounds max_tokens."""
-    fields.refuse_beyond(UNSUPPORTED)
     longest = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    if "max_tokens" in fields and fields.raw(longest) != fields.raw("max_tokens"):
+        raise fields.refuse("max_tokens", "is not equal to max_completion_tokens. Send one of the two.")
     params = SamplingParams(
         max_tokens=fields.whole(longest, default_max, low=lowest_max),
         min_tokens=fields.whole("min_tokens", 0),
         seed=fields.seed("seed"),
         **_shared_params(fields),
     )
-    wish = _build_wish(fields, params, interval, schema=_response_schema(fields))
+    wish = _build_wish(fields, params, interval, _openai_restrictions(fields))
     return replace(wish, top_log_probs=top_log_probs)
 
 
-def _response_schema(fields: RequestBody) -> str | None:
-    """Return the JSON Schema that response_format asks for."""
+Restrictions = dict[str, Grammar]
+"""Grammars of a response by the keys that ask for them."""
+
+
+def _openai_restrictions(fields: RequestBody) -> Restrictions:
+    outputs = RequestBody(fields.object("structured_outputs"), at="structured_outputs.")
+    outputs.check(STRUCTURED_OUTPUTS)
+    restrictions = {
+        **_response_format(fields),
+        **_restrictions(fields, schema="json_schema", regex="regex"),
+        **_restrictions(fields, schema="guided_json", regex="guided_regex", choice="guided_choice"),
+        **{f"structured_outputs.{name}": grammar for name, grammar in _restrictions(outputs, choice="choice").items()},
+    }
+    if outputs.flag("json_object"):
+        restrictions["structured_outputs.json_object"] = JsonGrammar(ANY_OBJECT)
+    if "allowed_token_ids" in fields:
+        tokens = fields.tokens("allowed_token_ids", fields.raw("allowed_token_ids"))
+        if not tokens:
+            raise fields.refuse("allowed_token_ids", "is empty, so no token may be drawn")
+        restrictions["allowed_token_ids"] = AllowedTokens(tuple(tokens))
+    return restrictions
+
+
+def _restrictions(fields: RequestBody, *, schema: str = "json", regex: str = "regex", choice: str = "") -> Restrictions:
+    """Return what the keys of these names ask for."""
+    restrictions: Restrictions = {}
+    if (text := _schema_text(fields, schema, fields.raw(schema))) is not None:
+        restrictions[schema] = JsonGrammar(text)
+    if pattern := fields.text(regex):
+        restrictions[regex] = RegexGrammar(pattern)
+    if choices := fields.texts(choice, max_count=MOST_CHOICES):
+        restrictions[choice] = ChoiceGrammar(tuple(choices))
+    return restrictions
+
+
+ANY_OBJECT = '{"type": "object"}'
+
+
+def _response_format(fields: RequestBody) -> Restrictions:
+    """Return the grammar of the JSON Schema that response_format asks for."""
     form = RequestBody(fields.object("response_format"), at="response_format.")
+    form.check(RESPONSE_FORMAT)
     kind = form.choice("type", "text", ("text", "json_object", "json_schema"))
-    if kind == "json_schema":
-        schema = form.object("json_schema").get("schema")
-        if schema is None:
-            raise fields.refuse("response_format.json_schema.schema", "is missing")
-        return _schema_text(fields, "response_format.json_schema.schema", schema)
-    return '{"type": "object"}' if kind == "json_object" else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"response_format": JsonGrammar(ANY_OBJECT)}
+    schema = RequestBody(form.object("json_schema"), at="response_format.json_schema.")
+    schema.check(RESPONSE_SCHEMA)
+    text = _schema_text(schema, "schema", schema.raw("schema"))
+    if text is None:
+        raise schema.refuse("schema", "is missing")
+    return {"response_format": JsonGrammar(text)}
 
 
 def _schema_text(fields: RequestBody, name: str, schema: Any) -> str | None:
@@ -145,15 +183,23 @@ def _logit_bias(fields: RequestBody) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), biases.number(token, 0.0, low=-MOST_BIAS, high=MOST_BIAS)) for token in raw)
 
 
-def _build_wish(fields: RequestBody, params: SamplingParams, interval: int, *, schema: str | None) -> GenerationRequest:
-    if schema is not None and params.min_tokens:
-        raise fields.refuse("min_new_tokens", "excludes a JSON schema, which decides where an answer may end")
+def _build_wish(
+    fields: RequestBody, params: SamplingParams, interval: int, restrictions: Restrictions
+) -> GenerationRequest:
+    if len(restrictions) > 1:
+        first, second, *_ = restrictions
+        raise fields.refuse(second, f"excludes {first}. Restrict a response in one way.")
+    name, grammar = next(iter(restrictions.items()), ("", None))
+    low, high = ("min_tokens", "max_tokens") if "min_tokens" in fields else ("min_new_tokens", "max_new_tokens")
+    if grammar is not None and params.min_tokens:
+        raise fields.refuse(low, f"excludes {name}, which decides where a response may end")
     if params.min_tokens > params.max_tokens:
-        raise fields.refuse("min_new_tokens", f"{params.min_tokens} is more than max_new_tokens, {params.max_tokens}")
+        raise fields.refuse(low, f"{params.min_tokens} is more than {high}, {params.max_tokens}")
     return GenerationRequest(
-        params if schema is None else replace(params, grammar=JsonGrammar(schema)),
+        replace(params, grammar=grammar),
         n=fields.whole("n", 1, low=1, high=MOST_ANSWERS),
         keep_special=not params.skip_special_tokens,
-        keep_stop=fields.flag("no_stop_trim"),
+        keep_stop=fields.flag("no_stop_trim") or fields.flag("include_stop_str_in_output"),
         interval=fields.whole("stream_interval", interval, low=1),
+        restricted_by=name,
     )

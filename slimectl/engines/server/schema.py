@@ -1,12 +1,11 @@
-"""Limits on request bodies: size of one, time to receive it, and memory of all of them."""
+"""Reads request bodies, within limits of size, time and memory, and gives typed access to their keys."""
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 import math
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from aiohttp import web
 from slimectl.engines.server.connections import Connection
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, line
+from slimectl.engines.server.request_keys import ENDPOINTS, Keys
 
 LONGEST_BODY = 32 << 20
 MOST_TOGETHER = 128 << 20
@@ -88,7 +88,10 @@ LARGE = 1 << 20
 
 
 async def read(request: web.Request) -> RequestBody:
-    """Parse the JSON object in a request's body; an empty body is an empty object."""
+    """Parse the JSON object in a request's body; an empty body is an empty object.
+
+    Raises RequestError for a body that cannot be read, or that has a key which the endpoint would ignore.
+    """
     if request.body_exists and request.content_type not in ("application/json", "application/octet-stream"):
         raise RequestError(f"content type {request.content_type!r} is not application/json", status=415)
     async with request.app[BODIES].body(request) as raw:
@@ -102,6 +105,9 @@ async def read(request: web.Request) -> RequestBody:
             raise RequestError(f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise RequestError("the body is not a JSON object")
+    resource = request.match_info.route.resource
+    assert resource is not None
+    ENDPOINTS[resource.canonical].check(value)
     return RequestBody(value)
 
 
@@ -126,20 +132,9 @@ class RequestBody:
         """Return the error to raise for a field."""
         return RequestError(f"{self._at}{name}: {reason}", field=self._at + name)
 
-    def check_names(self, allowed: Collection[str]) -> None:
-        for name in self._values:
-            if name not in allowed:
-                near = difflib.get_close_matches(name[:100], allowed, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(allowed))}"
-                raise self.refuse(_short(name), f"unknown{hint}")
-
-    def refuse_beyond(self, neutral: dict[str, tuple[Any, ...]]) -> None:
-        """Refuse unsupported fields, unless they have no effect: null, empty, or a neutral value."""
-        for name, values in neutral.items():
-            value = self._values.get(name)
-            asks_nothing = value is None or value is False or (isinstance(value, str | list | dict) and not value)
-            if not asks_nothing and not (isinstance(value, int | float | str) and value in values):
-                raise self.refuse(name, "is not supported by `slimectl serve`; leave it out")
+    def check(self, keys: Keys) -> None:
+        """Raise RequestError for a key that would be ignored."""
+        keys.check(self._values, self._at)
 
     def number(self, name: str, default: float, *, low: float, high: float) -> float:
         value = self._values.get(name)

@@ -38,18 +38,10 @@ def start_positions(fields: RequestBody, prompts: list[list[int]]) -> list[int |
     return positions
 
 
-UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
-    "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (), "token_ids_logprob": (),
-    "return_hidden_states": (), "return_sampling_mask": (),
-    "lora_path": (), "session_params": (), "custom_logit_processor": (), "routed_experts_start_len": (0,),
-}  # fmt: skip
-
-
 async def generate(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     fields = await read(request)
     service.check_ready()
-    fields.refuse_beyond(UNSUPPORTED)
     prompts, many = await _prompts(fields, service)
     top = fields.whole("top_logprobs_num", 0, high=MOST_TOP) if fields.flag("return_logprob") else 0
     params = _wishes(fields, len(prompts), service.streaming.interval)

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 from torch import Tensor
 
-from slimectl.data.chat import encode_raw
+from slimectl.data.chat import encode, encode_raw
 from slimectl.engines.embedded.weight_delta import Delta
 from slimectl.engines.server.adapters import AdapterUpdate, BaseModel, MergedAdapter
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
@@ -125,10 +125,10 @@ class Service:
         for grammar in {wish.params.grammar for wish in wishes if wish.params.grammar is not None}:
             await run_in_daemon_thread(partial(self.thread.engine.grammar, grammar))
 
-    async def encoded(self, text: str) -> list[int]:
-        """Tokenize a prompt that is a text, as rollouts and training do."""
-        encode = partial(encode_raw, self.served.tokenizer, text)
-        return encode() if len(text) < LONG else await run_in_daemon_thread(encode)
+    async def encoded(self, text: str, *, specials: bool = True) -> list[int]:
+        """Tokenize a prompt that is a text, as rollouts and training do, or without the tokens added before it."""
+        call = partial(encode_raw if specials else encode, self.served.tokenizer, text)
+        return call() if len(text) < LONG else await run_in_daemon_thread(call)
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)

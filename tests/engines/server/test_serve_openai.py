@@ -328,7 +328,7 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         (
             "/v1/completions",
             {"prompt": "x", "response_format": {"type": "json_object"}, "min_tokens": 2},
-            "excludes a JSON schema",
+            "min_tokens: excludes response_format",
         ),
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 3}, "top_logprobs: needs logprobs: true"),
         ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs: 21 is not between 0 and 20"),
@@ -369,15 +369,39 @@ def test_the_model_is_listed_under_its_name(server: Any) -> None:
     assert server.ask("/v1/models/gpt-9")[0] == 404
 
 
-def test_a_chat_that_ends_with_the_assistant_is_continued(server: Any) -> None:
-    chat = [*CHAT, {"role": "assistant", "content": "It is"}]
-    body = {"messages": chat, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+OPEN_TURN = [*CHAT, {"role": "assistant", "content": "It is"}]
+
+
+@pytest.mark.parametrize(
+    ("chat", "flags", "rendered"),
+    [
+        (OPEN_TURN, {}, {"continue_final_message": True}),
+        (OPEN_TURN, {"continue_final_message": True}, {"continue_final_message": True}),
+        (OPEN_TURN, {"continue_final_message": True, "add_generation_prompt": False}, {"continue_final_message": True}),
+        (OPEN_TURN, {"continue_final_message": False}, {"add_generation_prompt": True}),
+        (OPEN_TURN, {"add_generation_prompt": True}, {"add_generation_prompt": True}),
+        (OPEN_TURN, {"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        (CHAT, {"continue_final_message": False}, {"add_generation_prompt": True}),
+        (CHAT, {"add_generation_prompt": False}, {"add_generation_prompt": False}),
+    ],
+)
+def test_the_end_of_a_rendered_chat_is_that_of_transformers(
+    chat: list[dict[str, str]], flags: dict[str, bool], rendered: dict[str, bool], server: Any
+) -> None:
     tokenizer = server.service.served.tokenizer
-    wanted = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
-    count = server.good("/v1/chat/completions", body)["usage"]["prompt_tokens"]
-    assert count == len(tokenizer.encode(wanted, add_special_tokens=False))
-    for messages, flag in ((chat, False), (CHAT, True)):
-        status, answer = server.ask(
-            "/v1/chat/completions", {**body, "messages": messages, "continue_final_message": flag}
-        )
-        assert (status, answer["error"]["param"]) == (400, "continue_final_message")
+    text = tokenizer.apply_chat_template(chat, tokenize=False, **rendered)
+    body = {"messages": chat, "max_tokens": 1, "return_token_ids": True, **flags}
+    answer = server.good("/v1/chat/completions", body)
+    assert answer["choices"][0]["prompt_token_ids"] == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("chat", "flags"),
+    [
+        (CHAT, {"continue_final_message": True}),
+        (OPEN_TURN, {"continue_final_message": True, "add_generation_prompt": True}),  # vLLM refuses it, too
+    ],
+)
+def test_a_chat_that_cannot_be_continued_is_refused(chat: list[Any], flags: dict[str, bool], server: Any) -> None:
+    status, answer = server.ask("/v1/chat/completions", {"messages": chat, "max_tokens": 1, **flags})
+    assert (status, answer["error"]["param"]) == (400, "continue_final_message")
