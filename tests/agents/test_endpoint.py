@@ -87,7 +87,7 @@ def test_a_chat_with_tools(endpoint: Endpoint):
     [call] = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert (call["index"], call["function"]) == (0, {"name": "add", "arguments": '{"a": 3}'})
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    assert endpoint.session.counts == {"requests": 2, "tool_calls": 1, "unforced_tool_choices": 0}
+    assert +endpoint.session.counts == {"requests": 2, "tool_calls": 1}
 
 
 def test_anthropic_messages_with_tools(endpoint: Endpoint):
@@ -175,7 +175,9 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 404, "is no response of this session"),
         ("/v1/responses", {"input": [{"type": "web_search_call"}]}, 400, "'web_search_call' is not known here"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "file_search"}]}, 400, "only functions of the client's"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt: must be one text"),
+        ("/v1/completions", {"prompt": ["a", {}]}, 400, "prompt: must be a text, a list of token ids, or a list of"),
+        ("/v1/completions", {"prompt": [["a"]]}, 400, "prompt: must be a text"),
+        ("/v1/completions", {"prompt": ["a"] * 40, "n": 2}, 400, "n: 80 responses to one request are too many"),
     ],
 )
 def test_what_cannot_be_answered_is_one_error_and_no_turn(

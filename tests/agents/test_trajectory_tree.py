@@ -37,7 +37,7 @@ def user(text: str) -> dict[str, Any]:
 def ask(session: Session, messages: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     """The message of the answer to a chat."""
     reply = asyncio.run(session.answer(read_chat({"messages": messages, **values})))
-    message: dict[str, Any] = chat_response(reply)["choices"][0]["message"]
+    message: dict[str, Any] = chat_response([reply])["choices"][0]["message"]
     return message
 
 

@@ -14,10 +14,11 @@ from slimectl.chats.template import TEMPLATE_SETTING
 from slimectl.data.answers import AnswerFormat, format_of
 from slimectl.data.chat import render
 from slimectl.data.chat_responses import CHAT, COMPLETION, ApiKind
+from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError
-from slimectl.engines.server.log_probs import TokenLogProb, prompt_log_probs
+from slimectl.engines.server.log_probs import prompt_log_probs
 from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter, Shown
 from slimectl.engines.server.request_keys import STREAM_OPTIONS
 from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_openai

@@ -10,15 +10,15 @@ from typing import Any
 
 from slimectl.data.answers import AnswerFormat, ParsedAnswer
 from slimectl.data.chat_responses import OPENING, ApiKind, assistant_message, call_ids, message_delta, token_usage
-from slimectl.engines.embedded.detokenizer import TokenBytes
-from slimectl.engines.server.log_probs import (
+from slimectl.data.token_bytes import TokenBytes
+from slimectl.data.token_log_probs import (
     TokenLogProb,
-    answer_log_probs,
     chat_scores,
     completion_log_probs,
     ranked_tokens,
     token_by_id,
 )
+from slimectl.engines.server.log_probs import answer_log_probs
 from slimectl.engines.server.requests import RunningAnswer
 
 
