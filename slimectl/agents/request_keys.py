@@ -57,7 +57,7 @@ class ApiKeys:
 
 
 _ACTS = names("model stream tools tool_choice chat_template_kwargs") | set(SAMPLING)
-_LABELS = LABELS - {"model"} | {"store"}
+_LABELS = LABELS - {"model"} | {"store", "prompt_cache_options"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -136,7 +136,8 @@ RESPONSES = ApiKeys(
         _LABELS,
         {
             "truncation": ("disabled",),
-            **unset("background conversation prompt max_tool_calls moderation context_management stream_options"),
+            **unset("background background_options conversation prompt max_tool_calls moderation context_management "
+                    "stream_options access_programs image"),
         },
         {
             "conversation": "is not supported by this endpoint. Use previous_response_id, or send all of it in input.",
@@ -153,8 +154,8 @@ RESPONSES = ApiKeys(
 MESSAGES = ApiKeys(
     _keys(
         _ACTS | names("messages system max_tokens stop_sequences output_config"),
-        _LABELS - {"store"} | {"cache_control"},
-        unset("container mcp_servers context_management output_format"),
+        _LABELS - {"store"} | names("cache_control speed inference_geo user_profile_id workspace_id billing_policy"),
+        unset("container mcp_servers context_management output_format diagnostics compaction fallbacks thread"),
         {
             "output_format": "is an earlier name. Use output_config.format.",
             "stop": "is a name of OpenAI's API. Use stop_sequences.",
