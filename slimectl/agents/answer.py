@@ -31,6 +31,12 @@ class Answer:
         return self.completion.finish_reason == "length"
 
     @property
+    def matched(self) -> str | int | None:
+        """Stop string, or token, that ended it, as SGLang reports it."""
+        ended = self.completion.finish_reason == "stop" and self.completion.tokens
+        return self.stop if self.stop is not None or not ended else self.completion.tokens[-1]
+
+    @property
     def log_probs(self) -> list[TokenLogProb]:
         """Log-probabilities of all tokens, with the likeliest ones in their place if they were asked for."""
         completion = self.completion

@@ -247,7 +247,7 @@ class _StreamOutput:
     async def _begun(self, stream: AnswerStream, reply: Reply) -> EventWriter:
         """Return the writer of an answer, which has sent the events before the first token."""
         if stream not in self.writers:
-            self.writers[stream] = writer = self._new_writer(reply)
+            self.writers[stream] = writer = self._new_writer(replace(reply, sampled=None))
             await self.send(writer.begin())
         return self.writers[stream]
 

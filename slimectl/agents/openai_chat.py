@@ -18,6 +18,7 @@ from slimectl.agents.chat_request import (
     schema_text,
 )
 from slimectl.chats.messages import checked_text, normalized_chat
+from slimectl.data.answers import ParsedAnswer
 from slimectl.data.chat_responses import (
     CHAT,
     COMPLETION,
@@ -152,14 +153,14 @@ def _chat_end(reply: Reply) -> dict[str, Any]:
     """Return how a response to a chat ended, with the log-probabilities of all tokens if they were asked for."""
     vocabulary = reply.vocabulary
     scores = chat_scores(reply.answer.log_probs, vocabulary, name=vocabulary.text) if reply.request.log_probs else None
-    return {"finish_reason": _finish(reply.answer), "logprobs": scores}
+    return {**_end(reply.answer), "logprobs": scores}
 
 
 def _completion_end(reply: Reply, scores: Sequence[TokenLogProb], *, offset: int = 0) -> dict[str, Any]:
     shown = reply.request.log_probs and scores
     log_probs = completion_log_probs(scores, reply.vocabulary, offset=offset, name=reply.vocabulary.text)
-    finish = None if reply.sampled is None else _finish(reply.sampled)
-    return {"finish_reason": finish, "logprobs": log_probs if shown else None}
+    end = RUNNING if reply.sampled is None else _end(reply.sampled)
+    return {**end, "logprobs": log_probs if shown else None}
 
 
 RUNNING = MappingProxyType({"finish_reason": None, "logprobs": None})
@@ -167,9 +168,17 @@ RUNNING = MappingProxyType({"finish_reason": None, "logprobs": None})
 
 
 class ChunkWriter(EventWriter):
-    """Writes the chunks of a stream. The last chunk of a response has its finish reason and its log-probabilities."""
+    """Writes the chunks of a stream. The last chunk of a response has its finish reason.
+
+    An engine reports tokens before their log-probabilities. A stream with log-probabilities therefore has the whole
+    response in its last chunk.
+    """
 
     kind: ApiKind
+
+    def add(self, parts: ParsedAnswer, ids: Sequence[str]) -> Iterator[Event]:
+        if not self.reply.request.log_probs:
+            yield from super().add(parts, ids)
 
     def close(self, replies: Sequence[Reply]) -> Iterator[Event]:
         if self.reply.request.stream_usage:
@@ -200,7 +209,12 @@ class ChatEventWriter(ChunkWriter):
             self._call_count += len(calls)
 
     def end(self, reply: Reply) -> Iterator[Event]:
-        yield self._chunk({"delta": {}}, _chat_end(reply))
+        delta: dict[str, Any] = {}
+        if reply.request.log_probs:
+            parts, ids = reply.answer.parts, reply.answer.call_ids
+            yield from self._new_parts(None, "", parts.tool_calls, ids)
+            delta = message_delta(parts.reasoning, parts.content, (), (), first_call=0)
+        yield self._chunk({"delta": delta}, _chat_end(reply))
 
 
 class CompletionEventWriter(ChunkWriter):
@@ -219,7 +233,8 @@ class CompletionEventWriter(ChunkWriter):
             yield self._chunk({"text": content})
 
     def end(self, reply: Reply) -> Iterator[Event]:
-        yield self._chunk({"text": ""}, _completion_end(reply, reply.answer.log_probs, offset=len(reply.echo)))
+        text = reply.answer.completion.text if reply.request.log_probs else ""
+        yield self._chunk({"text": text}, _completion_end(reply, reply.answer.log_probs, offset=len(reply.echo)))
 
 
 def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
@@ -228,8 +243,9 @@ def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def _finish(answer: Answer) -> str:
-    return finish_reason(answer.parts, is_cut=answer.is_cut)
+def _end(answer: Answer) -> dict[str, Any]:
+    reason = finish_reason(answer.parts, is_cut=answer.is_cut)
+    return {"finish_reason": reason, "matched_stop": answer.matched}
 
 
 def _frame(reply: Reply, kind: ApiKind, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:

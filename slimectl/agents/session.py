@@ -224,8 +224,12 @@ class Session:
             room = min(room, self.limits.context - count)
         if room <= 0:
             self.is_cut = True
-            message = f"{count} tokens leave no room for an answer: context {self.limits.context}, response of the " \
-                f"whole attempt {self.limits.response_tokens}"  # fmt: skip
+            is_full = self.limits.context is not None and count >= self.limits.context
+            message = (
+                f"{count} tokens leave no room for a response in a context of {self.limits.context}"
+                if is_full
+                else f"the attempt has had its {self.limits.response_tokens} response tokens"
+            )
             raise RequestRefused(message, code="context_length_exceeded")
         return room
 

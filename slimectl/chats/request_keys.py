@@ -1,7 +1,7 @@
 """Checks the keys of request bodies: which ones an endpoint acts on, and which values of the others change nothing.
 
 A key that an endpoint does not act on is refused by name, unless its value asks for what the server does anyway. Null
-asks for nothing under every name.
+passes under every name.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from typing import Any
 
 from slimectl.chats.messages import MessageError
 
+FEW = 8
+"""Most keys that a message lists."""
+
 
 @dataclass(frozen=True)
 class Keys:
     """Keys of a JSON object.
 
-    `acts` are implemented. `labels` pass with any value: they name users and requests, or concern what no response
-    shows. `neutral` has the values of other keys that change nothing. Empty values never do, and neither does false,
-    unless true is listed. `remedies` say what to do instead of a key. `server` and `docs` name the server and its
-    documentation in messages.
+    `acts` are implemented. `labels` pass with any value, because they name users and requests or have no effect on
+    responses. `neutral` lists the values of other keys that change nothing. Empty values and false pass too, but not
+    false if true is listed. `remedies` tell the user what to do instead of sending a key. `server` and `docs` name the
+    server and its documentation in messages.
     """
 
     acts: frozenset[str]
@@ -33,7 +36,7 @@ class Keys:
     docs: str = "docs/serving.md"
 
     def check(self, values: Mapping[str, Any], at: str = "") -> None:
-        """Raise MessageError for the first key that would be ignored; `at` is the path of the object."""
+        """Raise MessageError for the first key that would be ignored, with the path `at` of the object."""
         for name, value in values.items():
             if value is None or name in self.acts or name in self.labels:
                 continue
@@ -49,8 +52,11 @@ class Keys:
             allowed = f" except as {values}" if values else ""
             return f"is not supported {self.server}{allowed}. Leave it out."
         near = difflib.get_close_matches(name[:100], self.acts, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"{self.docs} lists the keys of each endpoint."
-        return f"unknown key. {hint}"
+        if near:
+            return f"unknown key. Did you mean {near[0]}?"
+        if 0 < len(self.acts) <= FEW:
+            return f"unknown key. Known are {', '.join(sorted(self.acts))}."
+        return f"unknown key. {self.docs} lists the keys of each endpoint."
 
 
 def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:
@@ -66,7 +72,7 @@ def names(text: str) -> frozenset[str]:
 
 
 def unset(text: str) -> dict[str, tuple[Any, ...]]:
-    """Return keys that pass only where they ask for nothing."""
+    """Return keys that pass only with null, false or an empty value."""
     return dict.fromkeys(text.split(), ())
 
 

@@ -71,7 +71,7 @@ def completion_log_probs(
 
 
 def _by_name(score: TokenLogProb, name: TokenName) -> dict[str, float | None]:
-    """Map tokens to log-probabilities; a token whose text is broken or taken has its id for a name."""
+    """Map names of tokens to log-probabilities. A token whose text is broken or taken is named by its id."""
     named: dict[str, float | None] = {}
     for token, log_prob in [(score.token, score.log_prob), *(score.top or [])]:
         text = name(token)

@@ -185,10 +185,10 @@ def chat_stream_parse(client: OpenAI) -> None:
     assert stream.get_final_completion().choices[0].message.parsed == done.parsed
 
 
-def chat_stream_tools(client: OpenAI) -> None:
+def chat_stream_tools(client: OpenAI, **extra: Any) -> None:
     tools = [pydantic_function_tool(GetWeather)]
     with client.chat.completions.stream(
-        **NAME, messages=HI, tools=tools, tool_choice="required", max_tokens=300, seed=3
+        **NAME, messages=HI, tools=tools, tool_choice="required", max_tokens=300, seed=3, extra_body=extra
     ) as stream:
         [done] = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
     assert isinstance(done.parsed_arguments, GetWeather)
@@ -429,6 +429,8 @@ KEYS: tuple[tuple[Callable[..., Callable[[Any], object]], str, Any, set[str]], .
 CASES: Mapping[str, tuple[Callable[[Any], object], str, set[str]]] = {
     **{case.__name__: (case, "", set()) for case in WORKING},
     "bias": (bias, "logit_bias", RECORD),
+    # The call is complete in the chunk that would have the finish reason.
+    "one_chunk": (lambda client: chat_stream_tools(client, stream_interval=1000), "stream_interval", RECORD),
     "previous_response": (previous_response, "previous_response_id", SERVE),
     **{f"{make.__name__} {name} {value}": (make(name, value), name, refused) for make, name, value, refused in KEYS},
 }

@@ -227,13 +227,13 @@ def test_limits_are_errors_that_name_them():
         ask(session, [user("x")])
     assert session.is_cut
     session = session_of(engine, tokenizer, context=4)
-    with pytest.raises(RequestRefused, match="leave no room for an answer: context 4") as refusal:
+    with pytest.raises(RequestRefused, match="leave no room for a response in a context of 4") as refusal:
         ask(session, [user("x")])
     assert (refusal.value.status, refusal.value.code) == (400, "context_length_exceeded")
     session = session_of(engine, tokenizer, response_tokens=2)
     message = ask(session, [user("x")])
     assert engine.log[-1][2].max_tokens == 2
-    with pytest.raises(RequestRefused, match="response of the whole attempt 2"):
+    with pytest.raises(RequestRefused, match="has had its 2 response tokens"):
         ask(session, [user("x"), message, user("y")])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -17,6 +18,7 @@ from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.data.token_bytes import TokenBytes
 from slimectl.engines.embedded.grammar import DEAD, Automaton, GrammarState, TokenGrammar, Vocabulary, token_table
 from slimectl.engines.embedded.json_grammar import json_grammar
+from slimectl.engines.embedded.json_regex import regex_grammar
 from slimectl.errors import SettingsError
 
 CPU = torch.device("cpu")
@@ -47,7 +49,10 @@ SCALARS = {"type": "object", "additionalProperties": {"type": ["integer", "null"
 
 
 def allows(schema: Any, text: str) -> bool:
-    automaton = Automaton(json_grammar(schema))
+    return accepts(Automaton(json_grammar(schema)), text)
+
+
+def accepts(automaton: Automaton, text: str) -> bool:
     state = automaton.start
     for byte in text.encode():
         state = automaton.step(state, byte)
@@ -147,14 +152,14 @@ def test_the_tokens_that_may_follow_are_those_whose_bytes_may():
     ("schema", "reason"),
     [
         ({"properties": {"x": {"type": "integer", "multipleOf": 3}}}, r"\$.x: 'multipleOf' is not supported"),
-        ({"pattern": r"(a)\1"}, r"json_schema: \$: pattern .* is not supported \(groupref\); leave it out"),
+        ({"pattern": r"(a)\1"}, r"json_schema: \$: pattern .* is not supported \(groupref\). Leave it out"),
         ({"pattern": "(?=a)"}, r"is not supported \(assert\)"),
         ({"pattern": r"\bword"}, r"is not supported \(at\)"),
         ({"pattern": "(?i:a)"}, r"is not supported \(subpattern\)"),
         ({"pattern": "a{65}"}, "more than 64 repetitions"),
         ({"pattern": "(a*)*"}, "repetitions of what may be empty"),
         ({"pattern": "("}, "missing"),
-        ({"pattern": 3}, "pattern is no text of at most 1000 characters"),
+        ({"pattern": 3}, "pattern is not a string of at most 1000 characters"),
         ({"pattern": "a", "maxLength": 3}, "'maxLength' beside pattern is not supported"),
         ({"minLength": -1}, "minLength and maxLength are no bounds"),
         ({"maxLength": 10**6}, "more than 1000 characters are not counted"),
@@ -293,3 +298,28 @@ def test_strings_keep_their_length_in_characters():
     texts = {text: json.dumps(text, ensure_ascii=False) for text in ("", "é", "ab", "日本語", "abcd")}
     assert [text for text, written in texts.items() if allows(schema, written)] == ["ab", "日本語"]
     assert allows(schema, r'"\n\u00e9"')
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "( Yes| No)", "a|ab|abc", "(a|b)*c", "[a-c]{2,3}", "[^a]b?", "a.b", '"a"', r"\\n|\n", r"\{\n \}", "^ab", "a{2}",
+        "(?:a|é)+", r"\d\.\w", "a+?b", r"[\s]a",
+    ],
+)  # fmt: skip
+def test_a_regular_expression_allows_the_texts_that_it_matches_as_a_whole(pattern: str) -> None:
+    automaton = Automaton(regex_grammar(pattern))
+    texts = ["".join(letters) for n in range(4) for letters in itertools.product('abcé"\\\n', repeat=n)]
+    texts += [" Yes", " No", "{\n }", "\\n", "1.x", " a", "\ta"]
+    matching = [text for text in texts if re.fullmatch(pattern, text, re.ASCII)]
+    assert [text for text in texts if accepts(automaton, text)] == matching
+    assert matching
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [("(?=a)b", "assert"), (r"(a)\1", "groupref"), ("a(", "missing"), (r"\bword", "at"), ("a{0,99}", "repetitions")],
+)
+def test_a_regular_expression_that_no_grammar_keeps_is_refused(pattern: str, reason: str) -> None:
+    with pytest.raises(SettingsError, match=f"regex: pattern .* is not supported .*{reason}"):
+        regex_grammar(pattern)

@@ -352,7 +352,7 @@ class TokenSet:
         return self
 
     def advance(self, token: int) -> None:
-        """Go on by a token, which changes nothing."""
+        """Take a token, which changes nothing."""
 
     def mask_V(self) -> Tensor:
         """Return which tokens may follow [V]."""

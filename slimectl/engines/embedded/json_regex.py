@@ -27,7 +27,7 @@ _NEGATED = {
     codes.CATEGORY_NOT_SPACE: codes.CATEGORY_SPACE,
 }
 _WRITTEN = {ord(character): character.encode() for character in '"\\\t\n\f\r'}
-"""Characters beside the plain ones that a text may have, and how they are written in it."""
+"""Characters with a meaning in JSON strings, and line breaks, as a plain text has them."""
 _ESCAPED = {ord('"'): b'\\"', ord("\\"): b"\\\\", 8: b"\\b", 9: b"\\t", 10: b"\\n", 12: b"\\f", 13: b"\\r"}
 """The same inside a JSON string."""
 _AT_BEGIN, _AT_END = (codes.AT, codes.AT_BEGINNING), (codes.AT, codes.AT_END)
@@ -45,14 +45,14 @@ def regex_grammar(pattern: str) -> Node:
 def pattern_grammar(pattern: Any, at: str) -> Node:
     """Return the grammar of the texts in which a pattern occurs, all of them where it is anchored by ^ and $.
 
-    They are written as inside a JSON string. \\d, \\w and \\s are those of ASCII, as in ECMA-262, whose patterns these
-    are. Raises SettingsError for one with back references, lookarounds, boundaries or flags.
+    They are written as inside a JSON string. \\d, \\w and \\s match ASCII only, as in ECMA-262. Raises SettingsError
+    for a pattern with back references, lookarounds, boundaries or flags.
     """
     return _Compiler(_ESCAPED).whole(pattern, f"json_schema: {at}:", around=Repeat(CHARACTER))
 
 
 class _Compiler:
-    """Compiles patterns; `written` has the characters beside the plain ones, as bytes of the text."""
+    """Compiles patterns. `written` maps special characters to their bytes in the text."""
 
     def __init__(self, written: Mapping[int, bytes]) -> None:
         self._written = written
@@ -60,7 +60,7 @@ class _Compiler:
     def whole(self, pattern: Any, at: str, *, around: Node = EMPTY) -> Node:
         """Return the grammar of a pattern, with `around` before and after it where it has no anchor."""
         if not isinstance(pattern, str) or len(pattern) > LONGEST:
-            raise SettingsError(f"{at} pattern is no text of at most {LONGEST} characters")
+            raise SettingsError(f"{at} pattern is not a string of at most {LONGEST} characters")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -70,7 +70,7 @@ class _Compiler:
             return series(EMPTY if begin else around, self._sequence(inner), EMPTY if end else around)
         except (_Unsupported, re.error, RecursionError, OverflowError) as error:
             raise SettingsError(
-                f"{at} pattern {pattern[:60]!a} is not supported ({str(error)[:60]}); leave it out"
+                f"{at} pattern {pattern[:60]!a} is not supported ({str(error)[:60]}). Leave it out."
             ) from None
 
     def _sequence(self, items: Iterable[tuple[Any, Any]]) -> Node:

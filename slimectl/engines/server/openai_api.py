@@ -75,7 +75,7 @@ async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int
 
 
 def _truncated(fields: RequestBody, service: Service, tokens: list[int]) -> list[int]:
-    """Return the end of a prompt, or its beginning, that truncate_prompt_tokens keeps; -1 is what the context holds."""
+    """Return the part of a prompt that truncate_prompt_tokens keeps. -1 keeps as many tokens as fit the context."""
     limit = service.thread.engine.max_context - 1
     side = fields.choice("truncation_side", "left", ("left", "right"))
     count = fields.whole("truncate_prompt_tokens", len(tokens), low=-1)
@@ -102,9 +102,9 @@ async def _scores(
 def _shown(fields: RequestBody, *, log_probs: bool) -> Shown:
     """Parse what the response shows. Raises RequestError for what a stream, or only a stream, can show."""
     streamed = fields.flag("stream")
-    if "stream_options" in fields and not streamed:
-        raise fields.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
     options = RequestBody(fields.object("stream_options"), at="stream_options.")
+    if fields.raw("stream_options") and not streamed:
+        raise fields.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
     options.check(STREAM_OPTIONS)
     if "prompt_logprobs" in fields and streamed:
         raise fields.refuse("prompt_logprobs", "is not available in a stream. Leave out stream.")
@@ -159,10 +159,10 @@ async def _rendered(
 
 
 def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
-    """Return whether the header of the assistant's turn follows the last turn; None where the last turn goes on.
+    """Return whether the header of a new turn follows the last message, or None if the model continues the message.
 
-    Without either key a last message of the assistant is continued, as in rollouts. With one of them they mean what
-    they mean in transformers, vLLM and SGLang.
+    Without either key the model continues a last message of the assistant, as in rollouts. Otherwise the keys have
+    the meaning of transformers, vLLM and SGLang.
     """
     has_header = fields.flag("add_generation_prompt", True)
     if fields.flag("continue_final_message"):
@@ -212,8 +212,8 @@ def _parser(
     prompt_end = service.desk.detokenizers[True].decode(tokens[-PROMPT_END:])
     grammar = wish.params.grammar
     if not isinstance(grammar, AllowedTokens | None) and prompt_end.rstrip().endswith(THINK):
-        switch = 'the template may have a switch, as "chat_template_kwargs": {"enable_thinking": false}'
-        reason = f"excludes reasoning, which the chat template has opened; {switch}"
+        switch = 'The template may have a switch, as "chat_template_kwargs": {"enable_thinking": false}'
+        reason = f"excludes reasoning, which the chat template has opened. {switch}"
         raise fields.refuse(wish.restricted_by, reason)
     if not fields.flag("separate_reasoning", True):
         answer_format = replace(answer_format, reasons=False)
@@ -283,12 +283,11 @@ async def _respond(
         try:
             first_chunks = form.openings(pending.answers)
             async for answer in pending.growing():
-                chunk = form.delta(answer)  # before anything is sent: meanwhile the answer may end
-                # Not before there is a chunk to send: until then a refusal still has an HTTP status.
-                while first_chunks:
-                    await stream.send(dumped(first_chunks.pop(0)))
-                if chunk is not None:
+                chunks = form.deltas(answer)  # before anything is sent: meanwhile the answer may end
+                # Not before there are tokens: until then a refusal still has an HTTP status.
+                for chunk in (*first_chunks, *chunks):
                     await stream.send(dumped(chunk))
+                first_chunks = []
             if form.shown.usage:
                 await stream.send(dumped(form.last_chunk(pending.answers)))
         except STREAMED as error:

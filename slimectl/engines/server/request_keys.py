@@ -1,4 +1,4 @@
-"""Keys of each endpoint's request body. The names are those of OpenAI's API, SGLang 0.5.21 and vLLM."""
+"""Keys of each endpoint's request body. The names come from OpenAI's API, SGLang 0.5.21 and vLLM."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ SAMPLING = names(
     "frequency_penalty presence_penalty repetition_penalty logit_bias json_schema regex"
 )
 """Sampling parameters that have one name in all APIs."""
+SPACES = frozenset({"spaces_between_special_tokens"})
+"""Tokenizers of tokenizer.json, which are all that are read, add none whatever it says."""
 _IN_PARAMS = "is a sampling parameter. Put it into sampling_params."
 _GRAMMARS = "is not supported by `slimectl serve`. Use regex or json_schema."
 _TOOLS = "is not supported by `slimectl serve`. Use tools and tool_choice."
@@ -45,10 +47,10 @@ _OF_SGLANG: dict[str, tuple[Any, ...]] = {
 
 SAMPLING_PARAMS = Keys(
     SAMPLING | {"max_new_tokens", "min_new_tokens", "sampling_seed"},
+    SPACES,
     neutral={
         **unset("ebnf structural_tag stop_regex custom_params"),
         "beam_width": (1,),
-        "spaces_between_special_tokens": (True,),
     },
     remedies=_NATIVE_NAMES,
 )
@@ -87,7 +89,7 @@ STRUCTURED_OUTPUTS = Keys(
 )
 RESPONSE_FORMAT = Keys(names("type json_schema"))
 RESPONSE_SCHEMA = Keys(names("schema"), names("name description strict"))
-"""`strict` is no choice here: a schema is always kept."""
+"""`strict` has no effect, because the grammar always follows the schema."""
 STREAM_OPTIONS = Keys(names("include_usage continuous_usage_stats"), neutral={"include_obfuscation": ()})
 
 _OPENAI = SAMPLING | names(
@@ -95,7 +97,7 @@ _OPENAI = SAMPLING | names(
     "response_format structured_outputs guided_json guided_regex guided_choice allowed_token_ids prompt_logprobs "
     "include_stop_str_in_output truncate_prompt_tokens truncation_side return_tokens_as_token_ids"
 )
-_OPENAI_LABELS = LABELS | {"guided_decoding_backend"}
+_OPENAI_LABELS = LABELS | SPACES | {"guided_decoding_backend"}
 _OPENAI_NEUTRAL = (
     _OF_SGLANG
     | unset(
@@ -110,7 +112,6 @@ _OPENAI_NEUTRAL = (
         "length_penalty": (1.0,),
         "typical_p": (1.0,),
         "top_a": (0.0,),
-        "spaces_between_special_tokens": (True,),
         "truncation": ("disabled",),
         "mm_payload": ("tensors",),
         "routed_experts_prompt_start": (0,),
@@ -146,7 +147,7 @@ CHAT = Keys(
     _OPENAI_LABELS,
     _OPENAI_NEUTRAL
     | unset(
-        "audio web_search_options functions input_ids echo add_special_tokens chat_template reasoning task "
+        "audio functions input_ids echo add_special_tokens chat_template reasoning task "
         "return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_prompt_text media_io_kwargs "
         "mm_processor_kwargs"
     )
@@ -164,6 +165,7 @@ CHAT = Keys(
         "prompt": "is a key of /v1/completions. Use messages.",
         "chat_template": "is not supported by `slimectl serve`. Put the template into a chat_template.jinja in the "
         "model's folder, or pass arguments of its template in chat_template_kwargs.",
+        "web_search_options": "is not supported by `slimectl serve`, which searches nothing. Leave it out.",
         "reasoning": "is not supported by `slimectl serve`. Use reasoning_effort.",
         "enable_thinking": _TEMPLATE_SWITCH,
         "thinking": _TEMPLATE_SWITCH,

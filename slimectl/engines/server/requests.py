@@ -48,7 +48,7 @@ class RunningAnswer:
 
     @property
     def count(self) -> int:
-        """Tokens that may be shown, each with its log-probability: all, or while it runs those that `due` has seen."""
+        """Number of tokens to show: all of a finished answer, else as many as `due` has seen."""
         return len(self.sequence.log_probs) if self.done else self._seen
 
     @property

@@ -123,8 +123,8 @@ ANY_OBJECT = '{"type": "object"}'
 def _response_format(fields: RequestBody) -> Restrictions:
     """Return the grammar of the JSON Schema that response_format asks for."""
     form = RequestBody(fields.object("response_format"), at="response_format.")
-    form.check(RESPONSE_FORMAT)
     kind = form.choice("type", "text", ("text", "json_object", "json_schema"))
+    form.check(RESPONSE_FORMAT)
     if kind == "text":
         return {}
     if kind == "json_object":

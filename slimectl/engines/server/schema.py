@@ -89,7 +89,7 @@ LARGE = 1 << 20
 
 
 async def read(request: web.Request) -> RequestBody:
-    """Parse the JSON object in a request's body; an empty body is an empty object.
+    """Parse the JSON object in a request's body. An empty body is an empty object.
 
     Raises RequestError for a body that cannot be read, and MessageError for a key that the endpoint would ignore.
     """
