@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import inspect
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +20,16 @@ import anthropic
 import openai
 import pytest
 from agents.sessions import CHATML
+from anthropic.resources.messages import Messages
 from engines.server.conftest import served
 from openai import OpenAI, pydantic_function_tool
+from openai.resources.chat.completions import Completions as ChatCompletions
+from openai.resources.completions import Completions
+from openai.resources.responses import Responses
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
+from slimectl.agents import request_keys
 from slimectl.agents.recorder import SessionRecorder, UnrecordedApis
 from slimectl.types import Sample, SamplingParams
 
@@ -377,6 +383,29 @@ def messages_parse(client: anthropic.Anthropic) -> None:
     response = client.messages.parse(**NAME, messages=HI, max_tokens=400, output_format=Weather,
                                      extra_body={"seed": 3})  # fmt: skip
     assert isinstance(response.parsed_output, Weather)
+
+
+@pytest.mark.parametrize(
+    ("create", "keys"),
+    [
+        (Completions.create, request_keys.COMPLETIONS),
+        (ChatCompletions.create, request_keys.CHAT),
+        (Responses.create, request_keys.RESPONSES),
+        (Messages.create, request_keys.MESSAGES),
+        (Messages.count_tokens, request_keys.MESSAGES),
+    ],
+)
+def test_every_parameter_of_a_client_has_its_row(create: Any, keys: request_keys.ApiKeys):
+    ours = {"self", "stream", "timeout", "extra_headers", "extra_query", "extra_body"}
+    rows = keys.body.acts | keys.body.labels | keys.body.neutral.keys() | keys.counted.keys()
+    assert set(inspect.signature(create).parameters) - ours - rows == set()
+
+
+def test_the_documentation_has_every_counted_key():
+    text = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    apis = (request_keys.CHAT, request_keys.COMPLETIONS, request_keys.RESPONSES, request_keys.MESSAGES)
+    counted = {key for api in apis for key in api.counted} | set(request_keys.SAMPLING)
+    assert [key for key in sorted(counted) if f"`{key}`" not in text] == []
 
 
 def chat_key(name: str, value: Any) -> Callable[[OpenAI], object]:
