@@ -54,7 +54,7 @@ def read_messages(values: Any) -> ChatRequest:
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
     """Return a tool in OpenAI's form, which chat templates take."""
     if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
-        raise RequestRefused(f"{at}: is no tool of the client's, with name and input_schema")
+        raise RequestRefused(f"{at}: is not a client tool with name and input_schema")
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
     return {"type": "function", "function": function}
 

@@ -83,7 +83,7 @@ class Body:
 
     def __init__(self, values: Any) -> None:
         if not isinstance(values, dict):
-            raise RequestRefused("the body is no JSON object")
+            raise RequestRefused("the body is not a JSON object")
         self.values: dict[str, Any] = values
 
     def get(self, name: str, *types: type, default: Any = None) -> Any:
@@ -154,7 +154,7 @@ def schema_text(form: Mapping[str, Any], at: str) -> str | None:
     inner = form.get("json_schema")
     schema = (inner if isinstance(inner, dict) else form).get("schema")
     if kind != "json_schema" or not isinstance(schema, dict):
-        raise RequestRefused(f"{at}: is no text, json_object or json_schema with a schema")
+        raise RequestRefused(f"{at}: is not text, json_object or json_schema with a schema")
     return json.dumps(schema)
 
 

@@ -66,7 +66,7 @@ class CommandAgent:
         self.argv = shlex.split(options.command)
         if not self.argv or shutil.which(self.argv[0]) is None:
             program = self.argv[0] if self.argv else ""
-            raise HookError(f"rollout.agent: there is no program {program!r}. Give one, e.g. 'python agent.py'.")
+            raise HookError(f"rollout.agent: program {program!r} not found. Give one, e.g. 'python agent.py'.")
         if (script := script_of(self.argv)) is not None and not Path(script).is_file():
             raise HookError(f"rollout.agent: {script}: no such file. Give the path from this folder, {Path.cwd()}.")
         self._hosts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Host] = weakref.WeakKeyDictionary()
@@ -154,7 +154,8 @@ class CommandAgent:
 def script_of(argv: Sequence[str]) -> str | None:
     """Return the script of a command line that starts with an interpreter. Return None if it names no script.
 
-    The script is the first argument after `-u`. A module (`python -m agent`) and code (`bash -c "..."`) are no scripts.
+    The script is the first argument after `-u`. A module (`python -m agent`) is not one, and neither is code
+    (`bash -c "..."`).
 
     >>> script_of(["/usr/bin/python3.12", "-u", "agent.py", "task.py"]), script_of(["python", "-m", "agent"])
     ('agent.py', None)

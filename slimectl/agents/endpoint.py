@@ -103,7 +103,7 @@ class Endpoint:
                 yield "POST", f"{prefix}{api.path}/count_tokens", self.count
 
     def session_routes(self, prefix: str) -> Iterator[Route]:
-        """Yield the routes of a session beside its APIs: its model and its reward."""
+        """Yield the further routes of a session: its model and its reward."""
         yield "GET", f"{prefix}/v1/models", self.models
         yield "GET", f"{prefix}/v1/models/{{name:.+}}", self.model
         yield "POST", f"{prefix}/reward", self.reward

@@ -61,11 +61,11 @@ def read_chat(values: Any) -> ChatRequest:
 
 
 def _check_continuation(body: Body, *, is_continued: bool) -> None:
-    """Raise RequestRefused unless the request says what happens anyway: a last message of the assistant goes on."""
+    """Raise RequestRefused unless the request agrees with the server, which continues a last assistant message."""
     for name, expected in (("continue_final_message", is_continued), ("add_generation_prompt", not is_continued)):
         if body.get(name, bool, default=expected) != expected:
-            raise RequestRefused(f"{name}: must be {str(expected).lower()}, because a last message of the assistant "
-                                 f"is always continued, and no other one")  # fmt: skip
+            raise RequestRefused(f"{name}: must be {str(expected).lower()}, because a last assistant message is "
+                                 f"always continued")  # fmt: skip
 
 
 def read_completions(values: Any) -> list[ChatRequest]:

@@ -25,7 +25,7 @@ MOST_SESSIONS = 10_000
 
 @dataclass(slots=True)
 class UnrecordedApis:
-    """The Responses and Messages APIs over an engine. Each request is a session of its own, which nobody records.
+    """The Responses and Messages APIs over an engine. Each request has its own session, which is not recorded.
 
     `params` are the defaults for what a request leaves out.
     """
@@ -69,8 +69,8 @@ class UnrecordedApis:
 class SessionRecorder(UnrecordedApis):
     """Opens a session for every name that a client uses, and hands the samples of ended ones to `write`.
 
-    The name is that of the path (/s/NAME/v1/…), else stands for the key that the client sends. A session ends by
-    POST /s/NAME/end, after `idle_s` seconds without a request, or with the server.
+    The name comes from the path (/s/NAME/v1/…). Without one in the path, it is a hash of the client's key. A session
+    ends by POST /s/NAME/end, after `idle_s` seconds without a request, or with the server.
     """
 
     write: Callable[[Sample], None]
@@ -113,7 +113,7 @@ class SessionRecorder(UnrecordedApis):
         try:
             reward = reward_value(Body(json.loads(text)).values.get("reward")) if text.strip() else None
         except (RequestRefused, ValueError, RecursionError):
-            return web.json_response({"error": {"message": "the body is no JSON object"}}, status=400)
+            return web.json_response({"error": {"message": "the body is not a JSON object"}}, status=400)
         if reward is not None:
             self._sessions[name].reward = reward
         return web.json_response({"session": name, "samples": self._end(name)})

@@ -95,7 +95,7 @@ _REMEDIES = {
     "functions": _TOOLS,
     "function_call": _TOOLS,
     "enable_thinking": _SWITCH,
-    "extra_body": "is an argument of the openai client. Put its keys beside the others.",
+    "extra_body": "is an argument of the openai client. Put its keys next to the others.",
     "max_new_tokens": "is a name of /generate. Use max_tokens.",
 }  # fmt: skip
 

@@ -250,7 +250,9 @@ class Session:
         if not self.is_recorded:
             raise RequestRefused("previous_response_id: this server keeps no responses. Send all messages in input.")
         if turn is None:
-            raise RequestRefused(f"previous_response_id: {identity[:80]!r} is no response of this session", status=404)
+            raise RequestRefused(
+                f"previous_response_id: {identity[:80]!r} is not a response of this session", status=404
+            )
         return list(turn.messages)
 
     def count_tokens(self, request: ChatRequest) -> int:

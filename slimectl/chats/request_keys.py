@@ -60,7 +60,7 @@ class Keys:
 
 
 def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:
-    """Return whether a value asks for nothing: one of these, or an empty one, or false where true is none of them."""
+    """Return whether a value changes nothing: one of `values`, an empty one, or false unless true is in `values`."""
     if value is False or (isinstance(value, str | list | dict) and not value):
         return not (value is False and any(each is True for each in values))
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)

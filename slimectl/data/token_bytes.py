@@ -9,9 +9,9 @@ BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 
 
 class TokenBytes:
-    """The bytes that each token of a vocabulary stands for, alone and with its blank; special tokens by their name.
+    """The bytes of each token of a vocabulary, with its leading space. A special token has the bytes of its name.
 
-    Knows byte-level and metaspace tokenizers, with byte fallback; of others a token is what the decoder makes of it.
+    Reads byte-level and metaspace tokenizers, with byte fallback. With other tokenizers it decodes the single token.
     """
 
     def __init__(self, tokenizer: Any) -> None:

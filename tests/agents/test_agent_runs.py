@@ -80,7 +80,7 @@ def test_a_run_learns_from_what_its_program_asked_and_goes_on_after_kill_9(works
 
 def test_bad_agents_are_one_line_each(workshop: Workshop):
     workshop.slimectl("rollout", "-c", "slimectl.toml", "--agent", "no-such-program", *NO_VERIFIER, code=2)
-    assert "rollout.agent: there is no program 'no-such-program'" in workshop.stderr
+    assert "rollout.agent: program 'no-such-program' not found" in workshop.stderr
     workshop.slimectl("run", "--agent", "no-such-program", *NO_VERIFIER, "--dry-run", code=2)
     workshop.slimectl("run", "--agent", "no-such-program", *NO_VERIFIER, code=2)
     assert not (workshop.folder / "runs").exists()
