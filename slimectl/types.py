@@ -154,8 +154,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    top_log_probs: int = 0
+    """Number of the likeliest tokens that are reported in place of each token, with their log-probabilities."""
     grammar: Grammar | None = None
 
+
+TopTokens = list[tuple[int, float]]
+"""The likeliest tokens at one position with their log-probabilities, likeliest first."""
 
 VersionSpan = list[Any]
 """[weight version, start, end]: the version wrote the tokens [start, end) of a response."""
@@ -184,6 +189,9 @@ class Completion:
 
     version_starts: list[int] = field(default_factory=list)
     """Place of the first token of each version; empty if the engine does not say."""
+
+    top_log_probs: list[TopTokens] = field(default_factory=list)
+    """The likeliest tokens in place of each token, if they were asked for."""
 
     loss_mask: list[int] | None = None
     """1 where the policy chose the token, 0 where the grammar allowed no other. None without a grammar."""

@@ -2,52 +2,79 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from slimectl.agents.chat_request import ChatRequest, RequestRefused
 from slimectl.data.answers import ParsedAnswer, format_of
 from slimectl.data.growing_text import GrowingText, before_stop, marked_text
+from slimectl.data.token_bytes import TokenBytes
+from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.rewards.thoughts import THINK
-from slimectl.types import Completion, JsonGrammar
+from slimectl.types import Completion, JsonGrammar, TopTokens
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Parts of one completion; `call_ids` names its tool calls."""
+    """Parts of one completion; `call_ids` names its tool calls, `stop` is the stop string that ended it."""
 
     completion: Completion
     parts: ParsedAnswer
     call_ids: tuple[str, ...]
+    stop: str | None = None
 
     @property
     def is_cut(self) -> bool:
         """Whether it ended because there was no room for more."""
         return self.completion.finish_reason == "length"
 
+    @property
+    def matched(self) -> str | int | None:
+        """Stop string, or token, that ended it, as SGLang reports it."""
+        ended = self.completion.finish_reason == "stop" and self.completion.tokens
+        return self.stop if self.stop is not None or not ended else self.completion.tokens[-1]
+
+    @property
+    def log_probs(self) -> list[TokenLogProb]:
+        """Log-probabilities of all tokens, with the likeliest ones in their place if they were asked for."""
+        completion = self.completion
+        tops: Sequence[TopTokens | None] = completion.top_log_probs or [None] * len(completion.tokens)
+        return list(map(TokenLogProb, completion.log_probs, completion.tokens, tops))
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """All answers to one request: none while they are sampled, several only where a client asked for n."""
+    """The answer to one request. There is none while it is sampled."""
 
     request: ChatRequest
     model: str
     created: int
     prompt_tokens: int
-    answers: Sequence[Answer] = ()
-    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+    vocabulary: TokenBytes
+    sampled: Answer | None = None
+    echo: str = ""
+    """Text of the prompt, if the response starts with it."""
+    echo_log_probs: Sequence[TokenLogProb] = ()
+
+    @property
+    def identity(self) -> str:
+        return self.request.identity
+
+    @property
+    def answer(self) -> Answer:
+        assert self.sampled is not None, "it is still being sampled"
+        return self.sampled
 
     @property
     def cached_tokens(self) -> int:
         """Number of the prompt's tokens that the engine had computed before, as far as it is known."""
-        return min(self.prompt_tokens, self.answers[0].completion.cached_tokens) if self.answers else 0
+        return 0 if self.sampled is None else min(self.prompt_tokens, self.sampled.completion.cached_tokens)
 
     @property
     def completion_tokens(self) -> int:
-        return sum(len(answer.completion.tokens) for answer in self.answers)
+        return 0 if self.sampled is None else len(self.sampled.completion.tokens)
 
 
 class AnswerReader:
@@ -55,6 +82,7 @@ class AnswerReader:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.vocabulary = TokenBytes(tokenizer)
         self._format = format_of(tokenizer.chat_template)
         special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
         self._marks_are_special = bool(special & set(self._format.marks))
@@ -66,7 +94,15 @@ class AnswerReader:
         """Divide a completion of these prompt tokens; calls are looked for if the request has tools."""
         if request.prompt is not None:
             return ParsedAnswer(completion.text)
-        return self._format.parse(self._text(completion, stop), request.tools, prompt=self._prompt_end(prompt))
+        parts = self._format.parse(self._text(completion, stop), request.tools, prompt=self._prompt_end(prompt))
+        return _shown(parts, request)
+
+    def stop_string(self, completion: Completion, stop: Sequence[str]) -> str | None:
+        """Return the stop string that ended a completion, None where it ended otherwise."""
+        if completion.finish_reason != "stop":
+            return None
+        text = str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        return next((string for string in stop if text.startswith(completion.text + string)), None)
 
     def growing(self, request: ChatRequest, prompt: Sequence[int], stop: Sequence[str]) -> GrowingAnswer:
         """Return the answer to a request that is about to be sampled, and ends at a stop string."""
@@ -77,7 +113,7 @@ class AnswerReader:
 
         def parse(text: str) -> ParsedAnswer:
             text = self._without_end(text) if with_marks else text
-            return self._format.parse(text, request.tools, prompt=prompt_end, complete=False)
+            return _shown(self._format.parse(text, request.tools, prompt=prompt_end, complete=False), request)
 
         return GrowingAnswer(GrowingText(backend, keep_special=with_marks), stop, parse)
 
@@ -116,6 +152,10 @@ class AnswerReader:
         while end := next((token for token in self._unmarked if text.endswith(token)), ""):
             text = text.removesuffix(end)
         return text
+
+
+def _shown(parts: ParsedAnswer, request: ChatRequest) -> ParsedAnswer:
+    return replace(parts, tool_calls=parts.tool_calls[:1]) if request.single_call else parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class AnswerStream:
 
     def __init__(self, interval: int = 1) -> None:
         self.reply: Reply | None = None
-        """The answer without its content, once the request is admitted."""
+        """The reply without its answer, once the request is admitted."""
         self.parts = NO_PARTS
         """Parts as they were read last."""
         self.call_ids: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def extends(parts: ParsedAnswer, earlier: ParsedAnswer) -> bool:
 
 
 class EventWriter(ABC):
-    """Writes one answer as the events of its API; `reply` has no answers yet."""
+    """Writes one response as the events of its API; `reply` has no answer yet."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
@@ -126,6 +126,10 @@ class EventWriter(ABC):
     @abstractmethod
     def end(self, reply: Reply) -> Iterator[Event]:
         """Yield the events after the last part."""
+
+    def close(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        """Yield the events after the last response to a request."""
+        yield from ()
 
     @abstractmethod
     def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
@@ -168,7 +172,7 @@ class BlockEventWriter(EventWriter):
             self._block, self._index = "", self._index + 1
 
     def end(self, reply: Reply) -> Iterator[Event]:
-        [answer] = reply.answers
+        self.reply, answer = reply, reply.answer
         if not answer.parts.tool_calls:
             yield from self._open_text()
         yield from self._close_block()

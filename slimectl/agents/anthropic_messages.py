@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
@@ -39,10 +39,11 @@ def read_messages(values: Any) -> ChatRequest:
     return ChatRequest(
         refuse_empty(messages),
         tools,
-        **body.sampling(),
+        **body.shared(),
         stop=body.texts("stop_sequences"),
         max_tokens=body.positive("max_tokens"),
-        stream=body.get("stream", bool, default=False),
+        template_kwargs=body.get("chat_template_kwargs", dict, default={}),
+        single_call=bool(choice.get("disable_parallel_tool_use")),
         forced_tool=str(choice.get("name") or "") if tools and choice.get("type") in ("any", "tool") else None,
         json_schema=schema_text(
             Body(body.get("output_config", dict, default={})).get("format", dict, default={}), "output_config.format"
@@ -53,7 +54,7 @@ def read_messages(values: Any) -> ChatRequest:
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
     """Return a tool in OpenAI's form, which chat templates take."""
     if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
-        raise RequestRefused(f"{at}: is no tool of the client's, with name and input_schema")
+        raise RequestRefused(f"{at}: is not a client tool with name and input_schema")
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
     return {"type": "function", "function": function}
 
@@ -84,10 +85,10 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
         yield {"role": role, "content": text, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
-def response(reply: Reply) -> dict[str, Any]:
+def response(replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the body of a response."""
-    [answer] = reply.answers
-    return _opening(reply) | {"content": _blocks(answer), "stop_reason": _stop_reason(answer)}
+    [reply] = replies
+    return _opening(reply) | {"content": _blocks(reply.answer), **_end(reply.answer)}
 
 
 def _opening(reply: Reply) -> dict[str, Any]:
@@ -126,8 +127,10 @@ def _call_block(call: ToolCall, call_id: str) -> dict[str, Any]:
     return {"type": "tool_use", "id": call_id, "name": call.name, "input": json.loads(call.arguments)}
 
 
-def _stop_reason(answer: Answer) -> str:
-    return "max_tokens" if answer.is_cut else "tool_use" if answer.parts.tool_calls else "end_turn"
+def _end(answer: Answer) -> dict[str, Any]:
+    reason = "max_tokens" if answer.is_cut else "tool_use" if answer.parts.tool_calls else "end_turn"
+    reason = "stop_sequence" if answer.stop is not None and reason == "end_turn" else reason
+    return {"stop_reason": reason, "stop_sequence": answer.stop}
 
 
 class MessageEventWriter(BlockEventWriter):
@@ -154,8 +157,7 @@ class MessageEventWriter(BlockEventWriter):
         yield _event("content_block_stop", index=self._index)
 
     def _end(self, reply: Reply) -> Iterator[Event]:
-        end = {"stop_reason": _stop_reason(reply.answers[0]), "stop_sequence": None}
-        yield _event("message_delta", delta=end, usage=_usage(reply))
+        yield _event("message_delta", delta=_end(reply.answer), usage=_usage(reply))
         yield _event("message_stop")
 
     def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:

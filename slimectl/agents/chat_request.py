@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slimectl.chats.messages import function_call
@@ -30,26 +31,59 @@ class ChatRequest:
     model: str = ""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The request's own temperature, top_p, top_k, min_p and seed, as far as it names them."""
     n: int = 1
+    index: int = 0
+    """Number of the response among those to one HTTP request."""
     stream: bool = False
+    stream_usage: bool = False
+    """Whether a stream of OpenAI's chats and completions ends with the token counts."""
     log_probs: bool = False
+    top_log_probs: int = 0
+    echo: bool = False
+    """Whether a completion starts with its prompt."""
+    single_call: bool = False
+    """Whether the client takes only the first call of a response."""
     forced_tool: str | None = None
     """Name of the tool that has to be called, "" for any of them; None where the policy decides."""
     json_schema: str | None = None
     """JSON Schema that the answer has to follow, as JSON."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | list[int] | None = None
+    unapplied: tuple[str, ...] = ()
+    """Keys of the request that cannot be obeyed, and are counted."""
+    echoed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the request that its response repeats."""
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+MOST_RESPONSES = 64
+"""Responses to one HTTP request: prompts times n."""
+
+
+def numbered(requests: Sequence[ChatRequest]) -> list[ChatRequest]:
+    """Return a request for each response to one HTTP request: n to each prompt, with seeds that count up."""
+    if len(requests) * requests[0].n > MOST_RESPONSES:
+        total = len(requests) * requests[0].n
+        raise RequestRefused(f"n: {total} responses to one request are too many. The maximum is {MOST_RESPONSES}.")
+    copies = [(request, i) for request in requests for i in range(request.n)]
+    return [
+        replace(request, index=index, identity=requests[0].identity, sampling=_seeded(request.sampling, i))
+        for index, (request, i) in enumerate(copies)
+    ]
+
+
+def _seeded(sampling: Mapping[str, Any], i: int) -> Mapping[str, Any]:
+    return {**sampling, "seed": sampling["seed"] + i} if i and "seed" in sampling else sampling
 
 
 class Body:
-    """Fields of a JSON request with checks of their types; unknown fields are ignored, as clients send many."""
+    """Fields of a JSON request with checks of their types."""
 
     def __init__(self, values: Any) -> None:
         if not isinstance(values, dict):
-            raise RequestRefused("the body is no JSON object")
+            raise RequestRefused("the body is not a JSON object")
         self.values: dict[str, Any] = values
 
     def get(self, name: str, *types: type, default: Any = None) -> Any:
@@ -86,12 +120,27 @@ class Body:
             raise RequestRefused(f"{name}: must be texts")
         return texts
 
-    def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters that all APIs name alike."""
-        temperature, top_p = self.get("temperature", int, float), self.get("top_p", int, float)
-        if temperature is not None and temperature < 0:
-            raise RequestRefused("temperature: must not be negative")
-        return {"temperature": temperature, "top_p": top_p, "model": self.get("model", str, default="")}
+    def number(self, name: str, low: float, high: float = 1.0, *, types: tuple[type, ...] = (int, float)) -> Any:
+        """Return a number between two bounds, None where it is absent. Raises RequestRefused."""
+        value = self.get(name, *types)
+        if value is not None and not low <= value <= high:
+            raise RequestRefused(f"{name}: must be between {low:g} and {high:g}")
+        return value
+
+    def shared(self) -> dict[str, Any]:
+        """Return what all APIs name alike: the model, the sampling parameters, and whether to stream."""
+        values = {
+            "temperature": self.number("temperature", 0, 1e4),
+            "top_p": self.number("top_p", 1e-6),
+            "top_k": self.number("top_k", -1, 2**31, types=(int,)) or None,
+            "min_p": self.number("min_p", 0),
+            "seed": self.number("seed", -(2**63), 2**64, types=(int,)),
+        }
+        return {
+            "model": self.get("model", str, default=""),
+            "sampling": {name: value for name, value in values.items() if value is not None},
+            "stream": self.get("stream", bool, default=False),
+        }
 
 
 def schema_text(form: Mapping[str, Any], at: str) -> str | None:
@@ -105,7 +154,7 @@ def schema_text(form: Mapping[str, Any], at: str) -> str | None:
     inner = form.get("json_schema")
     schema = (inner if isinstance(inner, dict) else form).get("schema")
     if kind != "json_schema" or not isinstance(schema, dict):
-        raise RequestRefused(f"{at}: is no text, json_object or json_schema with a schema")
+        raise RequestRefused(f"{at}: is not text, json_object or json_schema with a schema")
     return json.dumps(schema)
 
 

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ TICK_S = 0.05
 """Seconds between looks at a running attempt."""
 TEMPORARY_FAILURE = 75
 """Exit status with which a program asks to be tried again (EX_TEMPFAIL of sysexits.h)."""
+INTERPRETERS = ("python", "pypy", "bash", "sh", "zsh", "node", "ruby", "perl")
+"""Programs whose first argument is the file of a script."""
 TAIL = 4000
 """Characters of each output that a sample keeps."""
 
@@ -64,9 +66,9 @@ class CommandAgent:
         self.argv = shlex.split(options.command)
         if not self.argv or shutil.which(self.argv[0]) is None:
             program = self.argv[0] if self.argv else ""
-            raise HookError(
-                f"rollout.agent: {program!r} is no program that can be started; give one, e.g. 'python agent.py'"
-            )
+            raise HookError(f"rollout.agent: program {program!r} not found. Give one, e.g. 'python agent.py'.")
+        if (script := script_of(self.argv)) is not None and not Path(script).is_file():
+            raise HookError(f"rollout.agent: {script}: no such file. Give the path from this folder, {Path.cwd()}.")
         self._hosts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Host] = weakref.WeakKeyDictionary()
 
     async def __call__(self, arguments: Mapping[str, Any]) -> list[Sample]:
@@ -138,8 +140,8 @@ class CommandAgent:
         samples = session.samples(sample)
         if not samples:
             sample.metadata["agent"] = session.report() | report
-            last_words = f": {outputs['stderr'].splitlines()[-1]}" if outputs["stderr"] else ""
-            raise RuntimeError(f"the agent ended with {ending.exit_code} before the policy answered it{last_words}")
+            last_line = f": {outputs['stderr'].splitlines()[-1]}" if outputs["stderr"].strip() else ""
+            raise RuntimeError(f"the agent ended with status {ending.exit_code} before it got a response{last_line}")
         reward = _reward(session, ending) if self.options.gives_reward else None
         for branch in samples:
             branch.metadata["agent"] |= report
@@ -147,6 +149,20 @@ class CommandAgent:
             if session.is_cut or ending.timed_out:
                 branch.status = Status.TRUNCATED
         return samples
+
+
+def script_of(argv: Sequence[str]) -> str | None:
+    """Return the script of a command line that starts with an interpreter. Return None if it names no script.
+
+    The script is the first argument after `-u`. A module (`python -m agent`) is not one, and neither is code
+    (`bash -c "..."`).
+
+    >>> script_of(["/usr/bin/python3.12", "-u", "agent.py", "task.py"]), script_of(["python", "-m", "agent"])
+    ('agent.py', None)
+    """
+    program, arguments = Path(argv[0]).name.rstrip("0123456789."), [word for word in argv[1:] if word != "-u"]
+    is_script = program in INTERPRETERS and bool(arguments) and not arguments[0].startswith("-")
+    return arguments[0] if is_script else None
 
 
 class _Host:

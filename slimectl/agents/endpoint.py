@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from slimectl.agents import anthropic_messages, openai_chat, openai_responses
+from slimectl.agents import anthropic_messages, openai_chat, openai_responses, request_keys
 from slimectl.agents.answer import Reply
 from slimectl.agents.answer_stream import AnswerStream, Event, EventWriter
-from slimectl.agents.chat_request import Body, ChatRequest, RequestRefused
+from slimectl.agents.chat_request import Body, ChatRequest, RequestRefused, numbered
+from slimectl.agents.request_keys import ApiKeys
 from slimectl.agents.session import Session, reward_value
 from slimectl.chats.messages import MessageError
 from slimectl.errors import SlimectlError
@@ -42,43 +43,50 @@ class Api:
     """One way to ask: how its requests are read, and its responses, streams and errors written."""
 
     path: str
-    read: Callable[[Any, Session], ChatRequest]
-    body: Callable[[Reply], dict[str, Any]]
+    keys: ApiKeys
+    read: Callable[[Any, Session], list[ChatRequest]]
+    """Returns a request for each prompt."""
+    body: Callable[[Sequence[Reply]], dict[str, Any]]
     writer: Callable[[Reply], EventWriter]
     error_body: ErrorBody = openai_chat.error_body
 
+    def requests(self, values: Any, session: Session) -> list[ChatRequest]:
+        """Read a body: a request for each response. Raises RequestRefused or MessageError."""
+        counted = self.keys.check(Body(values).values, counts=session.is_recorded)
+        requests = numbered(self.read(values, session))
+        return [replace(request, unapplied=tuple(counted)) for request in requests]
 
-def _message_request(values: Any, session: Session) -> ChatRequest:
-    return anthropic_messages.read_messages(values)
 
-
-APIS = (
-    Api(
-        "/v1/chat/completions",
-        lambda values, session: openai_chat.read_chat(values),
-        openai_chat.chat_response,
-        openai_chat.ChatEventWriter,
-    ),
-    Api(
-        "/v1/completions",
-        lambda values, session: openai_chat.read_completion(values),
-        openai_chat.completion_response,
-        openai_chat.CompletionEventWriter,
-    ),
-    Api(
-        "/v1/responses",
-        lambda values, session: openai_responses.read_response(values, session.history),
-        openai_responses.response,
-        openai_responses.ResponseEventWriter,
-    ),
-    Api(
-        "/v1/messages",
-        _message_request,
-        anthropic_messages.response,
-        anthropic_messages.MessageEventWriter,
-        anthropic_messages.error_body,
-    ),
+CHAT = Api(
+    "/v1/chat/completions",
+    request_keys.CHAT,
+    lambda values, session: [openai_chat.read_chat(values)],
+    openai_chat.chat_response,
+    openai_chat.ChatEventWriter,
 )
+COMPLETIONS = Api(
+    "/v1/completions",
+    request_keys.COMPLETIONS,
+    lambda values, session: openai_chat.read_completions(values),
+    openai_chat.completion_response,
+    openai_chat.CompletionEventWriter,
+)
+RESPONSES = Api(
+    "/v1/responses",
+    request_keys.RESPONSES,
+    lambda values, session: [openai_responses.read_response(values, session.history)],
+    openai_responses.response,
+    openai_responses.ResponseEventWriter,
+)
+MESSAGES = Api(
+    "/v1/messages",
+    request_keys.MESSAGES,
+    lambda values, session: [anthropic_messages.read_messages(values)],
+    anthropic_messages.response,
+    anthropic_messages.MessageEventWriter,
+    anthropic_messages.error_body,
+)
+APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 
 
 class Endpoint:
@@ -87,36 +95,48 @@ class Endpoint:
     def __init__(self, find: FindSession) -> None:
         self._find = find
 
-    def routes(self, prefix: str = "") -> Iterator[Route]:
-        """Yield the routes below a prefix, which may have variables for `find`."""
-        for api in APIS:
+    def routes(self, prefix: str = "", *, apis: Iterable[Api] = APIS) -> Iterator[Route]:
+        """Yield the routes of these APIs below a prefix, which may have variables for `find`."""
+        for api in apis:
             yield "POST", f"{prefix}{api.path}", partial(self._ask, api)
-        yield "POST", f"{prefix}/v1/messages/count_tokens", self.count
+            if api is MESSAGES:
+                yield "POST", f"{prefix}{api.path}/count_tokens", self.count
+
+    def session_routes(self, prefix: str) -> Iterator[Route]:
+        """Yield the further routes of a session: its model and its reward."""
         yield "GET", f"{prefix}/v1/models", self.models
+        yield "GET", f"{prefix}/v1/models/{{name:.+}}", self.model
         yield "POST", f"{prefix}/reward", self.reward
 
     async def _ask(self, api: Api, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session) -> web.StreamResponse:
-            chat = api.read(await _json(request), session)
-            if chat.stream:
-                return await _stream(request, session, chat, api.writer)
-            return web.json_response(api.body(await session.answer(chat)))
+            requests = api.requests(await _json(request), session)
+            session.count_unapplied(requests[0])
+            if requests[0].stream:
+                return await _stream(request, session, requests, api.writer)
+            return web.json_response(api.body(await session.answers(requests)))
 
         return await self._answer(request, answer, api.error_body)
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session) -> web.StreamResponse:
-            tokens = session.count_tokens(_message_request(await _json(request), session))
+            tokens = session.count_tokens(MESSAGES.requests(await _json(request), session)[0])
             return web.json_response({"input_tokens": tokens})
 
         return await self._answer(request, answer, anthropic_messages.error_body)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session) -> web.StreamResponse:
-            name = "policy" if session.model == "*" else session.model
-            return web.json_response(
-                {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "slimectl"}]}
-            )
+            return web.json_response({"object": "list", "data": [_card(session)]})
+
+        return await self._answer(request, answer)
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        async def answer(session: Session) -> web.StreamResponse:
+            name, card = request.match_info["name"], _card(session)
+            if session.model != "*" and name != card["id"]:
+                raise RequestRefused(f"model {name[:100]!r} is not served here. {card['id']!r} is.", status=404)
+            return web.json_response(card | {"id": name})
 
         return await self._answer(request, answer)
 
@@ -164,47 +184,79 @@ async def _json(request: web.Request) -> Any:
         raise RequestRefused(f"the body is not JSON: {str(error)[:100]}") from None
 
 
-async def _stream(
-    request: web.Request, session: Session, chat: ChatRequest, new_writer: Callable[[Reply], EventWriter]
-) -> web.StreamResponse:
-    """Send an answer while it is sampled; it ends, unrecorded, with a client that leaves.
+def _card(session: Session) -> dict[str, Any]:
+    name = "policy" if session.model == "*" else session.model
+    return {"id": name, "object": "model", "created": 0, "owned_by": "slimectl"}
 
-    Nothing is sent before the first token: until then a refusal still has a status of HTTP.
-    """
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    stream = AnswerStream(session.stream_interval)
-    answering = asyncio.ensure_future(session.answer(chat, stream))
-    writer: EventWriter | None = None
+
+async def _stream(
+    request: web.Request,
+    session: Session,
+    requests: Sequence[ChatRequest],
+    new_writer: Callable[[Reply], EventWriter],
+) -> web.StreamResponse:
+    """Send answers while they are sampled; they end, unrecorded, with a client that leaves."""
+    streams = [AnswerStream(session.stream_interval) for _ in requests]
+    answering = asyncio.ensure_future(session.answers(requests, streams))
+    output = _StreamOutput(request, new_writer)
     try:
-        async for parts in stream.readings(answering):
-            if writer is None:
-                assert stream.reply is not None
-                writer = await _begin(request, response, new_writer(stream.reply))
-            await _send(response, writer.add(parts, stream.call_ids))
-        reply = await answering
-        writer = writer or await _begin(request, response, new_writer(reply))
-        await _send(response, writer.add(stream.parts, stream.call_ids))
-        await _send(response, writer.end(reply))
+        await asyncio.gather(*(output.follow(stream, answering) for stream in streams))
+        await output.finish(streams, await answering)
     except ConnectionError:
         raise
     except Exception as error:
-        if writer is None:
+        if not output.writers:
             raise
         session.counts["refused_requests"] += isinstance(error, RequestRefused)
-        await _send(response, writer.fail(*_refusal(error)))
+        await output.send(next(iter(output.writers.values())).fail(*_refusal(error)))
         if not isinstance(error, (RequestRefused, SlimectlError)) and not hasattr(error, "status"):
             raise  # a defect: it belongs into the log
     finally:
         answering.cancel()
         await asyncio.gather(answering, return_exceptions=True)
-    await response.write_eof()
-    return response
+    await output.response.write_eof()
+    return output.response
 
 
-async def _begin(request: web.Request, response: web.StreamResponse, writer: EventWriter) -> EventWriter:
-    await response.prepare(request)
-    await _send(response, writer.begin())
-    return writer
+class _StreamOutput:
+    """The response to a streamed request.
+
+    Nothing is sent before the first token: until then a refusal still has a status of HTTP.
+    """
+
+    def __init__(self, request: web.Request, new_writer: Callable[[Reply], EventWriter]) -> None:
+        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        self.writers: dict[AnswerStream, EventWriter] = {}
+        self._request, self._new_writer = request, new_writer
+        self._sending = asyncio.Lock()
+
+    async def follow(self, stream: AnswerStream, answering: asyncio.Future[Any]) -> None:
+        """Send what is new of one answer until all are there."""
+        async for parts in stream.readings(answering):
+            assert stream.reply is not None
+            writer = await self._begun(stream, stream.reply)
+            await self.send(writer.add(parts, stream.call_ids))
+
+    async def finish(self, streams: Sequence[AnswerStream], replies: Sequence[Reply]) -> None:
+        """Send the rest of all answers, and their ends."""
+        for stream, reply in zip(streams, replies, strict=True):
+            writer = await self._begun(stream, reply)
+            await self.send([*writer.add(stream.parts, stream.call_ids), *writer.end(reply)])
+        await self.send(writer.close(replies))
+
+    async def _begun(self, stream: AnswerStream, reply: Reply) -> EventWriter:
+        """Return the writer of an answer, which has sent the events before the first token."""
+        if stream not in self.writers:
+            self.writers[stream] = writer = self._new_writer(replace(reply, sampled=None))
+            await self.send(writer.begin())
+        return self.writers[stream]
+
+    async def send(self, events: Iterable[Event]) -> None:
+        """Send events in one packet. Raises ConnectionResetError if the client reads nothing."""
+        async with self._sending:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await _send(self.response, events)
 
 
 async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
@@ -229,7 +281,8 @@ class SessionServer:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=LONGEST_BODY)
-        for method, path, handler in Endpoint(self._find).routes("/s/{session}"):
+        endpoint, prefix = Endpoint(self._find), "/s/{session}"
+        for method, path, handler in (*endpoint.routes(prefix), *endpoint.session_routes(prefix)):
             app.router.add_route(method, path, handler)
         # A client that disconnects cancels its handler, and its answer ends unrecorded.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)

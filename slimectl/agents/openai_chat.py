@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
 from slimectl.agents.answer_stream import Event, EventWriter
 from slimectl.agents.chat_request import (
+    MOST_RESPONSES,
     Body,
     ChatRequest,
     RequestRefused,
     schema_text,
 )
 from slimectl.chats.messages import checked_text, normalized_chat
+from slimectl.data.answers import ParsedAnswer
 from slimectl.data.chat_responses import (
     CHAT,
     COMPLETION,
     OPENING,
     ApiKind,
     assistant_message,
-    chat_log_probs,
     finish_reason,
     message_delta,
-    token_log_prob,
     token_usage,
 )
+from slimectl.data.token_log_probs import TokenLogProb, chat_scores, completion_log_probs
 from slimectl.data.tool_calls import ToolCall
+
+MOST_TOP = 20
+"""Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
 
 
 def read_chat(values: Any) -> ChatRequest:
@@ -36,28 +41,58 @@ def read_chat(values: Any) -> ChatRequest:
     body = Body(values)
     choice = body.get("tool_choice", str, dict, default="auto")
     tools = [] if choice == "none" else body.objects("tools")
+    messages = refuse_empty(normalized_chat(body.objects("messages")))
+    _check_continuation(body, is_continued=messages[-1]["role"] == "assistant")
+    log_probs, top = body.get("logprobs", bool, default=False), body.number("top_logprobs", 0, MOST_TOP, types=(int,))
+    if top and not log_probs:
+        raise RequestRefused("top_logprobs: needs logprobs: true")
     return ChatRequest(
-        refuse_empty(normalized_chat(body.objects("messages"))),
+        messages,
         tools,
         **_shared(body),
+        log_probs=log_probs,
+        top_log_probs=top or 0,
         max_tokens=body.positive("max_completion_tokens", "max_tokens"),
+        single_call=not body.get("parallel_tool_calls", bool, default=True),
         forced_tool=forced_tool(choice, tools),
         json_schema=schema_text(body.get("response_format", dict, default={}), "response_format"),
         template_kwargs=body.get("chat_template_kwargs", dict, default={}),
     )
 
 
-def read_completion(values: Any) -> ChatRequest:
-    """Read the body of /completions: one prompt, as a text or as token ids. Raises RequestRefused."""
+def _check_continuation(body: Body, *, is_continued: bool) -> None:
+    """Raise RequestRefused unless the request agrees with the server, which continues a last assistant message."""
+    for name, expected in (("continue_final_message", is_continued), ("add_generation_prompt", not is_continued)):
+        if body.get(name, bool, default=expected) != expected:
+            raise RequestRefused(f"{name}: must be {str(expected).lower()}, because a last assistant message is "
+                                 f"always continued")  # fmt: skip
+
+
+def read_completions(values: Any) -> list[ChatRequest]:
+    """Read the body of /completions: one prompt or several, as texts or as token ids. Raises RequestRefused."""
     body = Body(values)
     prompt = body.get("prompt", str, list, default="")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        [prompt] = prompt
-    if not prompt or (isinstance(prompt, list) and not all(type(token) is int and token >= 0 for token in prompt)):
-        raise RequestRefused("prompt: must be one text or one list of token ids")
-    if isinstance(prompt, str):
-        checked_text(prompt, "prompt")
-    return ChatRequest(prompt=prompt, max_tokens=body.positive("max_tokens") or 16, **_shared(body))
+    is_list = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    prompts = prompt if is_list else [prompt]
+    if len(prompts) > MOST_RESPONSES:
+        raise RequestRefused(f"prompt: {len(prompts)} prompts are too many. The maximum is {MOST_RESPONSES}.")
+    top = body.number("logprobs", 0, MOST_TOP, types=(int,))
+    request = ChatRequest(
+        max_tokens=body.positive("max_tokens") or 16,
+        **_shared(body),
+        log_probs=top is not None,
+        top_log_probs=top or 0,
+        echo=body.get("echo", bool, default=False),
+    )
+    return [replace(request, prompt=_prompt(each)) for each in prompts]
+
+
+def _prompt(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, str) and prompt:
+        return checked_text(prompt, "prompt")
+    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+        return prompt
+    raise RequestRefused("prompt: must be a text, a list of token ids, or a list of either")
 
 
 def forced_tool(choice: str | dict[str, Any], tools: Sequence[Any]) -> str | None:
@@ -69,19 +104,15 @@ def forced_tool(choice: str | dict[str, Any], tools: Sequence[Any]) -> str | Non
 
 
 def _shared(body: Body) -> dict[str, Any]:
-    n = body.positive("n") or 1
     stream = body.get("stream", bool, default=False)
-    if n > 16 or (n > 1 and stream):
-        raise RequestRefused("n: at most 16 answers, and one in a stream")
-    log_probs = bool(body.get("logprobs", bool, int, default=False))
-    seed = body.get("seed", int)
+    options = Body(body.get("stream_options", dict, default={}))
+    if options.values and not stream:
+        raise RequestRefused("stream_options: is for streams only. Add stream: true, or leave it out.")
     return {
-        **body.sampling(),
+        **body.shared(),
         "stop": body.texts("stop"),
-        "n": n,
-        "stream": stream,
-        "log_probs": log_probs,
-        "seed": seed,
+        "n": body.positive("n") or 1,
+        "stream_usage": options.get("include_usage", bool, default=False),
     }
 
 
@@ -95,79 +126,115 @@ def refuse_empty(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def chat_response(reply: Reply) -> dict[str, Any]:
+def chat_response(replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the body of a response to a chat."""
     choices = [
-        {
-            "index": i,
-            "message": assistant_message(answer.parts, answer.call_ids),
-            "finish_reason": _finish(answer),
-            **_log_probs(reply, answer),
-        }
-        for i, answer in enumerate(reply.answers)
+        _choice(reply, {"message": assistant_message(reply.answer.parts, reply.answer.call_ids)}, _chat_end(reply))
+        for reply in replies
     ]
-    return {**_frame(reply, CHAT, choices, complete=True), "usage": usage(reply)}
+    return {**_frame(replies[0], CHAT, choices, complete=True), "usage": usage(replies)}
 
 
-def completion_response(reply: Reply) -> dict[str, Any]:
+def completion_response(replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the body of a response to a completion."""
     choices = [
-        {"index": i, "text": answer.completion.text, "finish_reason": _finish(answer), "logprobs": None}
-        for i, answer in enumerate(reply.answers)
-    ]
-    return {**_frame(reply, COMPLETION, choices, complete=True), "usage": usage(reply)}
+        _choice(reply, {"text": reply.echo + reply.answer.completion.text},
+                _completion_end(reply, [*reply.echo_log_probs, *reply.answer.log_probs]))
+        for reply in replies
+    ]  # fmt: skip
+    return {**_frame(replies[0], COMPLETION, choices, complete=True), "usage": usage(replies)}
 
 
-class ChatEventWriter(EventWriter):
-    """Writes the chunks of a streamed chat: its role, its parts, each call as a whole, its end with the usage."""
+def _choice(reply: Reply, content: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:
+    return {"index": reply.request.index, **content, **end}
+
+
+def _chat_end(reply: Reply) -> dict[str, Any]:
+    """Return how a response to a chat ended, with the log-probabilities of all tokens if they were asked for."""
+    vocabulary = reply.vocabulary
+    scores = chat_scores(reply.answer.log_probs, vocabulary, name=vocabulary.text) if reply.request.log_probs else None
+    return {**_end(reply.answer), "logprobs": scores}
+
+
+def _completion_end(reply: Reply, scores: Sequence[TokenLogProb], *, offset: int = 0) -> dict[str, Any]:
+    shown = reply.request.log_probs and scores
+    log_probs = completion_log_probs(scores, reply.vocabulary, offset=offset, name=reply.vocabulary.text)
+    end = RUNNING if reply.sampled is None else _end(reply.sampled)
+    return {**end, "logprobs": log_probs if shown else None}
+
+
+RUNNING = MappingProxyType({"finish_reason": None, "logprobs": None})
+"""End of the choice of a chunk that is not the last one."""
+
+
+class ChunkWriter(EventWriter):
+    """Writes the chunks of a stream. The last chunk of a response has its finish reason.
+
+    An engine reports tokens before their log-probabilities. A stream with log-probabilities therefore has the whole
+    response in its last chunk.
+    """
+
+    kind: ApiKind
+
+    def add(self, parts: ParsedAnswer, ids: Sequence[str]) -> Iterator[Event]:
+        if not self.reply.request.log_probs:
+            yield from super().add(parts, ids)
+
+    def close(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        if self.reply.request.stream_usage:
+            yield None, json.dumps({**_frame(self.reply, self.kind, [], complete=False), "usage": usage(replies)})
+        yield None, "[DONE]"
+
+    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
+        yield None, json.dumps(error_body(status, message, code))
+
+    def _chunk(self, content: Mapping[str, Any], end: Mapping[str, Any] = RUNNING) -> Event:
+        return None, json.dumps(_frame(self.reply, self.kind, [_choice(self.reply, content, end)], complete=False))
+
+
+class ChatEventWriter(ChunkWriter):
+    """Writes the chunks of a streamed chat: its role, its parts, each call as a whole, its end."""
+
+    kind = CHAT
+    _call_count = 0
 
     def begin(self) -> Iterator[Event]:
-        yield self._chunk(OPENING)
+        yield self._chunk({"delta": OPENING})
 
     def _new_parts(
         self, reasoning: str | None, content: str, calls: Sequence[ToolCall], ids: Sequence[str]
     ) -> Iterator[Event]:
         if delta := message_delta(reasoning, content, calls, ids, first_call=self._call_count):
-            yield self._chunk(delta)
+            yield self._chunk({"delta": delta})
             self._call_count += len(calls)
 
     def end(self, reply: Reply) -> Iterator[Event]:
-        [answer] = reply.answers
-        end = {"finish_reason": _finish(answer), **_log_probs(reply, answer)}
-        yield self._chunk({}, end, usage=usage(reply))
-        yield None, "[DONE]"
-
-    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
-        yield None, json.dumps(error_body(status, message, code))
-
-    _call_count = 0
-
-    def _chunk(
-        self, delta: dict[str, Any], end: Mapping[str, Any] = MappingProxyType({"finish_reason": None}), **values: Any
-    ) -> Event:
-        choice = {"index": 0, "delta": delta, **end}
-        return None, json.dumps({**_frame(self.reply, CHAT, [choice], complete=False), **values})
+        delta: dict[str, Any] = {}
+        if reply.request.log_probs:
+            parts, ids = reply.answer.parts, reply.answer.call_ids
+            yield from self._new_parts(None, "", parts.tool_calls, ids)
+            delta = message_delta(parts.reasoning, parts.content, (), (), first_call=0)
+        yield self._chunk({"delta": delta}, _chat_end(reply))
 
 
-class CompletionEventWriter(EventWriter):
+class CompletionEventWriter(ChunkWriter):
     """Writes the chunks of a streamed completion."""
+
+    kind = COMPLETION
+
+    def begin(self) -> Iterator[Event]:
+        if self.reply.echo:
+            yield self._chunk({"text": self.reply.echo}, _completion_end(self.reply, self.reply.echo_log_probs))
 
     def _new_parts(
         self, reasoning: str | None, content: str, calls: Sequence[ToolCall], ids: Sequence[str]
     ) -> Iterator[Event]:
         if content:
-            yield self._chunk(content, None)
+            yield self._chunk({"text": content})
 
     def end(self, reply: Reply) -> Iterator[Event]:
-        yield self._chunk("", _finish(reply.answers[0]), usage=usage(reply))
-        yield None, "[DONE]"
-
-    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
-        yield None, json.dumps(error_body(status, message, code))
-
-    def _chunk(self, text: str, finish: str | None, **values: Any) -> Event:
-        choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
-        return None, json.dumps({**_frame(self.reply, COMPLETION, [choice], complete=False), **values})
+        text = reply.answer.completion.text if reply.request.log_probs else ""
+        yield self._chunk({"text": text}, _completion_end(reply, reply.answer.log_probs, offset=len(reply.echo)))
 
 
 def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
@@ -176,22 +243,20 @@ def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def _finish(answer: Answer) -> str:
-    return finish_reason(answer.parts, is_cut=answer.is_cut)
-
-
-def _log_probs(reply: Reply, answer: Answer) -> dict[str, Any]:
-    """Return the log-probabilities of a chat's answer where they were asked for; tokens are named by their ids."""
-    if not reply.request.log_probs:
-        return {"logprobs": None}
-    scored = zip(answer.completion.tokens, answer.completion.log_probs, strict=True)
-    entries = [token_log_prob(f"token_id:{token}", log_prob, None) for token, log_prob in scored]
-    return {"logprobs": chat_log_probs([(entry, []) for entry in entries])}
+def _end(answer: Answer) -> dict[str, Any]:
+    reason = finish_reason(answer.parts, is_cut=answer.is_cut)
+    return {"finish_reason": reason, "matched_stop": answer.matched}
 
 
 def _frame(reply: Reply, kind: ApiKind, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
     return kind.frame(reply.identity, reply.created, reply.model, choices, complete=complete)
 
 
-def usage(reply: Reply) -> dict[str, Any]:
-    return token_usage(reply.prompt_tokens, reply.completion_tokens, reply.cached_tokens)
+def usage(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Count tokens. A prompt with several responses counts once."""
+    prompts = replies[:: replies[0].request.n]
+    return token_usage(
+        sum(reply.prompt_tokens for reply in prompts),
+        sum(reply.completion_tokens for reply in replies),
+        sum(reply.cached_tokens for reply in prompts),
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, compress
 from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
@@ -14,14 +15,21 @@ from slimectl.agents.chat_request import (
     RequestRefused,
     schema_text,
 )
-from slimectl.agents.openai_chat import forced_tool, refuse_empty
+from slimectl.agents.openai_chat import MOST_TOP, forced_tool, refuse_empty
+from slimectl.agents.request_keys import INCLUDES
 from slimectl.chats.messages import REASONING, checked_text, function_call, plain_text
+from slimectl.chats.request_keys import names
+from slimectl.data.token_log_probs import chat_scores
 from slimectl.data.tool_calls import ToolCall
 
 TEXT_EVENTS = {"reasoning": "reasoning_text", "text": "output_text"}
 """Names of the events of a block's text."""
-LOG_PROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "text": {"logprobs": []}}
-"""Field that the events of a block's text have further."""
+LOG_PROBS = "message.output_text.logprobs"
+"""Value of `include` that asks for the log-probabilities of the text."""
+ECHOED = names(
+    "instructions tools tool_choice parallel_tool_calls max_output_tokens previous_response_id text metadata "
+    "top_logprobs"
+)
 History = Callable[[str], list[dict[str, Any]]]
 """Returns the messages up to a response of this id, the answer included. Raises RequestRefused for an unknown one."""
 
@@ -31,6 +39,7 @@ def read_response(values: Any, history: History) -> ChatRequest:
     body = Body(values)
     choice = body.get("tool_choice", str, dict, default="auto")
     tools = [] if choice == "none" else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.objects("tools"))]
+    log_probs, top = _log_probs(body)
     messages: list[dict[str, Any]] = []
     previous = body.get("previous_response_id", str)
     if instructions := body.get("instructions", str):
@@ -43,14 +52,29 @@ def read_response(values: Any, history: History) -> ChatRequest:
     return ChatRequest(
         refuse_empty(messages),
         tools,
-        **body.sampling(),
+        **body.shared(),
         max_tokens=body.positive("max_output_tokens"),
-        stream=body.get("stream", bool, default=False),
+        log_probs=log_probs,
+        top_log_probs=top,
+        template_kwargs=body.get("chat_template_kwargs", dict, default={}),
+        single_call=not body.get("parallel_tool_calls", bool, default=True),
+        echoed={name: values[name] for name in ECHOED if values.get(name) is not None},
         forced_tool=forced_tool(choice, tools),
         json_schema=schema_text(
             Body(body.get("text", dict, default={})).get("format", dict, default={}), "text.format"
         ),
     )
+
+
+def _log_probs(body: Body) -> tuple[bool, int]:
+    """Return whether the text has log-probabilities, and how many of the likeliest tokens. Raises RequestRefused."""
+    included = body.texts("include")
+    if unknown := sorted({*included} - INCLUDES):
+        raise RequestRefused(f"include: {unknown[0]!r} is not available here. Use {', '.join(sorted(INCLUDES))}.")
+    top = body.number("top_logprobs", 0, MOST_TOP, types=(int,))
+    if top and LOG_PROBS not in included:
+        raise RequestRefused(f"top_logprobs: needs {LOG_PROBS!r} in include")
+    return LOG_PROBS in included, top or 0
 
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
@@ -100,9 +124,10 @@ def response_id(reply: Reply) -> str:
     return f"resp_{reply.identity}"
 
 
-def response(reply: Reply) -> dict[str, Any]:
+def response(replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the body of a response."""
-    [answer] = reply.answers
+    [reply] = replies
+    answer = reply.answer
     return _opening(reply) | {
         "status": "incomplete" if answer.is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if answer.is_cut else None,
@@ -122,8 +147,8 @@ def _opening(reply: Reply) -> dict[str, Any]:
         "id": response_id(reply), "object": "response", "created_at": reply.created, "model": reply.model,
         "status": "in_progress", "incomplete_details": None,
         "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto",
-        "tools": [], "temperature": reply.request.temperature, "top_p": reply.request.top_p,
-        "output": [], "usage": None,
+        "tools": [], "temperature": reply.request.sampling.get("temperature"),
+        "top_p": reply.request.sampling.get("top_p"), **reply.request.echoed, "output": [], "usage": None,
     }  # fmt: skip
 
 
@@ -142,9 +167,24 @@ def _text_item(reply: Reply, kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         content = [{"type": "reasoning_text", "text": text}]
         return {"type": "reasoning", "id": f"rs_{reply.identity}", "summary": [], "content": content}
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": _text_log_probs(reply, text)}
     return {"type": "message", "id": f"msg_{reply.identity}", "status": "completed", "role": "assistant",
             "content": [part]}  # fmt: skip
+
+
+def _text_log_probs(reply: Reply, text: str) -> list[dict[str, Any]]:
+    """Return the log-probabilities of the tokens of a text, which is a part of the answer."""
+    if not text or reply.sampled is None or not reply.request.log_probs:
+        return []
+    vocabulary, scores = reply.vocabulary, reply.sampled.log_probs
+    pieces = [vocabulary.of(score.token) for score in scores]
+    ends = list(accumulate(map(len, pieces)))
+    start = b"".join(pieces).rfind(text.encode())
+    is_inside = [start < end and end - len(piece) < start + len(text.encode())
+                 for piece, end in zip(pieces, ends, strict=True)]  # fmt: skip
+    of_text = scores if start < 0 else list(compress(scores, is_inside))
+    entries: list[dict[str, Any]] = chat_scores(of_text, vocabulary, name=vocabulary.text)["content"]
+    return entries
 
 
 def _call_item(reply: Reply, number: int, call: ToolCall, call_id: str) -> dict[str, Any]:
@@ -170,12 +210,14 @@ class ResponseEventWriter(BlockEventWriter):
 
     def _grow(self, kind: str, text: str) -> Iterator[Event]:
         item = _text_item(self.reply, kind, "")
-        yield self._event(f"response.{TEXT_EVENTS[kind]}.delta", **self._place(item), delta=text, **LOG_PROBS[kind])
+        log_probs: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
+        yield self._event(f"response.{TEXT_EVENTS[kind]}.delta", **self._place(item), delta=text, **log_probs)
 
     def _close(self, kind: str, text: str) -> Iterator[Event]:
         item = _text_item(self.reply, kind, text)
         [part] = item["content"]
-        yield self._event(f"response.{TEXT_EVENTS[kind]}.done", **self._place(item), text=text, **LOG_PROBS[kind])
+        log_probs = {"logprobs": part["logprobs"]} if kind == "text" else {}
+        yield self._event(f"response.{TEXT_EVENTS[kind]}.done", **self._place(item), text=text, **log_probs)
         yield self._event("response.content_part.done", **self._place(item), part=part)
         yield self._item_event("done", item)
 
@@ -188,7 +230,7 @@ class ResponseEventWriter(BlockEventWriter):
         yield self._item_event("done", item)
 
     def _end(self, reply: Reply) -> Iterator[Event]:
-        result = response(reply)
+        result = response([reply])
         yield self._event(f"response.{result['status']}", response=result)
 
     def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:

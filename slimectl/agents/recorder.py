@@ -1,4 +1,4 @@
-"""Sessions of a server that records: each is written as samples when it ends."""
+"""The APIs for agents over one engine: with recorded sessions, which become samples when they end, or without."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from aiohttp import web
 
 from slimectl.agents.answer import AnswerReader
 from slimectl.agents.chat_request import Body, RequestRefused
-from slimectl.agents.endpoint import Endpoint, Route
-from slimectl.agents.session import Generate, Session, SessionLimits, reward_value
+from slimectl.agents.endpoint import MESSAGES, RESPONSES, Endpoint, Route
+from slimectl.agents.session import Generate, Score, Session, SessionLimits, reward_value
 from slimectl.types import Sample, SamplingParams
 
 MOST_TURNS = 100_000
@@ -24,38 +24,72 @@ MOST_SESSIONS = 10_000
 
 
 @dataclass(slots=True)
-class SessionRecorder:
-    """Opens a session for every name that a client uses, and hands the samples of ended ones to `write`.
+class UnrecordedApis:
+    """The Responses and Messages APIs over an engine. Each request has its own session, which is not recorded.
 
-    The name is that of the path (/s/NAME/v1/…), else stands for the key that the client sends. A session ends by
-    POST /s/NAME/end, after `idle_s` seconds without a request, or with the server. `params` are the defaults for what
-    a request leaves out.
+    `params` are the defaults for what a request leaves out.
     """
 
-    write: Callable[[Sample], None]
     tokenizer: Any
     params: SamplingParams
     context: int
-    idle_s: float = 1800.0
     stream_interval: int = 1
-    count: int = 0
-    """Sessions that have been written."""
     _generate: Generate | None = None
+    _score: Score | None = None
     _reader: AnswerReader = field(init=False)
-    _sessions: dict[str, Session] = field(default_factory=dict)
-    _used: dict[str, float] = field(default_factory=dict)
-    """Time of the last request of each session."""
 
     def __post_init__(self) -> None:
         self._reader = AnswerReader(self.tokenizer)
 
-    def routes(self, generate: Generate) -> Iterator[Route]:
+    def routes(self, generate: Generate, score: Score | None = None) -> Iterator[Route]:
+        """Yield the routes of the APIs, which ask this engine."""
+        self._generate, self._score = generate, score
+        yield from Endpoint(lambda request: self._session(is_recorded=False)).routes(apis=(RESPONSES, MESSAGES))
+
+    def _session(self, *, is_recorded: bool) -> Session:
+        assert self._generate is not None
+        limits = SessionLimits(MOST_TURNS, self.context, self.context)
+        return Session(
+            self.tokenizer,
+            self._reader,
+            self._generate,
+            self.params,
+            limits,
+            obeys_requests=True,
+            is_recorded=is_recorded,
+            stream_interval=self.stream_interval,
+            score=self._score,
+        )
+
+    def close(self) -> None:
+        """Do nothing: no session is open."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionRecorder(UnrecordedApis):
+    """Opens a session for every name that a client uses, and hands the samples of ended ones to `write`.
+
+    The name comes from the path (/s/NAME/v1/…). Without one in the path, it is a hash of the client's key. A session
+    ends by POST /s/NAME/end, after `idle_s` seconds without a request, or with the server.
+    """
+
+    write: Callable[[Sample], None]
+    idle_s: float = 1800.0
+    count: int = 0
+    """Sessions that have been written."""
+    _sessions: dict[str, Session] = field(default_factory=dict)
+    _used: dict[str, float] = field(default_factory=dict)
+    """Time of the last request of each session."""
+
+    def routes(self, generate: Generate, score: Score | None = None) -> Iterator[Route]:
         """Yield the routes of the recording APIs, which ask this engine."""
-        self._generate = generate
+        self._generate, self._score = generate, score
         endpoint = Endpoint(self.find)
         for prefix in ("", "/s/{session}"):
             yield from endpoint.routes(prefix)
             yield "POST", f"{prefix}/end", self.end
+        yield from endpoint.session_routes("/s/{session}")
+        yield "POST", "/reward", endpoint.reward
 
     def find(self, request: web.Request) -> Session:
         """Return the session of a request, opened with its first one. Raises RequestRefused beyond MOST_SESSIONS."""
@@ -66,22 +100,9 @@ class SessionRecorder:
         if name not in self._sessions:
             if len(self._sessions) >= MOST_SESSIONS:
                 raise RequestRefused(f"{MOST_SESSIONS} sessions are open; end some: POST /s/NAME/end", status=429)
-            self._sessions[name] = self._session()
+            self._sessions[name] = self._session(is_recorded=True)
         self._used[name] = now
         return self._sessions[name]
-
-    def _session(self) -> Session:
-        assert self._generate is not None
-        limits = SessionLimits(MOST_TURNS, self.context, self.context)
-        return Session(
-            self.tokenizer,
-            self._reader,
-            self._generate,
-            self.params,
-            limits,
-            obeys_requests=True,
-            stream_interval=self.stream_interval,
-        )
 
     async def end(self, request: web.Request) -> web.Response:
         """End a session, with the reward that the body may have, and answer with the number of its samples."""
@@ -92,7 +113,7 @@ class SessionRecorder:
         try:
             reward = reward_value(Body(json.loads(text)).values.get("reward")) if text.strip() else None
         except (RequestRefused, ValueError, RecursionError):
-            return web.json_response({"error": {"message": "the body is no JSON object"}}, status=400)
+            return web.json_response({"error": {"message": "the body is not a JSON object"}}, status=400)
         if reward is not None:
             self._sessions[name].reward = reward
         return web.json_response({"session": name, "samples": self._end(name)})

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from slimectl.agents.answer_stream import AnswerStream
 from slimectl.agents.chat_request import ChatRequest, RequestRefused, answer_message
 from slimectl.agents.trajectory_tree import Continuation, TrajectoryTree, Turn
 from slimectl.data.chat_responses import call_ids
+from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.errors import SettingsError
 from slimectl.protocols import OnTokens
 from slimectl.types import Completion, Sample, SamplingParams
@@ -29,6 +30,9 @@ class Generate(Protocol):
         self, tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None
     ) -> Awaitable[Completion]: ...
 
+
+Score = Callable[[list[int], int], Awaitable[Sequence[TokenLogProb]]]
+"""Returns the log-probabilities of a prompt's tokens, with so many of the likeliest ones in the place of each."""
 
 MOST_IN_FLIGHT = 64
 """Requests of one session at the same time."""
@@ -48,7 +52,7 @@ class Session:
     """Records the turns of one attempt in a tree.
 
     `params` are the sampling parameters of the rollout. Only where `obeys_requests` is set do a request's own
-    temperature, top_p and seed replace them: a policy learns from what its own distribution sampled.
+    parameters (request_keys.SAMPLING) replace them: a policy learns from what its own distribution sampled.
     """
 
     tokenizer: Any
@@ -60,6 +64,9 @@ class Session:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template. A request may add more."""
     obeys_requests: bool = False
+    is_recorded: bool = True
+    """Whether somebody reads the samples and the counts. Else a request that cannot be obeyed in full is refused."""
+    score: Score | None = None
     stream_interval: int = 1
     """Least number of tokens between two chunks of a stream."""
     tree: TrajectoryTree = field(init=False)
@@ -86,78 +93,128 @@ class Session:
         """Whether the policy is at work for this attempt."""
         return self._in_flight > 0
 
-    async def answer(self, request: ChatRequest, stream: AnswerStream | None = None) -> Reply:
-        """Answer a request and record the turn; `stream` gets the answer while it is sampled. Raises RequestRefused."""
-        self._check(request)
-        request = self._with_template_kwargs(request)
+    async def answer(self, request: ChatRequest) -> Reply:
+        """Answer a request and record the turn. Raises RequestRefused."""
+        [reply] = await self.answers([request])
+        return reply
+
+    async def answers(self, requests: Sequence[ChatRequest], streams: Sequence[AnswerStream] = ()) -> list[Reply]:
+        """Answer the parts of one HTTP request and record a turn for each. Raises RequestRefused.
+
+        Each of the `streams`, if there are any, gets an answer while it is sampled.
+        """
+        self._check(requests)
         if not self.is_answering:
             self._answering_since = time.monotonic()
-        self._in_flight += 1
+        self._in_flight += len(requests)
         try:
-            return await self._answer(request, stream)
+            tasks = self._tasks([self._with_template_kwargs(request) for request in requests], streams)
+            return await gathered(tasks)
         finally:
-            self._in_flight -= 1
+            self._in_flight -= len(requests)
             if not self.is_answering:
                 self.answering_s += time.monotonic() - self._answering_since
+
+    def _tasks(
+        self, requests: Sequence[ChatRequest], streams: Sequence[AnswerStream]
+    ) -> list[Coroutine[Any, Any, Reply]]:
+        """Return a coroutine for each request. Requests with the same prompt share it. Raises RequestRefused."""
+        prompts: dict[int, Continuation] = {}
+        plans = []
+        for request in requests:
+            key = id(request.messages if request.prompt is None else request.prompt)
+            if key not in prompts:
+                prompts[key] = self.tree.continuation(request)
+            plans.append((request, prompts[key], self._params(request, self._room(prompts[key]))))
+        each: Sequence[AnswerStream | None] = streams or [None] * len(plans)
+        return [self._answer(*plan, stream) for plan, stream in zip(plans, each, strict=True)]
 
     def _with_template_kwargs(self, request: ChatRequest) -> ChatRequest:
         return dataclasses.replace(request, template_kwargs={**self.template_kwargs, **request.template_kwargs})
 
-    def _check(self, request: ChatRequest) -> None:
+    def count_unapplied(self, request: ChatRequest) -> None:
+        """Count the keys of a request that ask for another way to sample, and are not obeyed."""
+        count = len(request.unapplied)
+        if not self.obeys_requests:
+            count += sum(value != getattr(self.params, name) for name, value in request.sampling.items())
+        self.counts["unapplied_keys"] += count
+
+    def _check(self, requests: Sequence[ChatRequest]) -> None:
+        [request, *_] = requests
         self.counts["requests"] += 1
         if self.is_closed:
             raise RequestRefused("this session has ended", status=404, code="session_ended")
         if self.model not in ("*", request.model):
             message = f"model {request.model[:100]!r} is not served here; ask for {self.model!r}"
             raise RequestRefused(message, status=404, code="model_not_found")
-        if self._in_flight >= MOST_IN_FLIGHT:
+        if self._in_flight + len(requests) > MOST_IN_FLIGHT:
             message = f"{MOST_IN_FLIGHT} requests of this session are in flight; await one of them"
             raise RequestRefused(message, status=429, code="too_many_requests")
-        if len(self.tree.turns) + self._in_flight + request.n > self.limits.turns:
+        if len(self.tree.turns) + self._in_flight + len(requests) > self.limits.turns:
             self.is_cut = True
             raise RequestRefused(f"the attempt has had its {self.limits.turns} turns", code="turn_limit")
 
-    async def _answer(self, request: ChatRequest, stream: AnswerStream | None) -> Reply:
-        continuation = self.tree.continuation(request)
-        prompt = continuation.tokens
-        params = self._params(request, self._room(continuation))
-        reply = Reply(request, request.model or self.model, int(time.time()), len(prompt))
+    async def _answer(
+        self, request: ChatRequest, continuation: Continuation, params: SamplingParams, stream: AnswerStream | None
+    ) -> Reply:
+        prompt, model = continuation.tokens, request.model or self.model
+        reply = Reply(request, model, int(time.time()), len(prompt), self.reader.vocabulary)
+        if request.echo:
+            reply = await self._with_echo(reply, prompt)
         if stream is not None:
             stream.begin(reply, partial(self.reader.growing, request, prompt, params.stop))
-        completions = await self._completions(request, prompt, params, stream)
-        if any(completion.finish_reason == "abort" for completion in completions):
+        completion = await self._completion(request, prompt, params, stream)
+        if completion.finish_reason == "abort":
             self.is_aborted = True
-            raise RequestRefused("the round ended before the answer did", status=503, code="aborted")
-        read = [self.reader.read(completion, request, prompt, params.stop) for completion in completions]
+            raise RequestRefused("the round ended before the response did", status=503, code="aborted")
+        parts = self.reader.read(completion, request, prompt, params.stop)
         if stream is not None:
-            stream.finish(read[0])
-        answers = [
-            Answer(completion, parts, call_ids(parts.tool_calls) if stream is None else stream.call_ids)
-            for completion, parts in zip(completions, read, strict=True)
-        ]
-        reply = dataclasses.replace(reply, answers=answers)
-        for answer in answers:
-            message = answer_message(answer.parts, answer.call_ids)
-            turn = self.tree.add(request, continuation, answer.completion, message, params.temperature)
-            self.counts["tool_calls"] += len(answer.parts.tool_calls)
+            stream.finish(parts)
+        ids = call_ids(parts.tool_calls) if stream is None else stream.call_ids
+        answer = Answer(completion, parts, ids, self.reader.stop_string(completion, request.stop))
+        turn = self.tree.add(request, continuation, completion, answer_message(parts, ids), params.temperature)
+        self.counts["tool_calls"] += len(parts.tool_calls)
         self._responses[reply.identity] = turn
-        return reply
+        return dataclasses.replace(reply, sampled=answer)
 
-    async def _completions(
+    async def _with_echo(self, reply: Reply, prompt: list[int]) -> Reply:
+        """Return a reply that starts with its prompt. Raises RequestRefused for log-probabilities without `score`."""
+        request = reply.request
+        text = request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(prompt)
+        if not request.log_probs:
+            return dataclasses.replace(reply, echo=text)
+        if self.score is None:
+            raise RequestRefused(
+                "echo: this endpoint has no log-probabilities of prompts. Leave out logprobs, or send the request to "
+                "`slimectl serve`."
+            )
+        return dataclasses.replace(reply, echo=text, echo_log_probs=await self.score(prompt, request.top_log_probs))
+
+    async def _completion(
         self, request: ChatRequest, tokens: list[int], params: SamplingParams, stream: AnswerStream | None
-    ) -> list[Completion]:
-        """Return n completions; a call that the engine cannot force is left to the policy, and counted."""
+    ) -> Completion:
+        """Return a completion; a call that the engine cannot force is left to the policy, and counted."""
         generate = self.generate if stream is None else partial(self.generate, on_tokens=stream.add)
         grammar = self.reader.grammar(request, tokens)
         if grammar is not None:
             constrained = dataclasses.replace(params, grammar=grammar, min_tokens=0)
             try:
-                return await asyncio.gather(*(generate(tokens, constrained) for _ in range(request.n)))
+                return await generate(tokens, constrained)
             except SettingsError as error:
                 if request.json_schema is not None:
                     raise RequestRefused(str(error)) from None
-        self.counts["unforced_tool_choices"] += request.forced_tool is not None
-        return await asyncio.gather(*(generate(tokens, params) for _ in range(request.n)))
+        if request.forced_tool is not None:
+            if not self.is_recorded:
+                raise RequestRefused(
+                    "tool_choice: cannot be forced. The chat template does not write calls as JSON objects."
+                )
+            self.counts["unforced_tool_choices"] += 1
+        try:
+            return await generate(tokens, params)
+        except SettingsError as error:
+            if params.top_log_probs:
+                raise RequestRefused(f"top_logprobs: {error}") from None
+            raise
 
     def _room(self, continuation: Continuation) -> int:
         """Return the number of tokens that an answer may have. Raises RequestRefused if there is none."""
@@ -167,8 +224,12 @@ class Session:
             room = min(room, self.limits.context - count)
         if room <= 0:
             self.is_cut = True
-            message = f"{count} tokens leave no room for an answer: context {self.limits.context}, response of the " \
-                f"whole attempt {self.limits.response_tokens}"  # fmt: skip
+            is_full = self.limits.context is not None and count >= self.limits.context
+            message = (
+                f"{count} tokens leave no room for a response in a context of {self.limits.context}"
+                if is_full
+                else f"the attempt has had its {self.limits.response_tokens} response tokens"
+            )
             raise RequestRefused(message, code="context_length_exceeded")
         return room
 
@@ -178,16 +239,20 @@ class Session:
         # The program gets a text without special tokens. The sample's text is decoded from its tokens.
         changes: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop, "skip_special_tokens": True}
         changes["min_tokens"] = min(self.params.min_tokens, max_tokens)
+        changes["top_log_probs"] = request.top_log_probs
         if self.obeys_requests:
-            wishes = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
-            changes |= {name: value for name, value in wishes.items() if value is not None}
+            changes |= request.sampling
         return dataclasses.replace(self.params, **changes)
 
     def history(self, identity: str) -> list[dict[str, Any]]:
         """Return the messages up to a response, its answer included. Raises RequestRefused for an unknown one."""
         turn = self._responses.get(identity.removeprefix("resp_"))
+        if not self.is_recorded:
+            raise RequestRefused("previous_response_id: this server keeps no responses. Send all messages in input.")
         if turn is None:
-            raise RequestRefused(f"previous_response_id: {identity[:80]!r} is no response of this session", status=404)
+            raise RequestRefused(
+                f"previous_response_id: {identity[:80]!r} is not a response of this session", status=404
+            )
         return list(turn.messages)
 
     def count_tokens(self, request: ChatRequest) -> int:
@@ -204,6 +269,17 @@ class Session:
     def report(self) -> dict[str, int]:
         """Return the counts of turns, requests, refusals and calls of tools; the last three where there are any."""
         return {"turn_count": len(self.tree.turns), **{name: count for name, count in self.counts.items() if count}}
+
+
+async def gathered(coroutines: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    """Return the results of coroutines that run together. If one raises, the others are cancelled."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def reward_value(value: Any) -> Any:

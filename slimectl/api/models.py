@@ -63,6 +63,7 @@ class Sampler(_Closing):
     def __init__(self, settings: Settings, folder: Path | None = None) -> None:
         super().__init__()
         check_hooks(settings, "rollout.")
+        builders.agent(settings)  # refuses a missing program before a model is loaded
         self.settings = settings
         self.folder = folder or builders.model_folder(settings.model.path, verify=settings.model.verify)
         self.tokenizer: Any = builders.tokenizer(self.folder)

@@ -19,6 +19,7 @@ from slimectl.settings import Settings
 from slimectl.settings.layers import Layer, from_environment, from_file, nested
 from slimectl.settings.loading import resolve
 from slimectl.settings.secret import check_complete
+from slimectl.stages.failed_attempts import FailureCount
 from slimectl.stages.score import Grader
 from slimectl.stages.score import score as score_stage
 from slimectl.types import Metrics, Prompt, Sample, StepReport, TableRow
@@ -143,6 +144,8 @@ class Evaluation:
             raise SettingsError("eval.data: no datasets are given; add eval.data.NAME = PROMPTS")
         builders.check_trackers(settings)
         self.metrics: Metrics = {}
+        self.failures: dict[str, FailureCount] = {}
+        """Failed attempts of each dataset."""
         self._settings = settings
         self._tables: dict[str, list[TableRow]] = {}
         self._trackers: list[Tracker] = []
@@ -191,9 +194,16 @@ class Evaluation:
                 )
                 answer, collected = answer_extractor(reward), list[Sample]()
                 summarized = with_summary(name, graded, self.metrics, settings, answer=answer, too_long=too_long)
+                failures = self.failures[name] = FailureCount()
+                summarized = tee(summarized, failures.add)
                 yield from tee(summarized, collected.append if self._trackers else lambda sample: None)
                 self._tables[name] = builders.sample_table(self._trackers, self._settings, name, collected)
         self._track(int(builders.version_of(sampler.folder)))
+
+    def check_failures(self) -> None:
+        """Raise SlimectlError if too many attempts of a dataset failed."""
+        for name, failures in self.failures.items():
+            failures.check(self._datasets[name][0].rollout, f"{name}: {failures.with_cause}")
 
     def _track(self, step: int) -> None:
         """Log metrics and tables at the training step of the model."""

@@ -15,7 +15,7 @@ from slimectl.builders.models import tokenizer, version_of
 from slimectl.redaction import remember
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal
-from slimectl.types import Sample
+from slimectl.types import Sample, SamplingParams
 
 
 def admin_key(settings: Settings) -> tuple[str, bool]:
@@ -78,7 +78,7 @@ def serve(
 ) -> tuple[int, bool]:
     """Serve a model directory until a signal; returns (its number, whether all threads have ended).
 
-    With `record` the APIs for agents are those that record, and it gets the samples of each session that ends.
+    With `record` the APIs of OpenAI and Anthropic record their sessions, and it gets the samples of each one that ends.
     """
     from slimectl.architectures.config import read_config
     from slimectl.checkpoints.base_model import base_model
@@ -108,17 +108,21 @@ def serve(
     api_key = reveal(settings.engine.api_key, setting="engine.api_key")
     guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
     limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
-    if record is not None:
-        limits["extension"] = session_recorder(settings, text, embedded.max_context, record, interval)
+    limits["extension"] = agent_apis(settings, text, embedded.max_context, record, interval)
     return asyncio.run(serving(embedded, served_model, at, load=load, guard=guard, ready=ready, **limits))
 
 
-def session_recorder(
-    settings: Settings, tokenizer: Any, context: int, record: Callable[[Sample], None], stream_interval: int
+def agent_apis(
+    settings: Settings, tokenizer: Any, context: int, record: Callable[[Sample], None] | None, stream_interval: int
 ) -> Any:
-    """Return the recorder of a server's sessions; [rollout] has the sampling parameters that a request leaves out."""
-    from slimectl.agents.recorder import SessionRecorder
+    """Return the APIs of a server for agents, with a recorder of its sessions if there is `record`.
+
+    For recorded sessions [rollout] has the sampling parameters that a request leaves out.
+    """
+    from slimectl.agents.recorder import SessionRecorder, UnrecordedApis
     from slimectl.stages.generation import sampling_params
 
+    if record is None:
+        return UnrecordedApis(tokenizer, SamplingParams(max_tokens=context), context, stream_interval)
     params = replace(sampling_params(settings.rollout), max_tokens=context)
-    return SessionRecorder(record, tokenizer, params, context, stream_interval=stream_interval)
+    return SessionRecorder(tokenizer, params, context, stream_interval, write=record)

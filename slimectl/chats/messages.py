@@ -32,7 +32,10 @@ NULL_KEYWORDS = ("default", "const")
 
 
 class MessageError(ValueError):
-    """Raised for a message that no chat template can show. `field` is its place in the request."""
+    """Raised for a field of a request that cannot be served, such as a message that no chat template can show.
+
+    `field` is its place in the request.
+    """
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")

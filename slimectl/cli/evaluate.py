@@ -13,6 +13,7 @@ from slimectl.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from slimectl.api.stages import Evaluation
     from slimectl.settings import Settings
     from slimectl.types import Metrics
 
@@ -61,18 +62,20 @@ def evaluate(
         return
     import json
 
-    metrics = _measure(settings, out)
+    evaluation = _measure(settings, out)
+    metrics = evaluation.metrics
     if out != "-" and stdio.is_terminal():
         for line in table(list(settings.eval.data), metrics):
             stdio.emit(line)
-        return
-    for name in settings.eval.data:
-        stdio.note(summary_line(name, metrics))
-    (stdio.say if out == "-" else stdio.emit)(json.dumps(metrics))
+    else:
+        for name in settings.eval.data:
+            stdio.note(summary_line(name, metrics))
+        (stdio.say if out == "-" else stdio.emit)(json.dumps(metrics))
+    evaluation.check_failures()
 
 
-def _measure(settings: Settings, out: str | None) -> Metrics:
-    """Evaluate every dataset and return its metrics; graded samples are written to `out`, if any."""
+def _measure(settings: Settings, out: str | None) -> Evaluation:
+    """Evaluate every dataset and return the evaluation. Graded samples are written to `out`, if it is set."""
     from slimectl import builders
     from slimectl.api.models import Sampler
     from slimectl.api.stages import Evaluation
@@ -98,7 +101,7 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
                 counts = write_out(samples, out, manifest, inputs)
         if out is not None:
             print_summary(counts, {})
-    return evaluation.metrics
+    return evaluation
 
 
 def _answer_count(settings: Settings) -> int | None:

@@ -206,11 +206,13 @@ def _is_whole(explanation: Mapping[str, Any]) -> bool:
 
 
 def heading(record: Mapping[str, Any], file: SamplesFile | None = None) -> str:
-    """Return the line above a sample: where it is from, its status, reward and label."""
+    """Return the line above a sample: its place, status, reward and label. A failed one has its error below."""
     place = f"{file.title}, " if file is not None and file.run is not None else ""
     status = record.get("status", "completed" if "response" in record else "pending")
     reward, label = (one_line(_compact(record.get(name)), 200) for name in ("reward", "label"))
-    return f"--- {place}sample {record.get('index', 0)} ({one_line(status, 20)}, reward {reward}, label {label})"
+    error = (record.get("metadata") or {}).get("error") if isinstance(record.get("metadata"), dict) else None
+    shown = f"\nfailed: {one_line(error, 500)}" if isinstance(error, str) else ""
+    return f"--- {place}sample {record.get('index', 0)} ({one_line(status, 20)}, reward {reward}, label {label}){shown}"
 
 
 def _compact(value: Any) -> str:

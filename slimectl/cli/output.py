@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from slimectl.data.ownership import MANIFEST
 from slimectl.data.resumable import ResumableOutput
 from slimectl.errors import RecordError, SettingsError
 from slimectl.settings import Settings
+from slimectl.stages.failed_attempts import FailureCount
 from slimectl.types import Sample
 
 READ_ONCE = "a pipe, read once"
@@ -73,10 +75,15 @@ def refuse_other_inputs(out: str, manifest: Manifest, data: list[str]) -> None:
 
 
 def _hook_files(settings: Settings) -> list[str]:
-    """Files of the user's functions: a changed one produces other records with the same settings."""
+    """Files of the user's functions and agent: a changed one produces other records with the same settings."""
     items = [item for section in settings.model_dump().values() for item in section.items()]
     paths = [str(value).rpartition(":")[0] for key, value in items if key.endswith("_path") and value]
-    return [path for path in paths if path.endswith(".py")]
+    scripts = []
+    if settings.rollout.agent:
+        from slimectl.agents.command import script_of
+
+        scripts = [script for script in [script_of(shlex.split(settings.rollout.agent))] if script]
+    return [path for path in paths if path.endswith(".py")] + scripts
 
 
 def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: list[str]) -> Counter[str]:
@@ -149,9 +156,11 @@ def _skip_done(done: Sample, samples: Iterator[Sample], on_gap: Callable[[], Non
         on_gap()
 
 
-def print_summary(counts: Counter[str], extra: dict[str, Any]) -> None:
-    """Print the closing summary line: counts by status, and `extra` entries."""
+def print_summary(counts: Counter[str], extra: dict[str, Any], failures: FailureCount | None = None) -> None:
+    """Print the closing summary line: counts by status, `extra` entries and the failed attempts."""
+    shown = ("truncated", "aborted", *(("failed",) if failures is None else ()))
     parts = [stdio.quantity(counts["out"], "sample")]
-    parts += [f"{counts[name]} {name}" for name in ("truncated", "aborted", "failed") if counts[name]]
+    parts += [f"{counts[name]} {name}" for name in shown if counts[name]]
     parts += [f"{name} {value}" for name, value in extra.items()]
+    parts += [failures.with_cause] if failures is not None and failures.failed else []
     stdio.note(", ".join(parts))

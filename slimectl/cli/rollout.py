@@ -52,6 +52,7 @@ def rollout(
     from slimectl.cli.progress import ProgressBar, line_count
     from slimectl.data.streams import tee
     from slimectl.hooks import check_hooks
+    from slimectl.stages.failed_attempts import FailureCount
     from slimectl.types import Sample
 
     settings = resolution.settings
@@ -72,15 +73,15 @@ def rollout(
     total = lines and lines * settings.rollout.n_samples_per_prompt * epochs
     with Sampler(settings, folder) as sampler:
         too_long: list[int] = []
-        notes: dict[str, object] = {}
+        failures = FailureCount()
 
         def advance(sample: Sample) -> None:
             progress.advance()
-            if sample.status == "failed":
-                notes.setdefault("the first with", sample.metadata.get("error"))
+            failures.add(sample)
 
         samples = sampler.rollout(prompts, source=source, left_out=lambda p: too_long.append(p.index))
         with ProgressBar("samples", total=total) as progress:
             counted = tee(samples, advance)
             counts = write_out(counted, options.out, manifest, inputs)
-        print_summary(counts, notes | ({"prompts left out": len(too_long)} if too_long else {}))
+        print_summary(counts, {"prompts left out": len(too_long)} if too_long else {}, failures)
+    failures.check(settings.rollout, str(failures))

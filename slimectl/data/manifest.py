@@ -91,8 +91,8 @@ class Manifest:
         }
 
     def unchanged(self, out: Path) -> bool:
-        """Whether the same stage made `out` from the same settings and inputs."""
-        return self._agrees(out, "stage", "settings_sha256", "inputs")
+        """Whether the same stage made `out` from the same settings and inputs, and not every attempt failed."""
+        return self._agrees(out, "stage", "settings_sha256", "inputs") and not _has_failed(out)
 
     def same_inputs(self, out: Path) -> bool:
         """Whether the same stage made `out` from prompts and a model of the same names; they may have changed since."""
@@ -114,6 +114,11 @@ class Manifest:
         """Write the manifest of the finished `out`."""
         manifest = self.signed(counts, parents=parents)
         write_text(manifest_path(out), json.dumps(manifest, indent=2, default=str) + "\n")
+
+
+def _has_failed(out: Path) -> bool:
+    counts = json.loads(manifest_path(out).read_text()).get("counts") or {}
+    return "failed" in counts and counts["failed"] == counts.get("out")
 
 
 def _fact(manifest: dict[str, Any], key: str) -> Any:

@@ -180,7 +180,7 @@ class EnvironmentAgent:
         """Return the policy's answer to the chat of a player, and add it there. Raises RequestRefused."""
         request = self._request(transcript.chats[player], transcript.tools)
         reply = await transcript.session.answer(request)
-        [answer] = reply.answers
+        answer = reply.answer
         transcript.players.append(player)
         transcript.chats[player] = [*request.messages, answer_message(answer.parts, answer.call_ids)]
         return answer

@@ -74,13 +74,15 @@ class EnvironmentHost:
         self._output: OutputTail | None = None
 
     def description(self) -> dict[str, Any]:
-        """Start the host where it does not run, and return what it says: tasks, counts and whether it rewards.
+        """Start the host where it does not run, and return its description: tasks, counts and whether it rewards.
 
         Raises SlimectlError if the environment cannot be loaded.
         """
         with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self._start()
+            if "error" in self._description:  # also while a host that could not load it is still ending
+                raise getattr(errors, self._description["class"], BackendError)(self._description["error"])
             return self._description
 
     def _start(self) -> None:
@@ -111,9 +113,7 @@ class EnvironmentHost:
             process.stdin.write(json.dumps(values).encode() + b"\n")
             process.stdin.flush()
         self._description = self._first_line(process)
-        if "error" in self._description:
-            raise getattr(errors, self._description["class"], BackendError)(self._description["error"])
-        for warning in self._description["warnings"]:
+        for warning in self._description.get("warnings", ()):
             logger.warning(f"{specification.name}: {warning}")
 
     def _first_line(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:

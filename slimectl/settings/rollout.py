@@ -133,6 +133,10 @@ class RolloutSettings(Section):
     """Program to run for each attempt, e.g. "python agent.py". It finds the policy at OPENAI_BASE_URL or
     ANTHROPIC_BASE_URL and its task on stdin (docs/agents.md). The command is not run through a shell."""
 
+    max_failed: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the attempts that may fail with an error. Above it, a round ends the run, and `rollout` and `eval` exit
+    with status 1. They also do if all attempts fail."""
+
     agent_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Time limit of an attempt in seconds, without the time of the policy's responses. The program is then ended with
     all processes that it started."""

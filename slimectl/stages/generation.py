@@ -23,6 +23,7 @@ from slimectl.protocols import Agent, Engine, OnTokens, SampleHook
 from slimectl.redaction import redact_text
 from slimectl.rewards.thoughts import OPENED, opened_by
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.failed_attempts import warn_of_failure
 from slimectl.stages.long_prompts import drop_long, prompt_excess
 from slimectl.stages.text_responses import fill_tokens
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
@@ -105,6 +106,8 @@ class GroupGenerator:
     on_sample: SampleHook | None = None
     agent_at: Callable[[str], Agent] | None = None
     rollout_id: int | None = None
+    failures: int = 0
+    """Number of attempts that have failed."""
     _rendered: tuple[Prompt, list[int]] | None = None
     """The last rendered prompt and its tokens."""
 
@@ -245,6 +248,9 @@ class GroupGenerator:
         outputs = session.attach_versions(outputs)
         for sample in outputs:
             self._note_opened_thought(sample)
+            if sample.status is Status.FAILED:
+                self.failures += 1
+                warn_of_failure(sample, self.failures)
         if self.on_sample is None or (session.aborted and self.interrupting):
             return outputs
         return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]

@@ -13,6 +13,7 @@ from slimectl.data.json_values import kind_of
 from slimectl.errors import HookError, SlimectlError
 from slimectl.protocols import NO_PROGRESS, Agent, Engine, Executor, Progress, RewardFn
 from slimectl.settings import Settings
+from slimectl.stages.failed_attempts import FailureCount
 from slimectl.stages.generation import UNFINISHED, GroupGenerator, single_turn
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.in_flight import Group, InFlightGroups
@@ -21,7 +22,7 @@ from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.round_timer import Clock, RoundTimer
 from slimectl.stages.score import report_grading, score
 from slimectl.stages.whole_rounds import whole_rounds
-from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState, Status
+from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 MAX_DROPPED_ROUNDS = 64
 """Dropped groups for one round, in multiples of its size, after which the filter counts as unsatisfiable."""
@@ -239,14 +240,13 @@ class RoundScheduler:
 
     def check(self, samples: list[Sample]) -> None:
         """Raises SlimectlError if there is nothing to train on: the prompts ended before the first group passed the
-        filter, every attempt of the round failed, or too many of them could not be graded in time."""
+        filter, too many attempts of the round failed, or too many of them could not be graded in time."""
         if not samples and not self.state.rounds and self._drops:
             raise SlimectlError(f"round 1: {self._describe_drops()}, and then the prompts ended; {FILTER_HINT}")
-        if samples and all(sample.status is Status.FAILED for sample in samples):
-            raise SlimectlError(
-                f"round {self.state.rounds}: all {len(samples)} attempts failed, the first with "
-                f"{samples[0].metadata.get('error')}. Fix rollout.custom_generate_function_path."
-            )
+        count = FailureCount()
+        for sample in samples:
+            count.add(sample)
+        count.check(self._settings.rollout, f"round {self.state.rounds}: {count.with_cause}")
         limits, share = self._settings.score, self._settings.run.max_reward_timeouts
         report_grading(samples, limits, f"round {self.state.rounds}", max_share=share)
 

@@ -18,6 +18,9 @@ from agents.sessions import CHATML
 from safetensors.torch import load_file
 from workshop import Workshop, alike
 
+from slimectl import load_settings
+from slimectl.cli.output import up_to_date
+
 AGENT = """
 import json, os, sys, urllib.request
 task = json.loads(sys.stdin.readline())
@@ -77,7 +80,7 @@ def test_a_run_learns_from_what_its_program_asked_and_goes_on_after_kill_9(works
 
 def test_bad_agents_are_one_line_each(workshop: Workshop):
     workshop.slimectl("rollout", "-c", "slimectl.toml", "--agent", "no-such-program", *NO_VERIFIER, code=2)
-    assert "rollout.agent: 'no-such-program' is no program that can be started" in workshop.stderr
+    assert "rollout.agent: program 'no-such-program' not found" in workshop.stderr
     workshop.slimectl("run", "--agent", "no-such-program", *NO_VERIFIER, "--dry-run", code=2)
     workshop.slimectl("run", "--agent", "no-such-program", *NO_VERIFIER, code=2)
     assert not (workshop.folder / "runs").exists()
@@ -86,11 +89,50 @@ def test_bad_agents_are_one_line_each(workshop: Workshop):
     assert "rollout.agent and rollout.custom_generate_function_path exclude each other" in workshop.stderr
     workshop.slimectl("rollout", "-c", "slimectl.toml", "-s", "rollout.agent_max_turns=3", code=2)
     assert "rollout.agent_max_turns has no effect without a program that is the agent" in workshop.stderr
-    output = workshop.slimectl("rollout", "-c", "slimectl.toml", "--agent", "true", *NO_VERIFIER, "-n", "1")
+    output = workshop.slimectl("rollout", "-c", "slimectl.toml", "--agent", "true", *NO_VERIFIER, "-n", "1", code=1)
     samples = [json.loads(line) for line in output.splitlines()]
     assert {sample["status"] for sample in samples} == {"failed"}
-    assert samples[0]["metadata"]["error"] == "RuntimeError: the agent ended with 0 before the policy answered it"
+    assert samples[0]["metadata"]["error"] == "RuntimeError: the agent ended with status 0 before it got a response"
     assert (samples[0]["metadata"]["agent"]["exit_code"], samples[0]["metadata"]["agent"]["turn_count"]) == (0, 0)
+
+
+def test_a_stage_whose_attempts_all_failed_is_run_again(workshop: Workshop):
+    (workshop.folder / "agent.py").write_text("raise SystemExit('no key')\n")
+    command = ["rollout", "-c", "slimectl.toml", "--agent", f"{sys.executable} agent.py", *NO_VERIFIER, "-n", "1"]
+    for _ in range(2):
+        workshop.slimectl(*command, "-o", "out.jsonl", code=1)
+        assert "the first with RuntimeError: the agent ended with status 1 before it got a response: no key" in (
+            workshop.stderr
+        )
+
+
+def test_the_script_of_an_agent_is_an_input_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    settings, out, script = load_settings(values={"rollout.agent": "python agent.py"}), Path("out"), Path("agent.py")
+    script.write_text("1")
+    out.write_text("{}")
+    manifest = up_to_date("rollout", settings, [], "out", force=False)
+    assert manifest is not None
+    manifest.write(out, counts={"out": 2, "failed": 1})
+    assert up_to_date("rollout", settings, [], "out", force=False) is None
+    script.write_text("2")
+    assert up_to_date("rollout", settings, [], "out", force=False) is not None
+
+
+def test_an_agent_whose_file_is_missing_is_refused_by_every_command(workshop: Workshop):
+    for words in (
+        ["run", "--dry-run"],
+        ["run"],
+        ["rollout", "--dry-run"],
+        ["rollout"],
+        ["eval", "--data", "a=b.jsonl"],
+    ):
+        config = [] if words[0] == "run" else ["-c", "slimectl.toml"]
+        output = workshop.slimectl(
+            *words, *config, "--agent", f"{sys.executable} nofile.py", *NO_VERIFIER, code=2
+        ).decode()
+        assert "nofile.py: no such file" in workshop.stderr + output
+    assert not (workshop.folder / "runs").exists()
 
 
 TOOL_CLIENT = """

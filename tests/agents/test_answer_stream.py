@@ -76,14 +76,24 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
             yield json.loads(line[6:])
 
 
-def of_chat(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+OF_OPENAI = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def streamed(path: str) -> dict[str, Any]:
+    """What asks for a stream, which in OpenAI's older APIs ends with the usage."""
+    return OF_OPENAI if path.endswith("completions") else {"stream": True}
+
+
+def of_chat(stream: list[dict[str, Any]]) -> dict[str, Any]:
     """The parts of a streamed chat, put together."""
+    *chunks, last = stream
+    assert last["choices"] == []
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     joined = {name: "".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content")}
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [call["index"] for call in calls] == list(range(len(calls)))
     finish = chunks[-1]["choices"][0]["finish_reason"]
-    return joined | {"calls": [call["function"] for call in calls], "finish": finish, "usage": chunks[-1]["usage"]}
+    return joined | {"calls": [call["function"] for call in calls], "finish": finish, "usage": last["usage"]}
 
 
 def of_whole_chat(body: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +105,9 @@ def of_whole_chat(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_completion(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-    return {"text": text, "finish": chunks[-1]["choices"][0]["finish_reason"], "usage": chunks[-1]["usage"]}
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["text"] for choice in choices)
+    return {"text": text, "finish": choices[-1]["finish_reason"], "usage": chunks[-1]["usage"]}
 
 
 def without_ids(value: Any) -> Any:
@@ -184,7 +195,7 @@ def test_a_stream_adds_up_to_the_answer_without_one(path: str, special: tuple[st
         async with served(session) as (client, address):
             async with client.post(address + path, json=BODIES[path]) as response:
                 whole = await response.json()
-            async with client.post(address + path, json=BODIES[path] | {"stream": True}) as response:
+            async with client.post(address + path, json=BODIES[path] | streamed(path)) as response:
                 assert response.content_type == "text/event-stream"
                 stream = [event async for event in events(response)]
         joined, expected = JOIN[path]
@@ -340,7 +351,7 @@ def test_an_engine_that_begins_anew_goes_on_with_the_same_text_or_ends_the_strea
     async def ask() -> list[dict[str, Any]]:
         stream = []
         async with served(session) as (client, address), asyncio.timeout(60):
-            body = BODIES["/v1/chat/completions"] | {"stream": True}
+            body = BODIES["/v1/chat/completions"] | OF_OPENAI
             async with client.post(address + "/v1/chat/completions", json=body) as response:
                 async for event in events(response):
                     stream.append(event)
@@ -384,7 +395,7 @@ def test_the_embedded_engine_streams_its_tokens_and_ends_with_the_client(model_d
             async with client.post(url, json=body) as response:
                 whole = await response.json()
             chunks = []
-            async with client.post(url, json=body | {"stream": True}) as response:
+            async with client.post(url, json=body | OF_OPENAI) as response:
                 async for chunk in events(response):
                     chunks.append(chunk)
                     if engine.paused:

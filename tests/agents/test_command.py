@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +85,7 @@ def test_the_reward_is_the_last_line_or_the_exit_status(run: Run, program: str, 
 def test_the_name_of_the_policy_is_in_the_environment_and_another_is_an_error(run: Run):
     [sample] = run("ask('x', model=os.environ['OPENAI_MODEL'])", model="mine")
     assert sample.reward == 1.0
-    with pytest.raises(RuntimeError, match="ended with 1 before the policy answered"):
+    with pytest.raises(RuntimeError, match="ended with status 1 before it got a response"):
         run("ask('x', model='gpt-4o')", model="mine")
 
 
@@ -110,7 +111,7 @@ def test_the_task_comes_on_stdin_and_in_a_file_and_the_outputs_are_kept(run: Run
 
 def test_an_agent_that_never_asks_is_a_failure_that_says_so(run: Run):
     sample = Sample(prompt="what?")
-    with pytest.raises(RuntimeError, match="ended with 1 before the policy answered it: ValueError: no key"):
+    with pytest.raises(RuntimeError, match="ended with status 1 before it got a response: ValueError: no key"):
         run("print('here'); time.sleep(0.1); raise ValueError('no key')", sample)
     report = sample.metadata["agent"]
     assert (report["exit_code"], report["turn_count"], report["stdout"]) == (1, 0, "here\n")
@@ -316,8 +317,20 @@ def test_secrets_that_a_program_prints_are_masked_and_floods_are_cut(run: Run, m
 
 
 def test_a_program_that_is_not_there_is_refused_before_anything_starts():
-    with pytest.raises(HookError, match="'no-such-agent' is no program that can be started"):
+    with pytest.raises(HookError, match="program 'no-such-agent' not found"):
         CommandAgent(CommandOptions(command="no-such-agent --fast"))
+
+
+@pytest.mark.parametrize(
+    ("command", "is_refused"),
+    [
+        ("python gone.py", True), ("bash gone.sh --fast", True), ("python -u gone.py", True),
+        ("python -m gone", False), ("bash -c gone.sh", False), ("env python gone.py", False), ("true gone.py", False),
+    ],
+)  # fmt: skip
+def test_a_script_that_is_not_there_is_refused_where_an_interpreter_would_read_it(command: str, is_refused: bool):
+    with pytest.raises(HookError, match=r"gone\.\w+: no such file") if is_refused else nullcontext():
+        CommandAgent(CommandOptions(command=command))
 
 
 def test_many_attempts_run_beside_one_another_within_their_number(tmp_path: Path):

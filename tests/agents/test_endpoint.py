@@ -13,7 +13,7 @@ import pytest
 from agents.sessions import ScriptedEngine, call_text, merging_tokenizer, session_of
 
 from slimectl.agents.endpoint import SessionServer
-from slimectl.agents.session import Session
+from slimectl.agents.session import Session, SessionLimits
 from slimectl.errors import SettingsError
 from slimectl.transport.client import Background
 from slimectl.types import Completion, SamplingParams
@@ -87,7 +87,7 @@ def test_a_chat_with_tools(endpoint: Endpoint):
     [call] = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert (call["index"], call["function"]) == (0, {"name": "add", "arguments": '{"a": 3}'})
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    assert endpoint.session.counts == {"requests": 2, "tool_calls": 1, "unforced_tool_choices": 0}
+    assert +endpoint.session.counts == {"requests": 2, "tool_calls": 1}
 
 
 def test_anthropic_messages_with_tools(endpoint: Endpoint):
@@ -168,14 +168,26 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
         ),
         (CHAT, {"messages": [USER], "max_tokens": 0}, 400, "max_tokens: must be at least 1"),
         (CHAT, {"messages": [USER], "n": "2"}, 400, "n: must be int, not str"),
-        (CHAT, {"messages": [USER], "response_format": {"type": "xml"}}, 400, "is no text, json_object or json_schema"),
+        (
+            CHAT,
+            {"messages": [USER], "response_format": {"type": "xml"}},
+            400,
+            "is not text, json_object or json_schema",
+        ),
         (CHAT, {"messages": [USER], "response_format": {"type": "json_schema"}}, 400, "json_schema with a schema"),
         ("/v1/messages", {"messages": [{"role": "tool", "content": "x"}]}, 400, "must be user or assistant"),
-        ("/v1/messages", {"messages": [USER], "tools": [{"type": "bash_20250124"}]}, 400, "tools[0]: is no tool of"),
-        ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 404, "is no response of this session"),
+        (
+            "/v1/messages",
+            {"messages": [USER], "tools": [{"type": "bash_20250124"}]},
+            400,
+            "tools[0]: is not a client tool",
+        ),
+        ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 404, "is not a response of this session"),
         ("/v1/responses", {"input": [{"type": "web_search_call"}]}, 400, "'web_search_call' is not known here"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "file_search"}]}, 400, "only functions of the client's"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt: must be one text"),
+        ("/v1/completions", {"prompt": ["a", {}]}, 400, "prompt: must be a text, a list of token ids, or a list of"),
+        ("/v1/completions", {"prompt": [["a"]]}, 400, "prompt: must be a text"),
+        ("/v1/completions", {"prompt": ["a"] * 40, "n": 2}, 400, "n: 80 responses to one request are too many"),
     ],
 )
 def test_what_cannot_be_answered_is_one_error_and_no_turn(
@@ -185,6 +197,35 @@ def test_what_cannot_be_answered_is_one_error_and_no_turn(
     assert (found_status, message in found) == (status, True), found
     assert not endpoint.session.tree.turns
     assert endpoint.session.counts["refused_requests"] == 1
+
+
+def test_keys_that_ask_for_another_sampling_are_counted_where_they_differ(endpoint: Endpoint):
+    # The settings' temperature and top_p are 1.
+    endpoint.post(CHAT, messages=[USER], temperature=1, top_p=1.0, top_k=-1)
+    assert "unapplied_keys" not in endpoint.session.report()
+    endpoint.post(CHAT, messages=[USER], temperature=0.2, seed=3, reasoning_effort="low")
+    endpoint.post("/v1/messages", messages=[USER], thinking={"type": "enabled", "budget_tokens": 1024}, top_k=5)
+    assert endpoint.session.report()["unapplied_keys"] == 5
+    assert {params.temperature for *_, params in endpoint.engine.log} == {1.0}
+
+
+def test_responses_to_several_prompts_are_turns_of_their_own(endpoint: Endpoint):
+    body = endpoint.post("/v1/completions", prompt=["a", "b"], n=2, max_tokens=2, logprobs=0)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    a, b = (endpoint.tokenizer.encode(letter) for letter in "ab")
+    assert [prompt for prompt, *_ in endpoint.engine.log] == [a, a, b, b]
+    assert len(endpoint.session.tree.turns) == 4
+    assert all(len(choice["logprobs"]["tokens"]) == 2 for choice in body["choices"])
+    endpoint.session.limits = SessionLimits(6, 1000)
+    status, message = endpoint.refusal("/v1/completions", prompt=["a", "b", "c"])  # 4 + 3 turns
+    assert (status, message, len(endpoint.session.tree.turns)) == (400, "the attempt has had its 6 turns", 4)
+
+
+def test_log_probabilities_of_a_prompt_need_a_server_that_computes_them(endpoint: Endpoint):
+    echoed = endpoint.post("/v1/completions", prompt="abc", echo=True, max_tokens=2)
+    assert echoed["choices"][0]["text"].startswith("abc")
+    status, message = endpoint.refusal("/v1/completions", prompt="abc", echo=True, logprobs=1)
+    assert (status, message.partition(":")[0]) == (400, "echo")
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -37,7 +37,7 @@ def user(text: str) -> dict[str, Any]:
 def ask(session: Session, messages: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     """The message of the answer to a chat."""
     reply = asyncio.run(session.answer(read_chat({"messages": messages, **values})))
-    message: dict[str, Any] = chat_response(reply)["choices"][0]["message"]
+    message: dict[str, Any] = chat_response([reply])["choices"][0]["message"]
     return message
 
 
@@ -227,13 +227,13 @@ def test_limits_are_errors_that_name_them():
         ask(session, [user("x")])
     assert session.is_cut
     session = session_of(engine, tokenizer, context=4)
-    with pytest.raises(RequestRefused, match="leave no room for an answer: context 4") as refusal:
+    with pytest.raises(RequestRefused, match="leave no room for a response in a context of 4") as refusal:
         ask(session, [user("x")])
     assert (refusal.value.status, refusal.value.code) == (400, "context_length_exceeded")
     session = session_of(engine, tokenizer, response_tokens=2)
     message = ask(session, [user("x")])
     assert engine.log[-1][2].max_tokens == 2
-    with pytest.raises(RequestRefused, match="response of the whole attempt 2"):
+    with pytest.raises(RequestRefused, match="has had its 2 response tokens"):
         ask(session, [user("x"), message, user("y")])
 
 

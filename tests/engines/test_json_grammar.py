@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from slimectl.checkpoints.create import byte_tokenizer
-from slimectl.engines.embedded.detokenizer import TokenBytes
+from slimectl.data.token_bytes import TokenBytes
 from slimectl.engines.embedded.grammar import DEAD, Automaton, GrammarState, TokenGrammar, Vocabulary, token_table
 from slimectl.engines.embedded.json_grammar import json_grammar
 from slimectl.engines.embedded.json_regex import regex_grammar

@@ -182,6 +182,7 @@ ROWS: dict[str, Row] = {
     "rollout.mask_offpolicy_in_partial_rollout": elsewhere("stages/test_leftovers.py::"),
     "rollout.custom_generate_function_path": elsewhere(HOOKS),
     "rollout.agent": elsewhere("agents/test_agent_runs.py::"),
+    "rollout.max_failed": elsewhere("stages/test_hooks_in_stages.py::test_too_many_failed_attempts"),
     "rollout.agent_timeout_s": elsewhere("agents/test_command.py::", "timeout_s="),
     "rollout.agent_max_turns": elsewhere("agents/test_command.py::", "max_turns="),
     "rollout.agent_retries": elsewhere("agents/test_command.py::", "retries="),

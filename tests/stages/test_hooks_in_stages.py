@@ -52,8 +52,8 @@ def with_hook(workshop: Workshop, text: str) -> Workshop:
     return workshop
 
 
-def rolled_out(workshop: Workshop, *more: str) -> list[dict]:
-    out = workshop.slimectl("rollout", "-c", "slimectl.toml", *HOOK, *more)
+def rolled_out(workshop: Workshop, *more: str, code: int = 0) -> list[dict]:
+    out = workshop.slimectl("rollout", "-c", "slimectl.toml", *HOOK, *more, code=code)
     (workshop.folder / "samples.jsonl").write_bytes(out)
     return [json.loads(line) for line in out.splitlines()]
 
@@ -123,7 +123,9 @@ def test_a_failing_attempt_is_reported_and_not_trained_on(workshop: Workshop):
     }
     assert all(sample["remove_sample"] and sample["response_length"] == 0 for sample in failed)
     assert "32 samples" in workshop.stderr
-    assert "8 failed" in workshop.stderr
+    cause = "failed, the first with ConnectionError: the tool server is gone (generate.py:5)"
+    assert f"8 of 32 attempts {cause}" in workshop.stderr
+    assert workshop.stderr.count("\nattempt ") + workshop.stderr.startswith("attempt ") == 1  # of 8 failures the first
     metrics = trained(workshop, "-s", "run.rollout_batch_size=8")[0]["metrics"]
     assert metrics["rollout/error/ConnectionError"] == 8
     assert metrics["train/global_batch_size"] == 24
@@ -140,10 +142,38 @@ def test_a_failing_attempt_is_reported_and_not_trained_on(workshop: Workshop):
 
 
 def test_a_function_that_is_not_async_fails_alone_too(workshop: Workshop):
-    samples = rolled_out(with_hook(workshop, "def generate(sample): raise OSError('no route')"))
+    samples = rolled_out(with_hook(workshop, "def generate(sample): raise OSError('no route')"), code=1)
     errors = {(sample["status"], sample["metadata"]["error"]) for sample in samples}
     assert errors == {("failed", "OSError: no route (generate.py:1)")}
-    assert workshop.stderr.endswith("failed, the first with OSError: no route (generate.py:1)\n")
+
+
+FIX = "Fix rollout.custom_generate_function_path = 'generate.py:generate'."
+
+
+@pytest.mark.parametrize(
+    ("failing", "limit", "error"),
+    [
+        ("True", "1", f"32 of 32 attempts failed. {FIX}"),
+        ("sample.index % 4 == 2", "0.25", ""),
+        ("sample.index % 4 == 2", "0.2", f"8 of 32 attempts failed. This is more than rollout.max_failed = 0.2. {FIX}"),
+    ],
+)
+def test_too_many_failed_attempts_are_an_error_that_names_the_setting(
+    workshop: Workshop, failing: str, limit: str, error: str
+):
+    with_hook(workshop, SOME_FAIL.replace("sample.index % 4 == 2", failing))
+    samples = rolled_out(workshop, "-s", f"rollout.max_failed={limit}", code=1 if error else 0)
+    assert len(samples) == 32
+    last = workshop.stderr.splitlines()[-1]
+    assert last == f"slimectl: {error}" if error else "8 of 32 attempts failed, the first with Conn" in last
+    shown = workshop.slimectl("inspect", "samples.jsonl", "--where", "status == 'failed'", "--rows", "1").decode()
+    assert "\nfailed: ConnectionError: the tool server is gone (generate.py:5)\n" in shown
+
+
+def test_an_evaluation_whose_attempts_all_fail_is_an_error(workshop: Workshop):
+    with_hook(workshop, "def generate(sample): raise OSError('no route')")
+    workshop.slimectl("eval", "-c", "slimectl.toml", *HOOK, code=1)
+    assert "small: 3 of 3 attempts failed, the first with OSError: no route (generate.py:1). Fix" in workshop.stderr
 
 
 def test_a_run_survives_groups_of_which_one_answer_is_left(workshop: Workshop):

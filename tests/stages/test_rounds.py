@@ -130,7 +130,9 @@ def test_a_round_whose_attempts_all_fail_ends_the_run():
 
     made = rounds(lengths(*[1] * 4), Slow(), agent=broken, num_rollout=2)
     assert [sample.status for sample in next(made).samples] == [Status.COMPLETED, Status.FAILED]
-    with pytest.raises(SlimectlError, match=r"round 2: all 2 attempts failed, the first with ConnectionError: gone. F"):
+    with pytest.raises(
+        SlimectlError, match=r"round 2: 2 of 2 attempts failed, the first with ConnectionError: gone. F"
+    ):
         next(made)
 
 

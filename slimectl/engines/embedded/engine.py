@@ -233,7 +233,7 @@ class EmbeddedEngine:
             max_context=self.max_context,
             end_tokens=self._end_tokens,
             detokenizer=self._detokenizers[params.skip_special_tokens],
-            top_count=top_count,
+            top_count=top_count or params.top_log_probs,
             grammar=None if params.grammar is None else self.grammar(params.grammar),
             reports_experts=self._reports_experts if reports_experts is None else reports_experts,
             pictures=self._model.pictures,

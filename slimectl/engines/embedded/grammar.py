@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.engines.embedded.detokenizer import TokenBytes
+from slimectl.data.token_bytes import TokenBytes
 from slimectl.errors import SettingsError
 
 

@@ -22,9 +22,9 @@ from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.engines.embedded.native import BlockShape, SpanTable, load_kernels
 from slimectl.engines.embedded.pictures import PictureInputs, Pictures
 from slimectl.engines.embedded.prefix_tree import Node, PrefixTree, Span
-from slimectl.engines.embedded.scheduler import TopTokens
 from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
+from slimectl.types import TopTokens
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl")
 ROWS = 16

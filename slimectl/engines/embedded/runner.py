@@ -13,9 +13,10 @@ from torch import Tensor
 
 from slimectl.engines.embedded.model import Inputs, Model, Prefix
 from slimectl.engines.embedded.prefix_tree import shared_spans
-from slimectl.engines.embedded.scheduler import RunningSequence, Scheduler, TopTokens
+from slimectl.engines.embedded.scheduler import RunningSequence, Scheduler
 from slimectl.engines.embedded.token_sampler import Batch, Sampled, sample_tokens
 from slimectl.errors import SettingsError, SlimectlError
+from slimectl.types import TopTokens
 
 AHEAD = 512
 """Prompt tokens, padding included, that one pass computes with prompts that are still in the queue."""

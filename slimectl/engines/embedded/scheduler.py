@@ -13,16 +13,13 @@ from torch import Tensor
 
 from slimectl.data.routed_experts import encoded
 from slimectl.protocols import OnTokens
-from slimectl.types import Completion, SamplingParams
+from slimectl.types import Completion, SamplingParams, TopTokens
 
 if TYPE_CHECKING:
     from slimectl.data.images import Patches
     from slimectl.engines.embedded.detokenizer import StopScanner
     from slimectl.engines.embedded.grammar import GrammarState, TokenSet
     from slimectl.engines.embedded.prefix_tree import Node
-
-TopTokens = list[tuple[int, float]]
-"""The likeliest tokens at one position with their log-probabilities, likeliest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +131,7 @@ class RunningSequence:
         answer = Completion(
             self.tokens, self.log_probs, text, self.finish, versions, self.cached_tokens, version_starts=starts
         )
+        answer.top_log_probs = self.top
         if self.grammar is not None:
             answer.loss_mask = self.loss_mask
         if self.reports_experts and (experts_TLk := self.experts_between(0, self.length - 1)) is not None:

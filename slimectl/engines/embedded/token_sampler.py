@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.engines.embedded.logit_adjustments import adjustments
-from slimectl.engines.embedded.scheduler import RunningSequence, TopTokens
-from slimectl.types import SamplingParams
+from slimectl.engines.embedded.scheduler import RunningSequence
+from slimectl.types import SamplingParams, TopTokens
 
 SMALLEST = torch.finfo(torch.float32).tiny
 """Lower bound of a token's probability, so that the log of a drawn token stays finite after an underflow."""

@@ -81,8 +81,11 @@ class HttpEngine:
     ) -> Completion:
         """Continue `tokens`; `on_tokens` is called with those of every packet, in another thread.
 
-        Raises SettingsError if they leave no room in the context or for a grammar, BackendError if no server answers.
+        Raises SettingsError if they leave no room in the context, and for a grammar or top_log_probs. Raises
+        BackendError if no server answers.
         """
+        if params.top_log_probs:
+            raise SettingsError("the likeliest tokens in place of each token need engine.backend = embedded")
         if params.grammar is not None:
             raise SettingsError(
                 "a grammar needs engine.backend = embedded: the log-probabilities of servers are those after its mask, "

@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
 
+from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server import admin, openai_api, sglang_api, weight_updates
 from slimectl.engines.server.access import ACCESS, GUARD, Access, Guard, admitted
 from slimectl.engines.server.connections import KEEP_ALIVE_S, ConnectionLimiter, counted, raise_descriptor_limit
 from slimectl.engines.server.engine_thread import EngineThread
 from slimectl.engines.server.errors import NOTICES, Notices, error_middleware, line
+from slimectl.engines.server.log_probs import prompt_scores
 from slimectl.engines.server.requests import RequestTable
 from slimectl.engines.server.schema import BODIES, LONGEST_BODY, BodyMemory
 from slimectl.engines.server.state import SERVICE, ServerConfig, Service, Streaming
@@ -74,10 +77,14 @@ ROUTES = {
 }
 
 
+Score = Callable[[list[int], int], Awaitable[Sequence[TokenLogProb]]]
+"""Returns the log-probabilities of a prompt's tokens, with so many of the likeliest ones in the place of each."""
+
+
 class ApiExtension(Protocol):
     """Further APIs over the engine; a path of theirs replaces the server's own."""
 
-    def routes(self, generate: Generate) -> Iterable[tuple[str, str, Handler]]:
+    def routes(self, generate: Generate, score: Score) -> Iterable[tuple[str, str, Handler]]:
         """Return method, path and handler of each route."""
         ...
 
@@ -108,9 +115,11 @@ async def running(
     access_of: dict[object, Access] = {handler: access for handler, _, access in ROUTES.values()}
     app[ACCESS] = access_of
     replaced: set[tuple[str, str]] = set()
-    for method, path, further in extension.routes(service.generate) if extension is not None else ():
-        app.router.add_route(method, path, further)
-        access_of[further] = ASKING
+    score = partial(prompt_scores, service)
+    for method, path, further in extension.routes(service.generate, score) if extension is not None else ():
+        reading = partial(_with_body, further)
+        app.router.add_route(method, path, reading)
+        access_of[reading] = ASKING
         replaced.add((method, path))
     for path, (handler, methods, _) in ROUTES.items():
         for method in methods:
@@ -136,6 +145,13 @@ async def running(
         if extension is not None:
             extension.close()
         service.clean = thread.stop() and not service.groups
+
+
+async def _with_body(handler: Handler, request: web.Request) -> web.StreamResponse:
+    """Call a handler whose body has been read within the limits of the server."""
+    async with request.app[BODIES].body(request) as body:
+        request._read_bytes = body
+    return await handler(request)
 
 
 async def _end_waits(service: Service, longest_s: float) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from slimectl.chats.messages import MessageError
 from slimectl.errors import BackendError, SlimectlError
 from slimectl.stdio import logger
 
@@ -58,7 +59,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         if error.status < 400:
             raise
         return reply(error.status, _http_message(error, request))
-    except (RequestError, SlimectlError) as error:
+    except (RequestError, MessageError, SlimectlError) as error:
         return reply(
             status_of(error), line(error), field=getattr(error, "field", None), kind=getattr(error, "kind", None)
         )

@@ -1,33 +1,18 @@
-"""Log-probabilities of prompts and answers, as OpenAI's API shows them."""
+"""Log-probabilities of the prompts and responses of a server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
-from slimectl.data.chat_responses import chat_log_probs, token_log_prob
-from slimectl.data.growing_text import UNFINISHED
-from slimectl.engines.embedded.detokenizer import TokenBytes
-from slimectl.engines.embedded.scheduler import TopTokens
+from slimectl.data.token_log_probs import TokenLogProb
+from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.requests import RunningAnswer
 from slimectl.engines.server.state import Service
+from slimectl.types import SamplingParams, TopTokens
 
 TOGETHER = 4096
 """Tokens, padding included, per pass; between two passes other requests get their next token."""
-
-
-class TokenLogProb(NamedTuple):
-    """A token's log-probability, None without a context; `top` are the likeliest in its place, if they were asked for.
-
-    A prompt's are at temperature 1, an answer's those with which it was sampled. In a prompt with `top`, `rank` is the
-    number of tokens that are at least as likely.
-    """
-
-    log_prob: float | None
-    token: int
-    top: TopTokens | None = None
-    rank: int | None = None
 
 
 async def prompt_log_probs(
@@ -45,6 +30,15 @@ async def prompt_log_probs(
             scores[i] = [TokenLogProb(None, token) for token in tokens[:1]]
             ranks: Sequence[int | None] = scored.ranks or [None] * len(scored.log_probs)
             scores[i] += map(TokenLogProb, scored.log_probs, tokens[1:], tops, ranks)
+    return scores
+
+
+async def prompt_scores(service: Service, prompt: list[int], top: int) -> list[TokenLogProb]:
+    """Score one prompt. Raises RequestError or SettingsError for one that the engine cannot read."""
+    service.check_ready()
+    engine = service.thread.engine
+    check_prompt(prompt, SamplingParams(max_tokens=1), vocabulary=engine.vocabulary, max_context=engine.max_context)
+    [scores] = await prompt_log_probs(service, [prompt], [0], top=top)
     return scores
 
 
@@ -67,70 +61,3 @@ def answer_log_probs(answer: RunningAnswer, start: int, end: int) -> list[TokenL
     sequence = answer.sequence
     tops: Sequence[TopTokens | None] = sequence.top[start:end] if sequence.top_count else [None] * (end - start)
     return list(map(TokenLogProb, sequence.log_probs[start:end], sequence.tokens[start:end], tops))
-
-
-def ranked_tokens(scores: Sequence[TokenLogProb], vocabulary: TokenBytes, top: int) -> list[Any]:
-    """Return vLLM's `prompt_logprobs`: in place of each token itself and the `top` likeliest, null for the first."""
-
-    def entry(score: TokenLogProb) -> dict[str, Any]:
-        likeliest = [(token, log_prob, i + 1) for i, (token, log_prob) in enumerate((score.top or [])[:top])]
-        ranked = [*likeliest, (score.token, score.log_prob, score.rank)]
-        return {
-            str(token): {"logprob": log_prob, "rank": rank, "decoded_token": vocabulary.text(token)}
-            for token, log_prob, rank in ranked
-        }
-
-    return [None if score.log_prob is None else entry(score) for score in scores]
-
-
-TokenName = Callable[[int], str]
-"""Returns what a client reads as a token: its text, or its id."""
-
-
-def token_by_id(token: int) -> str:
-    """Return the name of a token whose text is broken or taken, or under `return_tokens_as_token_ids`.
-
-    >>> token_by_id(5)
-    'token_id:5'
-    """
-    return f"token_id:{token}"
-
-
-def completion_log_probs(
-    scores: Sequence[TokenLogProb], vocabulary: TokenBytes, *, offset: int, name: TokenName
-) -> dict[str, Any]:
-    """Return the `logprobs` of a completion's choice, whose tokens begin at character `offset` of its text.
-
-    `top_logprobs` has the token itself, too, so that it is never without it; the first token of a prompt has none.
-    """
-    offsets = []
-    for score in scores:
-        offsets.append(offset)
-        offset += len(vocabulary.text(score.token))
-    return {
-        "tokens": [name(score.token) for score in scores],
-        "token_logprobs": [score.log_prob for score in scores],
-        "top_logprobs": [None if score.log_prob is None else _by_name(score, name) for score in scores],
-        "text_offset": offsets,
-    }
-
-
-def _by_name(score: TokenLogProb, name: TokenName) -> dict[str, float | None]:
-    """Map names of tokens to log-probabilities. A token whose text is broken or taken is named by its id."""
-    named: dict[str, float | None] = {}
-    for token, log_prob in [(score.token, score.log_prob), *(score.top or [])]:
-        text = name(token)
-        if token != score.token or not named:
-            named[token_by_id(token) if UNFINISHED in text or text in named else text] = log_prob
-    return named
-
-
-def chat_scores(scores: Sequence[TokenLogProb], vocabulary: TokenBytes, *, name: TokenName) -> dict[str, Any]:
-    """Return the `logprobs` of a chat's choice."""
-
-    def entry(token: int, log_prob: float | None) -> dict[str, Any]:
-        return token_log_prob(name(token), log_prob, vocabulary.of(token))
-
-    return chat_log_probs(
-        [(entry(score.token, score.log_prob), [entry(*pair) for pair in score.top or []]) for score in scores]
-    )

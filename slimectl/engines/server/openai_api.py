@@ -14,10 +14,11 @@ from slimectl.chats.template import TEMPLATE_SETTING
 from slimectl.data.answers import AnswerFormat, format_of
 from slimectl.data.chat import render
 from slimectl.data.chat_responses import CHAT, COMPLETION, ApiKind
+from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError
-from slimectl.engines.server.log_probs import TokenLogProb, prompt_log_probs
+from slimectl.engines.server.log_probs import prompt_log_probs
 from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter, Shown
 from slimectl.engines.server.request_keys import STREAM_OPTIONS
 from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_openai
@@ -282,12 +283,11 @@ async def _respond(
         try:
             first_chunks = form.openings(pending.answers)
             async for answer in pending.growing():
-                chunk = form.delta(answer)  # before anything is sent: meanwhile the answer may end
-                # Not before there is a chunk to send: until then a refusal still has an HTTP status.
-                while first_chunks:
-                    await stream.send(dumped(first_chunks.pop(0)))
-                if chunk is not None:
+                chunks = form.deltas(answer)  # before anything is sent: meanwhile the answer may end
+                # Not before there are tokens: until then a refusal still has an HTTP status.
+                for chunk in (*first_chunks, *chunks):
                     await stream.send(dumped(chunk))
+                first_chunks = []
             if form.shown.usage:
                 await stream.send(dumped(form.last_chunk(pending.answers)))
         except STREAMED as error:

@@ -10,15 +10,15 @@ from typing import Any
 
 from slimectl.data.answers import AnswerFormat, ParsedAnswer
 from slimectl.data.chat_responses import OPENING, ApiKind, assistant_message, call_ids, message_delta, token_usage
-from slimectl.engines.embedded.detokenizer import TokenBytes
-from slimectl.engines.server.log_probs import (
+from slimectl.data.token_bytes import TokenBytes
+from slimectl.data.token_log_probs import (
     TokenLogProb,
-    answer_log_probs,
     chat_scores,
     completion_log_probs,
     ranked_tokens,
     token_by_id,
 )
+from slimectl.engines.server.log_probs import answer_log_probs
 from slimectl.engines.server.requests import RunningAnswer
 
 
@@ -69,6 +69,7 @@ class ChatParser:
 
 
 NO_PARTS = ParsedAnswer("")
+UNFINISHED_CHOICE: Mapping[str, Any] = {"logprobs": None, "finish_reason": None}
 
 
 class ResponseFormatter:
@@ -138,7 +139,7 @@ class ResponseFormatter:
         """Return the first chunks of a stream: the role of a chat, the prompt of a completion that echoes it."""
         chunks: list[dict[str, Any]] = []
         for answer in answers:
-            end: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+            end: dict[str, Any] = dict(UNFINISHED_CHOICE)
             if self._kind.chat:
                 chunks.append(self._chunk({"index": answer.index, "delta": OPENING, **end}, answer))
             elif self._echoes:
@@ -161,21 +162,28 @@ class ResponseFormatter:
     def _echo(self, answer: RunningAnswer) -> Echo:
         return self._echoes[answer.index // self._n] if self._echoes else Echo("")
 
-    def delta(self, answer: RunningAnswer) -> dict[str, Any] | None:
-        """Return the delta of an answer; None while its new tokens have no text yet."""
-        count = answer.count
+    def deltas(self, answer: RunningAnswer) -> list[dict[str, Any]]:
+        """Return the chunks with the new parts of a response. There is none while its new tokens have no text yet.
+
+        Tool calls come before the chunk with the finish reason. The openai client 3.54 ends only calls that it has
+        seen before that chunk.
+        """
+        count, chunks = answer.count, []
         if self._kind.chat:
             new = self._message_delta(answer)
+            if "tool_calls" in new and answer.done:
+                chunks.append(self._chunk({"index": answer.index, "delta": new, **UNFINISHED_CHOICE}, answer))
+                new = {}
             content: dict[str, Any] = {"delta": new or {"content": ""}}
         else:
             text = answer.text()
             new = content = {"text": text[answer.told_text :]}
             answer.told_text = max(answer.told_text, len(text))
         if not any(new.values()) and not answer.done and not (self.shown.log_probs or self.shown.token_ids):
-            return None
+            return []
         choice = self._choice(answer, content, answer.told, count)
         answer.told = count
-        return self._chunk(choice, answer)
+        return [*chunks, self._chunk(choice, answer)]
 
     def _message_delta(self, answer: RunningAnswer) -> dict[str, Any]:
         """Return what is new of the assistant's message; a call is streamed when it is complete."""

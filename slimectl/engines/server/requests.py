@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from slimectl.data.growing_text import before_stop
-from slimectl.engines.embedded.detokenizer import Detokenizer, TokenBytes
+from slimectl.data.token_bytes import TokenBytes
+from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.embedded.scheduler import RunningSequence as Running
 from slimectl.engines.server.engine_thread import EngineThread, LoopNotifier
 from slimectl.engines.server.errors import PAUSED, RequestError

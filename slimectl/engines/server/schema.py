@@ -12,10 +12,11 @@ from typing import Any
 
 from aiohttp import web
 
+from slimectl.chats.request_keys import Keys
 from slimectl.engines.server.connections import Connection
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, line
-from slimectl.engines.server.request_keys import ENDPOINTS, Keys
+from slimectl.engines.server.request_keys import ENDPOINTS
 
 LONGEST_BODY = 32 << 20
 MOST_TOGETHER = 128 << 20
@@ -90,7 +91,7 @@ LARGE = 1 << 20
 async def read(request: web.Request) -> RequestBody:
     """Parse the JSON object in a request's body. An empty body is an empty object.
 
-    Raises RequestError for a body that cannot be read, or that has a key which the endpoint would ignore.
+    Raises RequestError for a body that cannot be read, and MessageError for a key that the endpoint would ignore.
     """
     if request.body_exists and request.content_type not in ("application/json", "application/octet-stream"):
         raise RequestError(f"content type {request.content_type!r} is not application/json", status=415)
@@ -133,7 +134,7 @@ class RequestBody:
         return RequestError(f"{self._at}{name}: {reason}", field=self._at + name)
 
     def check(self, keys: Keys) -> None:
-        """Raise RequestError for a key that would be ignored."""
+        """Raise MessageError for a key that would be ignored."""
         keys.check(self._values, self._at)
 
     def number(self, name: str, default: float, *, low: float, high: float) -> float:

@@ -11,8 +11,9 @@ from typing import Any
 from aiohttp import web
 
 from slimectl.data.routed_experts import decoded
+from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.server.errors import RequestError
-from slimectl.engines.server.log_probs import TokenLogProb, answer_log_probs, prompt_log_probs
+from slimectl.engines.server.log_probs import answer_log_probs, prompt_log_probs
 from slimectl.engines.server.requests import RunningAnswer
 from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_sglang
 from slimectl.engines.server.schema import RequestBody, read

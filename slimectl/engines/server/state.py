@@ -113,8 +113,9 @@ class Service:
         Raises RequestError or SettingsError for a prompt that cannot be continued.
         """
         self.check_ready()
-        rid = uuid.uuid4().hex
-        with self.desk.ask([(tokens, GenerationRequest(params))], [rid], rid=rid) as pending:
+        rid, wish = uuid.uuid4().hex, GenerationRequest(params)
+        await self.prepare_grammars([wish])
+        with self.desk.ask([(tokens, wish)], [rid], rid=rid) as pending:
             if on_tokens is not None:
                 pending.answers[0].sequence.follow(on_tokens)
             [answer] = await pending.finished()

@@ -24,7 +24,7 @@ class PausingRecorder:
         self.recorder = recorder
         self.pause: Callable[[str], None]
 
-    def routes(self, generate: Callable[..., Any]) -> Iterator[Any]:
+    def routes(self, generate: Callable[..., Any], score: Any) -> Iterator[Any]:
         def pausing(report: OnTokens, start: int, tokens: list[int]) -> None:
             if start == 0:
                 self.pause("pause")
@@ -37,7 +37,7 @@ class PausingRecorder:
             completion: Completion = await generate(tokens, params, on_tokens=report)
             return completion
 
-        return self.recorder.routes(generate_and_pause)
+        return self.recorder.routes(generate_and_pause, score)
 
     def close(self) -> None:
         self.recorder.close()
@@ -48,7 +48,9 @@ def test_a_recorded_stream_leaves_while_the_engine_samples_and_ends_with_its_cli
 ) -> None:
     folder, samples = model_dir("llama"), list[Sample]()
     params = SamplingParams(max_tokens=256)
-    recorder = PausingRecorder(SessionRecorder(samples.append, AutoTokenizer.from_pretrained(folder), params, 256))
+    recorder = PausingRecorder(
+        SessionRecorder(AutoTokenizer.from_pretrained(folder), params, 256, write=samples.append)
+    )
     path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "once"}], "max_tokens": 24}
     body |= {"seed": 3, "stop": ["no such text"]}
     with serving(folder, extension=recorder) as server:
