@@ -34,6 +34,7 @@ from slimectl.data.locks import Lock
 from slimectl.data.manifest import file_digest, integrity_error
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.errors import CheckpointError, SettingsError
+from slimectl.model_files import latest_step
 
 STEP = re.compile(r"step_(\d{6,})$")
 
@@ -269,6 +270,8 @@ class RunDir:
         latest = self.path / "latest"
         if latest.is_symlink() and not latest.exists():
             latest.unlink()
+        elif (step := latest_step(self.path)) and not (self.path / step).exists():
+            latest.unlink()
 
     def save(self, number: int, fill: Callable[[Path], None]) -> None:
         """Write a checkpoint of step `number`, then point `latest` to it."""
@@ -276,14 +279,17 @@ class RunDir:
         self.point_latest(self.step(number))
 
     def point_latest(self, checkpoint: Path) -> None:
-        """Point the link `latest` to a checkpoint, unless it does already."""
+        """Let `latest` mean a checkpoint: a link, or a file with its name where the file system has no links."""
         latest = self.path / "latest"
         with storage_errors(latest):
-            if latest.is_symlink() and os.readlink(latest) == checkpoint.name:
+            if latest_step(self.path) == checkpoint.name:
                 return
             staged = self.path / ".tmp-latest"
             staged.unlink(missing_ok=True)
-            staged.symlink_to(checkpoint.name)
+            try:
+                staged.symlink_to(checkpoint.name)
+            except OSError:
+                staged.write_text(f"{checkpoint.name}\n", encoding="utf-8")
             os.replace(staged, latest)
             sync_folder(self.path)
 
