@@ -61,24 +61,30 @@ class ScoreSettings(Section):
     """Write into metadata.explanation what was extracted from where, and why it did or did not match."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Seconds of CPU time that one call may take (of a verifier: one sample) in a worker process. What overran is tried
-    once more while nothing else is graded; past it again, the reward is 0, with metadata.reward_error. Servers, and the
-    programs that `code` runs, have time limits of their own, among their options."""
+    """Seconds of CPU time that one call may take (of a verifier: one sample) in a worker process. A call over the limit
+    is tried once more while nothing else is graded. If it is over the limit again, the reward is 0, with
+    metadata.reward_error. Servers, and the programs that `code` runs, have separate limits among their options. Your
+    own reward functions have no limit unless you set one here or in wall_timeout_s, or set workers."""
 
     wall_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """Seconds on the clock that one call may take, of which a busy machine may take most; 12 times timeout_s where not
-    given, and the waiting times of servers come on top."""
+    """Wall-clock seconds that one call may take, of which a busy machine may take most. The default is 12 times
+    timeout_s. The time limits of servers, and of programs that `code` runs, are added."""
 
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Worker processes; 0 grades in this process, without the time limits. Where not given: one for each core, at most
-    4, for verifiers that do symbolic mathematics or run programs, also where only a prompt names one
-    (metadata.rm_type); this process for the others."""
+    """Worker processes. 0 grades in this process, without the time limits. The default is one for each core, at most 4,
+    for verifiers that do symbolic mathematics or run programs, also where only a prompt names one (metadata.rm_type),
+    and for your own functions if you set a time limit. Others are graded in this process."""
 
     @property
     def own_functions(self) -> list[str]:
         """Paths of your own reward functions."""
         parts = [str(part["path"]) for part in self.rm if "path" in part and "type" not in part]
         return [self.custom_rm_path] if self.custom_rm_path else parts
+
+    @property
+    def limits_calls(self) -> bool:
+        """Whether a time limit other than the default is set."""
+        return self.wall_timeout_s is not None or self.timeout_s != type(self).model_fields["timeout_s"].default
 
     @property
     def wall_limit_s(self) -> float:
