@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
@@ -83,11 +84,17 @@ def write_folder(
 
 
 def _sign(staged: Path, hashes: Mapping[str, Digest], manifest_fields: dict[str, Any]) -> None:
-    """Sync every file of a staging folder to disk and list it in the manifest."""
+    """Sync every file of a staging folder to disk and list it in the manifest.
+
+    Files get the mode that the umask gives to new ones: safetensors 0.8 and huggingface_hub make theirs 0600.
+    """
     (staged / RESUME).unlink(missing_ok=True)
+    mode = stat.S_IMODE((staged / STAGED).stat().st_mode)
     files = {}
     for file in sorted(path for path in staged.rglob("*") if path.is_file() and path != staged / STAGED):
         with file.open("rb+") as handle:
+            with suppress(OSError):  # a file system without modes
+                os.fchmod(handle.fileno(), mode)
             os.fsync(handle.fileno())
         name = str(file.relative_to(staged))
         algorithm, digest = hashes.get(name) or file_digest(file)
@@ -267,10 +274,8 @@ class RunDir:
         for staged in [*self.path.glob(".tmp-*"), *self.path.glob("reference/.tmp-*")]:
             if ownership.TEMPORARY.fullmatch(staged.name):
                 ownership.remove_staged(staged)  # its empty folders
-        latest = self.path / "latest"
-        if latest.is_symlink() and not latest.exists():
-            latest.unlink()
-        elif (step := latest_step(self.path)) and not (self.path / step).exists():
+        latest, step = self.path / "latest", latest_step(self.path)
+        if (latest.is_symlink() and not latest.exists()) or (step and not (self.path / step).exists()):
             latest.unlink()
 
     def save(self, number: int, fill: Callable[[Path], None]) -> None:

@@ -77,7 +77,7 @@ class Outcome:
 
 
 def longest_s(timeout_s: float) -> float:
-    """Return the most seconds by the clock that programs with this limit on CPU time may take, start and end included."""
+    """Return the wall-clock limit of programs with this limit on CPU time, start and end included."""
     return STARTING_S + WALL_FACTOR * timeout_s + ENDING_S
 
 

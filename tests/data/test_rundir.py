@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,18 @@ def test_a_written_folder_is_whole_and_a_changed_byte_is_seen(tmp_path: Path):
     assert integrity_error(tmp_path / "step") == "policy/weights has 3 bytes, not 4"
     (tmp_path / "step" / "policy" / "weights").unlink()
     assert integrity_error(tmp_path / "step") == "policy/weights is missing"
+
+
+def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path):
+    def private(staged: Path) -> None:  # as safetensors and huggingface_hub write
+        (staged / "weights").touch(mode=0o600)
+
+    before = os.umask(0o027)
+    try:
+        write_folder(tmp_path / "step", private)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "step" / "weights").stat().st_mode) == 0o640
 
 
 def test_a_full_disk_leaves_nothing_under_the_final_name_and_keeps_the_old(tmp_path: Path):
