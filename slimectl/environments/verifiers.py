@@ -89,10 +89,10 @@ def _check_version(installed: str) -> None:
     """Raise BackendError unless this adapter fits the package: 0.4 has other environments, and 0.2 no clients."""
     parts = [int(part) for part in re.findall(r"\d+", installed)[:2]]
     if parts != [0, 3]:
-        other = "Its environments (verifiers.v1) start a program for every task. " if parts > [0, 3] else ""
+        other = " Its environments (verifiers.v1) start a program for every task." if parts > [0, 3] else ""
         raise BackendError(
-            f"rollout.env: verifiers {installed} in {sys.executable}: slimectl runs environments of verifiers 0.3. {other}"
-            "Run: pip install 'verifiers>=0.3.1,<0.4', or name a Python that has it in rollout.env_python"
+            f"rollout.env: verifiers {installed} in {sys.executable}: slimectl runs environments of verifiers 0.3."
+            f"{other} Run: pip install 'verifiers>=0.3.1,<0.4', or name a Python that has it in rollout.env_python"
         )
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from slimectl.errors import StorageError
+from slimectl.transport import shared_memory
 from slimectl.transport.shared_memory import FOLDER, PREFIX, SharedMemoryFile, remove_orphans
 
 OWNER = """
@@ -63,3 +65,10 @@ def test_what_is_no_block_stays(tmp_path: Path):
     finally:
         link.unlink()
         pipe.unlink()
+
+
+def test_a_folder_that_is_mounted_read_only_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    # Root, which tests may be, may write everywhere else: what access(2) answers for a read-only mount.
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm")
+    with pytest.raises(StorageError, match=r"^/dev/shm: Read-only file system\. .* or set sync\.transport=disk$"):
+        shared_memory.check_writable()
