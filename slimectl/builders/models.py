@@ -6,7 +6,7 @@ import datetime
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -222,7 +222,9 @@ def _without_panics() -> Iterator[None]:
             os.dup2(saved_stderr, 2)
             if not panicked:
                 captured.seek(0)
-                os.write(2, captured.read())
+                if text := captured.read():
+                    with suppress(OSError):  # stderr is on a full disk
+                        os.write(2, text)
 
 
 def context_length(settings: Settings, folder: Path) -> int | None:
