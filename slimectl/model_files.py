@@ -214,16 +214,40 @@ def trainer_folder(model: Path) -> Path:
 
 def policy_folder(path: Path) -> Path:
     """Return the policy of a checkpoint of a run, or of the newest one if `path` is the run; else `path` itself."""
+    path = follow_latest(path)
     if (path / "policy" / "config.json").exists():
         return path / "policy"
-    newest = path / _latest_step(path) / "policy"
+    newest = path / (latest_step(path) or ".") / "policy"
     return newest if (newest / "config.json").exists() and not (path / "config.json").exists() else path
 
 
-def _latest_step(run: Path) -> str:
-    """Return the name of the checkpoint to which the link `latest` of a run points; "." if there is none."""
+def latest_step(run: Path) -> str | None:
+    """Return the name of the checkpoint that `latest` of a run means; None if there is none.
+
+    `latest` is a link, or a file with the name on a file system without links.
+    """
+    latest = run / "latest"
     try:
-        name = os.readlink(run / "latest")
+        name = os.readlink(latest) if latest.is_symlink() else _first_line(latest)
     except OSError:
-        return "."
-    return name if re.fullmatch(r"step_\d+", name) else "."  # no link leads out of the run
+        return None
+    return name if re.fullmatch(r"step_\d+", name) else None  # no link leads out of the run
+
+
+def _first_line(file: Path) -> str:
+    if not file.is_file():
+        return ""
+    with file.open("rb") as text:
+        return text.readline(100).decode(errors="replace").rstrip("\n")
+
+
+def follow_latest(path: Path) -> Path:
+    """Return a path in which a `latest` that is a file is replaced by the checkpoint that it names.
+
+    The system follows links itself.
+    """
+    for depth, part in enumerate(path.parts):
+        run = Path(*path.parts[:depth])
+        if part == "latest" and not (run / part).is_symlink() and (step := latest_step(run)):
+            return run.joinpath(step, *path.parts[depth + 1 :])
+    return path

@@ -22,6 +22,7 @@ from slimectl.agents.session import Session, SessionLimits, reward_value
 from slimectl.data.chat import chat_of
 from slimectl.errors import HookError
 from slimectl.redaction import redact_text
+from slimectl.transport.loopback import without_proxy
 from slimectl.types import Sample, SamplingParams, Status
 
 TICK_S = 0.05
@@ -193,13 +194,12 @@ def agent_environment(address: str, folder: Path, model: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLIMECTL_")}
     key = address.rpartition("/")[2]
     name = "policy" if model == "*" else model
-    no_proxy = ",".join(filter(None, (inherited.get("NO_PROXY") or inherited.get("no_proxy"), "127.0.0.1")))
     return inherited | {
         "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_BASE": f"{address}/v1", "OPENAI_API_KEY": key,
         "OPENAI_MODEL": name, "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "ANTHROPIC_BASE_URL": address, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": name,
         "SLIMECTL_SESSION_URL": address, "SLIMECTL_MODEL": name, "SLIMECTL_TASK": str(folder / "task.json"),
-        "NO_PROXY": no_proxy, "no_proxy": no_proxy,
+        **without_proxy(inherited),
     }  # fmt: skip
 
 

@@ -19,7 +19,14 @@ from slimectl.data.hugging_face import hub_name, or_fetch, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missing_library
-from slimectl.model_files import adapter_remedy, check_model_files, policy_folder, read_json, trainer_folder
+from slimectl.model_files import (
+    adapter_remedy,
+    check_model_files,
+    follow_latest,
+    policy_folder,
+    read_json,
+    trainer_folder,
+)
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
@@ -37,7 +44,7 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
         remedies = {"algorithm.opd_teacher_load": "name the teacher's, or its servers by algorithm.opd_teacher_url"}
         remedy = remedies.get(setting, "add --model DIR, a Hugging Face checkpoint directory")
         raise SettingsError(f"{setting}: no model is given; {remedy}")
-    folder = Path(path)
+    folder = follow_latest(Path(path))
     if is_gguf(path):
         raise CheckpointError(f"{path}: is a GGUF; convert it first: slimectl convert {path} DIR --to hf")
     if not folder.exists():

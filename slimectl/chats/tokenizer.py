@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -229,7 +229,9 @@ def without_panics() -> Iterator[None]:
             os.dup2(saved_stderr, 2)
             if not panicked:
                 captured.seek(0)
-                os.write(2, captured.read())
+                if text := captured.read():
+                    with suppress(OSError):  # stderr is on a full disk
+                        os.write(2, text)
 
 
 def _first_line(error: BaseException) -> str:

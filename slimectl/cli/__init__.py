@@ -11,7 +11,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from slimectl import stdio
     from slimectl.cli.signals import end_at_once, end_by_signals
-    from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, StorageError
+    from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, SettingsError, StorageError
 
     stdio.protect()
     stdio.log_to_stderr()
@@ -23,6 +23,12 @@ def main() -> None:
             print_candidates(app, shell, os.environ.get("_SLIMECTL_LINE", ""))
             return
         end_by_signals()
+        if sys.flags.optimize > 1:
+            stdio.say(
+                "slimectl: Python runs with PYTHONOPTIMIZE=2 (-OO), which removes the docstrings that transformers and "
+                "the help need. Unset PYTHONOPTIMIZE, or set it to 1"
+            )
+            sys.exit(SettingsError.exit_code)
         from slimectl.cli.app import app
 
         try:  # the help is written outside of every command

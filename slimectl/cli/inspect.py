@@ -10,6 +10,7 @@ import typer
 from slimectl.cli import tokens
 from slimectl.cli.options import SETTINGS, AsJson, CommonOptions, with_options
 from slimectl.errors import SettingsError
+from slimectl.model_files import follow_latest
 
 
 @with_options("paths rows condition sort prompt follow diff explain color_by mask model", SETTINGS, "as_json")
@@ -67,6 +68,7 @@ def inspect(
     )
     if mask and as_json:
         raise SettingsError("--mask and --json exclude each other; a sample's mask is its loss_mask in --json")
+    paths = [follow_latest(path) for path in paths]
     path = paths[0]
     selection = inspect_samples.Selection(rows, condition, sort, color_by, as_json, explain, options.model)
     if mask:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import SettingsError
+from slimectl.model_files import latest_step
 from slimectl.registry import TRACKERS
 
 MANIFEST = "manifest.json"
@@ -122,14 +123,14 @@ def _holds_records(file: Path) -> bool:
 
 
 def refuse_links(folder: Path, reason: str, *, only: Collection[str] | None = None) -> None:
-    """Raise SettingsError if an entry that a run writes is a link; only `latest` must be one."""
+    """Raise SettingsError if an entry that a run writes is a link; only `latest` may be one."""
     for child in sorted(folder.iterdir()):
         ours = RUN_NAMES.fullmatch(child.name) if only is None else child.name in only
         if ours and child.is_symlink():
             raise SettingsError(f"{child}: is a link, so {reason}; put the thing itself there, or move it away")
     latest = folder / "latest"
-    if os.path.lexists(latest) and not latest.is_symlink():
-        raise SettingsError(f"{latest}: is not the link that slimectl makes, so {reason}; move it away")
+    if os.path.lexists(latest) and not latest.is_symlink() and latest_step(folder) is None:
+        raise SettingsError(f"{latest}: is not what slimectl writes there, so {reason}; move it away")
 
 
 def file_size(file: Path) -> int:

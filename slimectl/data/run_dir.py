@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
@@ -34,7 +35,7 @@ from slimectl.data.locks import Lock
 from slimectl.data.manifest import file_digest, integrity_error
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.model_files import TRAINER_STATE
+from slimectl.model_files import TRAINER_STATE, latest_step
 
 STEP = re.compile(r"step_(\d{6,})$")
 
@@ -83,11 +84,17 @@ def write_folder(
 
 
 def _sign(staged: Path, hashes: Mapping[str, Digest], manifest_fields: dict[str, Any]) -> None:
-    """Sync every file of a staging folder to disk and list it in the manifest."""
+    """Sync every file of a staging folder to disk and list it in the manifest.
+
+    Files get the mode that the umask gives to new ones: safetensors 0.8 and huggingface_hub make theirs 0600.
+    """
     (staged / RESUME).unlink(missing_ok=True)
+    mode = stat.S_IMODE((staged / STAGED).stat().st_mode)
     files = {}
     for file in sorted(path for path in staged.rglob("*") if path.is_file() and path != staged / STAGED):
         with file.open("rb+") as handle:
+            with suppress(OSError):  # a file system without modes
+                os.fchmod(handle.fileno(), mode)
             os.fsync(handle.fileno())
         name = str(file.relative_to(staged))
         algorithm, digest = hashes.get(name) or file_digest(file)
@@ -267,8 +274,8 @@ class RunDir:
         for staged in [*self.path.glob(".tmp-*"), *self.path.glob("reference/.tmp-*")]:
             if ownership.TEMPORARY.fullmatch(staged.name):
                 ownership.remove_staged(staged)  # its empty folders
-        latest = self.path / "latest"
-        if latest.is_symlink() and not latest.exists():
+        latest, step = self.path / "latest", latest_step(self.path)
+        if (latest.is_symlink() and not latest.exists()) or (step and not (self.path / step).exists()):
             latest.unlink()
 
     def save(self, number: int, fill: Callable[[Path], None]) -> None:
@@ -277,14 +284,17 @@ class RunDir:
         self.point_latest(self.step(number))
 
     def point_latest(self, checkpoint: Path) -> None:
-        """Point the link `latest` to a checkpoint, unless it does already."""
+        """Let `latest` mean a checkpoint: a link, or a file with its name where the file system has no links."""
         latest = self.path / "latest"
         with storage_errors(latest):
-            if latest.is_symlink() and os.readlink(latest) == checkpoint.name:
+            if latest_step(self.path) == checkpoint.name:
                 return
             staged = self.path / ".tmp-latest"
             staged.unlink(missing_ok=True)
-            staged.symlink_to(checkpoint.name)
+            try:
+                staged.symlink_to(checkpoint.name)
+            except OSError:
+                staged.write_text(f"{checkpoint.name}\n", encoding="utf-8")
             os.replace(staged, latest)
             sync_folder(self.path)
 

@@ -10,7 +10,6 @@ import selectors
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ from slimectl.environments.port import Action, Observation, Task
 from slimectl.errors import BackendError
 from slimectl.redaction import redact_text
 from slimectl.stdio import logger
+from slimectl.transport.loopback import bypass_proxies, scratch_folder
 
 START = (
     "import sys, types; package = types.ModuleType('slimectl'); package.__path__ = [sys.argv[1]]; "
@@ -87,7 +87,8 @@ class EnvironmentHost:
 
     def _start(self) -> None:
         specification = self.specification
-        self._folder = Path(tempfile.mkdtemp(prefix="slimectl-env-"))
+        self._folder = scratch_folder("slimectl-env-")
+        bypass_proxies()
         python = specification.python or sys.executable
         command = [python, "-c", START, str(Path(slimectl.__file__).parent), str(self._folder / "socket")]
         try:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from slimectl.environments.port import Action, Environment, Observation, Task
+from slimectl.errors import BackendError
 
 CONTEXT_FULL = "This model's maximum context length is used up."
 """The words by which the library recognises that a chat is too long; it then scores what there is."""
@@ -25,6 +29,7 @@ class Verifiers(Environment):
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
         import verifiers
 
+        _check_version(version("verifiers"))
         self._env = verifiers.load_environment(target, **arguments)
         if self._env.requires_group_rollouts:
             raise ValueError("its rubric compares rollouts of a group, and episodes are scored one by one")
@@ -78,6 +83,17 @@ class Verifiers(Environment):
         metrics = {name: value for name, value in (output.get("metrics") or {}).items() if value is not None}
         info = {"metrics": metrics, "stop_condition": output.get("stop_condition")}
         return Observation(rewards={0: float(output["reward"])}, is_done=True, info=info)
+
+
+def _check_version(installed: str) -> None:
+    """Raise BackendError unless this adapter fits the package: 0.4 has other environments, and 0.2 no clients."""
+    parts = [int(part) for part in re.findall(r"\d+", installed)[:2]]
+    if parts != [0, 3]:
+        other = " Its environments (verifiers.v1) start a program for every task." if parts > [0, 3] else ""
+        raise BackendError(
+            f"rollout.env: verifiers {installed} in {sys.executable}: slimectl runs environments of verifiers 0.3."
+            f"{other} Run: pip install 'verifiers>=0.3.1,<0.4', or name a Python that has it in rollout.env_python"
+        )
 
 
 class _Request:

@@ -29,6 +29,7 @@ from slimectl.executors.child_processes import (
 )
 from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
 from slimectl.protocols import Serve
+from slimectl.transport.loopback import short_temporary_folders
 
 GRACE_S = 10.0
 """Seconds that ranks get to answer after another has failed, or to exit after a request to."""
@@ -148,7 +149,7 @@ class LocalRanks(RankGroupBase):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._processes = []
-        with _no_main_without_file(), blocked_in_helpers():
+        with _no_main_without_file(), blocked_in_helpers(), short_temporary_folders():
             for rank in range(ranks):
                 seat = RankInfo(rank, ranks, LOCALHOST, self._store.port, local=rank, neighbours=ranks, device=rank)
                 driver_pipe, rank_pipe = context.Pipe()

@@ -14,7 +14,7 @@ from slimectl.rewards.extraction import UNCLOSED
 from slimectl.rewards.fences import Block, find_program, is_python
 from slimectl.rewards.thoughts import answer_start
 from slimectl.sandbox.program import SET
-from slimectl.sandbox.runner import Limits, Outcome, run_program
+from slimectl.sandbox.runner import Limits, Outcome, longest_s, run_program
 from slimectl.types import Sample
 
 MAX_PROGRAM = 100_000
@@ -52,7 +52,7 @@ class Code(Verifier):
     data, or as a proxy that the program answers for, and are compared there. A value that cannot cross fails the test.
 
     `timeout_s` and `test_timeout_s` are CPU seconds of all tests together and of one test. By the wall clock ten times
-    as long may pass. Keep ten times `timeout_s` below score.wall_timeout_s, or else the whole sample gets 0.
+    as long may pass, which is added to score.wall_timeout_s.
     Raises RecordError for malformed tests, and BackendError if no sandbox is available.
     """
 
@@ -74,6 +74,10 @@ class Code(Verifier):
     @property
     def slow(self) -> bool:
         return True
+
+    @property
+    def patience_s(self) -> float:
+        return longest_s(self.timeout_s)
 
     def explain(self, sample: Sample) -> Grade:
         tests = _parse_tests(sample)

@@ -48,10 +48,13 @@ class RewardFunction(Protocol):
 
 
 class UserFunction(Verifier):
-    """Grades with a user's function. It gets up to `batch_size` samples, or all siblings with `group_rm`."""
+    """Grades with a user's function. It gets up to `batch_size` samples, or all siblings with `group_rm`.
 
-    def __init__(self, function: RewardFunction, *, batch_size: int, group_rm: bool) -> None:
-        self.function = function
+    A function with time limits (`limited`) is graded in worker processes, unless it is asynchronous.
+    """
+
+    def __init__(self, function: RewardFunction, *, batch_size: int, group_rm: bool, limited: bool = False) -> None:
+        self.function, self._limited = function, limited
         self._most = sys.maxsize if group_rm else batch_size
         self._lock = threading.Lock()
 
@@ -66,6 +69,10 @@ class UserFunction(Verifier):
     @property
     def is_async(self) -> bool:
         return self.function.is_async
+
+    @property
+    def slow(self) -> bool:
+        return self._limited and not self.is_async
 
     @property
     def together(self) -> int:

@@ -22,6 +22,7 @@ from slimectl.planner.search import USABLE
 from slimectl.planner.workload import Run, parameters, sized
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
+from slimectl.transport import shared_memory
 
 PROMPT_TOKENS = 512
 """Tokens of a prompt where no setting bounds them."""
@@ -92,6 +93,8 @@ def disk(settings: Settings) -> str:
     """Compare the checkpoints that a run keeps with the space that is free. Raises StorageError if they do not fit."""
     for setting, folder in _written_folders(settings):
         check_folder(setting, folder)
+    if settings.uses_servers and settings.sync.transport == "tensor":
+        shared_memory.check_writable()
     free = free_space(Path(settings.run.dir))
     model = _planned_model(settings)
     if model is None:

@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ START = (
 """Starts the jail from its own files, without what slimectl's packages import."""
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+INSTALLATION = ("bin", "lib", "lib64", "include", "pyvenv.cfg")
+"""What belongs to Python below its prefix."""
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
@@ -71,6 +74,11 @@ class Outcome:
     stdout: str = ""
     error: str = ""
     report: dict[str, Any] | None = None
+
+
+def longest_s(timeout_s: float) -> float:
+    """Return the wall-clock limit of programs with this limit on CPU time, start and end included."""
+    return STARTING_S + WALL_FACTOR * timeout_s + ENDING_S
 
 
 def run_program(
@@ -251,9 +259,15 @@ def _read(pipes: dict[int, int], seconds: float) -> list[bytes]:
 
 
 def readable_paths() -> list[str]:
-    """Return what the interpreter needs: itself, its libraries, its packages; no path inside an earlier one."""
+    """Return what the interpreter needs: itself, its libraries, its packages; no path inside an earlier one.
+
+    Of an installation only its own folders: a virtual environment may be the user's project folder.
+    """
+    prefixes = (sys.base_prefix, sys.prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
+    parts = (os.path.join(prefix, part) for prefix in prefixes for part in INSTALLATION)
+    libraries = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
     readable: list[str] = []
-    for path in (*SYSTEM, sys.base_prefix, sys.prefix, os.path.dirname(os.path.realpath(sys.executable))):
+    for path in (*SYSTEM, *parts, *libraries):
         inside = any(path == parent or path.startswith(parent + "/") for parent in readable)
         if os.path.lexists(path) and not inside and path != "/":
             readable.append(path)

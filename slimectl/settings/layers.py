@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ from slimectl.settings.root import Settings
 from slimectl.stdio import LOG_LEVEL
 
 PREFIX = "SLIMECTL_"
+SERVICE_LINK = re.compile(
+    r"(?!SLIMECTL_CUSTOM_)\w+_(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=.*|=\w+://.*))",
+    re.S,
+)
+"""Variables that Kubernetes and Docker set in every container for a service whose name begins with slimectl."""
 Values = dict[str, dict[str, Any]]
 
 
@@ -32,6 +38,12 @@ class Layer:
     origin: str
     values: Values
     is_recipe: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variable of each dotted key."""
+
+    def place(self, name: str) -> str:
+        """Return where the layer sets a dotted key, for messages."""
+        return f"environment variable {self.variables[name]}" if name in self.variables else self.origin
 
 
 def read_layers(readers: Iterable[Callable[[], Layer]]) -> tuple[list[Layer], list[str]]:
@@ -104,18 +116,22 @@ def _yaml(text: str) -> Any:
 def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
     """Read every environment variable SLIMECTL_SECTION_KEY=value; the section is the longest known one.
 
+    Variables that Kubernetes sets for a service named slimectl are ignored.
+
     >>> from_environment({"SLIMECTL_SFT_WARMUP_MAX_STEPS": "5"}).values
     {'sft_warmup': {'max_steps': 5}}
     """
     known_sections = [*Settings.model_fields, *aliases.SECTIONS]
     values: Values = {}
+    variables: dict[str, str] = {}
     for name, text in sorted(environ.items()):
-        if name.startswith(PREFIX) and name != LOG_LEVEL:
+        if name.startswith(PREFIX) and name != LOG_LEVEL and not SERVICE_LINK.fullmatch(f"{name}={text}"):
             words = name[len(PREFIX) :].lower()
             section = _longest(known_sections, words) or _longest(section_names(), words) or words.partition("_")[0]
             if key := words[len(section) + 1 :]:
                 values.setdefault(section, {})[key] = parse_value(text)
-    return Layer("environment", values)
+                variables[f"{section}.{key}"] = name
+    return Layer("environment", values, variables=variables)
 
 
 def _longest(sections: Iterable[str], words: str) -> str | None:

@@ -202,7 +202,7 @@ def _unknown_key(name: str, keys_by_section: dict[str, list[str]], layer: Layer)
     names = [f"{section}.{key}" for section, keys in keys_by_section.items() for key in keys]
     near = suggestion(name, names + aliases.old_names(keys_by_section), elsewhere=setting_names())
     hint = f"did you mean {near}?" if near else "`slimectl settings show` lists all"
-    return f"{name}: unknown setting ({layer.origin}); {hint}"
+    return f"{name}: unknown setting ({layer.place(name)}); {hint}"
 
 
 def _error_lines(error: ValidationError, origins: dict[str, str], prefix: tuple[str, ...] = ()) -> dict[str, str]:

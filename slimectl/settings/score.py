@@ -63,22 +63,28 @@ class ScoreSettings(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """CPU time limit in seconds of one call in a worker process (of a verifier: one sample). A call that exceeds it is
     retried once, alone. If it times out again, the reward is 0, with metadata.reward_error. Servers, and the programs
-    that `code` runs, have their own limits among their options."""
+    that `code` runs, have their own limits among their options. Your own reward functions have no limit unless you set
+    one here or in wall_timeout_s, or set workers."""
 
     wall_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """Wall-clock limit in seconds of one call, for busy machines. Default: 12 times timeout_s. Waiting times of servers
-    are added."""
+    """Wall-clock limit in seconds of one call, for busy machines. Default: 12 times timeout_s. The time limits of
+    servers, and of programs that `code` runs, are added."""
 
     workers: Annotated[int, Field(ge=0)] | None = None
     """Worker processes. 0 grades in this process, without the time limits. Default: one per core, at most 4, for
-    verifiers that do symbolic mathematics or run programs, even if only a prompt names one (metadata.rm_type).
-    Otherwise this process."""
+    verifiers that do symbolic mathematics or run programs, even if only a prompt names one (metadata.rm_type), and for
+    your own functions if you set a time limit. Otherwise this process."""
 
     @property
     def own_functions(self) -> list[str]:
         """Paths of your own reward functions."""
         parts = [str(part["path"]) for part in self.rm if "path" in part and "type" not in part]
         return [self.custom_rm_path] if self.custom_rm_path else parts
+
+    @property
+    def limits_calls(self) -> bool:
+        """Whether a time limit other than the default is set."""
+        return self.wall_timeout_s is not None or self.timeout_s != type(self).model_fields["timeout_s"].default
 
     @property
     def wall_limit_s(self) -> float:

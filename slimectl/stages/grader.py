@@ -159,9 +159,9 @@ class Grader:
                 self._user_reward_at(score.custom_rm_path)
             elif score.rm_type:
                 self._verifier(score.rm_type)
-        named = [self._sum] if self._sum else self._verifiers.values()
+        named = [self._sum] if self._sum else [*self._verifiers.values(), *self._user_rewards.values()]
         # Of the settings' verifiers only: those that prompts name are not known yet.
-        self.slow = not score.custom_rm_path and any(verifier.slow for verifier in named)
+        self.slow = any(verifier.slow for verifier in named)
 
     def _settings_sum(self) -> WeightedSum | None:
         """Return the sum that score.rm describes, or None."""
@@ -337,7 +337,8 @@ class Grader:
             raise SettingsError(f"{source}: this grader cannot load your functions. Build it with builders.reward.")
         score = self.settings.score
         function = self._load_function(source, self.settings, setting)
-        return UserFunction(function, batch_size=score.batch_size, group_rm=score.group_rm)
+        limited = score.limits_calls and setting != ARGUMENT
+        return UserFunction(function, batch_size=score.batch_size, group_rm=score.group_rm, limited=limited)
 
     def _verifier(self, rm_type: str) -> Verifier:
         if rm_type not in self._verifiers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -10,6 +11,8 @@ import sys
 from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+
+from slimectl.errors import StorageError
 
 FOLDER = Path("/dev/shm")
 PREFIX = "slimectl_"
@@ -62,6 +65,19 @@ def remove_orphans() -> None:
                         path.unlink()
                 finally:
                     os.close(lock)
+
+
+def check_writable() -> None:
+    """Raise StorageError where no block can be created, as where the folder is mounted read-only."""
+    if FOLDER.is_dir() and not os.access(FOLDER, os.W_OK):
+        raise unwritable(os.strerror(errno.EROFS))
+
+
+def unwritable(reason: str) -> StorageError:
+    """Return the error for shared memory in which no block can be created."""
+    return StorageError(
+        f"{FOLDER}: {reason}. Weights reach engines through it. Mount it writable, or set sync.transport=disk"
+    )
 
 
 def free_bytes() -> int:

@@ -116,6 +116,16 @@ def test_help_builds_no_settings_and_imports_no_torch():
     assert {"torch", "transformers", "ray", "pydantic", "slimectl.settings"} & set(result.stdout.split()) == set()
 
 
+def test_python_without_docstrings_is_refused_in_one_line():
+    command = [sys.executable, "-OO", "-m", "slimectl", "settings", "explain", "train.lr"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "slimectl: Python runs with PYTHONOPTIMIZE=2 (-OO), which removes the docstrings that transformers and "
+        "the help need. Unset PYTHONOPTIMIZE, or set it to 1\n"
+    )
+
+
 def test_dry_run_checks_everything_prints_what_differs_from_the_defaults_and_touches_nothing(workshop: Workshop):
     before = sorted(workshop.folder.rglob("*"))
     checks, _, settings = workshop.slimectl("run", "--dry-run", "-s", "train.lr=0.5").decode().partition("\n\n")

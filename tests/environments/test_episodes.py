@@ -22,7 +22,8 @@ from slimectl.builders.data import prompts
 from slimectl.environments.agent import EnvironmentAgent, EnvironmentOptions, specification_of
 from slimectl.environments.episode import EnvironmentHost, OutputTail
 from slimectl.environments.port import EVALUATION_SEEDS
-from slimectl.errors import RecordError, SettingsError, SlimectlError
+from slimectl.environments.verifiers import _check_version
+from slimectl.errors import BackendError, RecordError, SettingsError, SlimectlError
 from slimectl.types import Sample, SamplingParams, Status
 
 GAMES = str(Path(__file__).parent / "games.py")
@@ -281,3 +282,18 @@ def test_tasks_that_are_not_there_are_refused_in_one_line():
     ):
         with pytest.raises(SettingsError, match=message):
             load_settings(None, values)
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("0.4.0", r"start a program for every task\. "),
+        ("1.0.0rc1", r"start a program for every task\. "),
+        ("0.2.7", ""),
+    ],
+)
+def test_a_version_of_verifiers_with_other_environments_is_named(version: str, reason: str):
+    line = rf"verifiers {version} in .*: slimectl runs environments of verifiers 0\.3\. .*{reason}Run: pip install"
+    with pytest.raises(BackendError, match=line):
+        _check_version(version)
+    _check_version("0.3.1")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import site
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
-from sandboxes import needs_sandbox, run, run_as
+from sandboxes import PATIENT, ROOT, RUN_JOB, needs_sandbox, run, run_as
 
 from slimectl.sandbox.processes import clear_folder
 from slimectl.sandbox.runner import Outcome
@@ -309,6 +312,26 @@ def test_files_of_a_case_are_gone_for_the_next_whatever_they_are():
     mounted = {path.parts[2] for path in map(Path, (sys.prefix, sys.base_prefix)) if path.is_relative_to("/tmp")}
     outputs = [outcome.stdout for outcome in run(program, {"input": ""}, {"input": ""})]
     assert outputs == [f"{sorted([case, *mounted])} []\n" for case in "01"]
+
+
+@needs_sandbox
+def test_a_program_sees_of_a_project_that_is_a_virtual_environment_only_python(tmp_path: Path):
+    project = tmp_path / "my project"  # below /tmp, as a rule, and with a blank
+    venv.create(project, symlinks=True)
+    for place in (project / "answers.jsonl", project / "data" / "labels", tmp_path / "mine" / "thesis"):
+        place.parent.mkdir(exist_ok=True)
+        place.write_text("42")
+    program = (
+        f"import os, sys\nprint(sys.prefix)\nprint(sorted(os.listdir({str(project)!r})), "
+        f"os.listdir({str(tmp_path)!r}), os.path.exists(sys.prefix + '/bin/python'))"
+    )
+    job = json.dumps([program, [{"input": ""}], PATIENT, False, True])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *site.getsitepackages()])}
+    command = [project / "bin" / "python", "-c", RUN_JOB]
+    result = subprocess.run(command, input=job, env=environment, capture_output=True, text=True, check=True)
+    (outcome,) = json.loads(result.stdout)
+    own = sorted({"bin", "include", "lib", "lib64", "pyvenv.cfg"} & set(os.listdir(project)))
+    assert outcome["stdout"].splitlines() == [str(project), f"{own} ['my project'] True"]
 
 
 @needs_sandbox

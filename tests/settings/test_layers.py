@@ -35,6 +35,27 @@ def test_later_layers_win_and_every_key_names_its_origin(tmp_path: Path):
     assert found.origins["train.weight_decay"] == "default"
 
 
+def test_variables_of_a_kubernetes_service_named_slimectl_are_no_settings():
+    # Kubernetes, "Discovering services": seven variables for each port, SVC_SERVICE_PORT_NAME for a named one.
+    links = """
+        SLIMECTL_SERVICE_HOST=10.43.1.39 SLIMECTL_SERVICE_PORT=8000 SLIMECTL_SERVICE_PORT_HTTP=8000
+        SLIMECTL_PORT=tcp://10.43.1.39:8000 SLIMECTL_PORT_8000_TCP=tcp://10.43.1.39:8000
+        SLIMECTL_PORT_8000_TCP_PROTO=tcp SLIMECTL_PORT_8000_TCP_PORT=8000 SLIMECTL_PORT_8000_TCP_ADDR=10.43.1.39
+        SLIMECTL_PORT_53_UDP=udp://10.43.1.39:53 SLIMECTL_TRAIN_PORT=tcp://10.43.1.40:80 SLIMECTL_TRAIN_SERVICE_HOST=a
+    """
+    environment = dict(line.split("=", 1) for line in links.split())
+    own = {"SLIMECTL_TRAIN_LR": "2e-4", "SLIMECTL_CUSTOM_SERVICE_HOST": "10.0.0.1"}
+    values = {"train": {"lr": 2e-4}, "custom": {"service_host": "10.0.0.1"}}
+    assert from_environment(environment | own).values == values
+
+
+def test_an_unknown_variable_is_named():
+    with pytest.raises(SettingsError) as refused:
+        resolve([from_environment({"SLIMECTL_TRAIN_LRR": "1"})])
+    unknown = "train.lrr: unknown setting (environment variable SLIMECTL_TRAIN_LRR); did you mean train.lr?"
+    assert str(refused.value) == unknown
+
+
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [

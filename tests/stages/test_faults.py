@@ -21,7 +21,6 @@ ROUNDS = ["-s", "run.num_rollout=4", "-s", "rollout.max_response_len=20", "-s", 
 """Short answers: in 10 000 sampled tokens, one may flip by the rounding of another batch, and every metric with it."""
 
 ROUNDS += ["-s", "eval.interval=none", "-s", "run.save_interval=2"]
-ROUNDS += ["-s", "score.timeout_s=1000"]  # a round waits in its reward until the test permits it
 GATE = '''
 
 small_bytes = reward

@@ -129,3 +129,10 @@ def test_a_run_that_fails_after_its_first_round_stays(workshop: Workshop):
     (workshop.folder / "failing.py").write_text(failing)
     workshop.slimectl("run", "-s", "score.custom_rm_path=failing.py:reward", "-s", "eval.before_train=false", code=2)
     assert (workshop.folder / "runs" / "a" / "step_000001").is_dir()
+
+
+def test_messages_that_cannot_be_written_stop_no_run(workshop: Workshop):
+    with open("/dev/full", "wb") as full:  # as a log on a disk that is full already
+        process = workshop.start("run", "-s", "run.num_rollout=1", "-s", "eval.interval=none", stderr=full)
+        assert process.wait(timeout=300) == 0
+    assert (workshop.folder / "runs" / "a" / "step_000001").is_dir()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_rounds import Slow, lengths
 from test_run_stage import Bytes, settings
 
+from slimectl import builders
 from slimectl.errors import SlimectlError
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings import Settings
@@ -101,6 +103,38 @@ def test_no_worker_is_started_where_nothing_is_slow():
     chosen, recorded = Settings.model_validate({"score": {"rm_type": "exact"}}), Recorded()
     assert [s.reward for s in score([answer("4", "4")], Grader(chosen), chosen.score, executor=recorded)] == [1.0]
     assert recorded.limits == []
+
+
+OWN = """
+def reward(sample):
+    while sample.index == 1: pass
+    return 1.0
+
+async def waits(sample):
+    return 1.0
+"""
+
+
+def test_a_time_limit_is_one_of_your_own_function_too(executor: LocalExecutor, tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+
+    def grader(name: str, **limits: float) -> tuple[Grader, ScoreSettings]:
+        chosen = Settings.model_validate({"score": {"custom_rm_path": f"{tmp_path}/own.py:{name}", **limits}})
+        return builders.reward(chosen), chosen.score
+
+    made, limits = grader("reward", timeout_s=0.2)
+    samples = list(score([answer("x", "", index) for index in range(3)], made, limits, executor=executor))
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 1.0]
+    assert samples[1].metadata["reward_error"] == "took more than 0.2 s of CPU time"
+    assert grader("reward", wall_timeout_s=60.0)[0].slow
+    assert not grader("reward")[0].slow
+    assert not grader("waits", timeout_s=0.2)[0].slow  # many wait at once in this process
+
+
+def test_the_time_of_programs_is_added_to_the_limit_on_the_clock():
+    # By hand: 60 s to start, ten times 4 s of CPU time, 10 s to end.
+    chosen = Settings.model_validate({"score": {"rm_type": "code", "timeout_s": 1.0}})
+    assert Grader(chosen).patience_s == 110.0
 
 
 @pytest.mark.parametrize(("share", "rounds"), [(0.5, 2), (None, 2), (0.49, 0)])

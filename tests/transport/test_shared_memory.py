@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from slimectl.errors import StorageError
+from slimectl.transport import shared_memory
 from slimectl.transport.shared_memory import FOLDER, PREFIX, SharedMemoryFile, remove_orphans
 
 OWNER = """
@@ -87,3 +89,10 @@ def test_a_block_that_is_removed_before_it_is_locked_is_made_again(monkeypatch: 
         assert (FOLDER / names[1]).stat().st_size == 64
     finally:
         block.close()
+
+
+def test_a_folder_that_is_mounted_read_only_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    # Root, which tests may be, may write everywhere else: what access(2) answers for a read-only mount.
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm")
+    with pytest.raises(StorageError, match=r"^/dev/shm: Read-only file system\. .* or set sync\.transport=disk$"):
+        shared_memory.check_writable()

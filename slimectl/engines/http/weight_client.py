@@ -331,7 +331,10 @@ class SharedMemoryBlock:
             raise _no_room(size)
         self.size = size
         # Twice the size, of which only what is used is allocated: alignment takes less than the tensors' bytes.
-        self._file = SharedMemoryFile(2 * size)
+        try:
+            self._file = SharedMemoryFile(2 * size)
+        except OSError as error:
+            raise shared_memory.unwritable(error.strerror or str(error)) from error
         self._memory = self._file.memory
         self._used = self._end = self._reserved = 0
         self.free = weakref.finalize(self, self._file.close)

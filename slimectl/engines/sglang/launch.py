@@ -64,6 +64,8 @@ HIDDEN_FLAGS, HIDDEN_KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
 """Environment variables that pass secrets to bootstrap/launch_server.py, which no command line may show: flags of
 SGLang as a JSON list, and the API key and the admin key."""
 
+EVERY_HOST = "*,0.0.0.0/0,::/0"
+"""Value of NO_PROXY: sglang-router (reqwest 0.12) matches addresses with networks only, names with the star."""
 LEAVES = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
 """SGLang 0.5.21 never removes the former, and the latter (between ranks) only if nothing kills it; random names."""
 
@@ -169,6 +171,7 @@ def router_server(
     return ServerProcess(
         partial(_script_command, router_interpreter(python), "launch_router.py", arguments),
         name="sglang-router", log=log, host=host, start_timeout_s=start_timeout_s, ready="/liveness",
+        env=dict.fromkeys(("NO_PROXY", "no_proxy"), EVERY_HOST),  # it connects to our servers only
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, m
 from slimectl.errors import BackendError
 from slimectl.stdio import logger
 from slimectl.transport.http import get
+from slimectl.transport.loopback import bypass_proxies, scratch_folder
 
 TAIL_BYTES = 256 * 1024
 
@@ -187,9 +187,10 @@ class ServerProcess:
 
     def _spawn(self, host: str, port: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        bypass_proxies(host)
         env = os.environ | {"SLIMECTL_PARENT": str(os.getpid()), "SLIMECTL_LEAVES": ":".join(self._leaves)} | self._env
         if self._own_tmp:
-            self._scratch = env["TMPDIR"] = tempfile.mkdtemp(prefix=OWN_TMP)
+            self._scratch = env["TMPDIR"] = str(scratch_folder(OWN_TMP))
         command = [*self._command(host, port), *arguments]
         with self._log.open("ab") as log:
             self._log_start = log.tell()

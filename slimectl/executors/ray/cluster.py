@@ -18,6 +18,7 @@ from typing import Any
 from slimectl import stdio
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
 from slimectl.executors.child_processes import redirect
+from slimectl.transport.loopback import has_room, scratch_folder
 
 try:
     import ray
@@ -27,8 +28,22 @@ except ImportError:
 __all__ = ["ray"]
 
 
-FAMILIES = ("SLIMECTL_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH", "TOKENIZERS_", "PYTORCH_")
+FAMILIES = (
+    "SLIMECTL_",
+    "HF_",
+    "OMP_",
+    "MKL_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "TOKENIZERS_",
+    "PYTORCH_",
+    "NO_PROXY",
+    "no_proxy",
+)
 """Prefixes of environment variables that change how slimectl, or its libraries, compute and communicate."""
+BELOW_BYTES = 72
+"""Room below Ray's temporary folder: /session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ OWN = "local"
 def connect(address: str | None, *, cpus: int) -> str | None:
     """Join the cluster at `address`, or start one on this machine with at least `cpus` logical CPUs.
 
-    The folder of the session is returned if it was started, for `disconnect`. A process that is connected already
+    The folder of its files is returned if it was started, for `disconnect`. A process that is connected already
     stays so. Raises BackendError, in one line and within about 15 s, if there is no cluster or not one of this Ray.
     """
     if ray.is_initialized():
@@ -110,19 +125,28 @@ def connect(address: str | None, *, cpus: int) -> str | None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _print_on_stderr()
     options: dict[str, Any] = {"logging_level": "ERROR", "namespace": "slimectl"}
+    folder: str | None = None
     if address is None:
+        if "RAY_TMPDIR" not in os.environ and not has_room(os.environ.get("TMPDIR", ""), len("/ray") + BELOW_BYTES):
+            options["_temp_dir"] = folder = str(scratch_folder("ray-", below_bytes=BELOW_BYTES))
         options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
     handler = signal.getsignal(signal.SIGTERM)
     try:
         # "local", because None would follow RAY_ADDRESS to a cluster that nobody asked for.
         context: Any = ray.init(address=address or OWN, **options)
     except Exception as error:
+        disconnect(folder)
         raise BackendError(f"Ray at {address or 'this machine'}: {_one_line(str(error))}") from error
     finally:
         # Ray's own handler exits at once with the signal's number; a command's finishes its round.
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
-    return context["session_dir"] if address is None else None
+    return (folder or context["session_dir"]) if address is None else None
+
+
+def machine_addresses() -> list[str]:
+    """Return the addresses of the cluster's machines."""
+    return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
 
 def disconnect(session: str | None) -> None:

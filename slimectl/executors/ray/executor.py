@@ -17,7 +17,7 @@ from slimectl.errors import BackendError
 from slimectl.executors.local import map_here
 from slimectl.executors.rank_group import GRACE_S
 from slimectl.executors.ray.actors import THREADS, Host, ObjectActor, Proxy, hosted_call
-from slimectl.executors.ray.cluster import DriverEnvironment, connect, disconnect, ray
+from slimectl.executors.ray.cluster import DriverEnvironment, connect, disconnect, machine_addresses, ray
 from slimectl.executors.ray.failures import kill, wait_for_news
 from slimectl.executors.ray.placement_group import WAIT_S, PlacedBundles
 from slimectl.executors.ray.pool import Pool
@@ -25,6 +25,7 @@ from slimectl.executors.ray.rank_group import RayRanks, started
 from slimectl.executors.time_limits import Limited, wall_limit
 from slimectl.planner.placement import Placement
 from slimectl.protocols import Serve
+from slimectl.transport.loopback import bypass_proxies
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -47,9 +48,10 @@ class RayExecutor:
         self._hosts: dict[str, Host] = {}
         self._parts: dict[int, str] = {}
         self._engine_lock = threading.Lock()
-        self._surroundings = DriverEnvironment.here()
         self._connected = not ray.is_initialized()
         self._session = connect(address, cpus=len(placement.bundles) + 1 if placement else 1)
+        bypass_proxies(*machine_addresses())
+        self._surroundings = DriverEnvironment.here()
         self._pool = Pool(self._surroundings)
         self.places: PlacedBundles | None = None
         try:

@@ -33,8 +33,15 @@ class Routed:
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder = folder
         self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
+        # As on a cluster with a proxy, which nothing may ask: nobody is there.
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+                patch.setenv(name, "http://127.0.0.1:9")
+            self.start(logs)
+
+    def start(self, logs: Path) -> None:
         self.router = Router(router_server("cache_aware", log=logs / "router.log", python=serving.python_of("sglang")))
-        self.engine: HttpEngine = serving.client([], folder)
+        self.engine: HttpEngine = serving.client([], self.folder)
         self.fleet = ServerPool(
             self.servers.__getitem__, 2, router=self.router, interval_s=600.0, announce=self.engine.set_urls,
             failed=self.engine.fail, restore=lambda url: self.push([url]),
