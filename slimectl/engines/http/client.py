@@ -15,6 +15,7 @@ from slimectl.engines.limits import check_prompt
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.protocols import INCOMPLETE, NamedTensors, OnTokens, WeightUpdateClient
 from slimectl.transport.client import Background
+from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import get
 from slimectl.types import Completion, SamplingParams
 
@@ -129,7 +130,7 @@ class HttpEngine:
         Must not be called within an event loop. Raises BackendError if one does not answer or serves another model.
         """
         for url in self._workers:
-            info = asyncio.run(self.api.model_info(partial(self._get, url)))
+            info = run_coroutine(self.api.model_info(partial(self._get, url)))
             if info is None:
                 raise BackendError(f"engine at {url}: tells nothing of its model; is it {self.api.name}?")
             for name, value in expected.items():
