@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -17,6 +18,7 @@ from slimectl.cli.terminal import one_line, shortened, sparkline, visible, width
 from slimectl.data.metrics_catalogue import is_supervised, progress
 from slimectl.data.ownership import read_manifest
 from slimectl.errors import SettingsError
+from slimectl.stages.best import Evaluations
 from slimectl.viewer.library import RunSource, read_settings
 
 CURVES = (
@@ -78,10 +80,21 @@ def run_facts(path: Path) -> dict[str, Any]:
         "settings": {"differ_from": base, "values": differences},
         "warnings": warnings(path / "log.txt"),
         "samples_files": len(run.files()),
+        "best": _best(path, run.settings.get("run.save_best")),
         "checkpoints": {
             step.name: sorted(file.name for file in step.iterdir()) for step in sorted(path.glob("step_*"))
         },
     }
+
+
+def _best(path: Path, metric: str | None) -> dict[str, Any] | None:
+    """Return the checkpoint with the best evaluation, and the evaluation; None without one."""
+    link = path / "best"
+    if not metric or not (link / "state.json").is_file():
+        return None
+    compared = Evaluations(metric, json.loads((link / "state.json").read_text(encoding="utf-8"))["evaluations"])
+    name = link.resolve().name
+    return {"checkpoint": name, "metric": compared.metric, "value": compared.best[1] if compared.best else None}
 
 
 def _points(metrics: dict[str, float]) -> Iterator[tuple[str, float]]:
@@ -250,6 +263,8 @@ def _checkpoint_lines(run: dict[str, Any]) -> Iterator[str]:
         if rounds:
             first = f"{rounds[0]} to " if len(rounds) > 1 else ""
             yield _named(title, f"{first}{rounds[-1]}" + (f" ({len(rounds)})" if len(rounds) > 2 else ""))
+    if best := run["best"]:
+        yield _named("best", f"{best['checkpoint']}: {best['metric']} {best['value']:.4g}")
 
 
 def _warning_lines(run: dict[str, Any]) -> Iterator[str]:

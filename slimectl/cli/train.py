@@ -234,7 +234,9 @@ def _scheduled_rollouts(
 def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) -> None:
     """Say on stderr that most rounds taught nothing. Raises SlimectlError if run.on_no_signal stopped the training."""
     command = f"slimectl score {samples} --explain"
-    remedy = f"look at rewards with: {command} (why each), --check (is it fit to train on), and the reward's options"
+    remedy = signal.remedy(
+        f"look at rewards with: {command} (why each), --check (is it fit to train on), and the reward's options"
+    )
     if _stops(signal, settings):
         raise SlimectlError(f"{signal.message_in_a_row(remedy)}. To train anyway, set run.on_no_signal=warn.")
     if message := signal.closing_message(remedy):

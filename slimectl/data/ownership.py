@@ -49,14 +49,14 @@ CHECKPOINT_FILES = re.compile(f"{STEP}|{MODEL}")
 """Relative paths of the files of a step, a model or a warm-up, for folders without a manifest that lists them."""
 
 MODELS = ("model", "warmup")
-WRITTEN = r"step_\d{6,}|model|warmup|latest|run\.toml|manifest\.json|track\.json"
+WRITTEN = r"step_\d{6,}|model|warmup|latest|best|run\.toml|manifest\.json|track\.json"
 """Entries of a run folder that are written under a temporary name first."""
 
 TRACKER_FILES = [part.facts["files"] for part in TRACKERS.parts.values() if "files" in part.facts]
 """What slimectl's trackers write into a run folder; a tracker of another package counts as the user."""
 
 RUN_FILES = re.compile(
-    rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json|latest"
+    rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json|latest|best"
     rf"|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|(samples|train_data)\.jsonl)|reference/\.tmp-\d+/.+"
     rf"|step_\d{{6,}}/\.samples\.jsonl\.index\.npz(\.\d+)?|eval/\.[^/]+\.index\.npz(\.\d+)?"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"

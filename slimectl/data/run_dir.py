@@ -36,6 +36,8 @@ from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.errors import CheckpointError, SettingsError
 
 STEP = re.compile(r"step_(\d{6,})$")
+BEST = "best"
+"""Link to the checkpoint with the best evaluation (run.save_best)."""
 
 
 def write_folder(
@@ -266,9 +268,9 @@ class RunDir:
         for staged in [*self.path.glob(".tmp-*"), *self.path.glob("reference/.tmp-*")]:
             if ownership.TEMPORARY.fullmatch(staged.name):
                 ownership.remove_staged(staged)  # its empty folders
-        latest = self.path / "latest"
-        if latest.is_symlink() and not latest.exists():
-            latest.unlink()
+        for link in (self.path / "latest", self.path / BEST):
+            if link.is_symlink() and not link.exists():
+                link.unlink()
 
     def save(self, number: int, fill: Callable[[Path], None]) -> None:
         """Write a checkpoint of step `number`, then point `latest` to it."""
@@ -277,21 +279,34 @@ class RunDir:
 
     def point_latest(self, checkpoint: Path) -> None:
         """Point the link `latest` to a checkpoint, unless it does already."""
-        latest = self.path / "latest"
-        with storage_errors(latest):
-            if latest.is_symlink() and os.readlink(latest) == checkpoint.name:
+        self._point("latest", checkpoint)
+
+    def point_best(self, checkpoint: Path) -> None:
+        """Point the link `best` to a checkpoint, which `prune` keeps from then on."""
+        self._point(BEST, checkpoint)
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint that `best` points to."""
+        link = self.path / BEST
+        return self.path / os.readlink(link) if link.is_symlink() else None
+
+    def _point(self, name: str, checkpoint: Path) -> None:
+        link = self.path / name
+        with storage_errors(link):
+            if link.is_symlink() and os.readlink(link) == checkpoint.name:
                 return
-            staged = self.path / ".tmp-latest"
+            staged = self.path / f".tmp-{name}"
             staged.unlink(missing_ok=True)
             staged.symlink_to(checkpoint.name)
-            os.replace(staged, latest)
+            os.replace(staged, link)
             sync_folder(self.path)
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the newest `keep` checkpoints; their saved samples stay, and so do links."""
+        """Remove all but the best and the newest `keep` checkpoints; their saved samples stay, and so do links."""
         for number in self.checkpoints()[: -keep if keep else 0]:
             folder = self.step(number)
-            if folder.is_symlink():
+            if folder.is_symlink() or folder == self.best:
                 continue
             names = ownership.own_files(folder, ownership.CHECKPOINT_FILES)
             if any((folder / name).exists() for name in ownership.ROUND_FILES):
