@@ -250,6 +250,27 @@ def create_model(card: str, into: Path, *, seed: int) -> None:
     )
 
 
+def embedded_families() -> tuple[str, ...]:
+    """Return the model types that the embedded engine runs."""
+    from slimectl.engines.embedded.model import FAMILIES
+
+    return FAMILIES
+
+
+def create_tiny_model(config: dict[str, Any], into: Path, *, seed: int, tokenizer: Path | None) -> None:
+    """Create a model with random weights, with the tokenizer of a model's folder or with one token a byte."""
+    from slimectl.checkpoints.create import create_model
+    from slimectl.checkpoints.hf import copy_companions
+
+    create_model(config, into, seed=seed)
+    if tokenizer is not None:
+        written = (into / "config.json").read_bytes()
+        for file in [*into.glob("tokenizer*"), *into.glob("*.jinja"), *into.glob("special_tokens_map.json")]:
+            file.unlink()
+        copy_companions(tokenizer, into)
+        (into / "config.json").write_bytes(written)
+
+
 def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
     """Convert any readable model source to a Hugging Face directory at `target`."""
     from slimectl.conversions import convert_checkpoint

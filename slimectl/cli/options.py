@@ -185,14 +185,24 @@ class CommonOptions:
             "score.workers": self.workers,
         }
 
-    def resolve(self, flags: Mapping[str, Any] = MappingProxyType({}), *, recipe: Layer | None = None) -> Resolved:
+    def resolve(
+        self,
+        flags: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        recipe: Layer | None = None,
+        smoke: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Resolved:
         """Resolve settings: defaults < recipe < files < environment < -s < flags; unset flags (None, []) are ignored.
 
-        `flags` are those of the command's own options. Raises SettingsError with a line for every error.
+        `flags` are those of the command's own options. `smoke` has the values of a smoke run, in place of files and
+        environment. Raises SettingsError with a line for every error.
         """
-        from slimectl.settings import resolve
+        from slimectl.settings import Layer, resolve
+        from slimectl.settings.layers import nested
 
         layers, problems = self._layers(flags, recipe)
+        if smoke:
+            layers = [Layer("--smoke", nested(smoke)), *layers[-2:]]
         return resolve(layers, problems)
 
     def examine(self) -> tuple[Resolved, list[str]]:

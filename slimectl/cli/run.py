@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, toml_value, with_options
+from slimectl.cli.options import (
+    CLUSTER,
+    ENGINES,
+    SETTINGS,
+    CommonOptions,
+    print_preflight,
+    shown,
+    toml_value,
+    with_options,
+)
 from slimectl.errors import SettingsError
 from slimectl.registry.garbage import frozen_objects
 
@@ -30,7 +39,7 @@ if TYPE_CHECKING:
     ENGINES,
     "eval_config custom_config",
     SETTINGS,
-    "force dry_run",
+    "force smoke dry_run",
 )
 def run(
     options: CommonOptions,
@@ -40,11 +49,15 @@ def run(
         int | None, typer.Option("--seed", help="Seed of new weights, of sampling and of shuffling")
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue a run's folder")] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Try the settings here: two short rounds of a tiny random model")
+    ] = False,
 ) -> None:
     """Train by reinforcement: rollout, score and train, round after round, evaluated before and after.
 
     Without a recipe, ./slimectl.toml is taken. Ctrl-C finishes the round and saves; a second one stops at once. So do
-    SIGTERM and SIGHUP, within run.grace_s.
+    SIGTERM and SIGHUP, within run.grace_s. With --smoke, settings of a cluster are tried on this machine: a tiny random
+    model of the same family, the embedded engine, one process, two rounds, with the run's own reward and data.
 
     Example:
 
@@ -60,8 +73,12 @@ def run(
             stdio.note(f"settings are read from {selected.layer.origin} in this folder")
 
     flags: dict[str, Any] = {"run.name": name, "run.seed": seed, "rollout.seed": seed}
+    if smoke and resume:
+        raise SettingsError("--smoke and --resume exclude each other. A smoke run begins a run of its own.")
     with resumable("run", options, flags, resume) as lock:
         result = options.resolve(flags, recipe=selected.layer)
+        if smoke:
+            result = _smoke_settings(options, flags, selected, result)
         if options.dry_run:
             from slimectl.runtime.preflight import OF_RUN
 
@@ -69,6 +86,23 @@ def run(
             print_preflight(result, *OF_RUN, new_run=resume is None and not options.force)
             return
         run_to_end(result, options, selected, resume=resume, lock=lock, on_start=say_settings)
+
+
+def _smoke_settings(options: CommonOptions, flags: dict[str, Any], recipe: Recipe, whole: Resolved) -> Resolved:
+    """Return settings for a try on this machine, write their tiny model, and print how they differ from the `whole`."""
+    from slimectl.runtime import smoke
+
+    own = {key: value for key, value in flags.items() if key != "run.name"}
+    options.force = True
+    for name in ("model", "backend", "executor", "ray_address", "engine", "engines", "engine_url"):
+        setattr(options, name, None)
+    result = options.resolve(own, recipe=recipe.layer, smoke=smoke.reduced(whole.settings))
+    stdio.note(f"smoke run with {smoke.create_model(whole.settings)}; these settings differ:")
+    before = dict(shown(whole))
+    for key, value in shown(result):
+        if key in before and value != before[key] and not key.endswith(".python"):
+            stdio.note(f"  {key} = {toml_value(value)} (was {toml_value(before[key])})")
+    return result
 
 
 @contextmanager
