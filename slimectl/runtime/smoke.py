@@ -17,10 +17,20 @@ from slimectl.settings.evaluate import Dataset
 from slimectl.settings.keys import changed, flat
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-    "mlp_only_layers": [], "max_position_embeddings": 4096, "use_sliding_window": False,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 4096,
+    "use_sliding_window": False,
+}
 """Sizes of the tiny model, for the keys that the configuration has."""
 VISION_CARDS = {"qwen2_5_vl": "tiny-vl", "qwen3_vl": "tiny-vl3"}
 OTHER_FAMILY = "tiny"

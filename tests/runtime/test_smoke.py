@@ -50,8 +50,12 @@ def test_a_cluster_run_is_tried_here_with_its_own_reward_and_data(workshop: Work
         "run", "-c", "cluster.toml", "--smoke", "-s", "rollout.max_response_len=6", "-s", "track.plot=false"
     )
     assert "smoke run with a random qwen3 of 2 layers with one token a byte" in workshop.stderr
-    for line in ("run.num_rollout = 2 (was 3000)", 'engine.backend = "embedded" (was "sglang")',
-                 "megatron.tensor_model_parallel_size = 1 (was 2)", 'cluster.executor = "local" (was "ray")'):  # fmt: skip
+    for line in (
+        "run.num_rollout = 2 (was 3000)",
+        'engine.backend = "embedded" (was "sglang")',
+        "megatron.tensor_model_parallel_size = 1 (was 2)",
+        'cluster.executor = "local" (was "ray")',
+    ):
         assert line in workshop.stderr
     lines = [line["metrics"] for line in workshop.metrics("big-smoke")]
     assert [line["rollout/step"] for line in lines if "rollout/step" in line] == [1, 2]
