@@ -19,7 +19,7 @@ from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.engines.limits import check_ids
 from slimectl.errors import SettingsError
 from slimectl.settings import Settings
-from slimectl.stdio import logger
+from slimectl.stdio import logger, quantity
 from slimectl.transport.event_loop import run_coroutine
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine
             closing.callback(started.close)
             started.start()
             count = len(started.urls)
-            logger.info(f"{count} engines are up" if count > 1 else "1 engine is up")
+            logger.info(f"{quantity(count, 'engine')} ready")
             http_engine = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
             started.announce, started.failed = http_engine.set_urls, http_engine.fail
         closing.callback(lambda: run_coroutine(http_engine.close()))

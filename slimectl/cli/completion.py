@@ -272,7 +272,8 @@ VALUES: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "inspect sort": _sorting_fields,
     "color_by": _token_figures,
     "metrics pattern": _metrics,
-    "diff paths": _paths,
+    "diff before": _paths,
+    "diff after": _paths,
     "settings explain key": _keys,
 }
 """Completion of values by the name of the parameter, or by command and name."""

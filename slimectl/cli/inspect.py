@@ -45,6 +45,8 @@ def inspect(
 ) -> None:
     """Say what a run, a samples file or a model directory is and where it came from; show samples.
 
+    Two runs are compared as by `slimectl diff`.
+
     Samples of a run are those that it keeps of its rounds and evaluations. With --mask, a samples file (or chats to
     imitate; preferences with -s algorithm.name=dpo) is shown token by token: what the model is taught, and what it only
     reads. The model is the one that the file's manifest names, or --model; rows are read as `train` would with the same
@@ -54,7 +56,7 @@ def inspect(
 
         slimectl inspect runs/quickstart
     """
-    from slimectl.cli import inspect_samples, inspect_views
+    from slimectl.cli import comparison, inspect_samples, inspect_views
 
     modes = {"--mask": mask, "--diff": diff, "--prompt": prompt is not None, "--follow": follow}
     _check(
@@ -72,7 +74,9 @@ def inspect(
     if mask:
         inspect_views.show_masks(path, rows, options.resolve().settings)
     elif diff:
-        inspect_samples.show_difference(path, paths[1], selection)
+        comparison.show_difference(path, paths[1], selection)
+    elif len(paths) == 2:
+        comparison.show_comparison(path, paths[1], selection)
     elif prompt is not None:
         inspect_samples.show_prompt(path, prompt, selection)
     elif follow:
@@ -82,7 +86,7 @@ def inspect(
     elif condition or sort or color_by or explain:
         inspect_samples.show_selection(path, selection)
     else:
-        inspect_views.show(path, rows, as_json=as_json)
+        inspect_views.show(path, selection)
 
 
 def _check(paths: list[Path], modes: list[str], *, condition: str, sort: str, color_by: str, explain: bool) -> None:
@@ -102,8 +106,9 @@ def _check(paths: list[Path], modes: list[str], *, condition: str, sort: str, co
             raise SettingsError(f"{modes[0]} and {name} exclude each other; give one")
     if modes == ["--diff"] and len(paths) != 2:
         raise SettingsError("--diff: compares two; write slimectl inspect --diff A B")
-    if modes != ["--diff"] and len(paths) != 1:
-        raise SettingsError(f"{paths[1]}: one path is shown at a time; two are compared by --diff")
+    compares = not modes and len(paths) == 2 and not (color_by or explain)
+    if modes != ["--diff"] and len(paths) != 1 and not compares:
+        raise SettingsError(f"{paths[1]}: one path is shown at a time; two are compared without other options")
     for path in paths:
         if not path.exists() and modes != ["--follow"]:
             raise SettingsError(f"{path}: no such file or folder")

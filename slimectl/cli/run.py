@@ -248,13 +248,25 @@ def _sample_commands(run: Path, *, is_verified: bool) -> Iterator[str]:
     yield f"slimectl inspect {shlex.quote(str(run))} --prompt {shlex.quote(name)}    # how this one changed"
 
 
+FEW_POINTS = 3
+"""Points of a curve that is printed as values and not as a plot."""
+
+
 def curve(points: Sequence[tuple[int, float]], *, title: str) -> str:
-    """Plot (round, value) points as text, as wide as the terminal up to 80 columns."""
+    """Plot (round, value) points as text, as wide as the terminal up to 160 columns.
+
+    A few points, and equal ones, are a line of text.
+    """
     import shutil
 
+    values = [f"{value:.3g}" for _, value in points]
+    if len(points) <= FEW_POINTS:
+        return f"{title}: {', '.join(values)}"
+    if len(set(values)) == 1:
+        return f"{title}: {values[0]} in all {len(points)}"
     import plotext
 
-    width = min(80, shutil.get_terminal_size().columns)
+    width = min(160, shutil.get_terminal_size().columns)
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(width, 14)

@@ -43,7 +43,7 @@ MARGIN = 13
 """Columns of the names on the left."""
 LINES = 24
 """Lines of a screen whose size is unknown; the last one is the prompt's."""
-SKIPPED_SETTINGS = ("run.name", "run.dir")
+SKIPPED_SETTINGS = ("run.name", "run.dir", "sglang.python", "vllm.python")
 
 
 def run_facts(path: Path) -> dict[str, Any]:

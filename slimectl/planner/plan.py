@@ -16,6 +16,7 @@ from slimectl.planner.parameters import Part, ResidentModel, adapter_parts, crit
 from slimectl.planner.search import USABLE, fitting
 from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import GIB, Figure, Recompute, Run, sized
+from slimectl.stdio import quantity
 
 Suggestion = tuple[ParallelLayout, Recompute]
 
@@ -208,6 +209,6 @@ def describe(run: Run) -> str:
     if run.offload:
         recompute += f"; offload {run.offload}"
     if run.policy == "fsdp":
-        return f"{run.world} ranks: fsdp; {recompute}"
+        return f"{quantity(run.world, 'rank')}: fsdp; {recompute}"
     sizes = [f"{name} {size}" for name in SETTINGS if (size := getattr(run.layout, name)) not in (None, 1)]
-    return f"{run.world} ranks: {', '.join([*sizes, f'data {run.data}'])}; {recompute}"
+    return f"{quantity(run.world, 'rank')}: {', '.join([*sizes, f'data {run.data}'])}; {recompute}"

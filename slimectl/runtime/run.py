@@ -28,7 +28,7 @@ from slimectl.settings.keys import settings_toml
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState
-from slimectl.stdio import log_to_file, logger
+from slimectl.stdio import log_to_file, logger, quantity
 from slimectl.transport.shared_memory import remove_orphans
 
 
@@ -174,7 +174,9 @@ class TrainingRun:
             except DiedError as error:
                 if not restarts_left:
                     raise
-                logger.warning(f"{error}; going on from the last checkpoint ({restarts_left} restarts left)")
+                logger.warning(
+                    f"{error}; going on from the last checkpoint ({quantity(restarts_left, 'restart')} left)"
+                )
         raise AssertionError("the last try returns or raises")
 
     def _run_from_checkpoint(self, ending: ExitStack) -> Reports:

@@ -49,7 +49,7 @@ def sample_view(index: SampleIndex, row: int, *, start: int, decode: Decode | No
     tokens = record.get("tokens") or []
     end = min(len(tokens), start + MAX_TOKENS)
     prompt_length = len(tokens) - int(record.get("response_length", 0))
-    turns = _turns(record, prompt_length)
+    turns = turns_of(record, prompt_length)
     authors = [turn["author"] for turn in turns for _ in range(turn["start"], turn["end"])][start:end]
     columns = {name: _response_slice(values[name], prompt_length, start, end) for name in LISTS[1:] if values.get(name)}
     versions = _response_slice(_versions(record), prompt_length, start, end)
@@ -122,7 +122,7 @@ def _versions(record: dict[str, Any]) -> list[str | None]:
     return column
 
 
-def _turns(record: dict[str, Any], prompt_length: int) -> list[dict[str, Any]]:
+def turns_of(record: dict[str, Any], prompt_length: int) -> list[dict[str, Any]]:
     """Return runs of tokens of one author: the prompt, the policy, the environment (tools, templates, users).
 
     Turns of the policy that a program's session recorded (`metadata.agent.turns`) are taken as they are. Without them

@@ -60,7 +60,10 @@ def offered(line: str) -> list[str]:
         ("slimectl inspect runs/a --sort -re", ["-reward", "-response_length"]),
         ("slimectl inspect runs/a --color-by r", ["ratio", "reference"]),
         ("slimectl metrics rollout/no_s", ["rollout/no_signal"]),
-        ("slimectl run -s algorithm.name=s", ["algorithm.name=sapo"]),  # sft trains on demonstrations, which run does not take
+        (
+            "slimectl run -s algorithm.name=s",
+            ["algorithm.name=sapo"],
+        ),  # not sft
         ("slimectl train -s algorithm.name=s", ["algorithm.name=sapo", "algorithm.name=sft"]),
         ("slimectl run -s rollout.env=text", ["rollout.env=textarena:"]),
         ("slimectl score sam", []),

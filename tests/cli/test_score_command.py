@@ -177,7 +177,7 @@ def test_scoring_that_was_cut_off_goes_on_after_the_last_sample(workshop: Worksh
     graded = cut_off(workshop, "raise", "--custom-rm-path", "slow.py:reward", out=out)
     assert graded == [*map(str, range(7)), *map(str, range(6, 10))]
     assert workshop.stderr.splitlines() == [
-        f"{out}: 6 samples are left from an interrupted attempt. Continuing after them.",
+        f"{out}: continuing after 6 samples of an interrupted attempt.",
         "10 samples, mean reward 4.5, accuracy 0.9 (reward >= 1)",
     ]
     rewards = [sample.reward for sample in read_samples(workshop.folder / out)]
