@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,6 +18,8 @@ from slimectl.data.skip_counts import SkippedLines
 from slimectl.errors import RecordError, SettingsError, SlimectlError
 
 if TYPE_CHECKING:
+    from slimectl.api.models import Trainer
+    from slimectl.cli.progress import ProgressBar
     from slimectl.data.locks import Lock
     from slimectl.settings import Resolved, Settings
     from slimectl.stages.recorded_rounds import Numbered
@@ -247,6 +249,16 @@ def _stops(signal: SignalCount, settings: Settings) -> bool:
     return settings.run.on_no_signal == "stop" and signal.in_a_row >= settings.run.no_signal_rounds
 
 
+@contextmanager
+def _loaded_trainer(make: Callable[[], Trainer], progress: ProgressBar, total: int | None) -> Iterator[Trainer]:
+    """Make a trainer while the bar shows that it loads, then count `total` samples."""
+    with progress.phase("loading"):
+        trainer = make()
+    with trainer:
+        progress.expect(total)
+        yield trainer
+
+
 def _train_steps(
     stream: Iterator[Numbered],
     settings: Settings,
@@ -280,8 +292,8 @@ def _train_steps(
 
     rows = builders.step_table() if stdio.is_terminal() else lambda report: [json.dumps(report.to_json())]
     with (
-        ProgressBar("samples", total=total) as progress,
-        Trainer(settings, folder, load=load, rollouts=rollouts) as trainer,
+        ProgressBar("samples") as progress,
+        _loaded_trainer(lambda: Trainer(settings, folder, load=load, rollouts=rollouts), progress, total) as trainer,
     ):
         for report in trainer.train(samples(), progress=progress):
             if len(too_long) > counted:
@@ -295,6 +307,6 @@ def _train_steps(
             if report.last_step_of_round and _stops(trainer.state.signal, settings):
                 break
         if trainer.state.rollout_id and save is not None:
-            with progress.phase("save"):
+            with progress.phase("saving"):
                 trainer.save(save, force=True, manifest_fields=signed({"steps": steps}))
     return steps, trainer.state.signal

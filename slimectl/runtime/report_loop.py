@@ -157,7 +157,7 @@ class ReportLoop:
     def _save(self, samples: Sequence[Sample]) -> None:
         """Save a checkpoint, unless that of this step is there already."""
         if self._newest_checkpoint != self.state.place:
-            with self.progress.phase("save"):
+            with self.progress.phase("saving"):
                 self.recorder.save(self.parts.models.policy, self.state, samples)
             self._newest_checkpoint = self.state.place
 

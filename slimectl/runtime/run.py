@@ -194,7 +194,7 @@ class TrainingRun:
             return True
         self._start_trackers(ending)
         self._expect_rounds()
-        with self.progress.phase("load"):
+        with self.progress.phase("loading"):
             parts = build_parts(
                 self.rounds, self.recorder, self.state, ending,
                 executor=self.executor, interrupted=self.interrupted, progress=self.progress,

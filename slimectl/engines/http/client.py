@@ -69,6 +69,8 @@ class HttpEngine:
         self._urls, self._workers = list(urls), list(workers or urls)
         self.addresses = list(urls)
         """The last addresses that took requests, in one list for the life of the engine."""
+        self.generated_tokens = 0
+        """Tokens of all completions."""
         self._lost_weights = False
         self._failure: BaseException | None = None
         self._background = Background("slimectl-engine-client")
@@ -98,7 +100,9 @@ class HttpEngine:
             decode=self._decode,
             on_tokens=on_tokens,
         )
-        return await asyncio.wrap_future(self._background.submit(self._complete(flight)))
+        completion = await asyncio.wrap_future(self._background.submit(self._complete(flight)))
+        self.generated_tokens += len(completion.tokens)
+        return completion
 
     async def abort(self) -> None:
         """End every request in flight; each returns its tokens so far, with finish "abort"."""
