@@ -264,11 +264,11 @@ def create_tiny_model(config: dict[str, Any], into: Path, *, seed: int, tokenize
 
     create_model(config, into, seed=seed)
     if tokenizer is not None:
-        written = (into / "config.json").read_bytes()
+        config_bytes = (into / "config.json").read_bytes()
         for file in [*into.glob("tokenizer*"), *into.glob("*.jinja"), *into.glob("special_tokens_map.json")]:
             file.unlink()
         copy_companions(tokenizer, into)
-        (into / "config.json").write_bytes(written)
+        (into / "config.json").write_bytes(config_bytes)
 
 
 def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:

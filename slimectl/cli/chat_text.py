@@ -56,8 +56,8 @@ def turns_text(
 def _messages(text: str) -> Iterator[tuple[str, str]]:
     """Yield (role, text) of the messages that a template wrote between two turns of the policy."""
     before, *pairs = re.split(BEGINNING, text)
-    if rest := END.sub("", before).strip():
-        yield "environment", rest
+    if unmarked := END.sub("", before).strip():
+        yield "environment", unmarked
     for role, message in zip(pairs[::2], pairs[1::2], strict=True):
         if content := END.sub("", message).strip():
             yield role, content

@@ -59,12 +59,12 @@ def run_difference(before: Path, after: Path) -> dict[str, Any]:
     }
 
 
-def _curves(facts: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
+def _curves(summary: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
     """Yield the curves of a run by name: reward, length, …, then its evaluations."""
-    yield from ((title, facts["curves"][title]) for title, _ in CURVES if title in facts["curves"])
-    names = dict.fromkeys(evaluation["name"] for evaluation in facts["evaluations"])
+    yield from ((title, summary["curves"][title]) for title, _ in CURVES if title in summary["curves"])
+    names = dict.fromkeys(evaluation["name"] for evaluation in summary["evaluations"])
     for name in names:
-        yield name, [evaluation["value"] for evaluation in facts["evaluations"] if evaluation["name"] == name]
+        yield name, [evaluation["value"] for evaluation in summary["evaluations"] if evaluation["name"] == name]
 
 
 def _first_difference(before: RunSource, after: RunSource) -> dict[str, Any] | None:
@@ -124,21 +124,21 @@ def show_difference(before: Path, after: Path, selection: Selection) -> None:
     Raises SettingsError if they share no prompt that is graded.
     """
     (left_library, left_files), (right_library, right_files) = read_view(before), read_view(after)
-    left, right = compared_files(left_files, right_files)
-    ((_, old),) = indexed(left_library, [left])
-    ((_, new),) = indexed(right_library, [right])
+    first, second = compared_files(left_files, right_files)
+    ((_, old),) = indexed(left_library, [first])
+    ((_, new),) = indexed(right_library, [second])
     runs = [*left_library.runs.values(), *right_library.runs.values()]
     threshold = next((run.settings[THRESHOLD] for run in runs if THRESHOLD in run.settings), 1.0)
     answer = queries.compare(
         old, new, threshold=threshold, where=selection.condition, sort=selection.sort, limit=selection.rows
     )
     if not answer["shared"] and not selection.condition:
-        raise SettingsError(f"{left.path} and {right.path}: share no prompt with a reward in both; score them first")
+        raise SettingsError(f"{first.path} and {second.path}: share no prompt with a reward in both; score them first")
     if selection.as_json:
-        files = {"before": str(left.path), "after": str(right.path)}
+        files = {"before": str(first.path), "after": str(second.path)}
         print(safe_json({**files, "kind": "difference", **answer}, indent=2))
         return
-    print(f"{left.path}\n{right.path}")
+    print(f"{first.path}\n{second.path}")
     mean = _change(answer["before_mean"], answer["after_mean"])
     flips = f"{answer['became_right']} became right, {answer['became_wrong']} wrong"
     matching = f" that match {one_line(selection.condition, 60)}" if selection.condition else ""
@@ -181,12 +181,12 @@ def differing(before: str, after: str) -> list[str]:
     old, new = (re.findall(r"\s+|\w+|[^\s\w]", text) for text in (before, after))
     if max(len(old), len(new)) > MAX_WORDS:
         return [f"- {visible(before)}", f"+ {visible(after)}"]
-    left, right = "- ", "+ "
+    removal, addition = "- ", "+ "
     for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         removed, added = visible("".join(old[a:b])), visible("".join(new[c:d]))
-        left += removed if tag == "equal" else _marked(removed, "30;41", "[-", "-]")
-        right += added if tag == "equal" else _marked(added, "30;42", "{+", "+}")
-    return [left, right]
+        removal += removed if tag == "equal" else _marked(removed, "30;41", "[-", "-]")
+        addition += added if tag == "equal" else _marked(added, "30;42", "{+", "+}")
+    return [removal, addition]
 
 
 def _marked(text: str, code: str, opening: str, closing: str) -> str:

@@ -136,8 +136,8 @@ def _counts(matches: Sequence[Matches]) -> dict[str, Any]:
 
 def _prompts(match: Matches) -> set[int]:
     """Return the prompts of the rows by their hashes. The branches of an attempt begin with the prompt of its group."""
-    groups, indexes, prompts = (match.index.columns()[name][match.rows] for name in ("group", "index", "prompt"))
-    attempts, rows = np.unique(np.stack([groups, indexes]), axis=1, return_counts=True)
+    groups, attempts, prompts = (match.index.columns()[name][match.rows] for name in ("group", "trajectory", "prompt"))
+    attempts, rows = np.unique(np.stack([groups, attempts]), axis=1, return_counts=True)
     branched = np.isin(groups, attempts[0][rows > 1])
     _, first = np.unique(groups[branched], return_index=True)
     return {*prompts[~branched].tolist(), *prompts[branched][first].tolist()}

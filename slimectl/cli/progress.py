@@ -156,7 +156,8 @@ class ProgressBar:
         """
         count, phase, speed, remaining, *figures = self._parts()
         ranked = [count, remaining, phase, speed, *figures]
-        for room, most in ((width - FULL_BAR - 2, len(ranked) - len(figures)), (width, 1)):
+        reserved = 0 if self._total is None else FULL_BAR + 2
+        for room, most in ((width - reserved, len(ranked) - len(figures)), (width, 1)):
             while len("  ".join(filter(None, ranked))) > room and len(ranked) > most:
                 ranked.pop()
         shown = [text for text in (phase, speed, remaining, *figures) if text and text in ranked]

@@ -64,8 +64,11 @@ EVAL_PROMPTS = 4
 
 def reduced(settings: Settings) -> dict[str, Any]:
     """Return the settings of the smoke run that differ from the defaults, by dotted key."""
-    own = {key: value for key, value in flat(settings) if key in set(changed(settings))}
-    values = {key: value for key, value in own.items() if not key.startswith(ON_A_CLUSTER) and key not in ALSO_DEFAULT}
+    names = set(changed(settings))
+    set_values = {key: value for key, value in flat(settings) if key in names}
+    values = {
+        key: value for key, value in set_values.items() if not key.startswith(ON_A_CLUSTER) and key not in ALSO_DEFAULT
+    }
     for key, value in flat(settings):
         is_used = not key.startswith("sft_warmup.") or settings.sft_warmup.data
         if is_used and key in AT_MOST and value is not None and value > AT_MOST[key]:
@@ -85,9 +88,9 @@ def reduced(settings: Settings) -> dict[str, Any]:
 def _few_prompts(dataset: Dataset) -> dict[str, Any]:
     """Return a dataset of [eval] with its first prompts, if it is a file."""
     path = f"{dataset.path}@[0:{EVAL_PROMPTS}]" if Path(dataset.path).is_file() else dataset.path
-    own = {key: min(value, AT_MOST.get(f"eval.{key}", value)) if isinstance(value, int) else value
+    overrides = {key: min(value, AT_MOST.get(f"eval.{key}", value)) if isinstance(value, int) else value
            for key, value in dataset.model_dump(exclude_none=True).items()}  # fmt: skip
-    return own | {"path": path}
+    return overrides | {"path": path}
 
 
 def model_path(settings: Settings) -> Path:
