@@ -140,7 +140,7 @@ def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) ->
     Example:
 
         slimectl plan --card qwen3-4B --gpus 8 --tp 2 --seq-len 16384 --tflops 989
-        slimectl plan -s model.card=qwen3-4B -s cluster.actor_num_gpus_per_node=8 --tflops 989
+        slimectl plan -s model.card=qwen3-0.6B -s cluster.actor_num_gpus_per_node=8
         slimectl plan --card qwen3-4B --gpus 1 --backend fsdp --lora-rank 32 --reference
     """
     if options.placement:
