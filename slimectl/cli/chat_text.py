@@ -42,7 +42,7 @@ def response_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def turns_text(
     record: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], decode: Callable[[Sequence[int]], str]
 ) -> str:
-    """Return the turns of a response as harmless text: those of the policy after >>>, others under their roles."""
+    """Return the turns of a response as harmless text: turns of the policy after >>>, others under their roles."""
     lines = []
     for turn in turns:
         text = decode(record["tokens"][turn["start"] : turn["end"]])

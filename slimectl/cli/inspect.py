@@ -56,7 +56,7 @@ def inspect(
 
         slimectl inspect runs/quickstart
     """
-    from slimectl.cli import comparison, inspect_samples, inspect_views
+    from slimectl.cli import inspect_samples, inspect_views
 
     modes = {"--mask": mask, "--diff": diff, "--prompt": prompt is not None, "--follow": follow}
     _check(
@@ -74,8 +74,12 @@ def inspect(
     if mask:
         inspect_views.show_masks(path, rows, options.resolve().settings)
     elif diff:
+        from slimectl.cli import comparison
+
         comparison.show_difference(path, paths[1], selection)
     elif len(paths) == 2:
+        from slimectl.cli import comparison
+
         comparison.show_comparison(path, paths[1], selection)
     elif prompt is not None:
         inspect_samples.show_prompt(path, prompt, selection)

@@ -16,10 +16,9 @@ from slimectl.cli.options import SETTINGS, CommonOptions, with_options
 from slimectl.errors import CheckpointError, SettingsError
 
 if TYPE_CHECKING:
-    from slimectl.planner.plan import Plan
+    from slimectl.planner.plan import Plan, PlannedRun
     from slimectl.planner.vision import VisionTower
     from slimectl.planner.workload import Run
-    from slimectl.runtime.capacity import PlannedRun
 
 
 def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -> Any:
@@ -179,8 +178,7 @@ def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) ->
 
 def _of_options(options: PlanOptions) -> PlannedRun:
     """Return what the options describe. Raises SettingsError for options that do not go together."""
-    from slimectl.planner.plan import model_of
-    from slimectl.runtime.capacity import PlannedRun
+    from slimectl.planner.plan import PlannedRun, model_of
 
     if options.lora_target and options.lora_rank is None:
         raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")

@@ -43,6 +43,22 @@ class Model:
 
 
 @dataclass(frozen=True)
+class PlannedRun:
+    """What the planner takes: a model with its configuration, a training step, and an engine."""
+
+    config: Config
+    shape: Model
+    run: Run
+    batch: int
+    engine_tensor: int
+    engine_share: float
+    concurrency: int | None
+    engine_fp8: bool
+    colocate: bool
+    lora: tuple[int, list[str]] | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """A planned run, and its figures by section."""
 

@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from slimectl.errors import CheckpointError, SettingsError, SlimectlError, Stora
 from slimectl.planner import flops
 from slimectl.planner import memory as training_memory
 from slimectl.planner.parameters import count
-from slimectl.planner.plan import Model, model_of
+from slimectl.planner.plan import Model, PlannedRun, model_of
 from slimectl.planner.search import USABLE
 from slimectl.planner.workload import Run, parameters, sized
 from slimectl.settings import Settings
@@ -149,22 +148,6 @@ def _checkpoints(settings: Settings) -> int:
     if run.save_interval is None or run.num_rollout is None:
         return run.keep_checkpoints or 1
     return min(run.keep_checkpoints or run.num_rollout, -(-run.num_rollout // run.save_interval))
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """What the planner takes: a model with its configuration, a training step, and an engine."""
-
-    config: dict[str, Any]
-    shape: Model
-    run: Run
-    batch: int
-    engine_tensor: int
-    engine_share: float
-    concurrency: int | None
-    engine_fp8: bool
-    colocate: bool
-    lora: tuple[int, list[str]] | None = None
 
 
 def planned_run(settings: Settings, *, device: Literal["cuda", "cpu"]) -> PlannedRun:

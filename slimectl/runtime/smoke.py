@@ -94,7 +94,7 @@ def _few_prompts(dataset: Dataset) -> dict[str, Any]:
 
 
 def model_path(settings: Settings) -> Path:
-    """Return the folder of the tiny model, beside the run's."""
+    """Return the folder of the tiny model, next to the folder of the run."""
     return Path(settings.run.dir) / f"{settings.run.name or 'run'}-smoke-model"
 
 
@@ -132,7 +132,7 @@ def create_model(settings: Settings) -> str:
 
 
 def _configuration(settings: Settings) -> tuple[dict[str, Any], Path | None]:
-    """Return the configuration of the model, and its folder if that is on this machine; else that of its card."""
+    """Return the configuration of the model, and its folder if that is on this machine. Otherwise use its card."""
     path = settings.model.path
     try:
         if (config := configuration(settings)) is not None:

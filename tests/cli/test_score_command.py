@@ -130,7 +130,7 @@ def test_a_reward_that_is_none_is_named_and_what_came_before_it_is_kept(workshop
     *said, last = workshop.stderr.splitlines()
     assert last == f"slimectl: {message}"
     assert len(said) == (kept > 0)
-    assert all(f"out.jsonl.partial: {kept} samples are kept. Run the same command again" in line for line in said)
+    assert all(f"out.jsonl.partial: keeping {kept} samples. Run the same command again" in line for line in said)
 
 
 def test_a_reward_that_hangs_costs_its_sample_and_is_counted(workshop: Workshop):
