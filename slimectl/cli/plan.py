@@ -184,11 +184,11 @@ def _of_options(options: PlanOptions) -> PlannedRun:
         raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")
     _check_recompute_modules(options)
     config = configuration(options.card, options.model)
-    targets = options.lora_target or _default_lora_targets()
+    targets = (options.lora_target or _default_lora_targets()) if options.lora_rank else []
     shape = model_of(
         config,
         lora_rank=options.lora_rank,
-        lora_targets=targets if options.lora_rank else (),
+        lora_targets=targets,
         critic=options.critic,
         reference=options.reference,
         teacher=_teacher(options.teacher) if options.teacher else None,

@@ -18,7 +18,6 @@ from slimectl.cli.terminal import one_line, shortened, sparkline, visible, width
 from slimectl.data.metrics_catalogue import is_supervised, progress
 from slimectl.data.ownership import read_manifest
 from slimectl.errors import SettingsError
-from slimectl.stages.best import Evaluations
 from slimectl.viewer.library import RunSource, read_settings
 
 CURVES = (
@@ -89,6 +88,8 @@ def run_facts(path: Path) -> dict[str, Any]:
 
 def _best(path: Path, metric: str | None) -> dict[str, Any] | None:
     """Return the checkpoint with the best evaluation, and the evaluation; None without one."""
+    from slimectl.stages.best import Evaluations
+
     link = path / "best"
     if not metric or not (link / "state.json").is_file():
         return None

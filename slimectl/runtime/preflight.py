@@ -15,7 +15,6 @@ from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_l
 from slimectl.hooks import HOOKS, check_hooks, hooks
 from slimectl.runtime.capacity import configuration, disk, is_readable, memory, shape_of
 from slimectl.runtime.first_prompts import check_grading, check_source, check_training_samples, first_prompts, shown
-from slimectl.runtime.initial_model import check_best
 from slimectl.runtime.machine import CheckResult
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
@@ -223,6 +222,8 @@ def _tracker_arguments(settings: Settings) -> str:
 
 
 def _dataset_rows(settings: Settings, *, dataset: str) -> str:
+    from slimectl.runtime.initial_model import check_best  # with torch, which scoring does without
+
     check_best(settings)
     return check_source(resolve_dataset_settings(settings, dataset), settings.eval.sources[dataset], evaluation=True)
 

@@ -111,7 +111,7 @@ def test_what_stands_beside_the_policy_is_counted_and_adapters_make_it_fit():
     alone = ("--card", "qwen3-8B", "--gpus", "1", "--backend", "fsdp", "--recompute", "full")
     assert plan(*alone)[0] == 1
     code, out, err = plan(*alone, "--lora-rank", "32", "--reference", "--critic", "--teacher", "qwen3-4B")
-    assert (code, err) == (0, "1 ranks: fsdp; recompute full; fits 90% of 80 GiB a GPU\n")
+    assert (code, err) == (0, "1 rank: fsdp; recompute full; fits 90% of 80 GiB a GPU\n")
     beside = [
         line.split("  ")[1] for line in out.splitlines() if line.startswith(("  critic", "  reference", "  teacher"))
     ]
