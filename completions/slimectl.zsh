@@ -5,7 +5,7 @@ _slimectl() {
     local -a words_only words_shown keys_only keys_shown
     local typed="${(j: :)${(@)words[1,CURRENT-1]}} $PREFIX"
     while IFS=$'\t' read -r word text; do
-        if [[ $word == *= ]]; then
+        if [[ $word == *[=:/] ]]; then
             keys_only+=("$word") keys_shown+=("$word  $text")
         else
             words_only+=("$word") words_shown+=("$word  $text")
@@ -15,7 +15,7 @@ _slimectl() {
         _files
         return
     fi
-    # The value follows a key without a space.
+    # What follows a key, a kind or a folder stands there without a space.
     (( ${#keys_only} )) && compadd -S '' -ld keys_shown -- "${keys_only[@]}"
     (( ${#words_only} )) && compadd -ld words_shown -- "${words_only[@]}"
     return 0

@@ -214,21 +214,22 @@ def trainer_folder(model: Path) -> Path:
 
 def policy_folder(path: Path) -> Path:
     """Return the policy of a checkpoint of a run, or of the newest one if `path` is the run; else `path` itself."""
-    path = follow_latest(path)
+    path = follow_links(path)
     if (path / "policy" / "config.json").exists():
         return path / "policy"
-    newest = path / (latest_step(path) or ".") / "policy"
+    newest = path / (linked_step(path) or ".") / "policy"
     return newest if (newest / "config.json").exists() and not (path / "config.json").exists() else path
 
 
-def latest_step(run: Path) -> str | None:
-    """Return the name of the checkpoint that `latest` of a run means; None if there is none.
+LINKS = ("latest", "best")
+"""Links of a run to its checkpoints; files with their names on a file system without links."""
 
-    `latest` is a link, or a file with the name on a file system without links.
-    """
-    latest = run / "latest"
+
+def linked_step(run: Path, link: str = "latest") -> str | None:
+    """Return the name of the checkpoint that a link of a run points to; None if there is none."""
+    file = run / link
     try:
-        name = os.readlink(latest) if latest.is_symlink() else _first_line(latest)
+        name = os.readlink(file) if file.is_symlink() else _first_line(file)
     except OSError:
         return None
     return name if re.fullmatch(r"step_\d+", name) else None  # no link leads out of the run
@@ -241,13 +242,13 @@ def _first_line(file: Path) -> str:
         return text.readline(100).decode(errors="replace").rstrip("\n")
 
 
-def follow_latest(path: Path) -> Path:
-    """Return a path in which a `latest` that is a file is replaced by the checkpoint that it names.
+def follow_links(path: Path) -> Path:
+    """Return a path in which a link of a run that is a file is replaced by the checkpoint that it names.
 
-    The system follows links itself.
+    The system follows symbolic links itself.
     """
     for depth, part in enumerate(path.parts):
         run = Path(*path.parts[:depth])
-        if part == "latest" and not (run / part).is_symlink() and (step := latest_step(run)):
+        if part in LINKS and not (run / part).is_symlink() and (step := linked_step(run, part)):
             return run.joinpath(step, *path.parts[depth + 1 :])
     return path

@@ -37,6 +37,8 @@ _NAMES = {
         "context_length",
         "convert",
         "create_model",
+        "create_tiny_model",
+        "embedded_families",
         "device",
         "has_tokenizer",
         "is_gguf",

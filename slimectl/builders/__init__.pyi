@@ -29,7 +29,9 @@ from slimectl.builders.models import TOKENIZER_REMEDY as TOKENIZER_REMEDY
 from slimectl.builders.models import context_length as context_length
 from slimectl.builders.models import convert as convert
 from slimectl.builders.models import create_model as create_model
+from slimectl.builders.models import create_tiny_model as create_tiny_model
 from slimectl.builders.models import device as device
+from slimectl.builders.models import embedded_families as embedded_families
 from slimectl.builders.models import has_tokenizer as has_tokenizer
 from slimectl.builders.models import is_gguf as is_gguf
 from slimectl.builders.models import model_folder as model_folder

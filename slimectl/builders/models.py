@@ -22,7 +22,7 @@ from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missi
 from slimectl.model_files import (
     adapter_remedy,
     check_model_files,
-    follow_latest,
+    follow_links,
     policy_folder,
     read_json,
     trainer_folder,
@@ -44,7 +44,7 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
         remedies = {"algorithm.opd_teacher_load": "name the teacher's, or its servers by algorithm.opd_teacher_url"}
         remedy = remedies.get(setting, "add --model DIR, a Hugging Face checkpoint directory")
         raise SettingsError(f"{setting}: no model is given; {remedy}")
-    folder = follow_latest(Path(path))
+    folder = follow_links(Path(path))
     if is_gguf(path):
         raise CheckpointError(f"{path}: is a GGUF; convert it first: slimectl convert {path} DIR --to hf")
     if not folder.exists():
@@ -179,6 +179,27 @@ def create_model(card: str, into: Path, *, seed: int) -> None:
         tokenizer=spec.get("tokenizer", "byte"),
         image_processor=spec.get("image_processor"),
     )
+
+
+def embedded_families() -> tuple[str, ...]:
+    """Return the model types that the embedded engine runs."""
+    from slimectl.engines.embedded.model import FAMILIES
+
+    return FAMILIES
+
+
+def create_tiny_model(config: dict[str, Any], into: Path, *, seed: int, tokenizer: Path | None) -> None:
+    """Create a model with random weights, with the tokenizer of a model's folder or with one token a byte."""
+    from slimectl.checkpoints.create import create_model
+    from slimectl.checkpoints.hf import copy_companions
+
+    create_model(config, into, seed=seed)
+    if tokenizer is not None:
+        config_bytes = (into / "config.json").read_bytes()
+        for file in [*into.glob("tokenizer*"), *into.glob("*.jinja"), *into.glob("special_tokens_map.json")]:
+            file.unlink()
+        copy_companions(tokenizer, into)
+        (into / "config.json").write_bytes(config_bytes)
 
 
 def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,8 @@ from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.engines.limits import check_ids
 from slimectl.errors import SettingsError
 from slimectl.settings import Settings
-from slimectl.stdio import logger
+from slimectl.stdio import logger, quantity
+from slimectl.transport.event_loop import run_coroutine
 
 if TYPE_CHECKING:
     from slimectl.engines.http.api import ServerApi
@@ -296,10 +296,10 @@ def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine
             closing.callback(started.close)
             started.start()
             count = len(started.urls)
-            logger.info(f"{count} engines are up" if count > 1 else "1 engine is up")
+            logger.info(f"{quantity(count, 'engine')} ready")
             http_engine = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
             started.announce, started.failed = http_engine.set_urls, http_engine.fail
-        closing.callback(lambda: asyncio.run(http_engine.close()))
+        closing.callback(lambda: run_coroutine(http_engine.close()))
         yield http_engine
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slimectl.protocols import Engine
+from slimectl.transport.event_loop import run_coroutine
 from slimectl.types import Completion, SamplingParams
 
 
@@ -24,7 +25,7 @@ def stream_answer(
 
     With `stoppable` Ctrl-C ends the answer, which keeps what it has and finishes with "abort".
     """
-    return asyncio.run(_stream(engine, tokenizer, tokens, params, show, stoppable=stoppable))
+    return run_coroutine(_stream(engine, tokenizer, tokens, params, show, stoppable=stoppable))
 
 
 async def _stream(

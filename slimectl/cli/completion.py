@@ -12,6 +12,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from textwrap import shorten
@@ -119,23 +120,38 @@ def _choices(param: Any) -> tuple[Any, ...]:
     return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 
 
-def _settings(last: str) -> Iterator[Candidate]:
-    """Yield `section.key=`, and behind it the values of a setting that has named ones."""
+def _settings(last: str, *, trains_on: str | None = None) -> Iterator[Candidate]:
+    """Yield `section.key=`, and behind it the values of a setting that has named ones, or the files of one that is a
+    path. Of algorithms only those that train on `trains_on` are named, if it is given.
+    """
     key, equals, _ = last.partition("=")
     for name, (kind, text) in _reference().items():
         if not equals:
             yield f"{name}=", text
         elif name == key:
             values = [part.strip() for part in kind.replace(" or ", " | ").split(" | ")]
-            named = [*_named_values(name), *(value for value in values if value.isidentifier())]
+            named = [*_named_values(name, trains_on), *(value for value in values if value.isidentifier())]
             types = ("string", "integer", "number", "object", "boolean", "any")
             yield from ((f"{key}={value}", "") for value in dict.fromkeys(named) if value not in types)
             yield from ((f"{key}={value}", "") for value in ("true", "false") if "boolean" in values)
+            if name.endswith(PATH_ENDINGS):
+                yield from ((f"{key}={file}", "") for file in _files(last.partition("=")[2]))
 
 
-def _named_values(key: str) -> list[str]:
-    """Return the values of settings that name an algorithm, a card or a verifier."""
-    complete = {"algorithm.name": _algorithms, "model.card": _cards, "score.rm_type": _verifiers}.get(key)
+def _files(last: str) -> Iterator[str]:
+    """Yield the files and folders whose path begins with `last`; a folder ends in /."""
+    parent = last[: last.rfind("/") + 1]
+    with suppress(OSError):
+        for file in sorted(Path(parent or ".").iterdir()):
+            if file.name.startswith(".") <= last[len(parent) :].startswith("."):
+                yield f"{parent}{file.name}{'/' if file.is_dir() else ''}"
+
+
+def _named_values(key: str, trains_on: str | None) -> list[str]:
+    """Return the values of settings that name an algorithm or another part."""
+    if key == "algorithm.name":
+        return [name for name, (_, kind) in _cached()["algorithms"].items() if trains_on in (None, kind)]
+    complete = NAMED.get(key)
     return [value for value, _ in complete("")] if complete else []
 
 
@@ -144,7 +160,7 @@ def _keys(last: str) -> Iterator[Candidate]:
 
 
 def _algorithms(last: str) -> Iterator[Candidate]:
-    return ((name, text) for name, text in _cached()["algorithms"].items())
+    return ((name, text) for name, (text, _) in _cached()["algorithms"].items())
 
 
 def _recipes(last: str) -> Iterator[Candidate]:
@@ -196,8 +212,44 @@ def _words(*names: str) -> Callable[[str], Iterator[Candidate]]:
     return lambda last: ((name, "") for name in names)
 
 
+def _metrics(last: str) -> Iterator[Candidate]:
+    from slimectl.data.metrics_catalogue import CATALOGUE
+
+    return ((metric.name, metric.definition) for metric in CATALOGUE)
+
+
+def _environments(last: str) -> Iterator[Candidate]:
+    from slimectl.registry import ENVIRONMENTS
+
+    return ((f"{name}:", "environment") for name in ENVIRONMENTS.names())
+
+
+def _token_figures(last: str) -> Iterator[Candidate]:
+    from slimectl.cli.tokens import NAMES
+
+    return ((name, "") for name in NAMES)
+
+
+def _sorting_fields(last: str) -> Iterator[Candidate]:
+    return ((f"{'-' if last.startswith('-') else ''}{name}", "") for name in SORTING_FIELDS)
+
+
+SORTING_FIELDS = ("reward", "response_length", "index", "group_index", "status", "mismatch", "advantage", "version")
+"""Fields of samples, and numbers of their index, by which `inspect --sort` sorts."""
+PATH_ENDINGS = ("path", "_paths", "_load", "_dir", ".dir", "engine.load", "rollout.data", "sft_warmup.data")
+"""Ends of settings whose values are files or folders."""
+NAMED: dict[str, Callable[[str], Iterator[Candidate]]] = {
+    "model.card": _cards,
+    "score.rm_type": _verifiers,
+    "engine.backend": _parts("ENGINES"),
+    "train.backend": _parts("POLICIES"),
+    "cluster.executor": _parts("EXECUTORS"),
+    "rollout.env": _environments,
+}
+"""Completion of the values of settings that name parts."""
 VALUES: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "assign": _settings,
+    "run assign": partial(_settings, trains_on="rollouts"),
     "recipe": _recipes,
     "tasks": _tasks,
     "resume": _runs,
@@ -215,6 +267,13 @@ VALUES: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "models action": _words("list", "show", "check", "create"),
     "models name": _cards,
     "convert to": _words("hf", "torch_dist"),
+    "quantize": _words("fp8", "fp8_tensor", "fp8_channel", "int4"),
+    "env": _environments,
+    "inspect sort": _sorting_fields,
+    "color_by": _token_figures,
+    "metrics pattern": _metrics,
+    "diff before": _paths,
+    "diff after": _paths,
     "settings explain key": _keys,
 }
 """Completion of values by the name of the parameter, or by command and name."""
@@ -260,5 +319,7 @@ def _computed() -> dict[str, Any]:
         texts = descriptions(cls)
         for field, info in cls.model_fields.items():
             settings.setdefault(f"algorithm.{info.alias or field}", ["any", " ".join(texts.get(field, "").split())])
-    summaries = {name: (cls.__doc__ or "").strip().partition("\n")[0] for name, cls in ALGORITHMS.items()}
+    summaries = {
+        name: [(cls.__doc__ or "").strip().partition("\n")[0], cls.trains_on] for name, cls in ALGORITHMS.items()
+    }
     return {"settings": settings, "algorithms": summaries}

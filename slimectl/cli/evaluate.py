@@ -80,7 +80,7 @@ def _measure(settings: Settings, out: str | None) -> Evaluation:
     from slimectl.api.models import Sampler
     from slimectl.api.stages import Evaluation
     from slimectl.cli.output import print_summary, up_to_date, write_out
-    from slimectl.cli.progress import ProgressBar
+    from slimectl.cli.progress import ProgressBar, loaded
     from slimectl.data.streams import tee
     from slimectl.stages.evaluate import resolve_dataset_settings
 
@@ -88,19 +88,22 @@ def _measure(settings: Settings, out: str | None) -> Evaluation:
     for name, source in settings.eval.sources.items():
         own = resolve_dataset_settings(settings, name)
         builders.check_images(own, [source], servers=settings.stage_uses_servers)
-    with Evaluation(settings) as evaluation, Sampler(settings, folder) as sampler:
-        with ProgressBar("answers", total=_answer_count(settings)) as progress:
-            samples = tee(evaluation.samples(sampler), lambda sample: progress.advance())
-            if out is None:
-                for _ in samples:
-                    pass
-            else:
-                inputs = [*settings.eval.sources.values(), str(folder)]
-                manifest = up_to_date("eval", settings, inputs, out, force=True)
-                assert manifest is not None
-                counts = write_out(samples, out, manifest, inputs)
-        if out is not None:
-            print_summary(counts, {})
+    with (
+        Evaluation(settings) as evaluation,
+        ProgressBar("responses") as progress,
+        loaded(lambda: Sampler(settings, folder), progress, _answer_count(settings)) as sampler,
+    ):
+        samples = tee(evaluation.samples(sampler), lambda sample: progress.advance())
+        if out is None:
+            for _ in samples:
+                pass
+        else:
+            inputs = [*settings.eval.sources.values(), str(folder)]
+            manifest = up_to_date("eval", settings, inputs, out, force=True)
+            assert manifest is not None
+            counts = write_out(samples, out, manifest, inputs)
+    if out is not None:
+        print_summary(counts, {})
     return evaluation
 
 

@@ -10,7 +10,7 @@ import typer
 from slimectl.cli import tokens
 from slimectl.cli.options import SETTINGS, AsJson, CommonOptions, with_options
 from slimectl.errors import SettingsError
-from slimectl.model_files import follow_latest
+from slimectl.model_files import follow_links
 
 
 @with_options("paths rows condition sort prompt follow diff explain color_by mask model", SETTINGS, "as_json")
@@ -46,6 +46,8 @@ def inspect(
 ) -> None:
     """Say what a run, a samples file or a model directory is and where it came from; show samples.
 
+    Two runs are compared as by `slimectl diff`.
+
     Samples of a run are those that it keeps of its rounds and evaluations. With --mask, a samples file (or chats to
     imitate; preferences with -s algorithm.name=dpo) is shown token by token: what the model is taught, and what it only
     reads. The model is the one that the file's manifest names, or --model; rows are read as `train` would with the same
@@ -68,13 +70,19 @@ def inspect(
     )
     if mask and as_json:
         raise SettingsError("--mask and --json exclude each other; a sample's mask is its loss_mask in --json")
-    paths = [follow_latest(path) for path in paths]
+    paths = [follow_links(path) for path in paths]
     path = paths[0]
     selection = inspect_samples.Selection(rows, condition, sort, color_by, as_json, explain, options.model)
     if mask:
         inspect_views.show_masks(path, rows, options.resolve().settings)
     elif diff:
-        inspect_samples.show_difference(path, paths[1], selection)
+        from slimectl.cli import comparison
+
+        comparison.show_difference(path, paths[1], selection)
+    elif len(paths) == 2:
+        from slimectl.cli import comparison
+
+        comparison.show_comparison(path, paths[1], selection)
     elif prompt is not None:
         inspect_samples.show_prompt(path, prompt, selection)
     elif follow:
@@ -84,7 +92,7 @@ def inspect(
     elif condition or sort or color_by or explain:
         inspect_samples.show_selection(path, selection)
     else:
-        inspect_views.show(path, rows, as_json=as_json)
+        inspect_views.show(path, selection)
 
 
 def _check(paths: list[Path], modes: list[str], *, condition: str, sort: str, color_by: str, explain: bool) -> None:
@@ -104,8 +112,9 @@ def _check(paths: list[Path], modes: list[str], *, condition: str, sort: str, co
             raise SettingsError(f"{modes[0]} and {name} exclude each other; give one")
     if modes == ["--diff"] and len(paths) != 2:
         raise SettingsError("--diff: compares two; write slimectl inspect --diff A B")
-    if modes != ["--diff"] and len(paths) != 1:
-        raise SettingsError(f"{paths[1]}: one path is shown at a time; two are compared by --diff")
+    compares = not modes and len(paths) == 2 and not (color_by or explain)
+    if modes != ["--diff"] and len(paths) != 1 and not compares:
+        raise SettingsError(f"{paths[1]}: one path is shown at a time; two are compared without other options")
     for path in paths:
         if not path.exists() and modes != ["--follow"]:
             raise SettingsError(f"{path}: no such file or folder")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import heapq
 import json
 import re
@@ -16,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from slimectl import stdio
+from slimectl.cli.chat_text import chat_text, response_turns, turns_text
 from slimectl.cli.score import explanation_text
-from slimectl.cli.terminal import has_colours, one_line, paint, safe_json, sparkline, visible, width
+from slimectl.cli.terminal import has_colours, one_line, safe_json, sparkline, visible, width
 from slimectl.cli.tokens import decoder, legend, tokens_text
 from slimectl.data.images import thumbnail
 from slimectl.data.prompt_images import record_images
@@ -34,8 +34,6 @@ MAX_CHOICES = 8
 """Most prompts that a message names."""
 MAX_REASON = 400
 """Most columns of the line that says why a sample has its reward."""
-MAX_WORDS = 3000
-"""Most words of an answer whose difference is looked for word by word, as in the page."""
 
 
 @dataclass
@@ -129,12 +127,20 @@ def show_selection(path: Path, selection: Selection) -> None:
 
 def _counts(matches: Sequence[Matches]) -> dict[str, Any]:
     """Return the number of samples that match, of their prompts, and the mean of their rewards that are numbers."""
-    rewards, prompts = (
-        np.concatenate([match.index.columns()[name][match.rows] for match in matches]) for name in ("reward", "prompt")
-    )
+    rewards = np.concatenate([match.index.columns()["reward"][match.rows] for match in matches])
+    prompts = set().union(*(_prompts(match) for match in matches))
     finite = rewards[np.isfinite(rewards)]
     mean = float(finite.mean()) if len(finite) else None
-    return {"matches": len(rewards), "prompts": len(np.unique(prompts)), "mean_reward": mean}
+    return {"matches": len(rewards), "prompts": len(prompts), "mean_reward": mean}
+
+
+def _prompts(match: Matches) -> set[int]:
+    """Return the prompts of the rows by their hashes. The branches of an attempt begin with the prompt of its group."""
+    groups, attempts, prompts = (match.index.columns()[name][match.rows] for name in ("group", "trajectory", "prompt"))
+    attempts, rows = np.unique(np.stack([groups, attempts]), axis=1, return_counts=True)
+    branched = np.isin(groups, attempts[0][rows > 1])
+    _, first = np.unique(groups[branched], return_index=True)
+    return {*prompts[~branched].tolist(), *prompts[branched][first].tolist()}
 
 
 def _first(matches: Sequence[Matches], name: str, count: int) -> list[Place]:
@@ -175,7 +181,7 @@ def show_places(library: Library, places: Sequence[Place], selection: Selection)
         if selection.color_by and record.get("tokens"):
             print(coloured_tokens(library, place, record, selection))
         else:
-            print(texts_of(record, library, place.file))
+            print(texts_of(record, library, place.file, selection))
         if explanation is not None:
             print(one_line(f"why: {explanation_text(explanation)}", MAX_REASON))
 
@@ -209,21 +215,28 @@ def heading(record: Mapping[str, Any], file: SamplesFile | None = None) -> str:
     """Return the line above a sample: its place, status, reward and label. A failed one has its error below."""
     place = f"{file.title}, " if file is not None and file.run is not None else ""
     status = record.get("status", "completed" if "response" in record else "pending")
-    reward, label = (one_line(_compact(record.get(name)), 200) for name in ("reward", "label"))
+    reward, label = (one_line(compact(record.get(name)), 200) for name in ("reward", "label"))
     error = (record.get("metadata") or {}).get("error") if isinstance(record.get("metadata"), dict) else None
     shown = f"\nfailed: {one_line(error, 500)}" if isinstance(error, str) else ""
     return f"--- {place}sample {record.get('index', 0)} ({one_line(status, 20)}, reward {reward}, label {label}){shown}"
 
 
-def _compact(value: Any) -> str:
+def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else repr(value)
 
 
-def texts_of(record: Mapping[str, Any], library: Library, file: SamplesFile) -> str:
-    """Return prompt and answer of a sample of a file as harmless text."""
+def texts_of(record: Mapping[str, Any], library: Library, file: SamplesFile, selection: Selection) -> str:
+    """Return prompt and response of a sample of a file as harmless text, chats by role.
+
+    The turns of a response that a program or an environment took part in are found by its tokens.
+    """
     prompt = record.get("prompt", "")
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-    return f"{visible(text)}\n{image_lines(record, library, file)}>>> {visible(record.get('response', ''))}"
+    text = visible(prompt) if isinstance(prompt, str) else chat_text(prompt)
+    response = f">>> {visible(record.get('response', ''))}"
+    turns = response_turns(record)
+    if len(turns) > 1 and (decode := selection.decoder(library, file)) is not None:
+        response = turns_text(record, turns, decode)
+    return f"{text}\n{image_lines(record, library, file)}{response}"
 
 
 def image_lines(record: Mapping[str, Any], library: Library, file: SamplesFile) -> str:
@@ -261,7 +274,7 @@ def coloured_tokens(library: Library, place: Place, record: Mapping[str, Any], s
     try:
         sample_from_json(record)
     except RecordError as error:
-        return f"{texts_of(record, library, place.file)}\n({error})"
+        return f"{texts_of(record, library, place.file, selection)}\n({error})"
     view = sample_view(place.index, place.row, start=0, decode=selection.decoder(library, place.file))
     return tokens_text(view, selection.color_by)
 
@@ -284,12 +297,12 @@ def show_prompt(path: Path, name: str, selection: Selection) -> None:
         return
     _, first_index, first = appearances[0]
     label = first_index.record(first["rows"][0]).get("label")
-    print(visible(prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False), 2000))
+    print(visible(prompt, 2000) if isinstance(prompt, str) else chat_text(prompt))
     means = [answers["mean"] for _, _, answers in appearances if answers["mean"] is not None]
     curve = f", mean reward {means[0]:.3g} {sparkline(means, 30)} {means[-1]:.3g}" if len(means) > 1 else ""
     answers_count = stdio.quantity(sum(len(answers["rows"]) for _, _, answers in appearances), "answer")
     files_count = stdio.quantity(len(appearances), "file")
-    print(f"label {one_line(_compact(label), 60)}; {answers_count} in {files_count}{curve}")
+    print(f"label {one_line(compact(label), 60)}; {answers_count} in {files_count}{curve}")
     if selection.color_by:
         print(legend(selection.color_by))
     columns = width()
@@ -349,83 +362,3 @@ def _group_of(indexes: Sequence[SampleIndex], number: int) -> int:
         for row in (columns["prompt"] == number).nonzero()[0][:1].tolist():
             return int(columns["group"][row])
     return 0
-
-
-# --- two files -------------------------------------------------------------------------------------------------------
-
-
-def show_difference(before: Path, after: Path, selection: Selection) -> None:
-    """Print the prompts of two files, rounds or runs whose reward changed most, with what differs in an answer.
-
-    Raises SettingsError if they share no prompt that is graded.
-    """
-    (left_library, left_files), (right_library, right_files) = read_view(before), read_view(after)
-    left, right = compared_files(left_files, right_files)
-    ((_, old),) = indexed(left_library, [left])
-    ((_, new),) = indexed(right_library, [right])
-    runs = [*left_library.runs.values(), *right_library.runs.values()]
-    threshold = next((run.settings[THRESHOLD] for run in runs if THRESHOLD in run.settings), 1.0)
-    answer = queries.compare(
-        old, new, threshold=threshold, where=selection.condition, sort=selection.sort, limit=selection.rows
-    )
-    if not answer["shared"] and not selection.condition:
-        raise SettingsError(f"{left.path} and {right.path}: share no prompt with a reward in both; score them first")
-    if selection.as_json:
-        files = {"before": str(left.path), "after": str(right.path)}
-        print(safe_json({**files, "kind": "difference", **answer}, indent=2))
-        return
-    print(f"{left.path}\n{right.path}")
-    mean = _change(answer["before_mean"], answer["after_mean"])
-    flips = f"{answer['became_right']} became right, {answer['became_wrong']} wrong"
-    matching = f" that match {one_line(selection.condition, 60)}" if selection.condition else ""
-    print(f"{stdio.quantity(answer['shared'], 'prompt')} in both{matching}, mean reward {mean}; {flips}")
-    for change in answer["prompts"]:
-        label = one_line(_compact(change["label"]), 30)
-        print(one_line(f"--- {_change(change['before'], change['after'])}  label {label}  {change['prompt']}", width()))
-        texts = [str(index.record(row).get("response", "")) for index, row in
-                 ((old, change["before_row"]), (new, change["after_row"]))]  # fmt: skip
-        print("\n".join(differing(*texts)))
-    if answer["total"] > len(answer["prompts"]):
-        print(f"{answer['total'] - len(answer['prompts'])} more; --rows shows them")
-
-
-def compared_files(before: Sequence[SamplesFile], after: Sequence[SamplesFile]) -> tuple[SamplesFile, SamplesFile]:
-    """Return the newest files of one kind on both sides: of one evaluation, else of a round, else those that are named.
-
-    Of two runs the newest evaluation of a data set that both have, else the newest round that both keep.
-    """
-    for kind in ("evaluation", "round"):
-        pairs = [
-            (a, b) for a in before for b in after if a.kind == b.kind == kind and a.dataset == b.dataset
-            and (a.round == b.round or len(before) == 1 or len(after) == 1)
-        ]  # fmt: skip
-        if pairs:
-            return max(pairs, key=lambda pair: (pair[0].round or 0, pair[1].round or 0))
-    return before[-1], after[-1]
-
-
-def _change(before: float | None, after: float | None) -> str:
-    if before is None or after is None:
-        return "unknown"
-    return f"{before:.3g} -> {after:.3g} ({after - before:+.3g})"
-
-
-def differing(before: str, after: str) -> list[str]:
-    """Return two texts with the words that only one of them has marked: [-…-] and {+…+} without colours."""
-    if before == after:
-        return [f"  {visible(before)}"]
-    old, new = (re.findall(r"\s+|\w+|[^\s\w]", text) for text in (before, after))
-    if max(len(old), len(new)) > MAX_WORDS:
-        return [f"- {visible(before)}", f"+ {visible(after)}"]
-    left, right = "- ", "+ "
-    for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        removed, added = visible("".join(old[a:b])), visible("".join(new[c:d]))
-        left += removed if tag == "equal" else _marked(removed, "30;41", "[-", "-]")
-        right += added if tag == "equal" else _marked(added, "30;42", "{+", "+}")
-    return [left, right]
-
-
-def _marked(text: str, code: str, opening: str, closing: str) -> str:
-    if not text:
-        return ""
-    return paint(text, code) if has_colours() else opening + text + closing

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.architectures.config import raw_config
-from slimectl.cli.inspect_samples import heading, texts_of
+from slimectl.cli.inspect_samples import Selection, heading, texts_of
 from slimectl.cli.run_summary import run_facts, show_run
 from slimectl.cli.terminal import has_colours, safe_json
 from slimectl.cli.tokens import PROMPT, READ, TAUGHT, highlight, legend
@@ -18,6 +18,7 @@ from slimectl.data.manifest import manifest_path
 from slimectl.data.records import sample_to_json
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files, read_json
+from slimectl.stdio import quantity
 from slimectl.types import Sample
 from slimectl.viewer.library import Library, SamplesFile, is_run_folder, read_view
 
@@ -28,17 +29,17 @@ MODEL_KEYS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_h
 MANIFEST_KEYS = ("slimectl", "stage", "started", "finished", "counts", "parents")
 
 
-def show(path: Path, rows: int, *, as_json: bool) -> None:
+def show(path: Path, selection: Selection) -> None:
     """Print what a path is: a run, a model directory, another folder, or a samples file."""
-    if as_json:
-        print(safe_json(facts(path, rows), indent=2))
+    if selection.as_json:
+        print(safe_json(facts(path, selection.rows), indent=2))
     elif is_run_folder(path):
         show_run(path)
     elif path.is_dir():
         show_folder(path)
         show_manifest(path)
     else:
-        show_samples(path, rows)
+        show_samples(path, selection)
         show_manifest(path)
 
 
@@ -89,17 +90,17 @@ def samples_facts(path: Path, rows: int) -> tuple[dict[str, Any], list[dict[str,
     return {"samples": count, "prompts": len(prompts), "mean_reward": total / scored if scored else None}, first
 
 
-def show_samples(path: Path, rows: int) -> None:
+def show_samples(path: Path, selection: Selection) -> None:
     """Print counts, rewards, and the text of the first samples."""
-    counts, first = samples_facts(path, rows)
+    counts, first = samples_facts(path, selection.rows)
     reward = counts["mean_reward"]
     mean = ", not scored" if reward is None else f", mean reward {reward:.4g}"
-    print(f"{path}: {counts['samples']} samples of {counts['prompts']} prompts{mean}")
+    print(f"{path}: {quantity(counts['samples'], 'sample')} of {quantity(counts['prompts'], 'prompt')}{mean}")
     pipe = Library([]), [SamplesFile("", path, path.name, "samples")]
     library, (file, *_) = read_view(path) if path.is_file() else pipe
     for record in first:
         print(heading(record))
-        print(texts_of(record, library, file))
+        print(texts_of(record, library, file, selection))
 
 
 def manifest_facts(path: Path) -> dict[str, Any] | None:

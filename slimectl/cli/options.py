@@ -195,15 +195,20 @@ class CommonOptions:
         *,
         recipe: Layer | None = None,
         lent: Sequence[str] = (),
+        smoke: Mapping[str, Any] = MappingProxyType({}),
     ) -> Resolved:
         """Resolve settings: defaults < recipe < files < environment < -s < flags; unset flags (None, []) are ignored.
 
         `flags` are those of the command's own options. The keys `lent` come first from the run that the model is of,
-        and are printed. Raises SettingsError with a line for every error.
+        and are printed. `smoke` has the values of a smoke run, in place of files and environment. Raises SettingsError
+        with a line for every error.
         """
-        from slimectl.settings import resolve
+        from slimectl.settings import Layer, resolve
+        from slimectl.settings.layers import nested
 
         layers, problems = self._layers(flags, recipe)
+        if smoke:
+            layers = [Layer("--smoke", nested(smoke)), *layers[-2:]]
         if not lent:
             return resolve(layers, problems)
         from slimectl.data.lent_settings import lent_layer

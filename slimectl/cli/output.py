@@ -131,7 +131,7 @@ def write_resumable(
             on_sample(sample)
             counts.update(("out", str(sample.status)))
         if partial.count:
-            stdio.note(f"{out}: {partial.count} samples are left from an interrupted attempt. Continuing after them.")
+            stdio.note(f"{out}: continuing after {stdio.quantity(partial.count, 'sample')} of an interrupted attempt.")
         try:
             for sample in process(remaining):
                 on_sample(sample)
@@ -139,7 +139,8 @@ def write_resumable(
                 counts.update(("out", str(sample.status)))
         except BaseException:
             if partial.count:
-                stdio.note(f"{partial.path}: {partial.count} samples are kept. Run the same command again to continue.")
+                kept = stdio.quantity(partial.count, "sample")
+                stdio.note(f"{partial.path}: keeping {kept}. Run the same command again to continue.")
             raise
         if not counts:
             raise RecordError(f"{', '.join(inputs)}: no samples. Look at the messages of the stage that wrote them.")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -16,13 +14,11 @@ from slimectl.architectures import cards
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.cli.options import SETTINGS, CommonOptions, with_options
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.planner.placement import Placement, divisibility_warnings
 
 if TYPE_CHECKING:
-    from slimectl.planner.plan import Plan
+    from slimectl.planner.plan import Plan, PlannedRun
     from slimectl.planner.vision import VisionTower
     from slimectl.planner.workload import Run
-    from slimectl.settings import Settings
 
 
 def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -> Any:
@@ -34,6 +30,14 @@ TOKENS_PER_IMAGE = 256
 LAYOUT, TRAINING, ENGINE = "Layout of the ranks; where none is given, one that fits is looked for", "Training", "Engine"
 BESIDE, PLACEMENT = "What learns, and what stands beside it on the same ranks", "Placement"
 CHECK = "Check"
+MACHINE_OPTIONS = ("card", "gpu_memory", "tflops", "mfu", "device", "simulate", "as_json")
+"""Options that go with the settings of a run: what its machines are, and how the plan is printed."""
+OPTION_NAMES = {
+    "state_dtype": "optimizer-state-dtype",
+    "max_tokens": "max-tokens-per-gpu",
+    "tokens_per_image": "image-tokens",
+}
+"""Names on the command line of options whose field has another."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -123,34 +127,68 @@ class PlanOptions:
     ] = False
 
 
-@with_options("options", SETTINGS)
-def plan(options: PlanOptions, common: CommonOptions) -> None:
+@with_options("context options", SETTINGS)
+def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) -> None:
     """Say what it takes to train and to sample a model: memory, FLOPs and time, each with its formula.
 
-    Loads no model and needs no GPU. Exit code 1 if the layout that was given does not fit. `--placement -c run.toml`
-    says instead who works on which GPU in that run. `--simulate` compares the plan with the trainer's own program, run
-    without a GPU: memory, collectives and devices; exit code 1 if they do not agree.
+    Loads no model and needs no GPU. Exit code 1 if the layout that was given does not fit. With -c or -s, the run of
+    these settings is planned, and `--placement` shows who works on which GPU in that run. `--simulate` compares the
+    plan with the trainer's own program, run without a GPU: memory, collectives and devices. The exit code is 1 if they
+    do not agree.
 
     Example:
 
         slimectl plan --card qwen3-4B --gpus 8 --tp 2 --seq-len 16384 --tflops 989
+        slimectl plan -s model.card=qwen3-0.6B -s cluster.actor_num_gpus_per_node=8
         slimectl plan --card qwen3-4B --gpus 1 --backend fsdp --lora-rank 32 --reference
     """
     if options.placement:
+        from slimectl.cli.plan_placement import show_placement
+
         show_placement(common.resolve().settings, on_gpu=options.device == "cuda", as_json=options.as_json)
         return
-    if common.config or common.assign:
-        raise SettingsError("plan: -c and -s go with --placement; without it, options say what is planned for")
     from slimectl.planner import plan as estimates
     from slimectl.planner.search import USABLE
+
+    planned = _of_settings(context, options, common) if common.config or common.assign else _of_options(options)
+    estimates.check(planned.shape, planned.run)
+    result = estimates.plan_run(
+        planned.shape,
+        planned.run,
+        batch=planned.batch,
+        memory_gib=options.gpu_memory,
+        tflops=options.tflops,
+        mfu=options.mfu,
+        engine_tensor=planned.engine_tensor,
+        engine_share=planned.engine_share,
+        concurrency=planned.concurrency,
+        engine_fp8=planned.engine_fp8,
+        colocate=planned.colocate,
+    )
+    problems = _simulate(planned, result) if options.simulate else []
+    print_plan(result, options.as_json)
+    verdict = "fits" if result.fits else "does not fit"
+    say = stdio.note if result.fits else stdio.say
+    say(f"{estimates.describe(planned.run)}; {verdict} {USABLE:.0%} of {options.gpu_memory:g} GiB a GPU")
+    for problem in problems:
+        stdio.say(problem)
+    if problems or not result.fits:
+        raise typer.Exit(1)
+
+
+def _of_options(options: PlanOptions) -> PlannedRun:
+    """Return what the options describe. Raises SettingsError for options that do not go together."""
+    from slimectl.planner.plan import PlannedRun, model_of
 
     if options.lora_target and options.lora_rank is None:
         raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")
     _check_recompute_modules(options)
-    shape = estimates.model_of(
-        configuration(options.card, options.model),
+    config = configuration(options.card, options.model)
+    targets = (options.lora_target or _default_lora_targets()) if options.lora_rank else []
+    shape = model_of(
+        config,
         lora_rank=options.lora_rank,
-        lora_targets=options.lora_target or _default_lora_targets() if options.lora_rank else (),
+        lora_targets=targets,
         critic=options.critic,
         reference=options.reference,
         teacher=_teacher(options.teacher) if options.teacher else None,
@@ -158,45 +196,60 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
         freeze_vision_tower=not options.train_vision_tower,
     )
     _check_images(options, shape.tower)
-    run = _planned_run(options, shape)
-    estimates.check(shape, run)
-    result = estimates.plan_run(
+    return PlannedRun(
+        config,
         shape,
-        run,
-        batch=options.batch,
-        memory_gib=options.gpu_memory,
-        tflops=options.tflops,
-        mfu=options.mfu,
-        engine_tensor=options.engine_tp,
-        engine_share=options.mem_fraction,
-        concurrency=options.concurrency,
-        engine_fp8=options.engine_fp8,
-        colocate=options.colocate,
+        _planned_run(options, shape),
+        options.batch,
+        options.engine_tp,
+        options.mem_fraction,
+        options.concurrency,
+        options.engine_fp8,
+        options.colocate,
+        (options.lora_rank, targets) if options.lora_rank else None,
     )
-    problems = _simulate(options, result) if options.simulate else []
-    print_plan(result, options.as_json)
-    verdict = "fits" if result.fits else "does not fit"
-    say = stdio.note if result.fits else stdio.say
-    say(f"{estimates.describe(run)}; {verdict} {USABLE:.0%} of {options.gpu_memory:g} GiB a GPU")
-    for problem in problems:
-        stdio.say(problem)
-    if problems or not result.fits:
-        raise typer.Exit(1)
 
 
-def _simulate(options: PlanOptions, result: Plan) -> list[str]:
-    """Add the figures of a simulated step to the plan; returns what is wrong, a line each."""
+def _of_settings(context: typer.Context, options: PlanOptions, common: CommonOptions) -> PlannedRun:
+    """Return the run of settings. Only MACHINE_OPTIONS go with them: the settings say the rest.
+
+    Raises SettingsError.
+    """
+    from slimectl.runtime import capacity
+
+    for name in (field.name for field in fields(options)):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and name not in MACHINE_OPTIONS:
+            flag = "--" + OPTION_NAMES.get(name, name).replace("_", "-")
+            raise SettingsError(f"{flag}: the settings of the run decide it. Set it there with -s, or drop -c and -s.")
+    settings = common.resolve().settings
+    model = settings.model
+    if options.card is not None or (model.path is not None and not Path(model.path).exists()):
+        card = options.card or cards.named(model.path or "")
+        if card is not None:
+            stdio.note(f"{model.path}: not on this machine; planned with the card {card}")
+            update = {"path": None, "card": card}
+            settings = settings.model_copy(update={"model": model.model_copy(update=update)})
+    try:
+        return capacity.planned_run(settings, device=options.device)
+    except CheckpointError as error:
+        if settings.model.path is None or Path(settings.model.path).exists():
+            raise
+        raise SettingsError(f"{error}. To plan without the model, name its card: --card NAME") from error
+
+
+def _simulate(planned: PlannedRun, result: Plan) -> list[str]:
+    """Add the figures of a simulated step to the plan; return what is wrong, a line each."""
     from slimectl.planner import memory
     from slimectl.simulation.report import simulation
 
-    if options.critic or options.reference or options.teacher:
+    if planned.shape.other_models:
         raise SettingsError("--simulate: simulates the policy alone; drop --critic, --reference and --teacher")
-    targets = options.lora_target or _default_lora_targets()
     report = simulation(
-        cards.language_model(configuration(options.card, options.model)),
+        cards.language_model(planned.config),
         result.run,
         memory.peak(result.sections["training memory"]),
-        lora=(options.lora_rank, targets) if options.lora_rank else None,
+        lora=planned.lora,
     )
     result.sections["simulation"] = report.figures
     return report.problems
@@ -319,74 +372,3 @@ def print_plan(result: Plan, as_json: bool) -> None:
         print(f"\n{section}")
         for figure in figures:
             print(f"  {figure.name:<{name_width}}  {figure.text:>{value_width}}  {figure.formula}")
-
-
-def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
-    """Print the ranks and engines of every GPU; problems and notes go to stderr. Exit code 1 if it is infeasible."""
-    from slimectl import builders
-
-    placement = replace(builders.placement(settings), on_gpu=on_gpu and settings.train.device != "cpu")
-    problems = [*placement.problems(), *_layout_problems(settings)]
-    notes = list(divisibility_warnings(settings.rollouts_per_round, settings.rollouts_per_step, _copies(settings)))
-    if as_json:
-        places = [asdict(bundle) | {"share": bundle.share} for bundle in placement.bundles]
-        print(json.dumps({"places": places, "problems": problems, "notes": notes}, indent=2))
-    else:
-        for line in table(placement):
-            print(line)
-    for line in problems:
-        stdio.say(line)
-    for line in [*notes, placement_lines(placement)]:
-        stdio.note(line)
-    if problems:
-        raise typer.Exit(1)
-
-
-def table(placement: Placement) -> Iterator[str]:
-    """Table with one line per GPU or process."""
-    place = "gpu" if placement.on_gpu else "process"
-    yield f"machine  {place:<7}  trains    samples"
-    for bundle in placement.bundles:
-        trains = "-" if bundle.rank is None else f"rank {bundle.rank}"
-        samples = "-" if bundle.engine is None else f"engine {bundle.engine}"
-        yield f"{bundle.node:<7}  {bundle.gpu:<7}  {trains:<8}  {samples}"
-
-
-def placement_lines(placement: Placement) -> str:
-    """Summary of the placement in one line."""
-    machines, ranks = _count(placement.nodes, "machine"), _count(placement.ranks, "rank")
-    sizes = Counter(placement.engine_gpus)
-    engines = _count(sizes.total(), "engine")
-    if not placement.on_gpu:
-        return f"{machines}: {ranks}; {engines} beside, where there is room"
-    node = _count(placement.gpus_per_node, "GPU")
-    if sizes:
-        engines = ", ".join(f"{_count(count, 'engine')} of {_count(gpus, 'GPU')}" for gpus, count in sizes.items())
-    return f"{machines} of {node}: {ranks} and {engines}, {'sharing' if placement.colocate else 'apart'}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _copies(settings: Settings) -> int:
-    """The data-parallel size."""
-    from slimectl import builders
-
-    ranks = settings.cluster.ranks
-    return builders.layout(settings).data(ranks) if settings.train.backend == "megatron" else ranks
-
-
-def _layout_problems(settings: Settings) -> Iterator[str]:
-    """Problems of the parallel layout with the model, if one is configured."""
-    from slimectl import builders
-    from slimectl.architectures.parallel import problems
-    from slimectl.architectures.registry import family_of
-
-    model = settings.model
-    if settings.train.backend != "megatron" or (model.path is None and model.card is None):
-        return
-    config = cards.language_model(configuration(None if model.path else model.card, model.path))
-    yield from problems(
-        builders.layout(settings), family_of(config).architecture(config).transformer, settings.cluster.ranks
-    )

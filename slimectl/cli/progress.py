@@ -10,9 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slimectl import stdio
 from slimectl.stdio import logger
+
+if TYPE_CHECKING:
+    from slimectl.api.models import Sampler
 
 TICK_S = 0.25
 LINE_S = 30.0
@@ -45,6 +49,8 @@ class ProgressBar:
         self.is_drawn = is_drawn() if drawn is None else drawn
         self._unit, self._total, self._each, self._lines, self._clock = unit, total, each, lines, clock
         self._figures: tuple[str, ...] = ()
+        self._tokens: Callable[[], int] | None = None
+        self._tokens_before, self._tokens_since = 0, 0.0
         self._phases: list[tuple[str, str]] = []
         self._last = ("", "")
         """The phase that ended last, whose name stays until the next begins, so that the line does not jump."""
@@ -87,6 +93,10 @@ class ProgressBar:
         if self._phases:
             self._phases[-1] = (self._phases[-1][0], f" {done}/{total}")
 
+    def count_tokens(self, tokens: Callable[[], int]) -> None:
+        """Show the number of tokens that `tokens` returns beyond the present ones, and their rate."""
+        self._tokens, self._tokens_before, self._tokens_since = tokens, tokens(), self._clock()
+
     def show(self, figures: Sequence[str]) -> None:
         """Show figures of the last unit, the most important one first, until the next ones."""
         self._figures = tuple(figures)
@@ -121,7 +131,7 @@ class ProgressBar:
         seconds = max(now - self._started, 1e-9)
         done, rate = self.done - self._before, (self.done - self._before) / seconds
         total = "" if self._total is None else f"/{self._total}"
-        speed = f"{rate:.3g}/s" if rate < 100 else f"{rate:,.0f}/s"
+        speed = "" if not rate else f"{rate:.3g}/s" if rate < 100 else f"{rate:,.0f}/s"
         if self._each:
             speed = f"{seconds_text(statistics.median(durations))} a {self._each}" if durations else ""
         remaining = f"{duration(seconds)} so far"
@@ -129,7 +139,14 @@ class ProgressBar:
             running_s = now - self._mark if self._each else 0.0
             mean = statistics.fmean(durations) if self._each else 1 / rate
             remaining = f"{duration(max((self._total - self.done) * mean - running_s, 0.0))} left"
-        return [f"{self.done}{total} {self._unit}", "".join(phase), speed, remaining, *self._figures]
+        figures = [*self._token_figures(now), *self._figures]
+        return [f"{self.done}{total} {self._unit}", "".join(phase), speed, remaining, *figures]
+
+    def _token_figures(self, now: float) -> list[str]:
+        if self._tokens is None:
+            return []
+        count = self._tokens() - self._tokens_before
+        return [f"{count:,} tokens", f"{count / max(now - self._tokens_since, 1e-9):,.0f} tokens/s"] if count else []
 
     def bar(self, width: int) -> str:
         """Return the line for a terminal of `width` columns.
@@ -139,7 +156,8 @@ class ProgressBar:
         """
         count, phase, speed, remaining, *figures = self._parts()
         ranked = [count, remaining, phase, speed, *figures]
-        for room, most in ((width - FULL_BAR - 2, len(ranked) - len(figures)), (width, 1)):
+        reserved = 0 if self._total is None else FULL_BAR + 2
+        for room, most in ((width - reserved, len(ranked) - len(figures)), (width, 1)):
             while len("  ".join(filter(None, ranked))) > room and len(ranked) > most:
                 ranked.pop()
         shown = [text for text in (phase, speed, remaining, *figures) if text and text in ranked]
@@ -154,6 +172,17 @@ class ProgressBar:
         if "NO_COLOR" in os.environ:
             return "━" * filled + " " * (width - filled)
         return f"{BOLD}{'━' * filled}{PLAIN}{DIM}{'━' * (width - filled)}{PLAIN}"
+
+
+@contextmanager
+def loaded(make: Callable[[], Sampler], progress: ProgressBar, total: int | None) -> Iterator[Sampler]:
+    """Make a sampler while the bar shows that it loads, then count `total` units and the tokens of its engine."""
+    with progress.phase("loading"):
+        sampler = make()
+    with sampler, progress.phase("generating"):
+        progress.expect(total)
+        progress.count_tokens(lambda: getattr(sampler.engine, "generated_tokens", 0))
+        yield sampler
 
 
 def is_drawn(*, of_pipe: bool = True) -> bool:

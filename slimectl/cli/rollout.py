@@ -49,7 +49,7 @@ def rollout(
     from slimectl import builders
     from slimectl.api.models import Sampler
     from slimectl.cli.output import print_summary, refuse_other_inputs, up_to_date, write_out
-    from slimectl.cli.progress import ProgressBar, line_count
+    from slimectl.cli.progress import ProgressBar, line_count, loaded
     from slimectl.data.streams import tee
     from slimectl.hooks import check_hooks
     from slimectl.stages.failed_attempts import FailureCount
@@ -71,7 +71,10 @@ def rollout(
         refuse_other_inputs(options.out, manifest, inputs)
     lines = None if source is not None else line_count(settings.rollout.data)
     total = lines and lines * settings.rollout.n_samples_per_prompt * epochs
-    with Sampler(settings, folder) as sampler:
+    with (
+        ProgressBar("samples") as progress,
+        loaded(lambda: Sampler(settings, folder), progress, total) as sampler,
+    ):
         too_long: list[int] = []
         failures = FailureCount()
 
@@ -80,8 +83,6 @@ def rollout(
             failures.add(sample)
 
         samples = sampler.rollout(prompts, source=source, left_out=lambda p: too_long.append(p.index))
-        with ProgressBar("samples", total=total) as progress:
-            counted = tee(samples, advance)
-            counts = write_out(counted, options.out, manifest, inputs)
-        print_summary(counts, {"prompts left out": len(too_long)} if too_long else {}, failures)
+        counts = write_out(tee(samples, advance), options.out, manifest, inputs)
+    print_summary(counts, {"prompts left out": len(too_long)} if too_long else {}, failures)
     failures.check(settings.rollout, str(failures))

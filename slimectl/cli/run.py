@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, with_options
+from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, shown, with_options
 from slimectl.cli.resume import Resumed, resumable
+from slimectl.errors import SettingsError
 from slimectl.registry.garbage import frozen_objects
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     ENGINES,
     "eval_config custom_config",
     SETTINGS,
-    "force dry_run",
+    "force smoke dry_run",
 )
 def run(
     options: CommonOptions,
@@ -39,11 +40,15 @@ def run(
         int | None, typer.Option("--seed", help="Seed of new weights, of sampling and of shuffling")
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue a run's folder")] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Try the settings here: two short rounds of a tiny random model")
+    ] = False,
 ) -> None:
     """Train by reinforcement: rollout, score and train, round after round, evaluated before and after.
 
     Without a recipe, ./slimectl.toml is taken. Ctrl-C finishes the round and saves; a second one stops at once. So do
-    SIGTERM and SIGHUP, within run.grace_s.
+    SIGTERM and SIGHUP, within run.grace_s. With --smoke, settings of a cluster are tried on this machine: a tiny random
+    model of the same family, the embedded engine, one process, two rounds, with the run's own reward and data.
 
     Example:
 
@@ -59,8 +64,12 @@ def run(
             stdio.note(f"settings are read from {selected.layer.origin} in this folder")
 
     flags: dict[str, Any] = {"run.name": name, "run.seed": seed, "rollout.seed": seed}
+    if smoke and resume:
+        raise SettingsError("--smoke and --resume cannot be combined. A smoke run starts a new run.")
     with resumable("run", options, flags, resume) as resumed:
         result = options.resolve(flags, recipe=selected.layer)
+        if smoke:
+            result = _smoke_settings(options, flags, selected, result)
         if options.dry_run:
             from slimectl.runtime.preflight import OF_RUN
 
@@ -68,6 +77,24 @@ def run(
             print_preflight(result, *OF_RUN, new_run=resume is None and not options.force, resumed=resumed is not None)
             return
         run_to_end(result, options, selected, resumed, on_start=say_settings)
+
+
+def _smoke_settings(options: CommonOptions, flags: dict[str, Any], recipe: Recipe, whole: Resolved) -> Resolved:
+    """Return settings for a try on this machine, write their tiny model, and print how they differ from the `whole`."""
+    from slimectl.runtime import smoke
+    from slimectl.settings.keys import toml_value
+
+    own = {key: value for key, value in flags.items() if key != "run.name"}
+    options.force = True
+    for name in ("model", "backend", "executor", "ray_address", "engine", "engines", "engine_url"):
+        setattr(options, name, None)
+    result = options.resolve(own, recipe=recipe.layer, smoke=smoke.reduced(whole.settings))
+    stdio.note(f"smoke run with {smoke.create_model(whole.settings)}; these settings differ:")
+    before = dict(shown(whole))
+    for key, value in shown(result):
+        if key in before and value != before[key] and not key.endswith(".python"):
+            stdio.note(f"  {key} = {toml_value(value)} (was {toml_value(before[key])})")
+    return result
 
 
 def run_to_end(
@@ -170,13 +197,25 @@ def _sample_commands(run: Path, *, is_verified: bool) -> Iterator[str]:
     yield f"slimectl inspect {shlex.quote(str(run))} --prompt {shlex.quote(name)}    # how this one changed"
 
 
+FEW_POINTS = 3
+"""Points of a curve that is printed as values and not as a plot."""
+
+
 def curve(points: Sequence[tuple[int, float]], *, title: str) -> str:
-    """Plot (round, value) points as text, as wide as the terminal up to 80 columns."""
+    """Plot (round, value) points as text, as wide as the terminal up to 160 columns.
+
+    A few points, and equal ones, are a line of text.
+    """
     import shutil
 
+    values = [f"{value:.3g}" for _, value in points]
+    if len(points) <= FEW_POINTS:
+        return f"{title}: {', '.join(values)}"
+    if len(set(values)) == 1:
+        return f"{title}: {values[0]} in all {len(points)}"
     import plotext
 
-    width = min(80, shutil.get_terminal_size().columns)
+    width = min(160, shutil.get_terminal_size().columns)
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(width, 14)

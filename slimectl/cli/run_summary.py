@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -44,7 +45,7 @@ MARGIN = 13
 """Columns of the names on the left."""
 LINES = 24
 """Lines of a screen whose size is unknown; the last one is the prompt's."""
-SKIPPED_SETTINGS = ("run.name", "run.dir")
+SKIPPED_SETTINGS = ("run.name", "run.dir", "sglang.python", "vllm.python")
 
 
 def run_facts(path: Path) -> dict[str, Any]:
@@ -81,10 +82,23 @@ def run_facts(path: Path) -> dict[str, Any]:
         "settings": {"differ_from": base, "values": differences},
         "warnings": warnings(path / "log.txt"),
         "samples_files": len(run.files()),
+        "best": _best(path, run.settings.get("run.save_best")),
         "checkpoints": {
             step.name: sorted(file.name for file in step.iterdir()) for step in sorted(path.glob("step_*"))
         },
     }
+
+
+def _best(path: Path, metric: str | None) -> dict[str, Any] | None:
+    """Return the checkpoint with the best evaluation, and the evaluation; None without one."""
+    from slimectl.stages.best import Evaluations
+
+    link = path / "best"
+    if not metric or not (link / "state.json").is_file():
+        return None
+    compared = Evaluations(metric, json.loads((link / "state.json").read_text(encoding="utf-8"))["evaluations"])
+    name = link.resolve().name
+    return {"checkpoint": name, "metric": compared.metric, "value": compared.best[1] if compared.best else None}
 
 
 def _points(metrics: dict[str, float]) -> Iterator[tuple[str, float]]:
@@ -261,6 +275,8 @@ def _checkpoint_lines(run: dict[str, Any]) -> Iterator[str]:
         if rounds:
             first = f"{rounds[0]} to " if len(rounds) > 1 else ""
             yield _named(title, f"{first}{rounds[-1]}" + (f" ({len(rounds)})" if len(rounds) > 2 else ""))
+    if best := run["best"]:
+        yield _named("best", f"{best['checkpoint']}: {best['metric']} {best['value']:.4g}")
 
 
 def _warning_lines(run: dict[str, Any]) -> Iterator[str]:

@@ -246,6 +246,6 @@ class Reasons:
         """Yield one line per group, largest first."""
         groups = sorted(self._groups.items(), key=lambda group: -group[1][0])
         for (reward, _, _), (count, example) in groups[:MAX_GROUPS]:
-            yield f"{reward}: {count} samples, e.g. sample {example.index}: {reason(example)}"
+            yield f"{reward}: {stdio.quantity(count, 'sample')}, e.g. sample {example.index}: {reason(example)}"
         if remaining := sum(count for _, (count, _) in groups[MAX_GROUPS:]):
             yield f"{remaining} samples in {len(groups) - MAX_GROUPS} more groups"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +19,8 @@ from slimectl.data.skip_counts import SkippedLines
 from slimectl.errors import RecordError, SettingsError, SlimectlError
 
 if TYPE_CHECKING:
+    from slimectl.api.models import Trainer
+    from slimectl.cli.progress import ProgressBar
     from slimectl.settings import Resolved, Settings
     from slimectl.stages.recorded_rounds import Numbered
     from slimectl.stages.signal import SignalCount
@@ -234,7 +236,9 @@ def _scheduled_rollouts(
 def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) -> None:
     """Say on stderr that most rounds taught nothing. Raises SlimectlError if run.on_no_signal stopped the training."""
     command = f"slimectl score {samples} --explain"
-    remedy = f"look at rewards with: {command} (why each), --check (is it fit to train on), and the reward's options"
+    remedy = signal.remedy(
+        f"look at rewards with: {command} (why each), --check (is it fit to train on), and the reward's options"
+    )
     if _stops(signal, settings):
         raise SlimectlError(f"{signal.message_in_a_row(remedy)}. To train anyway, set run.on_no_signal=warn.")
     if message := signal.closing_message(remedy):
@@ -243,6 +247,16 @@ def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) 
 
 def _stops(signal: SignalCount, settings: Settings) -> bool:
     return settings.run.on_no_signal == "stop" and signal.in_a_row >= settings.run.no_signal_rounds
+
+
+@contextmanager
+def _loaded_trainer(make: Callable[[], Trainer], progress: ProgressBar, total: int | None) -> Iterator[Trainer]:
+    """Make a trainer while the bar shows that it loads, then count `total` samples."""
+    with progress.phase("loading"):
+        trainer = make()
+    with trainer:
+        progress.expect(total)
+        yield trainer
 
 
 def _train_steps(
@@ -278,8 +292,8 @@ def _train_steps(
 
     rows = builders.step_table() if stdio.is_terminal() else lambda report: [json.dumps(report.to_json())]
     with (
-        ProgressBar("samples", total=total) as progress,
-        Trainer(settings, folder, load=load, rollouts=rollouts) as trainer,
+        ProgressBar("samples") as progress,
+        _loaded_trainer(lambda: Trainer(settings, folder, load=load, rollouts=rollouts), progress, total) as trainer,
     ):
         for report in trainer.train(samples(), progress=progress):
             if len(too_long) > counted:
@@ -293,6 +307,6 @@ def _train_steps(
             if report.last_step_of_round and _stops(trainer.state.signal, settings):
                 break
         if trainer.state.rollout_id and save is not None:
-            with progress.phase("save"):
+            with progress.phase("saving"):
                 trainer.save(save, force=True, manifest_fields=signed({"steps": steps}))
     return steps, trainer.state.signal

@@ -117,7 +117,7 @@ def convert_checkpoint(
     has_manifest = path.is_dir() and check_integrity(path, full=True)
     # A run's step is identified by its manifest, which is in the policy's parent: headers of two steps are equal.
     hashed = path.parent if path.name == "policy" else path
-    with progress.phase("read"):
+    with progress.phase("reading"):
         manifest = Manifest("convert", settings, {str(source): content_hash(hashed)})
     if not force and manifest.unchanged(target) and integrity_error(target) is None:
         return {**json.loads((target / "manifest.json").read_text())["counts"], "unchanged": True}

@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO
 from slimectl import stdio
 from slimectl.data.atomic_replace import new_file
 from slimectl.errors import MissingExtraError, RecordError, SettingsError, StorageError
-from slimectl.model_files import follow_latest
+from slimectl.model_files import follow_links
 
 CHUNK_BYTES = 1 << 16
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -130,7 +130,7 @@ def spool(path: str | Path) -> None:
 def readable(path: str | Path) -> str | Path:
     """Return the file to read for a path: itself, or the spooled copy of a pipe."""
     copy = _spooled.get(str(path))
-    return follow_latest(Path(path)) if copy is None else str(copy.name)
+    return follow_links(Path(path)) if copy is None else str(copy.name)
 
 
 def _zstandard(wanted_by: str) -> Any:

@@ -6,8 +6,8 @@ A test fails if a stage emits another name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 
 
@@ -424,6 +424,16 @@ AXES = {"rollout": "rollout/step", "perf": "rollout/step", "eval": "eval/step", 
 
 def known(name: str) -> bool:
     return any(metric.matches(name) for metric in CATALOGUE)
+
+
+def is_evaluation_metric(name: str, datasets: Iterable[str]) -> bool:
+    """Return whether `eval/name` is a metric of an evaluation of one of the datasets."""
+    metrics = [metric for metric in CATALOGUE if metric.name.startswith("eval/{name}")]
+    return any(
+        replace(metric, name=metric.name.replace("{name}", dataset)).matches(f"eval/{name}")
+        for dataset in datasets
+        for metric in metrics
+    )
 
 
 @cache

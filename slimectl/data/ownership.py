@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import SettingsError
-from slimectl.model_files import latest_step
+from slimectl.model_files import LINKS, linked_step
 from slimectl.registry import TRACKERS
 
 MANIFEST = "manifest.json"
@@ -50,14 +50,14 @@ CHECKPOINT_FILES = re.compile(f"{STEP}|{MODEL}")
 """Relative paths of the files of a step, a model or a warm-up, for folders without a manifest that lists them."""
 
 MODELS = ("model", "warmup")
-WRITTEN = r"step_\d{6,}|model|warmup|latest|run\.toml|manifest\.json|track\.json"
+WRITTEN = r"step_\d{6,}|model|warmup|latest|best|run\.toml|manifest\.json|track\.json"
 """Entries of a run folder that are written under a temporary name first."""
 
 TRACKER_FILES = [part.facts["files"] for part in TRACKERS.parts.values() if "files" in part.facts]
 """What slimectl's trackers write into a run folder; a tracker of another package counts as the user."""
 
 RUN_FILES = re.compile(
-    rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json|latest"
+    rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json|latest|best"
     rf"|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|(samples|train_data)\.jsonl)|reference/\.tmp-\d+/.+"
     rf"|step_\d{{6,}}/\.samples\.jsonl\.index\.npz(\.\d+)?|eval/\.[^/]+\.index\.npz(\.\d+)?"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"
@@ -123,14 +123,15 @@ def _holds_records(file: Path) -> bool:
 
 
 def refuse_links(folder: Path, reason: str, *, only: Collection[str] | None = None) -> None:
-    """Raise SettingsError if an entry that a run writes is a link; only `latest` may be one."""
+    """Raise SettingsError if an entry that a run writes is a link; only its links to checkpoints may be."""
     for child in sorted(folder.iterdir()):
         ours = RUN_NAMES.fullmatch(child.name) if only is None else child.name in only
         if ours and child.is_symlink():
             raise SettingsError(f"{child}: is a link, so {reason}; put the thing itself there, or move it away")
-    latest = folder / "latest"
-    if os.path.lexists(latest) and not latest.is_symlink() and latest_step(folder) is None:
-        raise SettingsError(f"{latest}: is not what slimectl writes there, so {reason}; move it away")
+    for name in LINKS:
+        link = folder / name
+        if os.path.lexists(link) and not link.is_symlink() and linked_step(folder, name) is None:
+            raise SettingsError(f"{link}: is not what slimectl writes there, so {reason}. Move it away.")
 
 
 def file_size(file: Path) -> int:

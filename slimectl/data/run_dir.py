@@ -35,9 +35,11 @@ from slimectl.data.locks import Lock
 from slimectl.data.manifest import file_digest, integrity_error
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.model_files import TRAINER_STATE, latest_step
+from slimectl.model_files import TRAINER_STATE, linked_step
 
 STEP = re.compile(r"step_(\d{6,})$")
+BEST = "best"
+"""Link to the checkpoint with the best evaluation (run.save_best)."""
 
 
 def write_folder(
@@ -274,9 +276,10 @@ class RunDir:
         for staged in [*self.path.glob(".tmp-*"), *self.path.glob("reference/.tmp-*")]:
             if ownership.TEMPORARY.fullmatch(staged.name):
                 ownership.remove_staged(staged)  # its empty folders
-        latest, step = self.path / "latest", latest_step(self.path)
-        if (latest.is_symlink() and not latest.exists()) or (step and not (self.path / step).exists()):
-            latest.unlink()
+        for name in ("latest", BEST):
+            link, step = self.path / name, linked_step(self.path, name)
+            if (link.is_symlink() and not link.exists()) or (step and not (self.path / step).exists()):
+                link.unlink()
 
     def save(self, number: int, fill: Callable[[Path], None]) -> None:
         """Write a checkpoint of step `number`, then point `latest` to it."""
@@ -284,25 +287,39 @@ class RunDir:
         self.point_latest(self.step(number))
 
     def point_latest(self, checkpoint: Path) -> None:
-        """Let `latest` mean a checkpoint: a link, or a file with its name where the file system has no links."""
-        latest = self.path / "latest"
-        with storage_errors(latest):
-            if latest_step(self.path) == checkpoint.name:
+        """Point `latest` to a checkpoint, unless it does already."""
+        self._point("latest", checkpoint)
+
+    def point_best(self, checkpoint: Path) -> None:
+        """Point `best` to a checkpoint, which `prune` keeps from then on."""
+        self._point(BEST, checkpoint)
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint that `best` points to."""
+        step = linked_step(self.path, BEST)
+        return self.path / step if step else None
+
+    def _point(self, name: str, checkpoint: Path) -> None:
+        """Write a link to a checkpoint, or a file with its name where the file system has no links."""
+        link = self.path / name
+        with storage_errors(link):
+            if linked_step(self.path, name) == checkpoint.name:
                 return
-            staged = self.path / ".tmp-latest"
+            staged = self.path / f".tmp-{name}"
             staged.unlink(missing_ok=True)
             try:
                 staged.symlink_to(checkpoint.name)
             except OSError:
                 staged.write_text(f"{checkpoint.name}\n", encoding="utf-8")
-            os.replace(staged, latest)
+            os.replace(staged, link)
             sync_folder(self.path)
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the newest `keep` checkpoints; their saved samples stay, and so do links."""
+        """Remove all but the best and the newest `keep` checkpoints; their saved samples stay, and so do links."""
         for number in self.checkpoints()[: -keep if keep else 0]:
             folder = self.step(number)
-            if folder.is_symlink():
+            if folder.is_symlink() or folder == self.best:
                 continue
             names = ownership.own_files(folder, ownership.CHECKPOINT_FILES)
             if any((folder / name).exists() for name in ownership.ROUND_FILES):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shlex
@@ -11,6 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from slimectl.environments.port import Action, Environment, Messages, Observation, Task
+from slimectl.transport.event_loop import run_coroutine
 
 
 class Mcp(Environment):
@@ -34,7 +34,7 @@ class Mcp(Environment):
             raise ValueError(f"env_args: {', '.join(sorted(unknown))} is none of {', '.join(sorted(names))}")
         self._target, self._arguments = target, arguments
         self._error_class: Any = getattr(mcp, "MCPError", None) or mcp.McpError  # the latter until mcp 2
-        asyncio.run(self._check())
+        run_coroutine(self._check())
 
     async def _check(self) -> None:
         """Connect once, so that a server that does not answer is told before the first episode."""

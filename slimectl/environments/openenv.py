@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 from slimectl.environments.port import Action, Environment, Messages, Observation, Task
+from slimectl.transport.event_loop import run_coroutine
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 BESIDE = ("done", "reward", "metadata")
@@ -28,7 +29,6 @@ class OpenEnv(Environment):
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
-        import asyncio
 
         arguments = dict(arguments)
         self._url = target.rstrip("/").replace("ws://", "http://").replace("wss://", "https://")
@@ -36,7 +36,7 @@ class OpenEnv(Environment):
         self._shown_field = arguments.pop("observation", None)
         field = arguments.pop("action", None)
         self._arguments = arguments
-        schema = asyncio.run(self._schema())
+        schema = run_coroutine(self._schema())
         self._fields = {name: part for name, part in schema.get("properties", {}).items() if name != "metadata"}
         self._has_tools = {"tool_name", "arguments"} <= set(self._fields)
         required = [name for name in schema.get("required", ()) if name in self._fields]

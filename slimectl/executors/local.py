@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import signal
 import threading
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slimectl.data.streams import prefetch
 from slimectl.executors.time_limits import WARM_UP_S, Limited, overrun, wall_limit
 from slimectl.protocols import Serve
+from slimectl.transport.event_loop import run_coroutine
 
 if TYPE_CHECKING:
     from slimectl.executors.rank_group import LocalRanks
@@ -159,7 +159,7 @@ def close_hosted(hosted: Any) -> None:
     """Call the object's `close`, if it has one; a coroutine is awaited."""
     close = getattr(hosted, "close", None)
     if close is not None and inspect.isawaitable(awaitable := close()):
-        asyncio.run(_await(awaitable))
+        run_coroutine(_await(awaitable))
 
 
 async def _await(awaitable: Any) -> None:

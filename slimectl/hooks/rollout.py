@@ -26,10 +26,11 @@ from slimectl.protocols import Agent
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
 from slimectl.stages.generation import GroupGenerator, number_executions, sampling_params
-from slimectl.stages.in_flight import Group, run_to_end
+from slimectl.stages.in_flight import Group
 from slimectl.stages.prompt_groups import flatten
 from slimectl.stages.text_responses import GeneratedText, check_sample, fill_tokens
 from slimectl.stages.whole_rounds import GroupSource
+from slimectl.transport.event_loop import run_on
 from slimectl.types import Chat, Completion, Metrics, Prompt, Sample, SamplingParams, Status
 from slimectl.user_code import Hook
 
@@ -242,10 +243,10 @@ class UserRollout:
     def _result(self, arguments: Mapping[str, Any]) -> Any:
         """Return what the function returns. One that asks for `model` runs in a thread, which waits for the loop."""
         if "model" in self._hook.wanted:
-            result = run_to_end(self._loop, asyncio.to_thread(self._hook.begin, arguments))
+            result = run_on(self._loop, asyncio.to_thread(self._hook.begin, arguments))
         else:
             result = self._hook.begin(arguments)
-        return run_to_end(self._loop, _await_result(result)) if inspect.isawaitable(result) else result
+        return run_on(self._loop, _await_result(result)) if inspect.isawaitable(result) else result
 
     def _number(self, groups: list[Group], prompts: list[Group]) -> None:
         """Give samples that the function made the numbers, labels and metadata of the prompts, by their position."""
@@ -270,8 +271,8 @@ class UserRollout:
         for task in tasks:
             task.cancel()
         if tasks:
-            self._loop.run_until_complete(self._attempts.engine.abort())
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            run_on(self._loop, self._attempts.engine.abort())
+            run_on(self._loop, asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
     @property

@@ -16,6 +16,7 @@ from slimectl.planner.parameters import Part, ResidentModel, adapter_parts, crit
 from slimectl.planner.search import USABLE, fitting
 from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import GIB, Figure, Recompute, Run, sized
+from slimectl.stdio import quantity
 
 Suggestion = tuple[ParallelLayout, Recompute]
 
@@ -39,6 +40,22 @@ class Model:
     @property
     def all(self) -> list[ResidentModel]:
         return [policy_of(self.architecture, self.parts, self.adapters), *self.other_models]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What the planner takes: a model with its configuration, a training step, and an engine."""
+
+    config: Config
+    shape: Model
+    run: Run
+    batch: int
+    engine_tensor: int
+    engine_share: float
+    concurrency: int | None
+    engine_fp8: bool
+    colocate: bool
+    lora: tuple[int, list[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -208,6 +225,6 @@ def describe(run: Run) -> str:
     if run.offload:
         recompute += f"; offload {run.offload}"
     if run.policy == "fsdp":
-        return f"{run.world} ranks: fsdp; {recompute}"
+        return f"{quantity(run.world, 'rank')}: fsdp; {recompute}"
     sizes = [f"{name} {size}" for name in SETTINGS if (size := getattr(run.layout, name)) not in (None, 1)]
-    return f"{run.world} ranks: {', '.join([*sizes, f'data {run.data}'])}; {recompute}"
+    return f"{quantity(run.world, 'rank')}: {', '.join([*sizes, f'data {run.data}'])}; {recompute}"

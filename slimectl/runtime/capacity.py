@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slimectl import builders
 from slimectl.architectures import cards
@@ -17,13 +17,15 @@ from slimectl.errors import CheckpointError, SettingsError, SlimectlError, Stora
 from slimectl.planner import flops
 from slimectl.planner import memory as training_memory
 from slimectl.planner.parameters import count
-from slimectl.planner.plan import Model, model_of
+from slimectl.planner.plan import Model, PlannedRun, model_of
 from slimectl.planner.search import USABLE
 from slimectl.planner.workload import Run, parameters, sized
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.transport import shared_memory
 
+ENGINE_SHARE = 0.85
+"""Share of a GPU's memory that a server takes where its arguments do not say."""
 PROMPT_TOKENS = 512
 """Tokens of a prompt where no setting bounds them."""
 MASTER_BYTES, ADAM_BYTES = 4, 8
@@ -64,10 +66,10 @@ def memory(settings: Settings, *, with_engine: bool = True) -> str:
 
     Raises SettingsError if they do not fit.
     """
-    model = _planned_model(settings)
+    model = _model_of(settings)
     if model is None or settings.train.backend not in ("fsdp", "megatron"):
         return ""
-    cluster, run = settings.cluster, _planned_run(settings)
+    cluster, run = settings.cluster, _training_step(settings)
     figures = training_memory.figures(
         model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models
     )
@@ -96,7 +98,7 @@ def disk(settings: Settings) -> str:
     if settings.uses_servers and settings.sync.transport == "tensor":
         shared_memory.check_writable()
     free = free_space(Path(settings.run.dir))
-    model = _planned_model(settings)
+    model = _model_of(settings)
     if model is None:
         return f"{sized(free)} free in {settings.run.dir}"
     trained = count(model.all[0].trained)
@@ -151,31 +153,62 @@ def _checkpoints(settings: Settings) -> int:
     return min(run.keep_checkpoints or run.num_rollout, -(-run.num_rollout // run.save_interval))
 
 
-def _planned_model(settings: Settings) -> Model | None:
+def planned_run(settings: Settings, *, device: Literal["cuda", "cpu"]) -> PlannedRun:
+    """Return the run of settings as the planner takes it. Raises SettingsError or CheckpointError."""
+    if settings.train.backend not in ("fsdp", "megatron"):
+        raise SettingsError(
+            f"train.backend: no formulas exist for {settings.train.backend}. Plan with fsdp or megatron."
+        )
+    config = configuration(settings)
+    if config is None:
+        raise SettingsError("model.path: the planner needs a Hugging Face directory or a card. Set model.card.")
+    args, cluster = settings.sglang.args | settings.vllm.args, settings.cluster
+    share = args.get("mem_fraction_static", args.get("gpu_memory_utilization", ENGINE_SHARE))
+    return PlannedRun(
+        config,
+        _planned_shape(settings, config),
+        _training_step(settings, "cpu" if settings.train.device == "cpu" else device),
+        settings.rollouts_per_step,
+        max([cluster.rollout_num_gpus_per_engine, *settings.engine_gpus]),
+        float(share),
+        -(-settings.rollouts_per_round // max(1, len(settings.engine_gpus))),
+        args.get("quantization") == "fp8",
+        cluster.colocate,
+        (settings.train.lora_rank, settings.train.lora_targets) if settings.train.lora_rank else None,
+    )
+
+
+def _model_of(settings: Settings) -> Model | None:
     """Return the models of the run as the planner counts them; None where they are unknown or of an unknown family."""
-    algorithm, train = settings.algorithm, settings.train
-    critic, teacher = algorithm.critic_options, algorithm.teacher_options
     try:
         config = configuration(settings)
-        if config is None:
-            return None
-        load = teacher.load if teacher is not None else None
-        return model_of(
-            config,
-            lora_rank=train.lora_rank,
-            lora_targets=train.lora_targets,
-            critic=critic is not None and not critic.shared,
-            reference=Need.REFERENCE in algorithm.needs,
-            adapts_experts=train.backend == "megatron",
-            teacher=read_config(builders.model_folder(load)) if load else None,
-            freeze_vision_tower=train.freeze_vision_tower,
-        )
-    except SlimectlError:  # the check of the model says it
+        return None if config is None else _planned_shape(settings, config)
+    except SlimectlError:  # the check of the model reports it
         return None
 
 
-def _planned_run(settings: Settings) -> Run:
-    """Return the planner's description of a training step, whose packs are no longer than the step itself."""
+def _planned_shape(settings: Settings, config: dict[str, Any]) -> Model:
+    """Return the models of the run: the policy with this configuration, a critic, a reference, a teacher."""
+    algorithm, train = settings.algorithm, settings.train
+    critic, teacher = algorithm.critic_options, algorithm.teacher_options
+    load = teacher.load if teacher is not None else None
+    return model_of(
+        config,
+        lora_rank=train.lora_rank,
+        lora_targets=train.lora_targets,
+        critic=critic is not None and not critic.shared,
+        reference=Need.REFERENCE in algorithm.needs,
+        adapts_experts=train.backend == "megatron",
+        teacher=read_config(builders.model_folder(load)) if load else None,
+        freeze_vision_tower=train.freeze_vision_tower,
+    )
+
+
+def _training_step(settings: Settings, device: Literal["cuda", "cpu"] | None = None) -> Run:
+    """Return the planner's description of a training step, whose packs are no longer than the step itself.
+
+    The `device` is the one of train.device here, unless it is passed.
+    """
     train, rollout, cluster = settings.train, settings.rollout, settings.cluster
     offloads = settings.megatron.optimizer_cpu_offload and train.backend == "megatron"
     sequence = rollout.max_context_len or (rollout.max_prompt_len or PROMPT_TOKENS) + rollout.max_response_len
@@ -191,7 +224,7 @@ def _planned_run(settings: Settings) -> Run:
         seq_len=sequence,
         max_tokens_per_gpu=min(train.max_tokens_per_gpu, sequence * settings.rollouts_per_step),
         response_share=min(1.0, rollout.max_response_len / sequence),
-        device="cuda" if builders.device(train.device) == "cuda" else "cpu",
+        device=device or ("cuda" if builders.device(train.device) == "cuda" else "cpu"),
         distributed_optimizer=settings.megatron.use_distributed_optimizer,
     )
 

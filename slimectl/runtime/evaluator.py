@@ -58,7 +58,7 @@ class Evaluator:
             return
         started, version = time.perf_counter(), self.parts.models.policy.weight_version
         samples_by_dataset: dict[str, list[Sample]] = {}
-        with self.progress.phase("eval"):
+        with self.progress.phase("evaluating"):
             metrics = self.rounds.held_out_metrics(self.parts.models)
         if self.parts.service is not None:
             assert self.parts.sync is not None, "engines have a synchronizer"
@@ -80,7 +80,7 @@ class Evaluator:
         metrics: Metrics = {}
         samples_by_dataset: dict[str, list[Sample]] = {}
         for name in (name for name in self.settings.eval.data if name not in self.rounds.held_out):
-            with self.progress.phase(f"eval {name}"):
+            with self.progress.phase(f"evaluating {name}"):
                 samples, dataset_metrics = service.sampler.evaluation(name, self.state.rollout_id)
             metrics |= dataset_metrics
             samples_by_dataset[name] = samples

@@ -13,6 +13,7 @@ from typing import Any
 from slimectl import builders
 from slimectl.data.atomic_replace import write_text
 from slimectl.data.io import is_pipe
+from slimectl.data.metrics_catalogue import is_evaluation_metric
 from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import SettingsError
@@ -54,8 +55,20 @@ def check_runnable(settings: Settings) -> None:
         raise SettingsError(f"{setting} needs an end. Set run.num_rollout or train.lr_decay_iters.")
 
 
+def check_best(settings: Settings) -> None:
+    """Raise SettingsError if run.save_best is not the name of a metric of an evaluation."""
+    name = settings.run.save_best
+    datasets = list(settings.eval.datasets)
+    if name is not None and not is_evaluation_metric(name.removeprefix("eval/"), datasets):
+        raise SettingsError(
+            f"run.save_best: {name!r} is not a metric of an evaluation of {' or '.join(datasets)}. Set it to "
+            f"{datasets[0]}_accuracy or another name that `slimectl metrics eval` lists."
+        )
+
+
 def check_model(settings: Settings) -> None:
-    """Raise SettingsError if no model is given."""
+    """Raise SettingsError if no model is given, or if the metric that chooses the best one does not exist."""
+    check_best(settings)
     if settings.model.path is None and settings.model.card is None:
         raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
 

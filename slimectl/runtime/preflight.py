@@ -245,6 +245,9 @@ def _tracker_arguments(settings: Settings) -> str:
 
 
 def _dataset_rows(settings: Settings, *, dataset: str) -> str:
+    from slimectl.runtime.initial_model import check_best  # with torch, which scoring does without
+
+    check_best(settings)
     return check_source(resolve_dataset_settings(settings, dataset), settings.eval.sources[dataset], evaluation=True)
 
 

@@ -16,10 +16,11 @@ from slimectl.data.metrics_catalogue import progress
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.data.run_dir import RunDir
 from slimectl.data.source_identity import Identity
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, SettingsError
 from slimectl.model_files import TRAINER_STATE
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.settings import Settings
+from slimectl.stages.best import Evaluations
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import round_perf
 from slimectl.stages.round_timer import RoundTimer
@@ -99,6 +100,11 @@ class RunRecorder:
         again = self.append("metrics.jsonl", {**progress, "metrics": metrics})
         self.append("perf.jsonl", {"step": state.step, "metrics": {"perf/eval_time": seconds}})
         self.evaluations.append((state.rollout_id, metrics))
+        if self.compared and self.compared.metric not in metrics:
+            raise SettingsError(
+                f"run.save_best: the evaluation has no {self.compared.metric}, only {', '.join(sorted(metrics))}. Set "
+                f"one of these."
+            )
         tracked = self.hooks.log_eval(state.rollout_id, samples, metrics)
         self._track(tracked, state.step, again=again)
         for name, dataset_samples in samples.items() if tracked else ():
@@ -156,10 +162,23 @@ class RunRecorder:
         timer = RoundTimer(log_memory=self.settings.track.log_memory)
         with timer.time("perf/save_model_time", of=policy):
             self.folder.save(state.rollout_id, fill)
+            if self.is_best(state.rollout_id):
+                self.folder.point_best(self.folder.step(state.rollout_id))
             self.folder.prune(self.settings.run.keep_checkpoints)
         timings = {name: value for name, value in timer.take().items() if name.startswith(("perf/save", "memory/"))}
         self.append("perf.jsonl", {"step": state.step, "metrics": timings})
         self._track(timings, state.step)
+
+    @property
+    def compared(self) -> Evaluations | None:
+        """The evaluations by the metric of run.save_best, if it is set."""
+        metric = self.settings.run.save_best
+        return Evaluations(metric, self.evaluations) if metric else None
+
+    def is_best(self, number: int) -> bool:
+        """Return whether a round has the best evaluation up to now."""
+        best = self.compared.best if self.compared else None
+        return best is not None and best[0] == number
 
     def _lines_after(self, sizes: Mapping[str, int]) -> frozenset[str]:
         """Return the lines of metrics.jsonl that a resume cuts off, and trackers of services have got."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +18,19 @@ from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.runtime.run_parts import RunParts
 from slimectl.settings import Settings
 from slimectl.settings.run import RunSettings
+from slimectl.stages.best import find_collapse
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.stages.signal import SignalCount
 from slimectl.stages.train import TrainState
-from slimectl.stdio import logger
+from slimectl.stdio import logger, quantity
 from slimectl.types import Sample, StepReport
 
 Reports = Generator[StepReport, None, bool]
 """The reports of a run, and whether it reached its end."""
+
+
+WARNING_SIGNS = ("train/ppo_kl", "train/kl_loss", "train/grad_norm")
+"""Metrics that are high where a policy moves too fast."""
 
 
 def abandonment(loss: str, folder: RunDir, resume_command: str) -> str:
@@ -57,6 +63,9 @@ class ReportLoop:
         """Whether policy and state are those after a whole round."""
         self._newest_checkpoint = self.state.place if self.state.rollout_id else None
         """Round and step of the newest checkpoint."""
+        self._highest: dict[str, tuple[float, int]] = {}
+        """Largest value of each metric in WARNING_SIGNS, and its round."""
+        self._has_named_collapse = False
         self._log_prob_check = LogProbCheck(self.settings, not self.rounds.samples, bool(self.state.step))
 
     @contextmanager
@@ -78,6 +87,8 @@ class ReportLoop:
                     yield report
                     return False
                 yield report
+                if report.last_step_of_round and self._stops_early():
+                    break
             self._between_rounds = True
             self.evaluator.evaluate()
             with self.grace.shielded():
@@ -87,7 +98,8 @@ class ReportLoop:
             if not complete:
                 self._save_abandoned(samples)
         if complete:
-            closing = (self.state.signal.closing_message(self._reward_check), self._unmet_schedule)
+            collapse = "" if self._has_named_collapse else self._collapse
+            closing = (self.state.signal.closing_message(self._remedy), collapse, self._unmet_schedule)
             for message in filter(None, closing):
                 logger.warning(message)
         return complete
@@ -104,6 +116,9 @@ class ReportLoop:
         with self.grace.shielded():
             self.recorder.record(report)
             self._log_prob_check.check(report)
+            for name in report.metrics.keys() & WARNING_SIGNS:
+                point = report.metrics[name], number
+                self._highest[name] = max(self._highest.get(name, point), point)
             self.recorder.sampling = report.sampling or self.recorder.sampling
             if report.last_step_of_round:
                 self.parts.profiler.after_round(number)
@@ -123,14 +138,17 @@ class ReportLoop:
         Raises SlimectlError if the rewards of too many rounds taught nothing.
         """
         run = self.settings.run
+        if not self._has_named_collapse and (collapse := self._collapse):
+            self._has_named_collapse = True
+            logger.warning(collapse)
         if self.interrupted():
             self._save(samples)
             logger.warning(f"interrupted after round {number}; go on with: {self.resume_command}")
             return True
-        if fault := lasting_lack_of_signal(self.state.signal, run, self._reward_check):
+        if fault := lasting_lack_of_signal(self.state.signal, run, self._remedy):
             self._save(samples)
             raise SlimectlError(f"{fault}; go on all the same with: {self.resume_command} -s run.on_no_signal=warn")
-        if run.save_interval and number % run.save_interval == 0:
+        if (run.save_interval and number % run.save_interval == 0) or self.recorder.is_best(number):
             self._save(samples)
         else:
             self.recorder.keep_round(self.recorder.folder.step(number), samples)
@@ -139,7 +157,7 @@ class ReportLoop:
     def _save(self, samples: Sequence[Sample]) -> None:
         """Save a checkpoint, unless that of this step is there already."""
         if self._newest_checkpoint != self.state.place:
-            with self.progress.phase("save"):
+            with self.progress.phase("saving"):
                 self.recorder.save(self.parts.models.policy, self.state, samples)
             self._newest_checkpoint = self.state.place
 
@@ -152,10 +170,47 @@ class ReportLoop:
         loss = f"the evaluation after round {number}" if is_last else f"round {number + self._between_rounds}"
         logger.warning(abandonment(loss, folder, self.resume_command))
 
+    def _stops_early(self) -> bool:
+        """Return whether run.early_stop_patience evaluations have brought no new best value, and log it."""
+        patience, compared = self.settings.run.early_stop_patience, self.recorder.compared
+        is_evaluated = self.state.rollout_id in {number for number, _ in self.recorder.evaluations[-1:]}
+        if not patience or compared is None or not is_evaluated or compared.since_best < patience:
+            return False
+        assert compared.best is not None, "an evaluation after the best one has been counted"
+        number, value = compared.best
+        logger.warning(
+            f"stopped early after round {self.state.rollout_id}: {compared.metric} was best at round {number} "
+            f"({value:.3g}), {quantity(compared.since_best, 'evaluation')} ago (run.early_stop_patience)"
+        )
+        return True
+
     @property
-    def _reward_check(self) -> str:
-        """Commands that show why rewards are as they are."""
-        return self.rounds.reward_check(self.recorder.folder.path, self.state.rollout_id)
+    def _collapse(self) -> str:
+        """Describe a collapse of what the run had learned and the way back; "" without one."""
+        recorder, settings = self.recorder, self.settings
+        rewards = recorder.scores if self.rounds.samples else []
+        collapse = find_collapse(rewards, recorder.evaluations)
+        if collapse is None:
+            return ""
+        folder = recorder.folder
+        signs = [f"the largest {name} was {self._highest[name][0]:.2g} at round {self._highest[name][1]}"
+                 for name in WARNING_SIGNS if self._highest.get(name, (0,))[0] > 0]  # fmt: skip
+        learned = [number for number in folder.checkpoints() if number <= collapse.round]
+        change = f"-s run.name=ANOTHER -s train.lr={settings.train.lr / 10:g}"
+        again = f"slimectl {self.rounds.command} -c {shlex.quote(str(folder.path / 'run.toml'))} {change}"
+        if learned:
+            way_back = f"Start again from the checkpoint before it: {again} --model {folder.step(learned[-1])}"
+        else:
+            keep = "" if settings.run.save_best else " and set run.save_best, which keeps the best one"
+            way_back = f"No checkpoint from before it is left. Start again{keep}: {again}"
+        figures = ", ".join([f"train.lr is {settings.train.lr:g}", *signs])
+        return f"{collapse} ({figures}). {way_back}"
+
+    @property
+    def _remedy(self) -> str:
+        """Return what to do about rounds without signal."""
+        reward_check = self.rounds.reward_check(self.recorder.folder.path, self.state.rollout_id)
+        return self._collapse or self.state.signal.remedy(reward_check)
 
 
 def lasting_lack_of_signal(count: SignalCount, run: RunSettings, remedy: str) -> str:

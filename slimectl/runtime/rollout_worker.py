@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -16,6 +15,7 @@ from slimectl.protocols import NO_PROGRESS, Agent, Executor, Policy, Progress, R
 from slimectl.settings import Settings
 from slimectl.stages.evaluate import answer_extractor, evaluate, resolve_dataset_settings, with_summary
 from slimectl.stages.rounds import sampled_rounds
+from slimectl.transport.event_loop import run_coroutine
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class RolloutWorker:
     def close(self) -> None:
         """Stop the grading processes and close the connections to servers."""
         self.graders.close()
-        asyncio.run(self.engine.close())
+        run_coroutine(self.engine.close())
 
 
 class RolloutService:

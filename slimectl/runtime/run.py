@@ -30,7 +30,7 @@ from slimectl.settings.keys import settings_toml
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState
-from slimectl.stdio import log_to_file, logger
+from slimectl.stdio import log_to_file, logger, quantity
 from slimectl.transport.shared_memory import remove_orphans
 
 
@@ -175,7 +175,9 @@ class TrainingRun:
             except DiedError as error:
                 if not restarts_left:
                     raise
-                logger.warning(f"{error}; going on from the last checkpoint ({restarts_left} restarts left)")
+                logger.warning(
+                    f"{error}; going on from the last checkpoint ({quantity(restarts_left, 'restart')} left)"
+                )
         raise AssertionError("the last try returns or raises")
 
     def _run_from_checkpoint(self, ending: ExitStack) -> Reports:
@@ -193,7 +195,7 @@ class TrainingRun:
             return True
         self._start_trackers(ending)
         self._expect_rounds()
-        with self.progress.phase("load"):
+        with self.progress.phase("loading"):
             parts = build_parts(
                 self.rounds, self.recorder, self.state, ending,
                 executor=self.executor, interrupted=self.interrupted, progress=self.progress,

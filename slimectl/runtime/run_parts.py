@@ -65,7 +65,7 @@ def build_parts(
         ending.callback(service.close)
         service.report_to(progress)
     warmup = SftWarmup(settings, folder, recorder, recorder.hooks, executor, interrupted)
-    with progress.phase("warm-up" if settings.sft_warmup.data else "load"):
+    with progress.phase("warm-up" if settings.sft_warmup.data else "loading"):
         model_folder = warmup.run(model, service)
     with collection_paused():
         models = rounds.models(model_folder, executor=executor)

@@ -46,6 +46,7 @@ def conflicts(settings: Settings) -> Iterator[str]:
         )
     if run.num_rollout and run.num_epoch:
         yield "run.num_rollout and run.num_epoch exclude each other; give one of them"
+    yield from _best_conflicts(run, settings.eval)
     if run.profile and run.num_rollout and run.profile[0] > run.num_rollout:
         yield (
             f"run.profile: round {run.profile[0]} is never reached, as run.num_rollout is {run.num_rollout}; name an "
@@ -102,6 +103,18 @@ def conflicts(settings: Settings) -> Iterator[str]:
     yield from _shadowed_settings(settings)
     yield from algorithm.conflicts(temperature=rollout.temperature)
     yield from (line for _, _, line in ineffective(settings))
+
+
+def _best_conflicts(run: RunSettings, evaluation: EvalSettings) -> Iterator[str]:
+    """Conflicts of what compares evaluations with the evaluations that there are."""
+    if run.save_best is None:
+        if run.early_stop_patience:
+            yield "run.early_stop_patience needs run.save_best, the metric that is to improve. Set it, or drop both."
+        return
+    if not evaluation.datasets:
+        yield "run.save_best compares evaluations, and eval.data has no dataset. Add eval.data.NAME = PROMPTS."
+    elif not evaluation.interval:
+        yield "run.save_best compares evaluations, and eval.interval is not set. Set the rounds between evaluations."
 
 
 def off_policy_penalties(settings: Settings) -> str | None:

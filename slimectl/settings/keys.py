@@ -155,14 +155,24 @@ def suggestion(name: str, available: Sequence[str], *, elsewhere: Sequence[str] 
     'train.lr'
 
     It is the one of this name in other programs, else the most similar of the `available` ones, else one whose last
-    part is the name's. Those `elsewhere` are not compared by similarity.
+    part is the name's, else one whose last part, or whose name in other programs, is similar to it. Those `elsewhere`
+    are not compared by similarity.
+
+    >>> suggestion("lerning_rate", ["train.lr", "train.lora_rank"])
+    'train.lr'
     """
     leaf = name.rpartition(".")[2].lower().replace("-", "_")
     other_name = _BY_OTHER_NAME.get(leaf)
     if other_name is not None and other_name in {*available, *elsewhere}:
         return other_name
     near = difflib.get_close_matches(name, available, n=1, cutoff=0.6)
-    return aliases.current_name(near[0]) if near else next(iter(keys_of_leaf(leaf, [*available, *elsewhere])), None)
+    if near:
+        return aliases.current_name(near[0])
+    names = {key.rpartition(".")[2]: key for key in reversed(available)}
+    names |= {other: key for other, key in _BY_OTHER_NAME.items() if key in {*available, *elsewhere}}
+    misspelled = difflib.get_close_matches(leaf, names, n=1, cutoff=0.8)
+    exact = keys_of_leaf(leaf, [*available, *elsewhere])
+    return next(iter(exact), names[misspelled[0]] if misspelled else None)
 
 
 def keys_of_leaf(leaf: str, available: Sequence[str]) -> list[str]:

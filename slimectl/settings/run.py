@@ -57,6 +57,15 @@ class RunSettings(Section):
     keep_checkpoints: PositiveInt | None = 2
     """Number of newest checkpoints to keep. null in a file, or `none` on the command line, keeps all."""
 
+    save_best: Annotated[str, Field(min_length=1)] | None = None
+    """Metric of an evaluation, such as held_out_accuracy. The round with its best value gets a checkpoint, which
+    keep_checkpoints never removes and to which the run's link `best` points. A loss or a share of errors counts as
+    better when it is lower."""
+
+    early_stop_patience: PositiveInt | None = None
+    """End the run after this many evaluations in a row without a new best value of save_best. Default: run to the
+    end."""
+
     keep_samples: bool | Literal["train"] = False
     """Keep the scored samples of every round, so that any step can be replayed. `train` also keeps the training rows
     token by token (advantages, log-probabilities, ratios), at the cost of one extra forward pass per step."""

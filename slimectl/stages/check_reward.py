@@ -15,6 +15,7 @@ from slimectl.rewards import Grade
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import BatchedReward, as_batched, worker_count
 from slimectl.stages.score import reward_number
+from slimectl.stdio import quantity
 from slimectl.types import Sample
 
 Bounds = Callable[[Sample], "tuple[float, float] | None"]
@@ -89,7 +90,9 @@ def check_reward(
     completed = [trial for trial in trials if not trial.error]
     numeric = [trial for trial in completed if trial.number is not None]
     yield _check_faults(
-        "errors", [(trial.sample, trial.error) for trial in trials if trial.error], f"{len(completed)} samples graded"
+        "errors",
+        [(trial.sample, trial.error) for trial in trials if trial.error],
+        f"{quantity(len(completed), 'sample')} graded",
     )
     faults = [(trial.sample, trial.fault) for trial in completed if trial.fault]
     silent = len(completed) - len(numeric) - len(faults)
@@ -134,7 +137,7 @@ def _check_faults(check: str, faults: list[tuple[Sample, str]], success_text: st
     if not faults:
         return RewardCheck(True, check, success_text)
     sample, text = faults[0]
-    return RewardCheck(False, check, f"{len(faults)} samples, the first is sample {sample.index}: {text}")
+    return RewardCheck(False, check, f"{quantity(len(faults), 'sample')}, the first is sample {sample.index}: {text}")
 
 
 def _nothing_ran(check: str) -> RewardCheck:
@@ -156,8 +159,8 @@ def _check_range(trials: list[Trial], bounds: Bounds) -> RewardCheck:
 def _check_time(trials: list[Trial], late: list[Sample], limits: ScoreSettings, workers: int) -> RewardCheck:
     if late:
         message = (
-            f"{len(late)} samples took more than {limits.timeout_s:g} s of CPU time or {limits.wall_limit_s:g} s "
-            f"on the clock, the first is sample {late[0].index}"
+            f"{quantity(len(late), 'sample')} took more than {limits.timeout_s:g} s of CPU time or "
+            f"{limits.wall_limit_s:g} s on the clock, the first is sample {late[0].index}"
         )
         return RewardCheck(False, "time", message)
     if not trials:

@@ -86,16 +86,16 @@ def convert(
 
     def fill(staged: Path) -> Hashes | None:
         companions(staged)
-        with progress.phase("write"):
+        with progress.phase("writing"):
             progress.expect(len(forms))
             hashes = write(staged, witness)
             progress.reach(len(forms))  # those of an interrupted conversion were not read again
         if reread:
-            with progress.phase("verify"):
+            with progress.phase("verifying"):
                 progress.expect(len(forms))
                 compare(witness, reread(staged), progress=progress)
         if check:
-            with progress.phase("logits"):
+            with progress.phase("comparing logits"):
                 check(source, staged)
         manifest_fields.update(sign(counts) if sign else {"counts": counts})
         return hashes

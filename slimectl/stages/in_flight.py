@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Coroutine
+from typing import Any
 
 from slimectl.stages.generation import GroupGenerator
+from slimectl.transport.event_loop import run_on
 from slimectl.types import Prompt, Sample
 
 Group = list[Sample]
-Result = TypeVar("Result")
 
 
 class InFlightGroups:
@@ -44,11 +44,11 @@ class InFlightGroups:
         """Wait for the oldest group and return it."""
         task = next(iter(self._tasks))
         del self._tasks[task]
-        return run_to_end(self._loop, task)
+        return run_on(self._loop, task)
 
     def wait_any(self) -> Group:
         """Wait for the first group to finish and return it; the oldest of several."""
-        run_to_end(self._loop, asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED))
+        run_on(self._loop, asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED))
         task = next(task for task in self._tasks if task.done())
         del self._tasks[task]
         return task.result()
@@ -59,8 +59,8 @@ class InFlightGroups:
         try:
             tasks, self._tasks = list(self._tasks), {}
             if tasks:
-                self._loop.run_until_complete(self.attempts.engine.abort())
-            return [run_to_end(self._loop, task) for task in tasks]
+                run_on(self._loop, self.attempts.engine.abort())
+            return [run_on(self._loop, task) for task in tasks]
         finally:
             self.attempts.interrupting = False
 
@@ -73,22 +73,11 @@ class InFlightGroups:
         for task in unfinished:
             task.cancel()
         if unfinished:
-            self._loop.run_until_complete(self.attempts.engine.abort())
+            run_on(self._loop, self.attempts.engine.abort())
         tasks = asyncio.all_tasks(self._loop)
         if tasks:
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            run_on(self._loop, asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
-
-
-def run_to_end(loop: asyncio.AbstractEventLoop, work: Awaitable[Result]) -> Result:
-    """Run the loop until `work` is done, even if another task calls sys.exit, which stops asyncio's loop."""
-    task = asyncio.ensure_future(work, loop=loop)
-    while True:
-        try:
-            return loop.run_until_complete(task)
-        except SystemExit:
-            if task.done():
-                raise
 
 
 def _quiet_about_interrupts(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -236,19 +236,19 @@ def on_ranks(model: Any, function: Callable[..., Item], *arguments: Any) -> list
 
 
 WORDS = {
-    "perf/wait_time": "rollout",
-    "perf/generate_time": "rollout",
-    "perf/reward_time": "grade",
+    "perf/wait_time": "generating",
+    "perf/generate_time": "generating",
+    "perf/reward_time": "grading",
     "perf/ref_log_probs_time": "reference",
     "perf/teacher_log_probs_time": "teacher",
     "perf/log_probs_time": "log-probabilities",
     "perf/values_time": "values",
-    "perf/actor_train_time": "train",
-    "perf/critic_train_time": "train critic",
-    "perf/engine_offload_time": "offload",
-    "perf/engine_onload_time": "onload",
-    "perf/update_weights_time": "sync",
-    "perf/save_model_time": "save",
+    "perf/actor_train_time": "training",
+    "perf/critic_train_time": "training critic",
+    "perf/engine_offload_time": "offloading",
+    "perf/engine_onload_time": "onloading",
+    "perf/update_weights_time": "pushing weights",
+    "perf/save_model_time": "saving",
 }
 """The phase that progress names while a metric's time runs."""
 

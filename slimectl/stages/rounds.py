@@ -22,6 +22,7 @@ from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.round_timer import Clock, RoundTimer
 from slimectl.stages.score import report_grading, score
 from slimectl.stages.whole_rounds import whole_rounds
+from slimectl.stdio import quantity
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 MAX_DROPPED_ROUNDS = 64
@@ -236,7 +237,7 @@ class RoundScheduler:
 
     def _describe_drops(self) -> str:
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._drops.most_common(3))
-        return f"{self._drops.total()} groups dropped ({reasons})"
+        return f"{quantity(self._drops.total(), 'group')} dropped ({reasons})"
 
     def check(self, samples: list[Sample]) -> None:
         """Raises SlimectlError if there is nothing to train on: the prompts ended before the first group passed the

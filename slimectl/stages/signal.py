@@ -9,9 +9,18 @@ from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.stages.hooks import Hooks
 from slimectl.stdio import quantity
+from slimectl.types import Status
 
 NO_SIGNAL = "rollout/no_signal"
 """Metric of a round without signal; other rounds do not have it."""
+
+
+TOO_LONG, TOO_EASY = "of the responses reached rollout.max_response_len", "the prompts are too easy"
+REMEDIES = {
+    TOO_LONG: "raise rollout.max_response_len, or ask for shorter responses",
+    TOO_EASY: "train on harder prompts, or raise the bar of the reward",
+}
+"""Remedies of reasons that are not the reward's fault."""
 
 
 @dataclass
@@ -43,6 +52,10 @@ class SignalCount:
         self.in_a_row = self.in_a_row + 1 if reason else 0
         self.reason = reason or self.reason
 
+    def remedy(self, reward_check: str) -> str:
+        """Return what to do about the last of them: `reward_check`, unless the reason has a remedy of its own."""
+        return next((remedy for reason, remedy in REMEDIES.items() if reason in self.reason), reward_check)
+
     def message_in_a_row(self, remedy: str) -> str:
         """Return the message about the rounds without signal in a row."""
         return f"{quantity(self.in_a_row, 'round')} in a row taught nothing: {self.reason}; {remedy}"
@@ -66,7 +79,7 @@ def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> st
         return ""
     if not batch.samples:
         return "no sample was left to train on"
-    same = f"every reward was {batch.rewards[0]:g}" if not batch.rewards_differ else ""
+    same = "" if batch.rewards_differ else _equal_rewards(batch, settings)
     weighted = ((row.advantages, row.loss_weights) for row in batch.rows)
     if not any(a and w for advantages, weights in weighted for a, w in zip(advantages, weights, strict=False)):
         within = "" if batch.any_group_differs else "the rewards of every group were equal"
@@ -76,3 +89,13 @@ def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> st
     if Need.GROUPS in algorithm.needs and not batch.compared and not batch.any_group_differs:
         return same or "the rewards of every group were equal"
     return same if len(batch.rewards) > 1 else ""
+
+
+def _equal_rewards(batch: TrainingBatch, settings: Settings) -> str:
+    """Return what the equal rewards of a round say: responses that were cut, prompts that are too easy, or neither."""
+    same, limit = f"every reward was {batch.rewards[0]:g}", settings.rollout.max_response_len
+    if batch.rewards[0] >= settings.eval.success_threshold:
+        return f"{same}: {TOO_EASY}"
+    if all(sample.status is Status.TRUNCATED for sample in batch.samples):
+        return f"{same}: 100 % {TOO_LONG} = {limit}"
+    return same

@@ -18,7 +18,7 @@ from slimectl.data.ownership import LOCK, is_run
 from slimectl.data.sample_index import SampleIndex, TrainedSampleIndex
 from slimectl.data.sources import source_folders
 from slimectl.errors import SettingsError
-from slimectl.model_files import follow_latest
+from slimectl.model_files import follow_links
 
 ROUND = re.compile(r"step_(\d{6,})")
 EVALUATION = re.compile(r"(.+)-(\d{6,})\.jsonl")
@@ -100,7 +100,7 @@ class RunSource:
 
     def model_folder(self) -> Path | None:
         """Return a folder with the tokenizer of the run's model; None if there is none."""
-        newest = follow_latest(self.path / "latest" / "policy")
+        newest = follow_links(self.path / "latest" / "policy")
         candidates = [self.path / "model", self.path / "warmup", newest]
         if path := self.settings.get("model.path"):
             candidates.insert(0, Path(path))
@@ -266,7 +266,7 @@ def read_view(path: Path) -> tuple[Library, list[SamplesFile]]:
     A path in a run's folder (a round, `latest`, an evaluation's file) is looked up in that run, which knows its model
     and its reward. Raises SettingsError if there are no samples.
     """
-    path = follow_latest(path)
+    path = follow_links(path)
     target = path.resolve()
     run = next((folder for folder in (path, *path.absolute().parents[:2]) if is_run_folder(folder)), None)
     library = Library([path if run is None else run])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import re
 import subprocess
@@ -183,6 +184,40 @@ def test_a_run_ends_when_it_is_asked_to(workshop: Workshop, monkeypatch: pytest.
     steps = [report.step for report in run(settings, interrupted=lambda: True)]
     assert steps == [1]
     assert (workshop.folder / "runs" / "ended" / "step_000001").is_dir()
+
+
+async def every_stage(settings: Settings) -> dict[str, object]:
+    """Call each function from a coroutine, as a cell of a notebook does: synchronous, while the loop runs."""
+    questions = list(islice(prompts(settings), 2))
+    one, *_ = rollout(questions, settings)
+    abandoned = rollout(questions, settings)
+    next(abandoned)
+    abandoned.close()
+    with Sampler(settings) as sampler:
+        samples = list(sampler.rollout(questions))
+        accuracy = evaluate(settings, sampler=sampler)
+
+    async def reward(sample: Sample) -> float:
+        return small(sample)
+
+    scored = list(score(samples, settings, reward=reward))
+    return {
+        "first": one.tokens,
+        "rewards": [sample.reward for sample in scored] == list(map(small, samples)),
+        "steps": [report.step for report in train(scored, settings)],
+        "accuracy": accuracy,
+        "run": [report.step for report in run(settings)],
+    }
+
+
+def test_every_stage_works_where_an_event_loop_runs(settings: Settings):
+    questions = list(islice(prompts(settings), 2))
+    metrics = evaluate(settings)
+    [first, *_] = rollout(questions, settings)
+    named = load_settings("slimectl.toml", {"run.name": "in-a-loop", "run.num_rollout": 1})
+    assert asyncio.run(every_stage(named)) == {
+        "first": first.tokens, "rewards": True, "steps": [1], "accuracy": metrics, "run": [1]
+    }  # fmt: skip
 
 
 def test_servers_get_no_weights_by_hand(settings: Settings):

@@ -93,7 +93,7 @@ def test_a_malformed_line_1000_of_2000(workshop: Workshop):
     (workshop.folder / name).write_text("\n".join(lines) + "\n")
     workshop.slimectl("score", name, "--rm-type", "exact", "--out", "scored.jsonl", code=3)
     kept, line = workshop.stderr.splitlines()
-    assert kept.endswith("scored.jsonl.partial: 999 samples are kept. Run the same command again to continue.")
+    assert kept.endswith("scored.jsonl.partial: keeping 999 samples. Run the same command again to continue.")
     assert line.startswith("slimectl: samples.jsonl:1000: ")
     assert not (workshop.folder / "scored.jsonl").exists()
     workshop.slimectl("score", name, "--rm-type", "exact", "--out", "scored.jsonl", "--on-error", "skip")

@@ -21,13 +21,13 @@ from slimectl.cli.app import app
 
 COMMANDS = [
     ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"],
-    ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["runs"],
+    ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["runs"], ["diff"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
     ["settings", "from"],
 ]  # fmt: skip
 
 
-QUICK = ("plan", "metrics", "completion", "settings", "inspect", "runs")
+QUICK = ("plan", "metrics", "completion", "settings", "inspect", "diff", "runs")
 AGE = rb"\d+ (s|min) ago"
 """Commands that are run a second time, with all messages: their stdout is the same."""
 
@@ -105,8 +105,9 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str
     )
     workshop.slimectl("rollout", "-c", "small.toml", "--out", "samples.jsonl")
     workshop.slimectl("score", "samples.jsonl", "-c", "small.toml", "--out", "scored.jsonl")
-    (folder / "runs" / "quickstart").mkdir(parents=True)
-    (folder / "runs" / "quickstart" / "run.toml").write_text("")
+    for name in ("quickstart", "a", "b"):
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / "run.toml").write_text("")
     return workshop
 
 

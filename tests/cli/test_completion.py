@@ -54,6 +54,18 @@ def offered(line: str) -> list[str]:
         ("slimectl plan --card tin", ["tiny", "tiny-vl", "tiny-vl3"]),
         ("slimectl plan --recompute s", ["selective"]),
         ("slimectl settings explain sft_warmup.l", ["sft_warmup.lr"]),
+        ("slimectl convert a b --quantize fp8_", ["fp8_tensor", "fp8_channel"]),
+        ("slimectl rollout --env gym", ["gymnasium:"]),
+        ("slimectl inspect runs/a --sort re", ["reward", "response_length"]),
+        ("slimectl inspect runs/a --sort -re", ["-reward", "-response_length"]),
+        ("slimectl inspect runs/a --color-by r", ["ratio", "reference"]),
+        ("slimectl metrics rollout/no_s", ["rollout/no_signal"]),
+        (
+            "slimectl run -s algorithm.name=s",
+            ["algorithm.name=sapo"],
+        ),  # not sft
+        ("slimectl train -s algorithm.name=s", ["algorithm.name=sapo", "algorithm.name=sft"]),
+        ("slimectl run -s rollout.env=text", ["rollout.env=textarena:"]),
         ("slimectl score sam", []),
     ],
 )
@@ -68,6 +80,16 @@ def test_runs_are_offered_where_a_run_is_taken():
     assert offered("slimectl run --resume ") == ["runs/a"]
     assert offered("slimectl inspect runs/") == ["runs/a"]
     assert offered("slimectl inspect --diff runs/a runs/") == ["runs/a"]
+
+
+def test_settings_that_are_paths_offer_files():
+    Path("rewards").mkdir()
+    for name in ("rewards/math.py", "rw.py", ".hidden"):
+        Path(name).touch()
+    assert offered("slimectl run -s score.custom_rm_path=r") == [
+        "score.custom_rm_path=rewards/", "score.custom_rm_path=rw.py"
+    ]  # fmt: skip
+    assert offered("slimectl run -s score.custom_rm_path=rewards/") == ["score.custom_rm_path=rewards/math.py"]
 
 
 def test_a_broken_cache_is_written_again(tmp_path: Path):

@@ -59,9 +59,3 @@ def test_on_a_cpu_ranks_are_processes():
     code, lines, err = plan(words=("--device", "cpu"))
     assert (code, len(lines)) == (0, 1 + 8)
     assert err == "1 machine: 8 ranks; 1 engine beside, where there is room\n"
-
-
-def test_settings_without_placement_are_refused():
-    result = CliRunner().invoke(app, ["plan", "--card", "qwen3-0.6B", "-s", "train.lr=1"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "-c and -s go with --placement" in result.stderr

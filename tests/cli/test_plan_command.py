@@ -44,6 +44,58 @@ def test_the_layout_is_the_cards_or_the_best_that_fits():
     assert "recompute full" in plan("--card", "qwen3-14B", "--gpus", "8", "--seq-len", "131072")[2]
 
 
+RUN = """
+[model]
+path = "/shared/Qwen3-4B"
+[train]
+backend = "megatron"
+dtype = "bfloat16"
+max_tokens_per_gpu = 16384
+recompute_granularity = "full"
+[megatron]
+tensor_model_parallel_size = 2
+[cluster]
+executor = "ray"
+actor_num_nodes = 2
+actor_num_gpus_per_node = 4
+rollout_num_gpus = 4
+rollout_num_gpus_per_engine = 2
+[algorithm]
+kl_loss_coef = 0.01
+[engine]
+backend = "sglang"
+[sglang.args]
+mem_fraction_static = 0.7
+[rollout]
+data = ["prompts.jsonl"]
+max_prompt_len = 2048
+max_response_len = 14336
+n_samples_per_prompt = 8
+[run]
+rollout_batch_size = 32
+"""
+OPTIONS = (
+    "--card", "qwen3-4B", "--gpus", "8", "--tp", "2", "--recompute", "full", "--seq-len", "16384",
+    "--response-len", "14336", "--max-tokens-per-gpu", "16384", "--batch", "256", "--engine-tp", "2",
+    "--mem-fraction", "0.7", "--reference", "--concurrency", "128", "--tflops", "989",
+)  # fmt: skip
+"""The same run as options: two nodes of four ranks, 32 x 8 rollouts a round and step, on two engines of two GPUs."""
+
+
+def test_a_settings_file_is_planned_as_the_options_that_describe_it(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    code, out, err = plan("-c", str(file), "--tflops", "989")
+    assert (code, out) == plan(*OPTIONS)[:2]
+    assert "/shared/Qwen3-4B: not on this machine; planned with the card qwen3-4B" in err
+    longer = (*OPTIONS[:9], "32768", "--response-len", "30720", *OPTIONS[12:])
+    assert plan("-c", str(file), "-s", "rollout.max_response_len=30720", "--tflops", "989")[1] == plan(*longer)[1]
+    code, _, err = plan("-c", str(file), "--tp", "4")
+    assert (code, "--tp: the settings of the run decide it" in err) == (2, True)
+    code, _, err = plan("-s", "model.path=/shared/mine")
+    assert (code, "/shared/mine: no such model directory" in err, "--card NAME" in err) == (2, True, True)
+
+
 def test_a_directory_is_planned_for_like_its_card(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(cards.load("qwen3-0.6B")["config"]))
     assert plan("--model", str(tmp_path))[1] == plan("--card", "qwen3-0.6B")[1]
@@ -59,7 +111,7 @@ def test_what_stands_beside_the_policy_is_counted_and_adapters_make_it_fit():
     alone = ("--card", "qwen3-8B", "--gpus", "1", "--backend", "fsdp", "--recompute", "full")
     assert plan(*alone)[0] == 1
     code, out, err = plan(*alone, "--lora-rank", "32", "--reference", "--critic", "--teacher", "qwen3-4B")
-    assert (code, err) == (0, "1 ranks: fsdp; recompute full; fits 90% of 80 GiB a GPU\n")
+    assert (code, err) == (0, "1 rank: fsdp; recompute full; fits 90% of 80 GiB a GPU\n")
     beside = [
         line.split("  ")[1] for line in out.splitlines() if line.startswith(("  critic", "  reference", "  teacher"))
     ]

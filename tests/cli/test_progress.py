@@ -43,6 +43,16 @@ def test_without_a_total_the_time_so_far_is_shown():
     assert progress.line() == "31 samples  0.5/s  1:02 so far"
 
 
+def test_tokens_are_counted_with_their_rate():
+    seconds, tokens = 0.0, 100
+    progress = ProgressBar("samples", total=64, drawn=False, clock=lambda: seconds)
+    progress.count_tokens(lambda: tokens)
+    with progress.phase("generating"):
+        assert progress.line() == "0/64 samples  generating  0:00 so far"
+        seconds, tokens = 8.0, 2500  # 2400 more in 8 s, and no sample has ended
+        assert progress.line() == "0/64 samples  generating  0:08 so far  2,400 tokens  300 tokens/s"
+
+
 def test_a_run_shows_its_phase_the_median_time_of_a_round_and_figures_as_far_as_they_fit(
     monkeypatch: pytest.MonkeyPatch,
 ):

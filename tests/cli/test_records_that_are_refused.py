@@ -82,7 +82,7 @@ def test_lines_that_were_skipped_are_no_gap_for_work_that_goes_on(workshop: Work
     (workshop.folder / "scored.jsonl").unlink()
     workshop.slimectl(*command)
     assert (workshop.folder / "scored.jsonl").read_bytes() == whole
-    assert "4 samples are left from an interrupted attempt. Continuing after them." in workshop.stderr
+    assert "continuing after 4 samples of an interrupted attempt." in workshop.stderr
     assert workshop.stderr.splitlines()[-1].startswith(
         "samples.jsonl: 4 of 12 lines skipped: 2 left out before; 2 label: missing"
     )

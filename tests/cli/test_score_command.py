@@ -130,7 +130,7 @@ def test_a_reward_that_is_none_is_named_and_what_came_before_it_is_kept(workshop
     *said, last = workshop.stderr.splitlines()
     assert last == f"slimectl: {message}"
     assert len(said) == (kept > 0)
-    assert all(f"out.jsonl.partial: {kept} samples are kept. Run the same command again" in line for line in said)
+    assert all(f"out.jsonl.partial: keeping {kept} samples. Run the same command again" in line for line in said)
 
 
 def test_a_reward_that_hangs_costs_its_sample_and_is_counted(workshop: Workshop):
@@ -177,7 +177,7 @@ def test_scoring_that_was_cut_off_goes_on_after_the_last_sample(workshop: Worksh
     graded = cut_off(workshop, "raise", "--custom-rm-path", "slow.py:reward", out=out)
     assert graded == [*map(str, range(7)), *map(str, range(6, 10))]
     assert workshop.stderr.splitlines() == [
-        f"{out}: 6 samples are left from an interrupted attempt. Continuing after them.",
+        f"{out}: continuing after 6 samples of an interrupted attempt.",
         "10 samples, mean reward 4.5, accuracy 0.9 (reward >= 1)",
     ]
     rewards = [sample.reward for sample in read_samples(workshop.folder / out)]

@@ -15,7 +15,7 @@ from slimectl.data.manifest import integrity_error
 from slimectl.data.ownership import refuse_links
 from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import CheckpointError, SettingsError, StorageError
-from slimectl.model_files import follow_latest, latest_step, policy_folder
+from slimectl.model_files import follow_links, linked_step, policy_folder
 
 
 def fill(staged: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_file_system_without_links_gets_a_file_with_the_name(tmp_path: Path, m
     assert not latest.is_symlink()
     # Whatever takes a model or a file of the run takes these paths.
     assert policy_folder(tmp_path) == policy_folder(latest) == run.step(2) / "policy"
-    assert follow_latest(latest / "policy" / "weights") == run.step(2) / "policy" / "weights"
+    assert follow_links(latest / "policy" / "weights") == run.step(2) / "policy" / "weights"
     assert [line for _, line in byte_lines(latest / "policy" / "weights")] == [b"1234"]
     assert policy_folder(latest / "policy") == run.step(2) / "policy"
     refuse_links(tmp_path, "it cannot be replaced")
@@ -145,7 +145,7 @@ def test_a_file_system_without_links_gets_a_file_with_the_name(tmp_path: Path, m
 @pytest.mark.parametrize("text", ["", "../other/step_000001", "step_000001/../..", "mine", "\0"])
 def test_another_file_named_latest_leads_nowhere(tmp_path: Path, text: str):
     (tmp_path / "latest").write_text(text)
-    assert latest_step(tmp_path) is None
-    assert follow_latest(tmp_path / "latest") == tmp_path / "latest"
+    assert linked_step(tmp_path) is None
+    assert follow_links(tmp_path / "latest") == tmp_path / "latest"
     with pytest.raises(SettingsError, match="latest: is not what slimectl writes there"):
         refuse_links(tmp_path, "it cannot be replaced")

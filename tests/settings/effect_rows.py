@@ -332,6 +332,8 @@ ROWS: dict[str, Row] = {
     "run.max_staleness": see(stale, 1, run__async_level=1),
     "run.seed": training(7, **LORA),
     "run.save_interval": running(1),
+    "run.save_best": running("small", eval__data={"small": "{folder}/prompts.jsonl@[0:2]"}, eval__interval=1),
+    "run.early_stop_patience": elsewhere("stages/test_best.py::test_the_best_checkpoint"),
     "run.keep_checkpoints": running(1, run__save_interval=1),
     "run.keep_samples": running(True),
     "run.profile": running([1, 1]),

@@ -121,7 +121,7 @@ def test_a_rollout_with_one_engine_on_ray_has_the_samples_of_a_local_one(worksho
     options = ["--data", "prompts.jsonl", "--model", str(workshop.model), "-n", "2"]
     local = workshop.slimectl("rollout", *options)
     there = workshop.slimectl("rollout", *options, "--ray-address", shared_cluster.address)
-    assert "1 engine is up" in workshop.stderr  # on the cluster, not in the command's own process
+    assert "1 engine ready" in workshop.stderr  # on the cluster, not in the command's own process
     for one, other in zip(map(json.loads, local.splitlines()), map(json.loads, there.splitlines()), strict=True):
         one.pop("prefix_cache_info"), other.pop("prefix_cache_info")  # depends on which request came first
         assert one.pop("rollout_log_probs") == pytest.approx(other.pop("rollout_log_probs"), abs=1e-5)

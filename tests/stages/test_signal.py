@@ -11,7 +11,7 @@ from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.settings import Settings
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.signal import SignalCount, missing_signal
-from slimectl.types import Sample, TrainingSample
+from slimectl.types import Sample, Status, TrainingSample
 
 GROUPS = [0, 0, 1, 1]
 
@@ -41,6 +41,28 @@ def test_a_round_of_groups_teaches_if_the_rewards_of_some_group_differ(
     rewards: list[float], advantages: list[float], reason: str
 ) -> None:
     assert missing_signal(batch(rewards, advantages), settings(), NO_HOOKS) == reason
+
+
+@pytest.mark.parametrize(
+    ("reward", "cut", "reason", "remedy"),
+    [
+        (1.0, 0, "every reward was 1: the prompts are too easy", "train on harder prompts"),
+        (0.0, 4, "every reward was 0: 100 % of the responses reached rollout.max_response_len = 256",
+         "raise rollout.max_response_len"),
+        (0.0, 3, "every reward was 0", "look"),
+        (1.0, 4, "every reward was 1: the prompts are too easy", "train on harder prompts"),
+    ],
+)  # fmt: skip
+def test_prompts_that_are_too_easy_and_responses_that_are_cut_have_their_own_sentence(
+    reward: float, cut: int, reason: str, remedy: str
+) -> None:
+    equal = batch([reward] * 4, [])
+    for i, sample in enumerate(equal.samples):
+        sample.status = Status.TRUNCATED if i < cut else Status.COMPLETED
+    assert missing_signal(equal, settings(), NO_HOOKS) == reason
+    count = SignalCount()
+    count.add(reason)
+    assert count.remedy("look").startswith(remedy)
 
 
 def test_without_comparison_in_groups_equal_rewards_of_a_round_teach_nothing() -> None:

@@ -133,6 +133,11 @@ class EmbeddedEngine:
         self._driver: asyncio.Task[None] | None = None
 
     @property
+    def generated_tokens(self) -> int:
+        """Tokens that were sampled since the start."""
+        return self.stats.decode_tokens
+
+    @property
     def stats(self) -> Stats:
         return self._runner.stats
 

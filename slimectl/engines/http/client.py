@@ -16,6 +16,7 @@ from slimectl.engines.stop_tokens import StopTokens
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.protocols import INCOMPLETE, NamedTensors, OnTokens, WeightUpdateClient
 from slimectl.transport.client import Background
+from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import get
 from slimectl.types import Completion, SamplingParams
 
@@ -71,6 +72,8 @@ class HttpEngine:
         self._urls, self._workers = list(urls), list(workers or urls)
         self.addresses = list(urls)
         """The last addresses that took requests, in one list for the life of the engine."""
+        self.generated_tokens = 0
+        """Tokens of all completions."""
         self._lost_weights = False
         self._failure: BaseException | None = None
         self._background = Background("slimectl-engine-client")
@@ -104,7 +107,9 @@ class HttpEngine:
             decode=self._decode,
             on_tokens=on_tokens,
         )
-        return await asyncio.wrap_future(self._background.submit(self._complete(flight)))
+        completion = await asyncio.wrap_future(self._background.submit(self._complete(flight)))
+        self.generated_tokens += len(completion.tokens)
+        return completion
 
     async def abort(self) -> None:
         """End every request in flight; each returns its tokens so far, with finish "abort"."""
@@ -136,7 +141,7 @@ class HttpEngine:
         Must not be called within an event loop. Raises BackendError if one does not answer or serves another model.
         """
         for url in self._workers:
-            info = asyncio.run(self.api.model_info(partial(self._get, url)))
+            info = run_coroutine(self.api.model_info(partial(self._get, url)))
             if info is None:
                 raise BackendError(f"engine at {url}: tells nothing of its model; is it {self.api.name}?")
             for name, value in expected.items():

@@ -25,6 +25,7 @@ from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.errors import BackendError, StorageError
 from slimectl.protocols import Adapter
 from slimectl.transport import shared_memory
+from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import Reply, parsed
 from slimectl.transport.shared_memory import SharedMemoryFile, free_bytes
 
@@ -315,7 +316,7 @@ def ask_all(
         async with aiohttp.ClientSession(timeout=timeout) as session:
             return await asyncio.gather(*(ask_one(session, url) for url in urls), return_exceptions=True)
 
-    return asyncio.run(ask_each())
+    return run_coroutine(ask_each())
 
 
 class SharedMemoryBlock:

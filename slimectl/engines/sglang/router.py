@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from slimectl.engines.sglang.disaggregation import bootstrap_port
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
+from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import Reply, request
 
 POLL_S = 0.2
@@ -46,11 +47,11 @@ class Router:
         """
         if kind.get("worker_type") == "prefill":
             kind = {"bootstrap_port": bootstrap_port(urlsplit(worker).port or 80), **kind}
-        asyncio.run(self._add(worker, kind))
+        run_coroutine(self._add(worker, kind))
 
     def remove(self, worker: str) -> None:
         """Remove a worker, so that no request goes there; does nothing if it is not registered."""
-        asyncio.run(self._remove(worker))
+        run_coroutine(self._remove(worker))
 
     async def _add(self, worker: str, kind: dict[str, Any]) -> None:
         deadline = time.monotonic() + self._register_timeout_s

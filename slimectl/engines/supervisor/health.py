@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slimectl.errors import BackendError
+from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import get
 
 ANSWER_S = 30.0
@@ -58,7 +59,7 @@ async def healthy(members: Sequence[Member], *, timeout_s: float) -> list[bool]:
 
 def is_ready(member: Member) -> bool:
     """Whether a server has weights. Raises BackendError if it does not answer."""
-    return asyncio.run(get(f"{member.url}/health", timeout_s=ANSWER_S)).status == 200
+    return run_coroutine(get(f"{member.url}/health", timeout_s=ANSWER_S)).status == 200
 
 
 async def _healthy(member: Member, timeout_s: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -22,6 +21,7 @@ from slimectl.engines.supervisor.health import (
 )
 from slimectl.errors import BackendError
 from slimectl.stdio import logger
+from slimectl.transport.event_loop import run_coroutine
 
 Announce = Callable[[Sequence[str], Sequence[str]], None]
 
@@ -212,7 +212,7 @@ class ServerPool:
             if self._router is not None and not is_alive(self._router):
                 self._restart_router()
             up = [(i, member) for i, member in enumerate(self._members) if member.up]
-            health = asyncio.run(healthy([member for _, member in up], timeout_s=self._timeout_s))
+            health = run_coroutine(healthy([member for _, member in up], timeout_s=self._timeout_s))
             lost = [entry for entry, is_healthy in zip(up, health, strict=True) if not is_healthy]
             for _, member in lost:
                 member.up = member.routed = False

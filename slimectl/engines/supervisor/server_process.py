@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import random
@@ -18,6 +17,7 @@ from pathlib import Path
 from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, members, segments
 from slimectl.errors import BackendError
 from slimectl.stdio import logger
+from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import get
 from slimectl.transport.loopback import bypass_proxies, scratch_folder
 
@@ -216,7 +216,7 @@ class ServerProcess:
 
     def _is_ready(self, url: str) -> bool:
         with contextlib.suppress(BackendError):
-            return asyncio.run(get(url + self._ready, timeout_s=10)).status == 200
+            return run_coroutine(get(url + self._ready, timeout_s=10)).status == 200
         return False
 
     def _error_line(self) -> str:

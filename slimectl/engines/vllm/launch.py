@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from slimectl.engines.supervisor.installed import InstalledServer
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import is_secret_name
+from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import request
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
@@ -135,7 +135,7 @@ def _name_weights(url: str, *, version: str, keys: Keys) -> None:
     """Name the weights that a server has read from its folder: by itself it calls them "default"."""
     path = "/update_weight_version"
     body, headers = {"new_version": version}, keys.headers(url, path)
-    reply = asyncio.run(request("POST", url + path, timeout_s=60, body=body, headers=headers))
+    reply = run_coroutine(request("POST", url + path, timeout_s=60, body=body, headers=headers))
     if reply.status != 200:
         raise BackendError(f"engine at {url}: {path} was refused ({reply.status}): {reply.words}")
 

@@ -1,0 +1,33 @@
+"""slimectl diff"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimectl.cli.options import AsJson
+from slimectl.errors import SettingsError
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A run, a round's folder or a samples file")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another one")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two runs: settings that differ, curves, and the first step at which their metrics differ.
+
+    Of two samples files or rounds, the responses to the same prompts are compared.
+
+    Example:
+
+        slimectl diff runs/a runs/b
+    """
+    from slimectl.cli.comparison import show_comparison
+    from slimectl.cli.inspect_samples import Selection
+
+    for path in (before, after):
+        if not path.exists():
+            raise SettingsError(f"{path}: no such file or folder")
+    show_comparison(before, after, Selection(as_json=as_json))
