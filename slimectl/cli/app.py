@@ -118,22 +118,24 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version")
+    ] = False,
 ) -> None:
     """RL post-training of language models as composable stages.
 
-    Begin with `slimectl run quickstart`: a small model learns a task on this machine's CPU within minutes.
+    Start with `slimectl run quickstart`: a small model learns a task on this machine's CPU within minutes.
     """
 
 
-STAGES = "Stages: each alone on files and pipes"
+STAGES = "Stages, each usable on its own with files and pipes"
 command: Callable[..., None]
 for command in (run, rollout, score, train, evaluate, convert, serve):
     app.command(name=NAMES.get(command.__name__), rich_help_panel=STAGES)(
         guarded(with_messages(command), runs_user_code=command not in (convert, serve))
     )
 
-TALK = "A model on the terminal"
+TALK = "Talk to a model"
 for command in (ask, chat):
     app.command(rich_help_panel=TALK)(guarded(with_messages(command)))
 
@@ -141,7 +143,7 @@ ABOUT = "Settings, models and records"
 for command in (plan, doctor, bench, inspect, diff, view, runs, metrics, models, completion):
     app.command(rich_help_panel=ABOUT)(guarded(with_messages(command), runs_user_code=command is bench))
 settings_app = typer.Typer(
-    no_args_is_help=True, help="Show, check and explain settings, or take them from another stack."
+    no_args_is_help=True, help="Show, validate and explain settings, or convert them from another stack."
 )
 for command in settings:
     # `explain --eps-clip`: an option of another program is a name to look up.

@@ -19,18 +19,20 @@ from slimectl.errors import RecordError, SettingsError
 def ask(
     options: CommonOptions,
     text: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="The question; what comes on stdin follows it")
+        list[str] | None, typer.Argument(metavar="TEXT", help="The question. Text from stdin is appended")
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the template")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text without the chat template")] = False,
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", help="Maximum tokens of a response: 1024, or what the model's run had", min=1),
     ] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy", min=0.0)] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer", min=0)] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="Softmax temperature. 0 is greedy", min=0.0)
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampling", min=0)] = None,
 ) -> None:
-    """Ask a model one question; the answer comes on stdout as it is written.
+    """Ask a model one question and stream the response to stdout.
 
     Example:
 

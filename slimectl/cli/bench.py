@@ -28,20 +28,20 @@ WIDTHS = (6, 8, 6, 5, 7, 10, 7)
 def bench(
     tasks: Annotated[list[str] | None, typer.Argument(metavar="[TASK]…", help="Names of tasks, or TOML files")] = None,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", metavar="N,N,…", help="Seeds, in place of those of the task")
+        str | None, typer.Option("--seeds", metavar="N,N,…", help="Seeds to use instead of the task's")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR", help="Model of the tasks that begin from a pretrained one")
+        str | None, typer.Option("--model", metavar="DIR", help="Model for tasks that start from a pretrained one")
     ] = None,
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Folder of the runs, which replace those of the last time")
+        Path, typer.Option("--dir", metavar="DIR", help="Folder for the runs. Earlier ones are replaced")
     ] = Path("runs/bench"),
     as_json: AsJson = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all that is needed, list the tasks, measure nothing")
+        bool, typer.Option("--dry-run", help="Run the preflight checks, list the tasks, and exit")
     ] = False,
 ) -> None:
-    """Measure the CPU seconds that frozen tasks take to learn to a frozen accuracy, beside the speed of this machine.
+    """Measure the CPU time to reach a fixed accuracy on fixed tasks, and this machine's speed.
 
     Without a task, all that can run here. Each seed is a run in a new process, counted with its start and without its
     evaluations. Exit code 1 if a target was not reached within the rounds of its task.

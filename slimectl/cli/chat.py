@@ -29,10 +29,12 @@ def chat(
         int | None,
         typer.Option("--max-tokens", help="Maximum tokens of a response: 1024, or what the model's run had", min=1),
     ] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy", min=0.0)] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answers", min=0)] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="Softmax temperature. 0 is greedy", min=0.0)
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampling", min=0)] = None,
 ) -> None:
-    """Talk with a model on the terminal: /reset begins anew, /exit leaves, Ctrl-C stops an answer.
+    """Chat with a model. /reset starts over, /exit quits, Ctrl-C stops a response.
 
     Example:
 

@@ -31,7 +31,7 @@ Candidate = tuple[str, str]
 
 
 def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")]) -> None:
-    """Print the completion script of a shell.
+    """Print a shell completion script.
 
     Example:
 

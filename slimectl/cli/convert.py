@@ -20,9 +20,9 @@ class ConvertOptions:
     """Options of `slimectl convert`: what is written, and how it is checked."""
 
     to: Annotated[str, typer.Option("--to", help="Layout to write: hf or torch_dist")] = "hf"
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; as it is if not given")
-    ] = None
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: unchanged")] = (
+        None
+    )
     quantize: Annotated[
         str | None, typer.Option("--quantize", help="fp8 (blocks), fp8_tensor, fp8_channel (rows) or int4 (groups)")
     ] = None
@@ -31,13 +31,13 @@ class ConvertOptions:
     config: Annotated[
         Path | None, typer.Option("--config", help="Hugging Face directory with the config and tokenizer")
     ] = None
-    card: Annotated[str | None, typer.Option("--card", help="Model card that the model must agree with")] = None
+    card: Annotated[str | None, typer.Option("--card", help="Model card that the model must match")] = None
     verify: Annotated[
         bool | None,
-        typer.Option("--verify/--no-verify", help="Read the result back and compare; below 2 GB if not given"),
+        typer.Option("--verify/--no-verify", help="Read the result back and compare. Default: below 2 GB"),
     ] = None
     logits: Annotated[
-        int | None, typer.Option("--logits", help="Tokens to run a verified result on; 16 below 1 GB if not given")
+        int | None, typer.Option("--logits", help="Tokens for a comparison of logits. Default: 16 below 1 GB")
     ] = None
 
 
@@ -48,11 +48,13 @@ def convert(
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="Model: a directory, a step of a run, a .gguf file, or package:NAME")
     ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make; of a .pt file samples (JSONL)")],
+    target: Annotated[
+        Path, typer.Argument(metavar="DST", help="Output directory, or a JSONL file of samples for a .pt dump")
+    ],
     unpickle: Annotated[
-        bool, typer.Option("--unpickle", help="Samples of slime's rollout dump (.pt), read in a sandbox")
+        bool, typer.Option("--unpickle", help="Read slime's rollout dump (.pt) in a sandbox and write samples")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and do nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and exit")] = False,
 ) -> None:
     """Convert a model between layouts: GGUF, Hugging Face, Megatron's torch_dist, a run's checkpoint, quantized.
 

@@ -15,12 +15,12 @@ from slimectl.errors import SettingsError, SlimectlError
 def doctor(
     options: CommonOptions,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Run the loop with learning rate 0: do engine and trainer agree?")
+        bool, typer.Option("--engine", help="Compare engine and trainer in a loop with learning rate 0")
     ] = False,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of it")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of that loop")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Look at this machine; with --engine, at whether the engine samples what the trainer computes.
+    """Check this machine's setup. With --engine, compare engine and trainer log-probabilities.
 
     A line a check on stdout; exit code 1 if one fails.
 

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 def evaluate(
     options: CommonOptions,
     data: Annotated[
-        list[str] | None, typer.Option("--data", metavar="NAME=PROMPTS", help="Dataset; several may be given")
+        list[str] | None, typer.Option("--data", metavar="NAME=PROMPTS", help="Dataset (repeatable)")
     ] = None,
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature; 0 is greedy")] = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Responses per prompt")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature. 0 is greedy")] = None,
     out: Annotated[
         str | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go", callback=output_name),
+        typer.Option("--out", "-o", metavar="FILE", help="File for graded samples", callback=output_name),
     ] = None,
 ) -> None:
-    """Measure a model on held-out prompts: accuracy, avg@n, pass@k; metrics as JSON on stdout, on a terminal a table.
+    """Evaluate a model on held-out prompts: accuracy, avg@n, pass@k. Prints JSON, or a table on a terminal.
 
     Example:
 

@@ -18,33 +18,35 @@ def inspect(
     options: CommonOptions,
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH…", help="A run, a round's folder, a samples file, or anything with a manifest"),
+        typer.Argument(metavar="PATH…", help="A run, a round's folder, a samples file, or a folder with a manifest"),
     ],
-    rows: Annotated[int, typer.Option("--rows", help="Samples to print of a file", min=0)] = 3,
+    rows: Annotated[int, typer.Option("--rows", help="Number of samples to print", min=0)] = 3,
     condition: Annotated[
-        str, typer.Option("--where", metavar="EXPR", help="Samples that meet it: \"reward < 0.5 and 'so' in response\"")
+        str, typer.Option("--where", metavar="EXPR", help="Filter samples: \"reward < 0.5 and 'so' in response\"")
     ] = "",
     sort: Annotated[
-        str, typer.Option("--sort", metavar="FIELD", help="Field of samples to sort by; -FIELD from the largest on")
+        str, typer.Option("--sort", metavar="FIELD", help="Sort samples by a field, -FIELD in descending order")
     ] = "",
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", metavar="TEXT", help="One prompt over rounds, by a part of it or a group's number"),
+        typer.Option(
+            "--prompt", metavar="TEXT", help="Show one prompt over rounds, by part of its text or its group number"
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new samples as they arrive")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Compare two files, rounds or runs on the same prompts")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say why each sample has its reward: the run's verifier grades it again")
+        bool, typer.Option("--explain", help="Explain each reward by grading again with the run's verifier")
     ] = False,
     color_by: Annotated[
         str, typer.Option("--color-by", metavar="NUMBER", help=f"Colour tokens by {', '.join(tokens.NAMES)}")
     ] = "",
     mask: Annotated[
-        bool, typer.Option("--mask", help="Show which tokens are taught: green, or in [[ ]] without colours")
+        bool, typer.Option("--mask", help="Show trained tokens in green, or in [[ ]] without colours")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run, a samples file or a model directory is and where it came from; show samples.
+    """Summarize a run, samples file or model directory, and show samples.
 
     Two runs are compared as by `slimectl diff`.
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def metrics(
     pattern: Annotated[str | None, typer.Argument(help="Part of a name")] = None,
-    naming: Annotated[str | None, typer.Option("--naming", help="slime or roll; both where not given")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="A table for documentation")] = False,
+    naming: Annotated[str | None, typer.Option("--naming", help="slime or roll. Default: both")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List every metric with its unit and definition.

@@ -20,12 +20,14 @@ COLUMNS = ("name", "family", "parameters", "activated", "layers", "hidden")
 
 def models(
     action: Annotated[str | None, typer.Argument(help="list, show, check or create")] = None,
-    name: Annotated[str | None, typer.Argument(help="A card's name")] = None,
-    target: Annotated[Path | None, typer.Argument(metavar="DIR", help="Checkpoint to check, or model to make")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a card")] = None,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Checkpoint to check, or directory to create")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the new weights")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """List the model cards, show one, check a checkpoint against one, or create a model of random weights from it.
+    """List or show model cards, check a checkpoint against one, or create a model with random weights.
 
     Example:
 

@@ -28,7 +28,7 @@ def output_name(out: str | None) -> str | None:
     return "-" if out in STDOUT_NAMES else out
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; of a list, one object a line")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line for a list")]
 CLUSTER = "executor ray_address"
 ENGINES = "engine engines engine_url"
 SETTINGS = "config assign"
@@ -68,12 +68,12 @@ class MessageOptions:
             metavar="LEVEL",
             envvar=stdio.LOG_LEVEL,
             callback=set_log_level,
-            help="Messages that are shown: debug (with time and place), info, warning or error",
+            help="Messages to show: debug (with time and location), info, warning or error",
         ),
     ] = None
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", callback=set_quiet, help="Errors and the result only; as --log-level error"),
+        typer.Option("--quiet", "-q", callback=set_quiet, help="Show only errors and the result, as --log-level error"),
     ] = False
 
 
@@ -84,65 +84,71 @@ class CommonOptions:
     config: Annotated[
         list[Path] | None,
         typer.Option(
-            "-c", "--config", metavar="FILE", help="Settings file (TOML or YAML); several may be given, later ones win"
+            "-c",
+            "--config",
+            metavar="FILE",
+            help="Settings file (TOML or YAML, repeatable). Later files override earlier ones",
         ),
     ] = None
     assign: Annotated[
         list[str] | None,
-        typer.Option("-s", "--set", metavar="KEY=VALUE", help="One setting, e.g. -s train.lr=1e-5"),
+        typer.Option("-s", "--set", metavar="KEY=VALUE", help="Set one setting, e.g. -s train.lr=1e-5"),
     ] = None
     model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="Model: a Hugging Face directory")] = None
-    data: Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source; - is stdin")] = (
+    data: Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source, - for stdin")] = (
         None
     )
     input_key: Annotated[
-        str | None, typer.Option("--input-key", metavar="KEY", help="Key of the prompt in a row, e.g. question")
+        str | None, typer.Option("--input-key", metavar="KEY", help="Column of the prompt, e.g. question")
     ] = None
     label_key: Annotated[
         str | None,
-        typer.Option("--label-key", metavar="KEY", help="Key of the ground truth, e.g. reward_model.ground_truth"),
+        typer.Option("--label-key", metavar="KEY", help="Column of the ground truth, e.g. reward_model.ground_truth"),
     ] = None
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Responses per prompt")] = None
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None
-    backend: Annotated[str | None, typer.Option("--backend", help="What trains: fsdp or megatron")] = None
-    executor: Annotated[str | None, typer.Option("--executor", help="Where work runs: local or ray")] = None
+    backend: Annotated[str | None, typer.Option("--backend", help="Training backend: fsdp or megatron")] = None
+    executor: Annotated[str | None, typer.Option("--executor", help="Executor: local or ray")] = None
     ray_address: Annotated[
         str | None,
-        typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray cluster; implies --executor ray"),
+        typer.Option(
+            "--ray-address", metavar="HOST:PORT", help="Address of a running Ray cluster, implies --executor ray"
+        ),
     ] = None
-    engine: Annotated[str | None, typer.Option("--engine", help="What samples: embedded, sglang or vllm")] = None
-    engines: Annotated[int | None, typer.Option("--engines", help="Engines to start")] = None
+    engine: Annotated[str | None, typer.Option("--engine", help="Inference engine: embedded, sglang or vllm")] = None
+    engines: Annotated[int | None, typer.Option("--engines", help="Number of engines to start")] = None
     engine_url: Annotated[
         list[str] | None,
         typer.Option(
-            "--engine-url", metavar="URL", help="Running server (SGLang, vLLM, `slimectl serve`); may be repeated"
+            "--engine-url", metavar="URL", help="URL of a running server (SGLang, vLLM, `slimectl serve`), repeatable"
         ),
     ] = None
     agent: Annotated[
         str | None,
-        typer.Option("--agent", metavar="COMMAND", help="Program that is each attempt, e.g. 'python agent.py'"),
+        typer.Option("--agent", metavar="COMMAND", help="Program to run for each attempt, e.g. 'python agent.py'"),
     ] = None
     env: Annotated[
         str | None,
-        typer.Option("--env", metavar="KIND:ID", help="Environment to play in, e.g. gymnasium:FrozenLake-v1"),
+        typer.Option("--env", metavar="KIND:ID", help="Environment to act in, e.g. gymnasium:FrozenLake-v1"),
     ] = None
     eval_config: Annotated[
-        Path | None, typer.Option("--eval-config", metavar="FILE", help="Datasets and their settings (YAML or TOML)")
+        Path | None,
+        typer.Option("--eval-config", metavar="FILE", help="Evaluation datasets and their settings (YAML or TOML)"),
     ] = None
     custom_config: Annotated[
         Path | None,
         typer.Option(
-            "--custom-config", metavar="FILE", help="Settings of your own functions, for [custom] (YAML, TOML)"
+            "--custom-config", metavar="FILE", help="Settings for your own functions, [custom] (YAML or TOML)"
         ),
     ] = None
     out: Annotated[
-        str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout", callback=output_name)
+        str, typer.Option("--out", "-o", metavar="FILE", help="Output file, - for stdout", callback=output_name)
     ] = "-"
     samples: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="SAMPLES",
-            help="Sample files (JSONL, .gz, .zst; FILE@[a:b] for some lines), read end to end; - is stdin, the default",
+            help="Sample files in order (JSONL, .gz, .zst, FILE@[a:b] for a slice). Default: - for stdin",
         ),
     ] = None
     rm_type: Annotated[
@@ -150,15 +156,13 @@ class CommonOptions:
     ] = None
     workers: Annotated[
         int | None,
-        typer.Option("--workers", help="Worker processes that grade; 0 is this process, without a time limit"),
+        typer.Option("--workers", help="Worker processes for grading. 0 grades in this process, without time limits"),
     ] = None
-    on_error: Annotated[str, typer.Option("--on-error", help="A bad line: stop, or skip (counted and reported)")] = (
-        "stop"
-    )
+    on_error: Annotated[str, typer.Option("--on-error", help="On a bad line: stop, or skip and count it")] = "stop"
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all that is needed, print the settings that are set, do nothing")
+        bool, typer.Option("--dry-run", help="Run all preflight checks, print non-default settings, and exit")
     ] = False
-    force: Annotated[bool, typer.Option("--force", help="Replace what is already there")] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace existing output")] = False
 
     @property
     def sample_paths(self) -> list[str]:

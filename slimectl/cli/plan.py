@@ -27,8 +27,8 @@ def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -
 
 TOKENS_PER_IMAGE = 256
 """Tokens of an image of 448 by 448 pixels, of which 28 by 28 are a token."""
-LAYOUT, TRAINING, ENGINE = "Layout of the ranks; where none is given, one that fits is looked for", "Training", "Engine"
-BESIDE, PLACEMENT = "What learns, and what stands beside it on the same ranks", "Placement"
+LAYOUT, TRAINING, ENGINE = "Parallel layout (default: one that fits)", "Training", "Engine"
+BESIDE, PLACEMENT = "Trained parameters, and other models on the same ranks", "Placement"
 CHECK = "Check"
 MACHINE_OPTIONS = ("card", "gpu_memory", "tflops", "mfu", "device", "simulate", "as_json")
 """Options that go with the settings of a run: what its machines are, and how the plan is printed."""
@@ -49,87 +49,83 @@ class PlanOptions:
     gpus: Annotated[int, option("--gpus", "Training ranks", LAYOUT, min=1)] = 8
     tp: Annotated[int | None, option("--tp", "Tensor-parallel size", LAYOUT, min=1)] = None
     pp: Annotated[int | None, option("--pp", "Pipeline-parallel size", LAYOUT, min=1)] = None
-    vpp: Annotated[int | None, option("--vpp", "Parts of the layers that a pipeline rank holds", LAYOUT, min=2)] = None
+    vpp: Annotated[int | None, option("--vpp", "Model chunks per pipeline rank", LAYOUT, min=2)] = None
     cp: Annotated[int | None, option("--cp", "Context-parallel size", LAYOUT, min=1)] = None
     ep: Annotated[int | None, option("--ep", "Expert-parallel size", LAYOUT, min=1)] = None
     etp: Annotated[int | None, option("--etp", "Tensor-parallel size of the experts", LAYOUT, min=1)] = None
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
-        option("--recompute", "What backward computes again: nothing, some modules, or whole layers", TRAINING),
+        option("--recompute", "Recompute in the backward pass: nothing, some modules or whole layers", TRAINING),
     ] = None
     recompute_module: Annotated[
         list[str] | None,
         option(
             "--recompute-module",
-            "Module that selective recomputes: core_attn (default), mlp, moe; repeatable",
+            "Module to recompute with selective: core_attn (default), mlp, moe (repeatable)",
             TRAINING,
         ),
     ] = None
-    backend: Annotated[Literal["megatron", "fsdp"], option("--backend", "What trains", TRAINING)] = "megatron"
+    backend: Annotated[Literal["megatron", "fsdp"], option("--backend", "Training backend", TRAINING)] = "megatron"
     dtype: Annotated[Literal["bfloat16", "float32"], option("--dtype", "Compute precision", TRAINING)] = "bfloat16"
     state_dtype: Annotated[
         Literal["float32", "bfloat16"], option("--optimizer-state-dtype", "Precision of AdamW's moments", TRAINING)
     ] = "float32"
     offload: Annotated[
         Literal["optimizer", "parameters"] | None,
-        option("--offload", "What is in host memory; parameters includes the optimizer", TRAINING),
+        option("--offload", "Offload to host memory. parameters includes the optimizer", TRAINING),
     ] = None
-    device: Annotated[Literal["cuda", "cpu"], option("--device", "Where it trains", TRAINING)] = "cuda"
-    seq_len: Annotated[int, option("--seq-len", "Tokens of a sequence, prompt and answer", TRAINING, min=2)] = 8192
-    response_len: Annotated[
-        int | None, option("--response-len", "Tokens of it that are the answer", TRAINING, min=1)
-    ] = None
-    max_tokens: Annotated[int, option("--max-tokens-per-gpu", "Tokens that a rank takes at once", TRAINING, min=1)] = (
-        8192
+    device: Annotated[Literal["cuda", "cpu"], option("--device", "Training device", TRAINING)] = "cuda"
+    seq_len: Annotated[int, option("--seq-len", "Tokens of a sequence, prompt and response", TRAINING, min=2)] = 8192
+    response_len: Annotated[int | None, option("--response-len", "Response tokens of a sequence", TRAINING, min=1)] = (
+        None
     )
-    images: Annotated[int | None, option("--images", "Images of a sequence (vision models)", TRAINING, min=0)] = None
+    max_tokens: Annotated[int, option("--max-tokens-per-gpu", "Tokens of a micro-batch", TRAINING, min=1)] = 8192
+    images: Annotated[int | None, option("--images", "Images per sequence (vision models)", TRAINING, min=0)] = None
     tokens_per_image: Annotated[
-        int | None, option("--image-tokens", "Tokens of an image; 256 where not given", TRAINING, min=1)
+        int | None, option("--image-tokens", "Tokens per image. Default: 256", TRAINING, min=1)
     ] = None
-    train_vision_tower: Annotated[bool, option("--train-vision-tower", "The vision tower is trained too", TRAINING)] = (
-        False
-    )
-    batch: Annotated[int, option("--batch", "Sequences of an optimizer step", TRAINING, min=1)] = 256
+    train_vision_tower: Annotated[bool, option("--train-vision-tower", "Train the vision tower too", TRAINING)] = False
+    batch: Annotated[int, option("--batch", "Sequences per optimizer step", TRAINING, min=1)] = 256
     gpu_memory: Annotated[float, option("--gpu-memory", "Memory of a GPU in GiB", TRAINING, min=0.1)] = 80
     tflops: Annotated[
         float | None, option("--tflops", "Peak TFLOP/s of a GPU, to estimate time", TRAINING, min=0.001)
     ] = None
-    mfu: Annotated[float, option("--mfu", "Share of the peak that is attained", TRAINING, min=0.01, max=1)] = 0.35
+    mfu: Annotated[float, option("--mfu", "Share of the peak that is reached", TRAINING, min=0.01, max=1)] = 0.35
     engine_tp: Annotated[int, option("--engine-tp", "Tensor-parallel size of the engine", ENGINE, min=1)] = 1
     mem_fraction: Annotated[
         float, option("--mem-fraction", "Share of GPU memory for weights and cache", ENGINE, min=0.05, max=1)
     ] = 0.85
-    engine_fp8: Annotated[bool, option("--engine-fp8", "The engine holds its matrices in fp8", ENGINE)] = False
+    engine_fp8: Annotated[bool, option("--engine-fp8", "The engine's matrices are in fp8", ENGINE)] = False
     colocate: Annotated[
-        bool, option("--colocate", "The engine is on the trainer's GPUs; each sleeps while the other works", ENGINE)
+        bool, option("--colocate", "The engine shares the trainer's GPUs, and they alternate", ENGINE)
     ] = False
-    concurrency: Annotated[int | None, option("--concurrency", "Sequences sampled at once", ENGINE, min=1)] = None
+    concurrency: Annotated[int | None, option("--concurrency", "Sequences sampled at the same time", ENGINE, min=1)] = (
+        None
+    )
     as_json: Annotated[bool, option("--json", "Print JSON instead of a table")] = False
     lora_rank: Annotated[
-        int | None, option("--lora-rank", "Rank of adapters, which then learn alone", BESIDE, min=1)
+        int | None, option("--lora-rank", "Rank of LoRA adapters. Only they are trained", BESIDE, min=1)
     ] = None
     lora_target: Annotated[
         list[str] | None,
-        option("--lora-target", "Linear layer that gets one; repeatable; train.lora_targets' by default", BESIDE),
+        option("--lora-target", "Linear layer to adapt (repeatable). Default: those of train.lora_targets", BESIDE),
     ] = None
-    critic: Annotated[bool, option("--critic", "With a critic of its own, which begins as the model (ppo)", BESIDE)] = (
-        False
-    )
-    reference: Annotated[bool, option("--reference", "With a frozen reference", BESIDE)] = False
-    teacher: Annotated[str | None, option("--teacher", "With a frozen teacher: a card or a directory", BESIDE)] = None
+    critic: Annotated[bool, option("--critic", "Add a separate critic that starts as the model (ppo)", BESIDE)] = False
+    reference: Annotated[bool, option("--reference", "Add a frozen reference", BESIDE)] = False
+    teacher: Annotated[str | None, option("--teacher", "Add a frozen teacher: a card or a directory", BESIDE)] = None
     simulate: Annotated[
         bool,
-        option("--simulate", "Run a step's program on fake tensors, on some of the ranks; takes minutes", CHECK),
+        option("--simulate", "Run one step on fake tensors for some of the ranks (takes minutes)", CHECK),
     ] = False
     placement: Annotated[
         bool,
-        option("--placement", "Show who works on which GPU of which machine, from the settings of a run", PLACEMENT),
+        option("--placement", "Show which process uses which GPU, from the settings of a run", PLACEMENT),
     ] = False
 
 
 @with_options("context options", SETTINGS)
 def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) -> None:
-    """Say what it takes to train and to sample a model: memory, FLOPs and time, each with its formula.
+    """Estimate memory, FLOPs and time to train and serve a model, with formulas.
 
     Loads no model and needs no GPU. Exit code 1 if the layout that was given does not fit. With -c or -s, the run of
     these settings is planned, and `--placement` shows who works on which GPU in that run. `--simulate` compares the

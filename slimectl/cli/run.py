@@ -34,21 +34,19 @@ if TYPE_CHECKING:
 )
 def run(
     options: CommonOptions,
-    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Folder of the run under run.dir")] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed of new weights, of sampling and of shuffling")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue a run's folder")] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Recipe name or TOML file")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the run's folder in run.dir")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of new weights, sampling and shuffling")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Folder of the run to resume")] = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Try the settings here: two short rounds of a tiny random model")
     ] = False,
 ) -> None:
-    """Train by reinforcement: rollout, score and train, round after round, evaluated before and after.
+    """Run the RL loop: roll out, score and train every round, with evaluations.
 
-    Without a recipe, ./slimectl.toml is taken. Ctrl-C finishes the round and saves; a second one stops at once. So do
-    SIGTERM and SIGHUP, within run.grace_s. With --smoke, settings of a cluster are tried on this machine: a tiny random
-    model of the same family, the embedded engine, one process, two rounds, with the run's own reward and data.
+    Without a recipe, ./slimectl.toml is used. Ctrl-C finishes the round and saves. A second Ctrl-C stops at once. SIGTERM
+    and SIGHUP do the same within run.grace_s. With --smoke, the settings of a cluster are tried on this machine: a tiny
+    random model of the same family, the embedded engine, one process, two rounds, with your reward and data.
 
     Example:
 

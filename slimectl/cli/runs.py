@@ -17,9 +17,9 @@ UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 def runs(
     folder: Annotated[Path, typer.Argument(help="Folder of runs, or one run")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run")] = False,
 ) -> None:
-    """List runs with their state and last figures, the last changed first.
+    """List runs with their state and latest metrics, most recent first.
 
     Example:
 

@@ -30,14 +30,16 @@ if TYPE_CHECKING:
 def score(
     options: CommonOptions,
     custom_rm_path: Annotated[
-        str | None, typer.Option("--custom-rm-path", help="Your reward function, by path")
+        str | None, typer.Option("--custom-rm-path", help="Path of your own reward function")
     ] = None,
-    reference: Annotated[str | None, typer.Option("--reference", help="Model whose log-probs to attach")] = None,
+    reference: Annotated[
+        str | None, typer.Option("--reference", help="Reference model whose log-probabilities to attach")
+    ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Explain each reward, in metadata.explanation and in a summary")
+        bool, typer.Option("--explain", help="Explain each reward in metadata.explanation and in a summary")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Validate the reward before you train with it; exit code 1 if a check fails")
+        bool, typer.Option("--check", help="Validate the reward before you train with it. Exit code 1 if a check fails")
     ] = False,
 ) -> None:
     """Attach a reward to every sample.

@@ -34,38 +34,35 @@ PARENT = "SLIMECTL_PARENT"
 class ServeOptions:
     """Options of `slimectl serve`: where it listens, and how it answers."""
 
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all of them")] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 is any free one", min=0, max=65535)] = 30000
+    host: Annotated[str, typer.Option("--host", help="Address to listen on, 0.0.0.0 for all")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", help="Port to listen on, 0 for any free one", min=0, max=65535)] = 30000
     wait_for_weights: Annotated[
-        bool, typer.Option("--wait-for-weights", help="Read no weights: they will be pushed")
+        bool, typer.Option("--wait-for-weights", help="Start without weights and wait for a push")
     ] = False
     incremental: Annotated[
-        bool, typer.Option("--incremental-streaming-output", help="Stream from /generate only what is new")
+        bool, typer.Option("--incremental-streaming-output", help="Stream only new text from /generate")
     ] = False
-    stream_interval: Annotated[
-        int, typer.Option("--stream-interval", help="Tokens between two chunks of a stream", min=1)
-    ] = 1
+    stream_interval: Annotated[int, typer.Option("--stream-interval", help="Tokens per chunk of a stream", min=1)] = 1
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
-            "--allow-host", metavar="NAME", help="Another name that clients or a proxy ask it by (repeatable)"
-        ),
+        typer.Option("--allow-host", metavar="NAME", help="Additional host name to accept (repeatable)"),
     ] = None
     pause_timeout: Annotated[
-        float, typer.Option("--pause-timeout", help="Seconds a request waits on a paused engine before 503", min=0.1)
+        float,
+        typer.Option(
+            "--pause-timeout", help="Seconds that a request waits for a paused engine before it gets 503", min=0.1
+        ),
     ] = 60.0
     record: Annotated[
         str | None,
-        typer.Option("--record", metavar="DIR", help="Record sessions as samples in DIR/samples.jsonl; - is stdout"),
+        typer.Option("--record", metavar="DIR", help="Record sessions as samples in DIR/samples.jsonl, - for stdout"),
     ] = None
-    with_parent: Annotated[bool, typer.Option("--with-parent", help="End when the process that started this ends")] = (
-        False
-    )
+    with_parent: Annotated[bool, typer.Option("--with-parent", help="Exit when the parent process ends")] = False
 
 
 @with_options("model options", SETTINGS, "dry_run")
 def serve(options: ServeOptions, common: CommonOptions) -> None:
-    """Serve a model over HTTP: SGLang's API for rollouts and weights, OpenAI's for agents and judges.
+    """Serve a model over HTTP, with the APIs of SGLang and OpenAI.
 
     Example:
 

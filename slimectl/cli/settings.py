@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 @with_options("custom_config", SETTINGS, "changed as_json")
 def show(
     options: CommonOptions,
-    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults")] = False,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Show only settings that differ from the defaults")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print every setting with the layer that set it.
@@ -51,9 +53,9 @@ def show(
 
 @with_options("custom_config", SETTINGS)
 def validate(options: CommonOptions) -> None:
-    """Check settings files, and the model, data, verifiers and functions that they name; silent if all is well.
+    """Validate settings files, and the model, data, verifiers and functions that they name.
 
-    Every error is one line. Exit code 2 if there is any. Settings without a model and without data are valid, as
+    Prints nothing if all is well. Every error is one line. Exit code 2 if there is any. Settings without a model and without data are valid, as
     `slimectl score` needs neither: a note names the keys that a run needs.
 
     Example:
@@ -129,22 +131,22 @@ def from_(
     ],
     stack: Annotated[
         str | None,
-        typer.Option("--from", metavar="STACK", help="slime, verl, trl, openrlhf or roll; recognized if not given"),
+        typer.Option("--from", metavar="STACK", help="slime, verl, trl, openrlhf or roll. Default: recognized"),
     ] = None,
     out: Annotated[
         str,
-        typer.Option("--out", "-o", metavar="FILE", help="Settings file to write; - is stdout", callback=output_name),
+        typer.Option("--out", "-o", metavar="FILE", help="Settings file to write, - for stdout", callback=output_name),
     ] = "-",
     root: Annotated[
         Path | None,
-        typer.Option("--root", metavar="DIR", help="Folder whose files `source` may read; that of FILE if not given"),
+        typer.Option("--root", metavar="DIR", help="Folder whose files `source` may read. Default: FILE's folder"),
     ] = None,
     line: Annotated[
-        int | None, typer.Option("--line", help="Line of the training command, where FILE has several")
+        int | None, typer.Option("--line", help="Line of the training command, if FILE has several")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the settings file if it is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing settings file")] = False,
 ) -> None:
-    """Write settings that do what a launch file of another stack does; nothing of that file is executed.
+    """Convert a launch file of another stack to settings. Nothing in that file is executed.
 
     Every line names the flag that it came from. Flags without a counterpart are listed with the reason.
     docs/from-slime.md has the table.

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 )  # fmt: skip
 def train(
     options: CommonOptions,
-    save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Folder for the trained weights")] = None,
-    load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="Checkpoint to continue from")] = None,
-    algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, dapo, rloo, …, sft")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the run, a folder in run.dir")] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN", help="Folder of the run to continue")
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="DIR", help="Output folder for the trained weights")
     ] = None,
+    load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="Checkpoint to continue from")] = None,
+    algorithm: Annotated[str | None, typer.Option("--algorithm", help="Algorithm: grpo, dapo, rloo, …, sft")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the run's folder in run.dir")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Folder of the run to resume")] = None,
 ) -> None:
     """Train on scored samples, demonstrations (sft) or preferences (dpo, reward_model). Prints one report per step.
 

@@ -20,9 +20,9 @@ DEFAULT = Path("runs")
 def view(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN|SAMPLES]…", help="Runs' folders, samples files, or a folder of runs (runs)"),
+        typer.Argument(metavar="[RUN|SAMPLES]…", help="Runs, samples files, or a folder of runs. Default: runs"),
     ] = None,
-    port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 is any free one", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1, 0 for any free one", min=0, max=65535)] = 0,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address without opening it")] = False,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", help="Model whose tokenizer decodes the tokens")
@@ -30,9 +30,9 @@ def view(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page instead of serving")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file of --html")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the --html file")] = False,
 ) -> None:
-    """Show runs and samples in a browser: curves, rounds, groups, tokens, one prompt over time, comparisons.
+    """View runs and samples in a browser: curves, rounds, groups, tokens, comparisons.
 
     The page is served on this machine alone, follows a run that goes on, and changes nothing. Ctrl-C ends it.
 
