@@ -44,7 +44,7 @@ def run(
 ) -> None:
     """Run the RL loop: roll out, score and train every round, with evaluations.
 
-    Without a recipe, ./slimectl.toml is used. Ctrl-C finishes the round and saves. A second Ctrl-C stops at once. SIGTERM
+    Without a recipe, ./slimectl.toml is used. Ctrl-C finishes the round and saves. A second one stops at once. SIGTERM
     and SIGHUP do the same within run.grace_s. With --smoke, the settings of a cluster are tried on this machine: a tiny
     random model of the same family, the embedded engine, one process, two rounds, with your reward and data.
 

@@ -55,8 +55,8 @@ def show(
 def validate(options: CommonOptions) -> None:
     """Validate settings files, and the model, data, verifiers and functions that they name.
 
-    Prints nothing if all is well. Every error is one line. Exit code 2 if there is any. Settings without a model and without data are valid, as
-    `slimectl score` needs neither: a note names the keys that a run needs.
+    Prints nothing if all is well. Every error is one line, with exit code 2. Settings without a model and without data
+    are valid, because `slimectl score` needs neither. A note then names the keys that a run needs.
 
     Example:
 
