@@ -178,8 +178,10 @@ def show_result(task: BenchmarkTask, result: SeedResult, as_json: bool) -> None:
 
 def phases(result: SeedResult) -> str:
     """Return where the CPU seconds went, the largest part first, without evaluations."""
+    from slimectl.stages.round_timer import EVALUATING
+
     ranked = sorted(result.phases_cpu_s.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in ranked if name != "eval" and seconds >= 0.05)
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in ranked if name != EVALUATING and seconds >= 0.05)
 
 
 def show_median(task: BenchmarkTask, results: Sequence[SeedResult], as_json: bool) -> None:

@@ -27,6 +27,7 @@ from slimectl.protocols import NoProgress
 from slimectl.recipes import benchmark
 from slimectl.registry.garbage import frozen_objects
 from slimectl.stages.evaluate import resolve_dataset_settings
+from slimectl.stages.round_timer import EVALUATING
 from slimectl.user_code import handle_here
 
 START = (
@@ -92,19 +93,19 @@ class PhaseClock(NoProgress):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the block to a phase; an evaluation begins with the phase eval, and has one `eval NAME` a dataset."""
-        evaluates = name.partition(" ")[0] == "eval"
+        """Charge the block to a phase. An evaluation is one phase, in which each dataset has its own."""
+        evaluates = name.partition(" ")[0] == EVALUATING
         before = self._tree() if evaluates else 0.0
-        if name == "eval":
+        if name == EVALUATING:
             self._evaluations.append(before - self.evaluation_s)
         self.charge()
-        self._open.append("eval" if evaluates else name)
+        self._open.append(EVALUATING if evaluates else name)
         try:
             yield
         finally:
             self.charge()
             self._open.pop()
-        if evaluates and "eval" not in self._open:
+        if evaluates and EVALUATING not in self._open:
             self.evaluation_s += self._tree() - before
 
     def take_evaluations(self) -> list[float]:

@@ -13,6 +13,7 @@ from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.runtime.run_parts import RunParts
 from slimectl.settings import Settings
+from slimectl.stages.round_timer import EVALUATING
 from slimectl.stages.train import TrainState
 from slimectl.types import Metrics, Sample
 
@@ -58,7 +59,7 @@ class Evaluator:
             return
         started, version = time.perf_counter(), self.parts.models.policy.weight_version
         samples_by_dataset: dict[str, list[Sample]] = {}
-        with self.progress.phase("evaluating"):
+        with self.progress.phase(EVALUATING):
             metrics = self.rounds.held_out_metrics(self.parts.models)
         if self.parts.service is not None:
             assert self.parts.sync is not None, "engines have a synchronizer"
@@ -80,7 +81,7 @@ class Evaluator:
         metrics: Metrics = {}
         samples_by_dataset: dict[str, list[Sample]] = {}
         for name in (name for name in self.settings.eval.data if name not in self.rounds.held_out):
-            with self.progress.phase(f"evaluating {name}"):
+            with self.progress.phase(f"{EVALUATING} {name}"):
                 samples, dataset_metrics = service.sampler.evaluation(name, self.state.rollout_id)
             metrics |= dataset_metrics
             samples_by_dataset[name] = samples

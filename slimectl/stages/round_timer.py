@@ -252,5 +252,8 @@ WORDS = {
 }
 """The phase that progress names while a metric's time runs."""
 
+EVALUATING = "evaluating"
+"""The phase of an evaluation. Within it, the phase of a dataset has its name behind this."""
+
 PHASE_OF = {name: phase for phase, names in PHASES.items() for name in names}
 """The phase of each metric of time."""

@@ -40,14 +40,14 @@ def test_a_target_that_is_not_reached_is_a_row_and_exit_code_1(workshop: Worksho
     assert (seed["reached"], seed["round"], seed["accuracy"]) == (False, 1, 0.0)
     assert [line["round"] for line in seed["evaluations"]] == [0, 1]
     assert seed["cpu_s"] > seed["evaluations"][1]["cpu_s"] > seed["evaluations"][0]["cpu_s"] > 0
-    assert {"start", "load", "rollout", "train", "eval"} <= seed["phases_cpu_s"].keys()
+    assert {"start", "loading", "generating", "training", "evaluating"} <= seed["phases_cpu_s"].keys()
     assert task == {"kind": "task", "task": "tiny", "version": 2, "target": 1.0, "seeds": 1, "reached": 0,
                     "median_cpu_s": None}  # fmt: skip
     assert (workshop.folder / "measured" / "tiny-2-seed-5" / "metrics.jsonl").exists()
 
 
 def result(seed: int, cpu_s: float, *, reached: bool = True) -> SeedResult:
-    phases = {"eval": 3.0, "train": 20.25, "rollout": 30.5, "sync": 0.01}
+    phases = {"evaluating": 3.0, "training": 20.25, "generating": 30.5, "pushing weights": 0.01}
     evaluations = [Evaluation(0, 0.25, 7.0), Evaluation(60, 0.76, cpu_s)]
     return SeedResult(seed, reached, 60, 0.76, cpu_s, 3.0, 70.0, phases, evaluations)
 
@@ -76,9 +76,9 @@ def test_the_table_has_a_row_a_seed_and_the_median(monkeypatch: pytest.MonkeyPat
     )
     assert header.split() == ["seed", "accuracy", "target", "round", "CPU", "s", "evaluation", "wall", "s"]
     assert rows == [
-        "     1     0.760    0.75     60     40.0         3.0     70.0  rollout 30.5, train 20.2",
-        "     2     0.760    0.75     60    >90.0         3.0     70.0  rollout 30.5, train 20.2",
-        "     3     0.760    0.75     60     44.0         3.0     70.0  rollout 30.5, train 20.2",
+        "     1     0.760    0.75     60     40.0         3.0     70.0  generating 30.5, training 20.2",
+        "     2     0.760    0.75     60    >90.0         3.0     70.0  generating 30.5, training 20.2",
+        "     3     0.760    0.75     60     44.0         3.0     70.0  generating 30.5, training 20.2",
         "median                              44.0  2 of 3 reached",
     ]
 

@@ -108,6 +108,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str
     for name in ("quickstart", "a", "b"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "run.toml").write_text("")
+        (folder / "runs" / name / "manifest.json").write_text('{"slimectl": "0.2.0", "stage": "run"}')
     return workshop
 
 

@@ -40,13 +40,13 @@ def write_task(workshop: Workshop, *, accuracy: float = 1.0, more: str = "") -> 
 def test_a_phase_has_what_passes_in_it_and_an_evaluation_all_that_is_inside():
     process, tree = iter([1.0, 3.0, 4.0, 9.0, 9.5, 11.0]), iter([20.0, 25.0, 26.0, 50.0, 60.0, 61.0, 70.0])
     clock = PhaseClock(lambda: next(process), lambda: next(tree))
-    with clock.phase("load"):  # 1 until here, then 2
+    with clock.phase("loading"):  # 1 until here, then 2
         pass
-    with clock.phase("eval"):  # 1 between, 5 in it; 5 of all processes
+    with clock.phase("evaluating"):  # 1 between, 5 in it; 5 of all processes
         pass
-    with clock.phase("eval small"):  # 0.5 between, 1.5 in it; 24 of all processes
+    with clock.phase("evaluating small"):  # 0.5 between, 1.5 in it; 24 of all processes
         pass
-    assert dict(clock.seconds) == {"start": 1.0, "load": 2.0, "other": 1.5, "eval": 6.5}
+    assert dict(clock.seconds) == {"start": 1.0, "loading": 2.0, "other": 1.5, "evaluating": 6.5}
     assert clock.take_evaluations() == [20.0]
     assert clock.take_evaluations() == []
     assert clock.evaluation_s == 29.0
@@ -100,9 +100,9 @@ def test_a_run_ends_at_its_target_and_counts_what_came_before(workshop: Workshop
     assert (evaluation["round"], evaluation["accuracy"]) == (0, 1.0)
     assert 0 < evaluation["cpu_s"] <= totals["total_cpu_s"]
     assert totals["evaluation_cpu_s"] > 0
-    assert {"start", "load", "eval"} <= totals["phases_cpu_s"].keys()
+    assert {"start", "loading", "evaluating"} <= totals["phases_cpu_s"].keys()
     ticks = 2 * 0.01  # one clock counts hundredths of a second, the other nanoseconds
-    assert totals["phases_cpu_s"]["eval"] <= totals["evaluation_cpu_s"] + ticks
+    assert totals["phases_cpu_s"]["evaluating"] <= totals["evaluation_cpu_s"] + ticks
     # The first evaluation is seen with the first round, which is made and not the second.
     evaluations = [line["rollout_id"] for line in workshop.metrics("tiny-1") if "eval/step" in line["metrics"]]
     assert evaluations == [0, 1]
