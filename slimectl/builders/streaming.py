@@ -65,6 +65,7 @@ async def _stream(
     while not answer.over:
         await progress.wait()
         progress.clear()
+        answer.due()  # counts the new tokens
         answer.over = answer.done
         text = answer.text()
         if len(text) > answer.told_text:

@@ -12,7 +12,7 @@ from typing import Any
 
 from slimectl import stdio
 from slimectl.cli.inspect_samples import THRESHOLD, Selection, compact, indexed
-from slimectl.cli.run_summary import CURVES, SKIPPED_SETTINGS, run_facts
+from slimectl.cli.run_summary import CURVES, run_facts, skipped_settings
 from slimectl.cli.terminal import has_colours, one_line, paint, safe_json, sparkline, visible, width
 from slimectl.errors import SettingsError
 from slimectl.settings.keys import toml_value
@@ -46,7 +46,8 @@ def show_comparison(before: Path, after: Path, selection: Selection) -> None:
 def run_difference(before: Path, after: Path) -> dict[str, Any]:
     """Return the settings in which two runs differ, their curves, and the first step whose metrics differ."""
     runs = [RunSource("", path, read_settings(path)) for path in (before, after)]
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in SKIPPED_SETTINGS)
+    skipped = set.intersection(*(skipped_settings(run.settings) for run in runs))
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in skipped)
     settings = {key: [run.settings.get(key) for run in runs] for key in keys}
     curves: dict[str, list[list[float]]] = {}
     for side, path in enumerate((before, after)):

@@ -8,7 +8,7 @@ import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ MARGIN = 13
 """Columns of the names on the left."""
 LINES = 24
 """Lines of a screen whose size is unknown; the last one is the prompt's."""
-SKIPPED_SETTINGS = ("run.name", "run.dir", "sglang.python", "vllm.python")
+SKIPPED_SETTINGS = ("run.name", "run.dir")
 
 
 def run_facts(path: Path) -> dict[str, Any]:
@@ -118,12 +118,19 @@ def _phases(seconds: Counter[str]) -> dict[str, float]:
     return {phase: value for phase, value in (phases | {"other": remainder}).items() if value > 0}
 
 
+def skipped_settings(settings: Mapping[str, Any]) -> set[str]:
+    """Return the settings that say nothing about a run: its name, and where engines are that it does not use."""
+    from slimectl.settings.keys import unused_interpreters
+
+    return {*SKIPPED_SETTINGS, *unused_interpreters(settings.get("engine.backend"))}
+
+
 def changed_settings(path: Path) -> tuple[str, dict[str, list[str]]]:
     """Return the name of a run's recipe, or "defaults", and the settings that differ: [the run's value, that one's].
 
     A recipe counts as it is now; one that is gone, and settings that this version cannot read, give the defaults.
     """
-    from slimectl.settings.keys import toml_value, unused_interpreters
+    from slimectl.settings.keys import toml_value
     from slimectl.settings.layers import from_file
     from slimectl.settings.loading import resolve
 
@@ -132,7 +139,7 @@ def changed_settings(path: Path) -> tuple[str, dict[str, list[str]]]:
     except SettingsError:
         return "defaults", {}
     base, values = _recipe_settings((read_manifest(path) or {}).get("recipe"), settings.get("algorithm.name"))
-    skipped = {*SKIPPED_SETTINGS, *unused_interpreters(settings.get("engine.backend"))}
+    skipped = skipped_settings(settings)
     differences = {
         name: [toml_value(value), toml_value(values.get(name))]
         for name, value in settings.items()

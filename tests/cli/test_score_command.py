@@ -40,8 +40,8 @@ def test_explain_writes_why_into_every_record_and_sums_up_on_stderr(workshop: Wo
     assert third["metadata"]["explanation"]["why"] == r"no \boxed{} or \fbox{}, or the last one never closes"
     assert workshop.stderr.splitlines() == [
         r"reward 0: 2 samples, e.g. sample 2: last \boxed{}: no \boxed{} or \fbox{}, or the last one never closes",
-        r"reward 0: 1 samples, e.g. sample 0: last \boxed{}: '8' does not equal the label '7' (read as '8')",
-        r"reward 1: 1 samples, e.g. sample 1: last \boxed{}: '7' equals the label '7'",
+        r"reward 0: 1 sample, e.g. sample 0: last \boxed{}: '8' does not equal the label '7' (read as '8')",
+        r"reward 1: 1 sample, e.g. sample 1: last \boxed{}: '7' equals the label '7'",
         "4 samples, mean reward 0.25",
     ]
 
@@ -206,7 +206,7 @@ def test_other_settings_or_force_begin_anew(workshop: Workshop):
     command = ("score", "samples.jsonl", "--custom-rm-path", "slow.py:reward", "--out", "scored.jsonl")
     (workshop.folder / "trap").write_text("raise")
     workshop.slimectl(*command, code=2)
-    assert "scored.jsonl.partial: 6 samples are kept. Run the same command again to continue." in workshop.stderr
+    assert "scored.jsonl.partial: keeping 6 samples. Run the same command again to continue." in workshop.stderr
     workshop.slimectl(*command, "-s", "score.timeout_s=9", code=2)
     workshop.slimectl(*command, "-s", "score.timeout_s=9", "--force", code=2)
     assert (workshop.folder / "graded.txt").read_text().split() == [*map(str, range(7))] * 3
