@@ -97,5 +97,5 @@ def _equal_rewards(batch: TrainingBatch, settings: Settings) -> str:
     if batch.rewards[0] >= settings.eval.success_threshold:
         return f"{same}: {TOO_EASY}"
     if all(sample.status is Status.TRUNCATED for sample in batch.samples):
-        return f"{same}: 100 % {TOO_LONG} = {limit}"
+        return f"{same}, and 100 % {TOO_LONG} = {limit}"
     return same

@@ -91,14 +91,14 @@ def test_a_fit_reward_passes_every_check(executor: LocalExecutor):
 @pytest.mark.parametrize(
     ("reward", "check", "line"),
     [
-        (nan_once, "type", "1 samples, the first is sample 2: reward of sample 2 is nan, not a finite number"),
+        (nan_once, "type", "1 sample, the first is sample 2: reward of sample 2 is nan, not a finite number"),
         (
             words,
             "type",
             "6 samples, the first is sample 0: score.reward_key: not set, and no 'score' is in the reward of sample 0 "
             "(acc); name one",
         ),
-        (raising, "errors", "1 samples, the first is sample 0: ZeroDivisionError: division by zero"),
+        (raising, "errors", "1 sample, the first is sample 0: ZeroDivisionError: division by zero"),
         (counting, "determinism", "6 samples, the first is sample 0: 0.0, then 1.0"),
         (constant, "variance", "0 of 3 groups have different rewards (mean deviation 0); group-relative advantages"),
     ],
@@ -119,7 +119,7 @@ def test_a_slow_sample_and_one_that_hangs(executor: LocalExecutor):
     for reward, cpu_s, clock_s in ((slow, 5.0, 0.3), (stuck, 0.3, 9.0)):
         found = findings(executor, reward, timeout_s=cpu_s, wall_timeout_s=clock_s)
         words = f"took more than {cpu_s:g} s of CPU time or {clock_s:g} s on the clock, the first is sample 1"
-        assert found["time"] == f"FAIL  time         1 samples {words}"
+        assert found["time"] == f"FAIL  time         1 sample {words}"
         assert found["type"] == "ok    type         5 finite numbers"
 
 

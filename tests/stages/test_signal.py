@@ -47,7 +47,7 @@ def test_a_round_of_groups_teaches_if_the_rewards_of_some_group_differ(
     ("reward", "cut", "reason", "remedy"),
     [
         (1.0, 0, "every reward was 1: the prompts are too easy", "train on harder prompts"),
-        (0.0, 4, "every reward was 0: 100 % of the responses reached rollout.max_response_len = 256",
+        (0.0, 4, "every reward was 0, and 100 % of the responses reached rollout.max_response_len = 256",
          "raise rollout.max_response_len"),
         (0.0, 3, "every reward was 0", "look"),
         (1.0, 4, "every reward was 1: the prompts are too easy", "train on harder prompts"),
@@ -129,9 +129,8 @@ def test_a_training_that_learns_nothing_says_so_and_stops_where_asked(workshop: 
     training = ("train", "equal.jsonl", *toml, "-s", "run.rollout_batch_size=2")
     out = workshop.slimectl(*training)
     assert [json.loads(line)["metrics"]["rollout/no_signal"] for line in out.splitlines()] == [1.0] * 4
-    assert "4 of 4 rounds taught nothing: every reward was 0; look at rewards with: slimectl score equal.jsonl" in (
-        workshop.stderr
-    )
+    reason = "every reward was 0, and 100 % of the responses reached rollout.max_response_len = "
+    assert f"4 of 4 rounds taught nothing: {reason}" in workshop.stderr
     stop = ("-s", "run.on_no_signal=stop", "-s", "run.no_signal_rounds=3")
     assert len(workshop.slimectl(*training, *stop, code=1).splitlines()) == 3
     assert "3 rounds in a row taught nothing" in workshop.stderr
