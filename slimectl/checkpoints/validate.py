@@ -17,6 +17,8 @@ from slimectl.protocols import Weights
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
+OTHER_MODEL = "config.json describes another model. Copy it and the weights from the same checkpoint"
+"""Remedy for a tensor that the model of config.json does not have."""
 
 
 @dataclass(frozen=True)
@@ -52,33 +54,31 @@ def inventory(
     The stored copy of a tied head counts as the model's.
     """
     shapes = {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
-    refuse_missing(shapes.keys() - forms.keys(), location)
     embedding = next(link.shapes[0] for link in links if link.megatron == EMBEDDING)
-    shapes.setdefault(HEAD, embedding)
-    carried = tuple(name for name in forms if name not in shapes and family.carries(name))
-    refuse_extra([name for name in forms if name not in shapes and name not in carried], location, family.name)
-    names = tuple(name for name in forms if name in shapes)
+    tied = {HEAD: embedding} | shapes
+    carried = tuple(name for name in forms if name not in tied and family.carries(name))
+    extra = [name for name in forms if name not in tied and name not in carried]
+    if missing := shapes.keys() - forms.keys():
+        remedy = f", but there is {min(extra)}. {OTHER_MODEL}" if extra else "; copy or download the checkpoint again"
+        raise CheckpointError(f"{location}: no tensor for {_first(missing)}{remedy}")
+    refuse_extra(extra, location, family.name)
+    names = tuple(name for name in forms if name in tied)
     for name in names:
-        if tuple(forms[name][0]) != shapes[name]:
+        if tuple(forms[name][0]) != tied[name]:
             raise CheckpointError(
-                f"{location}: {name} has shape {list(forms[name][0])}, config.json asks for {list(shapes[name])};"
+                f"{location}: {name} has shape {list(forms[name][0])}, config.json asks for {list(tied[name])};"
                 " copy config and weights from the same checkpoint"
             )
     return TensorInventory(names, carried)
 
 
-def refuse_missing(names: Collection[str], location: str) -> None:
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise CheckpointError(f"{location}: no tensor for {min(names)}{more}; copy or download the checkpoint again")
-
-
 def refuse_extra(names: Collection[str], location: str, family: str) -> None:
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise CheckpointError(
-            f"{location}: {min(names)}{more}: a tensor that no {family} model has; check model_type in config.json"
-        )
+        raise CheckpointError(f"{location}: {_first(names)}: a tensor that no {family} model has. {OTHER_MODEL}")
+
+
+def _first(names: Collection[str]) -> str:
+    return f"{min(names)} and {len(names) - 1} more" if len(names) > 1 else min(names)
 
 
 class UnfusedExperts:
