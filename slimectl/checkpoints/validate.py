@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slimectl.architectures.config import Config, Family
+from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.fused_experts import views
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.registry import family_of
@@ -17,8 +18,6 @@ from slimectl.protocols import Weights
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
-OTHER_MODEL = "config.json describes another model. Copy it and the weights from the same checkpoint"
-"""Remedy for a tensor that the model of config.json does not have."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,19 @@ def inventory(
     """
     shapes = {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
     embedding = next(link.shapes[0] for link in links if link.megatron == EMBEDDING)
-    tied = {HEAD: embedding} | shapes
-    carried = tuple(name for name in forms if name not in tied and family.carries(name))
-    extra = [name for name in forms if name not in tied and name not in carried]
-    if missing := shapes.keys() - forms.keys():
+    stored_shapes = {HEAD: embedding} | shapes
+    carried = tuple(name for name in forms if name not in stored_shapes and family.carries(name))
+    extra = [name for name in forms if name not in stored_shapes and name not in carried]
+    if names_without_tensor := shapes.keys() - forms.keys():
         remedy = f", but there is {min(extra)}. {OTHER_MODEL}" if extra else "; copy or download the checkpoint again"
-        raise CheckpointError(f"{location}: no tensor for {_first(missing)}{remedy}")
+        raise CheckpointError(f"{location}: no tensor for {_first(names_without_tensor)}{remedy}")
     refuse_extra(extra, location, family.name)
-    names = tuple(name for name in forms if name in tied)
+    names = tuple(name for name in forms if name in stored_shapes)
     for name in names:
-        if tuple(forms[name][0]) != tied[name]:
+        if tuple(forms[name][0]) != stored_shapes[name]:
             raise CheckpointError(
-                f"{location}: {name} has shape {list(forms[name][0])}, config.json asks for {list(tied[name])};"
-                " copy config and weights from the same checkpoint"
+                f"{location}: {name} has shape {list(forms[name][0])}, config.json asks for"
+                f" {list(stored_shapes[name])}; copy config and weights from the same checkpoint"
             )
     return TensorInventory(names, carried)
 

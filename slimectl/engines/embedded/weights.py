@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.qwen_vl import DECODER, PUBLISHED, TOWER, published_name
-from slimectl.checkpoints.validate import OTHER_MODEL
 from slimectl.engines.embedded.linear import Linear, can_pack
 from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.engines.embedded.native import Kernels

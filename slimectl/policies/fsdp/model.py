@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from slimectl.architectures.config import raw_config, read_config
+from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.fused_experts import views
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.architectures.mapping import Shape
 from slimectl.architectures.qwen_vl import published_name
 from slimectl.architectures.registry import FAMILIES, family_of
-from slimectl.checkpoints.validate import OTHER_MODEL, Model
+from slimectl.checkpoints.validate import Model
 from slimectl.errors import CheckpointError, RecordError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
