@@ -50,6 +50,8 @@ DTYPES = frozenset({
     "float8_e5m2", "float8_e5m2fnuz",
 })  # fmt: skip
 """Types of weights by their torch names. transformers accepts no others."""
+OTHER_MODEL = "config.json describes another model. Copy it and the weights from the same checkpoint"
+"""Remedy for a tensor that the model of config.json does not have."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_LIST = 2**16
 MAX_EXPERTS_IN_ALL = 2**18

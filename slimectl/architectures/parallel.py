@@ -86,6 +86,21 @@ def problems(layout: ParallelLayout, transformer: Mapping[str, Any], world: int)
     yield from _check_world(layout, world)
 
 
+def dense_stage(layout: ParallelLayout, transformer: Mapping[str, Any]) -> int | None:
+    """Return the first pipeline stage without experts, in a model whose other layers have some; None otherwise.
+
+    >>> dense_stage(ParallelLayout(pipeline=2), {"moe_layer_freq": [0, 0, 1, 1]})
+    0
+    >>> dense_stage(ParallelLayout(pipeline=2, virtual_pipeline=2), {"moe_layer_freq": [0, 0, 1, 1]})
+    """
+    pattern = transformer.get("moe_layer_freq")
+    if not isinstance(pattern, list):
+        return None
+    size = max(1, len(pattern) // (layout.pipeline * (layout.virtual_pipeline or 1)))
+    stages_with_experts = {i // size % layout.pipeline for i, has_experts in enumerate(pattern) if has_experts}
+    return next((stage for stage in range(layout.pipeline) if stage not in stages_with_experts), None)
+
+
 def prefix_obstacle(transformer: Mapping[str, Any], args: Mapping[str, Any]) -> str:
     """Return why rows cannot share the tokens that they begin with; "" if they can.
 

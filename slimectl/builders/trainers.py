@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel
 
 from slimectl.architectures import cards
-from slimectl.architectures.parallel import ParallelLayout, prefix_obstacle, problems
+from slimectl.architectures.parallel import ParallelLayout, dense_stage, prefix_obstacle, problems
 from slimectl.builders.backends import backend
 from slimectl.builders.models import device, is_gguf, model_folder
 from slimectl.errors import MissingExtraError, SettingsError
@@ -121,6 +121,22 @@ class FsdpBackend(PolicyBackend):
         return trainer
 
 
+def _check_save_format(settings: Settings, dense: int | None) -> None:
+    """Refuse torch_dist if pipeline stage `dense` has no experts: megatron-core (0.16.1) ends in an assertion there.
+
+    Its distributed optimizer has none with TransformerEngine or Apex. Delete when it saves an optimizer without
+    parameters.
+    """
+    megatron = settings.megatron
+    if dense is None or megatron.save_format == "hf" or not megatron.use_distributed_optimizer:
+        return
+    if find_spec("transformer_engine") is None and find_spec("apex") is None:
+        raise SettingsError(
+            f"megatron.save_format: torch_dist needs experts on every pipeline stage, and stage {dense} has only dense"
+            " layers. Set hf, or lower megatron.pipeline_model_parallel_size"
+        )
+
+
 class MegatronBackend(PolicyBackend):
     """Megatron-core, configured in [megatron]."""
 
@@ -146,6 +162,7 @@ class MegatronBackend(PolicyBackend):
         transformer = family.architecture(config).transformer
         for problem in problems(layout(settings), transformer, settings.cluster.ranks):
             raise SettingsError(problem)
+        _check_save_format(settings, dense_stage(layout(settings), transformer))
         obstacle = prefix_obstacle(transformer, settings.megatron.args)
         if settings.train.share_prompt_prefix and obstacle:
             raise SettingsError(

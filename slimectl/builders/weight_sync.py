@@ -16,6 +16,7 @@ from slimectl.hooks import FlatSettings, hook
 from slimectl.protocols import Policy, WeightReceiver, WeightSync, WeightUpdateClient
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal, revealed_score
+from slimectl.transport import shared_memory
 
 if TYPE_CHECKING:
     from slimectl.engines.http.weight_client import HttpWorkers
@@ -96,7 +97,8 @@ def to_servers(
     name = sync.transport
     if name == "auto":
         all_local = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
-        shares = adapters or device(settings.engine.device) == "cuda" or receivers.shares_memory
+        shares = shared_memory.is_writable() if receivers.shares_memory else adapters
+        shares = shares or device(settings.engine.device) == "cuda"
         by_broadcast = not adapters or "distributed" in receivers.adapter_transports
         is_near = all_local and shares and settings.cluster.actor_num_nodes == 1
         name = "tensor" if is_near or not by_broadcast else "distributed"

@@ -17,6 +17,7 @@ from slimectl.model_files import policy_folder, read_json
 from slimectl.stdio import logger
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
 VOCABULARIES = ("tokenizer.*", "vocab.*", "*.tiktoken", "*.model", "tekken.json")
 """Files that hold the vocabulary of a model."""
 TEMPLATE = "chat_template.json"
@@ -52,7 +53,12 @@ def load_tokenizer(folder: Path) -> Any:
         _pass_on_interrupts(error)
         if not has_tokenizer(folder):
             raise CheckpointError(f"{folder}: no tokenizer; {TOKENIZER_REMEDY}") from error
-        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+        for name in (FILE, CONFIG, *TOKEN_FILES):
+            if (folder / name).is_file():
+                read_json(folder / name)  # names the file that is broken
+        raise CheckpointError(
+            f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}. Download its files again"
+        ) from error
     if not tokenizer.chat_template and (folder / TEMPLATE).is_file():
         template = read_json(folder / TEMPLATE).get("chat_template")
         tokenizer.chat_template = template if isinstance(template, str) else None
@@ -186,7 +192,7 @@ def _announce_file(folder: str, name: str) -> None:
 def _named_tokens(folder: Path) -> set[str]:
     """Return the added and special tokens that the other files of a tokenizer name."""
     tokens: set[str] = set()
-    for name in (CONFIG, "special_tokens_map.json", "added_tokens.json"):
+    for name in (CONFIG, *TOKEN_FILES):
         values = read_json(folder / name) if (folder / name).is_file() else {}
         if name == "added_tokens.json":
             tokens |= values.keys()

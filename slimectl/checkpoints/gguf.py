@@ -131,6 +131,12 @@ class GGUFFile:
             raise CheckpointError(
                 f"{path}: cannot be read as GGUF ({_first_line(error)}); download it again"
             ) from error
+        parts = self._reader.fields.get("split.count")
+        if parts is not None and parts.contents() > 1:
+            raise CheckpointError(
+                f"{path}: one of the {parts.contents()} files of a model. Join them with llama.cpp:"
+                " llama-gguf-split --merge FIRST_FILE JOINED_FILE"
+            )
 
     def read(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
         """Stream every tensor, dequantized, with its Hugging Face name. The model is in memory as `dtype`."""

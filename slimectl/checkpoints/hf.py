@@ -83,22 +83,19 @@ class HFCheckpoint:
         self.max_shard_bytes = max_shard_bytes
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        """Stream every tensor of the directory, in the order of its shards. Raises CheckpointError as `open` does."""
-        weights = self._checked(path, MappedMemory())
+        """Stream every tensor of the directory, with one for each expert. Raises CheckpointError as `open` does."""
+        weights = self.open(path, MappedMemory())
         for name in weights.forms():
             yield name, weights.get(name)
 
-    def open(self, path: Path) -> Weights:
+    def open(self, path: Path, memory: TensorMemory | None = None) -> Weights:
         """Open the directory for lazy reading, with a tensor for each expert.
 
         Raises CheckpointError, also for the weights that `check_weights` and `check_plain` refuse.
         """
-        return UnfusedExperts(self._checked(path))
-
-    def _checked(self, path: Path, memory: TensorMemory | None = None) -> HFWeights:
         check_weights(path)
         check_plain(path)
-        return HFWeights(path, memory)
+        return UnfusedExperts(HFWeights(path, memory))
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
         """Write the stream to the existing directory `path`, with one shard in memory; the index is written last."""

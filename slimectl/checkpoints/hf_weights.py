@@ -13,7 +13,7 @@ from torch import Tensor
 from slimectl.architectures.config import raw_config, with_defaults
 from slimectl.checkpoints.pickled import PickleFile, pickled_shards
 from slimectl.checkpoints.safetensors_io import SafetensorsFile, TensorMemory, TensorSpec
-from slimectl.checkpoints.stored_names import plain_obstacle
+from slimectl.checkpoints.stored_names import name_obstacle, plain_obstacle
 from slimectl.errors import CheckpointError
 from slimectl.model_files import check_file, plain_name, read_json
 
@@ -74,9 +74,9 @@ class HFWeights:
 def check_weights(path: Path) -> None:
     """Raise CheckpointError for weights that programs read differently, or that contradict config.json.
 
-    Examples are two layouts in one folder, two values of one tensor, and a head that differs from the embedding
-    although config.json ties them. Headers are read, and the tensors in question. Nothing is checked in a directory
-    without weights, which may be pushed.
+    Examples are two layouts in one folder, two values of one tensor, names with a wrapper's prefix, and a head that
+    differs from the embedding although config.json ties them. Headers are read, and the tensors in question. Nothing
+    is checked in a directory without weights, which may be pushed.
     """
     if _safetensors(path):
         _check_weights(path, _stamps(path))
@@ -94,15 +94,14 @@ def _check_weights(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> None
             f"{path}: {name} comes twice, in {file.name} and {copy.name}, with different values{listed}. Programs read"
             f" different ones. {remedy}"
         )
+    if obstacle := name_obstacle(weights.forms(), path):
+        raise CheckpointError(f"{path}: {obstacle}")
     if (path / "config.json").is_file():
         check_head(weights, raw_config(path), path)
 
 
 def check_plain(path: Path) -> None:
-    """Raise CheckpointError for quantized weights, and for names with a wrapper's prefix.
-
-    Training and the embedded engine read neither.
-    """
+    """Raise CheckpointError for quantized weights, which training and the embedded engine do not read."""
     if not _safetensors(path):
         return
     config = raw_config(path) if (path / "config.json").is_file() else {}

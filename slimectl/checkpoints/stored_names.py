@@ -25,30 +25,38 @@ ADAPTER = (".lora_A.", ".lora_B.", ".base_layer.")
 EMBEDDING = "embed_tokens.weight"
 
 
-def lasting_obstacle(forms: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> str:
-    """Return why weights can be neither read nor converted, and the remedy; "" if they can."""
-    if any(part in name for name in forms for part in ADAPTER):
-        return (
-            "the weights hold an unmerged adapter (lora_A, lora_B). Merge it with peft's merge_and_unload, and save the"
-            " model again"
-        )
-    if is_quantized(forms) and not config.get("quantization_config"):
-        return "the weights are quantized, but config.json has no quantization_config. Copy the model's own config.json"
-    return ""
-
-
-def plain_obstacle(forms: Mapping[str, TensorSpec], config: Mapping[str, Any], path: Path) -> str:
-    """Return why training and the embedded engine cannot read weights as they are, and the remedy; "" if they can."""
-    if obstacle := lasting_obstacle(forms, config):
+def name_obstacle(forms: Mapping[str, TensorSpec], path: Path) -> str:
+    """Return why no program reads weights of these names, and the remedy; "" if they can be read."""
+    if obstacle := adapter_obstacle(forms):
         return obstacle
-    if is_quantized(forms):
-        return _quantized(config, path)
     renamed = [(name, stored) for name, stored in plain_names(forms).items() if name != stored]
     if not renamed:
         return ""
     name, stored = renamed[0]
     wrapper = next((f" ({writer}'s prefix)" for prefix, writer in WRAPPERS.items() if prefix in stored), "")
     return f"{stored}{wrapper} should be {name}. Rename the tensors: slimectl convert {path} DIR --to hf"
+
+
+def adapter_obstacle(forms: Collection[str]) -> str:
+    """Return what to do about an adapter among the weights; "" if there is none."""
+    if not any(part in name for name in forms for part in ADAPTER):
+        return ""
+    return (
+        "the weights hold an unmerged adapter (lora_A, lora_B). Merge it with peft's merge_and_unload, and save the"
+        " model again"
+    )
+
+
+def lasting_obstacle(forms: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> str:
+    """Return why weights can be neither read nor converted, and the remedy; "" if they can."""
+    if is_quantized(forms) and not config.get("quantization_config"):
+        return "the weights are quantized, but config.json has no quantization_config. Copy the model's own config.json"
+    return adapter_obstacle(forms)
+
+
+def plain_obstacle(forms: Mapping[str, TensorSpec], config: Mapping[str, Any], path: Path) -> str:
+    """Return why training and the embedded engine cannot read weights as they are, and the remedy; "" if they can."""
+    return lasting_obstacle(forms, config) or (_quantized(config, path) if is_quantized(forms) else "")
 
 
 def _quantized(config: Mapping[str, Any], path: Path) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slimectl.architectures.config import Config, Family
+from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.fused_experts import views
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.registry import family_of
@@ -52,33 +53,31 @@ def inventory(
     The stored copy of a tied head counts as the model's.
     """
     shapes = {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
-    refuse_missing(shapes.keys() - forms.keys(), location)
     embedding = next(link.shapes[0] for link in links if link.megatron == EMBEDDING)
-    shapes.setdefault(HEAD, embedding)
-    carried = tuple(name for name in forms if name not in shapes and family.carries(name))
-    refuse_extra([name for name in forms if name not in shapes and name not in carried], location, family.name)
-    names = tuple(name for name in forms if name in shapes)
+    stored_shapes = {HEAD: embedding} | shapes
+    carried = tuple(name for name in forms if name not in stored_shapes and family.carries(name))
+    extra = [name for name in forms if name not in stored_shapes and name not in carried]
+    if names_without_tensor := shapes.keys() - forms.keys():
+        remedy = f", but there is {min(extra)}. {OTHER_MODEL}" if extra else "; copy or download the checkpoint again"
+        raise CheckpointError(f"{location}: no tensor for {_first(names_without_tensor)}{remedy}")
+    refuse_extra(extra, location, family.name)
+    names = tuple(name for name in forms if name in stored_shapes)
     for name in names:
-        if tuple(forms[name][0]) != shapes[name]:
+        if tuple(forms[name][0]) != stored_shapes[name]:
             raise CheckpointError(
-                f"{location}: {name} has shape {list(forms[name][0])}, config.json asks for {list(shapes[name])};"
-                " copy config and weights from the same checkpoint"
+                f"{location}: {name} has shape {list(forms[name][0])}, config.json asks for"
+                f" {list(stored_shapes[name])}; copy config and weights from the same checkpoint"
             )
     return TensorInventory(names, carried)
 
 
-def refuse_missing(names: Collection[str], location: str) -> None:
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise CheckpointError(f"{location}: no tensor for {min(names)}{more}; copy or download the checkpoint again")
-
-
 def refuse_extra(names: Collection[str], location: str, family: str) -> None:
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise CheckpointError(
-            f"{location}: {min(names)}{more}: a tensor that no {family} model has; check model_type in config.json"
-        )
+        raise CheckpointError(f"{location}: {_first(names)}: a tensor that no {family} model has. {OTHER_MODEL}")
+
+
+def _first(names: Collection[str]) -> str:
+    return f"{min(names)} and {len(names) - 1} more" if len(names) > 1 else min(names)
 
 
 class UnfusedExperts:

@@ -68,9 +68,13 @@ def remove_orphans() -> None:
 
 
 def check_writable() -> None:
-    """Raise StorageError where no block can be created, as where the folder is mounted read-only."""
-    if FOLDER.is_dir() and not os.access(FOLDER, os.W_OK):
+    """Raise StorageError if no block can be created, as in a folder that is mounted read-only."""
+    if not is_writable():
         raise unwritable(os.strerror(errno.EROFS))
+
+
+def is_writable() -> bool:
+    return not FOLDER.is_dir() or os.access(FOLDER, os.W_OK)
 
 
 def unwritable(reason: str) -> StorageError:

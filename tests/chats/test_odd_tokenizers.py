@@ -289,8 +289,11 @@ def test_the_file_decides_the_first_token_whatever_the_configuration_says(adds: 
         ({"spiece.model": b"\x0a\x03abc"}, "the tokenizer cannot be loaded"),
         ({"tokenizer.json": b"{}"}, "the tokenizer cannot be loaded"),
         ({"tokenizer.json": b'{"version": "1.0", "model": {"type": "Future"}}'}, "the tokenizer cannot be loaded"),
-        ({"tokenizer.json": b"not json"}, "the tokenizer cannot be loaded"),
-        ({"tokenizer.json": b""}, "the tokenizer cannot be loaded"),
+        ({"tokenizer.json": b"not json"}, r"tokenizer\.json: not JSON"),
+        ({"tokenizer.json": b""}, r"tokenizer\.json: not JSON"),
+        ({"tokenizer.json": b"\x1f\x8b gzip"}, r"tokenizer\.json: not JSON"),
+        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"[]"}, r"tokenizer_config\.json: not a JSON object"),
+        ({"tokenizer.json": b"{}", "special_tokens_map.json": b"[1]"}, r"special_tokens_map\.json: not a JSON object"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_read_is_one_line(files: dict[str, bytes], message: str, tmp_path: Path):
@@ -300,6 +303,36 @@ def test_a_vocabulary_that_cannot_be_read_is_one_line(files: dict[str, bytes], m
     with pytest.raises(CheckpointError, match=message) as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def several_templates(path: Path) -> None:
+    write(path / "tokenizer_config.json", {"chat_template": [{"name": "default", "template": CHATML},
+                                                             {"name": "tool_use", "template": "no"}]})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "write_template",
+    [
+        lambda path: (several_templates(path), (path / "chat_template.jinja").write_text("<s>{{ messages[0].role }}")),
+        lambda path: ((path / "chat_template.jinja").write_text(CHATML), write(path / "chat_template.json", {"a": 1})),
+        several_templates,
+        lambda path: write(path / "tokenizer_config.json", {"chat_template": {"default": CHATML}}),
+        lambda path: (path / "chat_template.jinja").write_bytes(CHATML.replace("{%", "\r\n{%").encode()),
+        lambda path: (path / "chat_template.jinja").write_bytes(b"\xef\xbb\xbf" + CHATML.encode()),
+        lambda path: (path / "chat_template.jinja").write_text(
+            CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+        ),
+    ],
+    ids=["two that differ", "two files", "several", "by name", "lines of Windows", "byte order mark", "generation"],
+)  # fmt: skip
+def test_the_template_is_the_one_that_transformers_takes(write_template: Callable[[Path], Any], tmp_path: Path):
+    write_template(folder(tmp_path, byte_level()))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    text = reference.apply_chat_template(
+        [{"role": "user", "content": "the"}], tokenize=False, add_generation_prompt=True
+    )
+    tokens = render(Prompt(text=[{"role": "user", "content": "the"}]), load_tokenizer(tmp_path))
+    assert tokens == file_tokens(tmp_path, text)
 
 
 @pytest.mark.parametrize(

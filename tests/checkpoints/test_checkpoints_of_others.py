@@ -129,6 +129,38 @@ class Command:
         return (print, ("code of a checkpoint ran",))
 
 
+def fused(folder: Folder, sources: tuple[str, ...], target: str, join: Callable[[list[Tensor]], Tensor]) -> None:
+    """Write the tensors of some names of a layer as one, in every layer that has them."""
+    tensors = dict(folder.tensors)
+    for layer in ("model.layers.0.", "model.layers.1."):
+        if layer + sources[0] in tensors:
+            tensors[layer + target] = join([tensors.pop(layer + source) for source in sources])
+    folder.tensors = tensors
+
+
+def fused_experts(folder: Folder) -> None:
+    """Write the experts of a layer in two tensors, as transformers 5 holds them: gate over up, and down."""
+    gates = tuple(f"mlp.experts.{i}.{part}_proj.weight" for i in range(5) for part in ("gate", "up"))
+    fused(folder, gates, "mlp.experts.gate_up_proj", lambda parts: torch.cat(parts).view(5, 64, 64))
+    downs = tuple(f"mlp.experts.{i}.down_proj.weight" for i in range(5))
+    fused(folder, downs, "mlp.experts.down_proj", torch.stack)
+    folder.write()
+
+
+def cached(folder: Folder) -> None:
+    """Lay the folder out as the hub's cache does: links to blobs, below a folder with a blank and an accent."""
+    folder.write()
+    cache = folder.path.parent / "a céche @1" / "models--org--name"
+    snapshot, blobs = cache / "snapshots" / ("a" * 40), cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, file in enumerate(sorted(folder.path.iterdir())):
+        file.rename(blobs / f"{i:064x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{i:064x}")
+    folder.path = snapshot
+
+
+OTHER_MODEL = "config.json describes another model"
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 CASES: dict[str, Case] = {
     # Heads.
@@ -221,6 +253,42 @@ CASES: dict[str, Case] = {
     "llama3": Case(lambda f: f.write(), own=True, model="llama3_rope"),
     "qwen2": Case(lambda f: f.shards(), model="qwen2"),
     "experts": Case(lambda f: f.shards(), model="qwen3_moe"),
+    # Layouts of other programs.
+    "experts_in_two_tensors": Case(fused_experts, model="qwen3_moe", own=True),
+    "query_key_value_in_one": refused(
+        lambda f: (fused(f, ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+                         "self_attn.qkv_proj.weight", torch.cat), f.write()), rf"qkv_proj\S+ .*{OTHER_MODEL}"),
+    "head_of_a_classifier": refused(
+        lambda f: f.write({"score.weight" if n == HEAD else n: t for n, t in f.tensors.items()}),
+        rf"score.weight.* {OTHER_MODEL}", model="llama_untied"),
+    "biases_without_key": refused(
+        lambda f: f.write(f.tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}), OTHER_MODEL),
+    "mistral_file_beside": Case(lambda f: (f.shards(), f.write({"norm.weight": torch.ones(2)},
+                                                               "consolidated.safetensors"))),
+    "llama_folder_inside": Case(lambda f: (f.write(), (f.path / "original").mkdir(), f.write(
+        {"norm.weight": torch.ones(2)}, "original/consolidated.00.safetensors"))),
+    "cache_of_the_hub": Case(cached),
+    "pickle_beside": Case(lambda f: (f.write(), f.pickled(pytorch_model={LAST: torch.zeros(2)}))),
+    "variant_beside": refused(lambda f: (f.write(), f.write({LAST: noise(f.tensors[LAST])}, "model.fp16.safetensors")),
+                              "comes twice, in model"),
+    "shard_of_no_tensors": Case(lambda f: (f.shards(), (f.path / INDEX).unlink(), f.write({}, "model-3.safetensors"))),
+    "shard_of_no_bytes": refused(lambda f: (f.shards(), (f.path / SHARDS[1]).write_bytes(b"")), "header is damaged"),
+    "tensor_of_no_rows": refused(lambda f: f.write(f.tensors | {LAST: torch.empty(0, 64)}), "has shape"),
+    "index_of_nothing": refused(lambda f: (f.shards(), (f.path / INDEX).write_text('{"weight_map": {}}')),
+                                "no tensor for"),
+    # Keys of config.json.
+    "two_dtypes": Case(lambda f: (f.write(), f.config(dtype="float32", torch_dtype="float16"))),
+    "heads_without_groups": Case(lambda f: (f.write(), f.config(num_key_value_heads=None, head_dim=None)),
+                                 model="llama_untied"),
+    "two_ropes": Case(lambda f: (f.write(), f.config(rope_scaling={"rope_type": "linear", "factor": 4.0})), own=True),
+    "theta_beside_rope": Case(lambda f: (f.write(), f.config(rope_theta=7.0)), own=True),
+    "window_off": Case(lambda f: (f.write(), f.config(sliding_window=2, use_sliding_window=False)), own=True,
+                       model="qwen2"),
+    "more_layers": refused(lambda f: (f.write(), f.config(num_hidden_layers=3)), "no tensor for model.layers.2"),
+    "fewer_layers": refused(lambda f: (f.write(), f.config(num_hidden_layers=1)),
+                            rf"model.layers.1\S+ .*{OTHER_MODEL}"),
+    "number_as_text": refused(lambda f: (f.write(), f.config(hidden_size="64")), "hidden_size '64', not a number"),
+    "number_too_large": refused(lambda f: (f.write(), f.config(vocab_size=10**30)), "vocab_size 10+, not a number"),
 }  # fmt: skip
 
 

@@ -119,10 +119,14 @@ def test_written_model_computes_what_the_file_holds(tmp_path: Path):
         (lambda path: small_gguf(path, kind="llama"), "a tokenizer of kind llama is not read yet"),
         (lambda path: small_gguf(path, extra="rope_freqs"), "12 tensors, of which only 11 have a Hugging Face name"),
         (lambda path: small_gguf(path, rows=6), r"embed_tokens.weight has shape \(6, 8\), its config says \(5, 8\)"),
+        (
+            lambda path: small_gguf(path, **{"split.count": 2}),
+            "one of the 2 files of a model. .* llama-gguf-split --merge",
+        ),
         (lambda path: path.write_bytes(b"not a gguf"), "cannot be read as GGUF"),
         (lambda path: path.write_bytes(small_gguf(path).read_bytes()[:-2000]), "cannot be read as GGUF"),
     ],
-    ids=["words", "sentencepiece", "rope_freqs", "shape", "garbage", "cut_off"],
+    ids=["words", "sentencepiece", "rope_freqs", "shape", "split", "garbage", "cut_off"],
 )
 def test_what_cannot_be_carried_over_is_refused(tmp_path: Path, make: Callable[[Path], object], message: str):
     make(tmp_path / "odd.gguf")

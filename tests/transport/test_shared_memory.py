@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from slimectl import builders
 from slimectl.errors import StorageError
+from slimectl.protocols import Policy
+from slimectl.settings import Settings
 from slimectl.transport import shared_memory
 from slimectl.transport.shared_memory import FOLDER, PREFIX, SharedMemoryFile, remove_orphans
 
@@ -96,3 +99,14 @@ def test_a_folder_that_is_mounted_read_only_is_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm")
     with pytest.raises(StorageError, match=r"^/dev/shm: Read-only file system\. .* or set sync\.transport=disk$"):
         shared_memory.check_writable()
+
+
+@pytest.mark.parametrize(("writable", "transport"), [(True, "TensorSync"), (False, "DistributedSync")])
+def test_auto_needs_no_shared_memory_in_a_folder_that_is_mounted_read_only(
+    writable: bool, transport: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_dir: Callable[[], Path]
+):
+    monkeypatch.setattr(os, "access", lambda path, mode: writable or str(path) != "/dev/shm")
+    settings = Settings.model_validate({"engine": {"backend": "vllm", "device": "cpu"}})
+    workers = builders.workers(settings, ["http://127.0.0.1:1"])
+    sync = builders.to_servers(settings, cast(Policy, None), workers, model=model_dir(), folder=tmp_path)
+    assert type(sync).__name__ == transport

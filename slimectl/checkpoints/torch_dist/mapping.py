@@ -126,17 +126,9 @@ class ModelCheckpoint(HFCheckpoint):
     that is the one with the tracker file.
     """
 
-    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+    def open(self, path: Path, memory: TensorMemory | None = None) -> Weights:
         if not is_torch_dist(path):
-            yield from super().read(path)
-            return
-        weights = self.open(path)
-        for name in weights.forms():
-            yield name, weights.get(name)
-
-    def open(self, path: Path) -> Weights:
-        if not is_torch_dist(path):
-            return super().open(path)
+            return super().open(path, memory)
         return TorchDistWeights(newest(path), Model(read_config(path)))
 
 

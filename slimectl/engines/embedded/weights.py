@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.qwen_vl import DECODER, PUBLISHED, TOWER, published_name
 from slimectl.engines.embedded.linear import Linear, can_pack
 from slimectl.engines.embedded.mlp import Experts, Mlp
@@ -194,7 +195,8 @@ class Weights:
         tied_head = self.tied and name == "lm_head.weight"
         place = self.places.get(self._embedding if tied_head else name)
         if place is None:
-            raise CheckpointError(f"weights: {name} is not part of this {self._config.model_type} model")
+            model_type = self._config.model_type
+            raise CheckpointError(f"weights: {name} is not part of this {model_type} model. {OTHER_MODEL}")
         if tuple(tensor.shape) != place.shape:
             raise CheckpointError(f"weights: {name} has shape {list(tensor.shape)}, expected {list(place.shape)}")
         return None if tied_head else place

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimectl.architectures.config import raw_config, read_config
+from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.fused_experts import views
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.architectures.mapping import Shape
 from slimectl.architectures.qwen_vl import published_name
 from slimectl.architectures.registry import FAMILIES, family_of
+from slimectl.checkpoints.validate import Model
 from slimectl.errors import CheckpointError, RecordError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
@@ -232,6 +235,14 @@ def _carried_patterns(hf: Any) -> list[re.Pattern[str]]:
     return [re.compile(pattern) for pattern in patterns]
 
 
+def _remedy(path: Path, name: str) -> str:
+    """Return what to do about a tensor that the module lacks: its family may have it in another layout."""
+    has_family = any(raw_config(path).get("model_type") in family.model_types for family in FAMILIES.values())
+    if has_family and any(name in link.hf for link in Model(read_config(path)).links):
+        return "fsdp does not read this layout. Train it with the megatron backend"
+    return OTHER_MODEL
+
+
 class ParameterNames:
     """Maps checkpoint names to parameters and buffers: tied parameters have several names, experts share parameters.
 
@@ -285,10 +296,7 @@ class ParameterNames:
                 if any(pattern.search(name) for pattern in self._carried):
                     self.carried.append(name)
                     continue
-                raise CheckpointError(
-                    f"{path}: the model has no {name}; config.json and weights do not belong together, or the"
-                    " architecture stores fused tensors, which the megatron backend trains"
-                )
+                raise CheckpointError(f"{path}: the model has no {name}. {_remedy(path, name)}")
             if tuple(tensor.shape) != self.shapes[name]:
                 raise CheckpointError(
                     f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(self.shapes[name])};"

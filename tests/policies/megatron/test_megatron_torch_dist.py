@@ -16,14 +16,15 @@ from policies.policy_cases import Clipped, random_rows
 from rank_cases import STEADY, Ranks, megatron
 
 from slimectl.architectures.parallel import ParallelLayout
-from slimectl.builders import convert
+from slimectl.builders import check_policy, convert
 from slimectl.builders.models import version_of
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
 from slimectl.checkpoints.torch_dist.metadata import read_metadata
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.settings import Settings
 
 ModelDir = Callable[..., Path]
 TORCH_DIST = {"save_format": "torch_dist"}
@@ -172,3 +173,16 @@ def test_a_stranger_s_checkpoint_runs_nothing_wherever_the_command_stands(four_l
             assert "\n" not in str(error.value)
     assert objects
     assert not proof.exists()
+
+
+def test_a_pipeline_stage_without_experts_is_refused_before_training(four_layers: ModelDir):
+    """megatron-core 0.16.1 ends in an assertion when it saves such a stage. The first of these layers is dense."""
+    sections: dict[str, Any] = {
+        "model": {"path": str(four_layers("latent"))},
+        "train": {"backend": "megatron"},
+        "megatron": {**TORCH_DIST, "pipeline_model_parallel_size": 4},
+        "cluster": {"actor_num_gpus_per_node": 4},
+    }
+    settings = Settings.model_validate(sections)
+    with pytest.raises(SettingsError, match=r"every pipeline stage, and stage 0 has only dense layers\. Set hf"):
+        check_policy(settings)
