@@ -17,6 +17,7 @@ import pytest
 from views import HOSTILE, View, hostile_samples, viewing
 from workshop import Workshop, set_up
 
+from slimectl.data.locks import Lock
 from slimectl.viewer.api import ViewApi
 from slimectl.viewer.export import write_page
 from slimectl.viewer.library import Library
@@ -452,7 +453,7 @@ def test_a_run_is_followed_while_it_writes(page: Any, workshop: Workshop, tmp_pa
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]))
     shutil.rmtree(run / "step_000004")
-    hold(run)
+    lock = hold(run)
     with viewing(run) as view:
         open_page(page, view, "curves")
         page.wait_for_selector("text=live: a")
@@ -475,6 +476,7 @@ def test_a_run_is_followed_while_it_writes(page: Any, workshop: Workshop, tmp_pa
         page.wait_for_selector("text=live: a")
         manifest = json.loads((run / "manifest.json").read_text())
         (run / "manifest.json").write_text(json.dumps(manifest | {"finished": "now"}))
+        lock.release()
         page.wait_for_selector(".legend:has-text('a finished')")
 
 
@@ -541,14 +543,14 @@ def test_the_branches_of_a_program_are_a_tree_while_its_run_goes_on(page: Any, w
     assert not any("maj" in name for name in evaluation)
 
 
-def hold(run: Path) -> None:
-    """Mark a run as going on, in this process."""
+def hold(run: Path) -> Lock:
+    """Mark a run as running, in this process, until its lock is released."""
     from slimectl.data.run_dir import RunDir
 
     manifest = json.loads((run / "manifest.json").read_text())
     manifest.pop("finished", None)
     (run / "manifest.json").write_text(json.dumps(manifest))
-    RunDir(run).lock()
+    return RunDir(run).lock()
 
 
 @pytest.mark.parametrize("how", ["server", "file"])

@@ -110,6 +110,7 @@ def test_a_push_into_the_engine_of_this_process_enters_at_most_eight_files(folde
 TO_SERVERS = {
     "weight_sync/base.py", "policies/locked.py", "policies/fsdp/trainer.py",
     "engines/http/weight_client.py", "engines/sglang/weight_client.py", "transport/http.py",
+    "transport/event_loop.py",
 }  # fmt: skip
 """Files of every push to servers, beside the transport's."""
 
@@ -128,7 +129,7 @@ DELTA = {"weight_sync/delta.py", "weight_sync/delta_apply.py", "weight_sync/delt
         (DeltaSync, DELTA),
     ],
 )
-def test_a_push_to_servers_enters_six_files_and_those_of_its_transport(
+def test_a_push_to_servers_enters_seven_files_and_those_of_its_transport(
     transport: Callable[..., WeightSync], files: set[str], folder: Path, trainer: FsdpPolicy, url: str, tmp_path: Path
 ):
     policy, options = LockedPolicy(trainer), {}
