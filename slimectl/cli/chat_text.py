@@ -9,7 +9,7 @@ from slimectl.viewer.conversation import Message
 
 
 def messages_text(messages: Iterable[Message]) -> str:
-    """Return messages as harmless text: those of the policy after >>>, a text prompt alone, others under their roles."""
+    """Return messages as harmless text: a text prompt as it is, the policy's after >>>, others under their roles."""
     return "\n".join(map(_message_text, messages))
 
 

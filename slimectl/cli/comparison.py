@@ -15,7 +15,7 @@ from slimectl.cli.inspect_samples import THRESHOLD, Selection, compact, indexed
 from slimectl.cli.run_summary import CURVES, SKIPPED_SETTINGS, run_facts
 from slimectl.cli.terminal import has_colours, one_line, paint, safe_json, sparkline, visible, width
 from slimectl.errors import SettingsError
-from slimectl.settings.keys import toml_value
+from slimectl.settings.keys import toml_value, unused_interpreters
 from slimectl.viewer import queries
 from slimectl.viewer.library import RunSource, SamplesFile, read_settings, read_view
 
@@ -46,7 +46,12 @@ def show_comparison(before: Path, after: Path, selection: Selection) -> None:
 def run_difference(before: Path, after: Path) -> dict[str, Any]:
     """Return the settings in which two runs differ, their curves, and the first step whose metrics differ."""
     runs = [RunSource("", path, read_settings(path)) for path in (before, after)]
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in SKIPPED_SETTINGS)
+    keys = dict.fromkeys(
+        key
+        for run in runs
+        for key in run.settings
+        if key not in {*SKIPPED_SETTINGS, *unused_interpreters(run.settings.get("engine.backend"))}
+    )
     settings = {key: [run.settings.get(key) for run in runs] for key in keys}
     curves: dict[str, list[list[float]]] = {}
     for side, path in enumerate((before, after)):

@@ -48,8 +48,9 @@ def changes(before: Sequence[Identity], now: Sequence[Identity]) -> Iterator[str
         if old["source"] != new["source"]:
             yield f"{new['source']}: takes the place of {old['source']}"
             continue
-        sizes = [_size(identity) for identity in (old, new)]
-        yield f"{new['source']}: changed ({sizes[0]} then, {'other' if sizes[0] == sizes[1] else sizes[1]} now)"
+        before, after = map(_size, (old, new))
+        how = f"same size, {before}, other content" if before == after else f"{before} then, {after} now"
+        yield f"{new['source']}: changed ({how})"
 
 
 def _content(identity: Identity) -> Any:
