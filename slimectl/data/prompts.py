@@ -185,7 +185,7 @@ def _rows(
     return _by_position(table, epochs, start, seed, _row_or_error if keep_errors else getitem)
 
 
-def _row_or_error(table: Table, position: int) -> Row:
+def _row_or_error(table: Table, position: int) -> Any:
     try:
         return table[position]
     except RecordError as error:

@@ -48,8 +48,8 @@ def changes(before: Sequence[Identity], now: Sequence[Identity]) -> Iterator[str
         if old["source"] != new["source"]:
             yield f"{new['source']}: takes the place of {old['source']}"
             continue
-        before, after = map(_size, (old, new))
-        how = f"same size, {before}, other content" if before == after else f"{before} then, {after} now"
+        sizes = [_size(identity) for identity in (old, new)]
+        how = f"{sizes[0]} then, {sizes[1]} now" if sizes[0] != sizes[1] else f"same size, {sizes[0]}, other content"
         yield f"{new['source']}: changed ({how})"
 
 

@@ -77,8 +77,8 @@ def examine(layers: Sequence[Layer]) -> tuple[Resolved, list[str]]:
 def _empty_collections(merged: Values) -> None:
     """Replace `none` by an empty list or table where the setting is one."""
     for section, values in merged.items():
-        known = Settings.model_fields.get(section)
-        fields = getattr(known.annotation if known else None, "model_fields", {})
+        info = Settings.model_fields.get(section)
+        fields = getattr(info.annotation if info else None, "model_fields", {})
         for name, field in fields.items():
             key, default = field.alias or name, field.get_default(call_default_factory=True)
             if isinstance(default, list | dict) and key in values and values[key] is None:
