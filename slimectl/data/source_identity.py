@@ -49,7 +49,7 @@ def changes(before: Sequence[Identity], now: Sequence[Identity]) -> Iterator[str
             yield f"{new['source']}: takes the place of {old['source']}"
             continue
         sizes = [_size(identity) for identity in (old, new)]
-        how = f"{sizes[0]} then, {sizes[1]} now" if sizes[0] != sizes[1] else f"same size, {sizes[0]}, other content"
+        how = f"{sizes[0]} then, {sizes[1]} now" if sizes[0] != sizes[1] else f"{sizes[0]}, with other content now"
         yield f"{new['source']}: changed ({how})"
 
 

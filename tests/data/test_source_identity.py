@@ -41,7 +41,7 @@ CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "reversed": (
         "p.jsonl",
         lambda at: reverse(at / "p.jsonl"),
-        "p.jsonl: changed (same size, 80 bytes, other content)",
+        "p.jsonl: changed (80 bytes, with other content now)",
     ),
     "removed": ("p.jsonl", lambda at: drop_first(at / "p.jsonl"), "p.jsonl: changed (80 bytes then, 60 bytes now)"),
     "a slice": ("p.jsonl@[0:2]", lambda at: reverse(at / "p.jsonl"), "p.jsonl@[0:2]: changed"),
