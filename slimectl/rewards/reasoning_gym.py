@@ -155,8 +155,8 @@ def _task(sample: Sample) -> str:
     task = sample.metadata.get("source_dataset") or (inner or {}).get("source_dataset")
     if not isinstance(task, str):
         raise RecordError(
-            f"sample {sample.index}: metadata.source_dataset is missing, the name of the reasoning-gym "
-            f"task. Use prompts of reasoning_gym:TASK, or another verifier: --rm-type"
+            f"sample {sample.index}: metadata.source_dataset: missing; it names the reasoning-gym "
+            f"task. Use prompts of reasoning_gym:TASK, or another verifier: --rm-type NAME"
         )
     return task
 
