@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from slimectl import builders
 from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.chat import encode_raw, render
+from slimectl.data.manifest import check_integrity
 from slimectl.data.ownership import read_manifest
 from slimectl.data.run_dir import write_folder
 from slimectl.data.streams import of_type
@@ -110,10 +111,12 @@ class Trainer(_Closing):
             )
             self.policy: Policy = self._models.policy
             self.critic: Critic | None = self._models.critic
-            self.state = TrainState() if load is None else self._resume(load)
+            self.state = TrainState() if load is None else self._resume()
             self._closing = opened.pop_all()
 
-    def _resume(self, load: Path) -> TrainState:
+    def _resume(self) -> TrainState:
+        load = self.folder.parent if self.folder.name == "policy" else self.folder
+        check_integrity(load, full=True)  # the optimizer too, as a resumed run does
         self.policy.load(self.folder)
         warn_of_changed_schedule(self.folder, self.settings, self._models.total_steps)
         if self.critic is not None and self.critic is not self._models.policy:

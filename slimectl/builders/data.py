@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,10 +35,11 @@ def prompts(
     start: int = 0,
     shuffle: bool = True,
     demonstrations: bool = False,
+    on_bad_row: Callable[[RecordError], None] | None = None,
 ) -> Iterator[Prompt]:
     """Yield the prompts of `sources` from occurrence `start` on, for `epochs` epochs (None: without end).
 
-    Chats of `demonstrations` keep the answers that are to be imitated.
+    Chats of `demonstrations` keep the answers that are to be imitated. Bad rows go to `on_bad_row`, if there is one.
     """
     from slimectl.data.prompts import open_prompts
 
@@ -60,6 +61,7 @@ def prompts(
         start=start,
         demonstrations=demonstrations,
         named=EnvironmentTables(settings),
+        on_bad_row=on_bad_row,
     )
 
 
@@ -165,6 +167,7 @@ def training_samples(
     from slimectl.data.jsonl import read_samples
     from slimectl.stages.recorded_rounds import repeated
 
+    on_bad_row = report if on_error == "skip" else None
     plain = has_plain_rows(settings, paths)
     if plain and settings.algorithm.trains_on == "preferences":
         from slimectl.data.preferences import open_preferences
@@ -180,21 +183,28 @@ def training_samples(
             shuffle_seed=options.seed if options.shuffle else None,
             epochs=epochs,
             start=start,
+            on_bad_row=on_bad_row,
         )
-        return _by_row(preferred(pairs, text, options, context=context, left_out=left_out))
+        samples = preferred(pairs, text, options, context=context, left_out=left_out, on_bad_row=on_bad_row)
+        return _by_row(samples, on_line)
     if plain:
         from slimectl.stages.rollout import demonstrations
 
-        rows = prompts(settings, list(paths), epochs=epochs, start=start, demonstrations=True)
-        return _by_row(demonstrations(rows, text, settings.rollout, context=context, left_out=left_out))
+        rows = prompts(settings, list(paths), epochs=epochs, start=start, demonstrations=True, on_bad_row=on_bad_row)
+        samples = demonstrations(
+            rows, text, settings.rollout, context=context, left_out=left_out, on_bad_row=on_bad_row
+        )
+        return _by_row(samples, on_line)
     size = None if text is None else vocabulary_size(Path(text.name_or_path))
     read = partial(read_samples, paths, on_error=on_error, report=report, on_line=on_line, vocabulary=size)
     return repeated(read, epochs=epochs, start=start)
 
 
-def _by_row(samples: Iterator[Sample]) -> Iterator[Numbered]:
+def _by_row(samples: Iterator[Sample], on_line: Callable[[str], None]) -> Iterator[Numbered]:
     """Yield samples of plain rows with the occurrence of their row, which is the number of their group."""
-    return ((sample.group_index, sample) for sample in samples)
+    for occurrence, row in groupby(samples, key=lambda sample: sample.group_index):
+        on_line(f"row {occurrence}")
+        yield from ((occurrence, sample) for sample in row)
 
 
 def has_plain_rows(settings: Settings, paths: Sequence[str]) -> bool:

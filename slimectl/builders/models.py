@@ -86,7 +86,7 @@ def hub_model(name: str) -> Path | None:
 @cache
 def _announce_newest(run: str, step: str) -> None:
     """Say, once, which checkpoint of a run is taken: checks before a start open the folder too."""
-    logger.info(f"{run}: is a run; its newest checkpoint is taken, {step}")
+    logger.info(f"{run} is a run. Using its newest checkpoint, {step}.")
 
 
 def is_torch_dist(folder: Path) -> bool:

@@ -25,6 +25,8 @@ MAX_NAMES = 8
 """Most metrics of the first step that differs."""
 CURVE = 24
 """Columns of a curve."""
+MIN_CURVE = 4
+"""Columns below which curves are left out."""
 
 
 def show_comparison(before: Path, after: Path, selection: Selection) -> None:
@@ -46,8 +48,7 @@ def show_comparison(before: Path, after: Path, selection: Selection) -> None:
 def run_difference(before: Path, after: Path) -> dict[str, Any]:
     """Return the settings in which two runs differ, their curves, and the first step whose metrics differ."""
     runs = [RunSource("", path, read_settings(path)) for path in (before, after)]
-    skipped = set.intersection(*(skipped_settings(run.settings) for run in runs))
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in skipped)
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in skipped_settings(run.settings))
     settings = {key: [run.settings.get(key) for run in runs] for key in keys}
     curves: dict[str, list[list[float]]] = {}
     for side, path in enumerate((before, after)):
@@ -95,12 +96,12 @@ def _comparison_lines(before: Path, after: Path, comparison: dict[str, Any]) -> 
     for key, (old, new) in settings.items():
         yield f"  {key:<{size}}  {one_line(toml_value(old), room)}  ->  {one_line(toml_value(new), room)}"
     size = max(map(len, comparison["curves"]), default=0)
-    room = min(CURVE, max(1, (columns - size - 44) // 2))
+    room = min(CURVE, (columns - size - 44) // 2)
     for name, sides in comparison["curves"].items():
         finite = [[value for value in values if math.isfinite(value)] for values in sides]
         last = "  ->  ".join(f"{values[-1]:<9.4g}" if values else "-        " for values in finite)
         change = f"{finite[1][-1] - finite[0][-1]:+.3g}" if all(finite) else ""
-        blocks = "  ".join(f"{sparkline(values, room):<{room}}" for values in finite)
+        blocks = "  ".join(f"{sparkline(values, room):<{room}}" for values in finite if room >= MIN_CURVE)
         yield f"{name:<{size}}  {last}  {change:<9}  {blocks}".rstrip()
     first = comparison["first_difference"]
     if first is None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from slimectl import stdio
-from slimectl.cli.chat_text import chat_text, response_turns, turns_text
+from slimectl.cli.chat_text import messages_text
 from slimectl.cli.score import explanation_text
 from slimectl.cli.terminal import has_colours, one_line, safe_json, sparkline, visible, width
 from slimectl.cli.tokens import decoder, legend, tokens_text
@@ -26,6 +26,7 @@ from slimectl.data.sample_index import SampleIndex
 from slimectl.errors import RecordError, SettingsError, SlimectlError
 from slimectl.types import ImageSource
 from slimectl.viewer import queries
+from slimectl.viewer.conversation import conversation, prompt_messages, response_turns
 from slimectl.viewer.library import Library, SamplesFile, read_view
 from slimectl.viewer.token_view import sample_view
 
@@ -230,13 +231,13 @@ def texts_of(record: Mapping[str, Any], library: Library, file: SamplesFile, sel
 
     The turns of a response that a program or an environment took part in are found by its tokens.
     """
-    prompt = record.get("prompt", "")
-    text = visible(prompt) if isinstance(prompt, str) else chat_text(prompt)
-    response = f">>> {visible(record.get('response', ''))}"
-    turns = response_turns(record)
-    if len(turns) > 1 and (decode := selection.decoder(library, file)) is not None:
-        response = turns_text(record, turns, decode)
-    return f"{text}\n{image_lines(record, library, file)}{response}"
+    decode = selection.decoder(library, file) if len(response_turns(record)) > 1 else None
+    messages = conversation(record, decode)
+    prompt, response = (
+        messages_text(message for message in messages if (message.author == "prompt") == is_prompt)
+        for is_prompt in (True, False)
+    )
+    return f"{prompt}\n{image_lines(record, library, file)}{response}"
 
 
 def image_lines(record: Mapping[str, Any], library: Library, file: SamplesFile) -> str:
@@ -297,7 +298,7 @@ def show_prompt(path: Path, name: str, selection: Selection) -> None:
         return
     _, first_index, first = appearances[0]
     label = first_index.record(first["rows"][0]).get("label")
-    print(visible(prompt, 2000) if isinstance(prompt, str) else chat_text(prompt))
+    print(visible(prompt, 2000) if isinstance(prompt, str) else messages_text(prompt_messages(prompt)))
     means = [answers["mean"] for _, _, answers in appearances if answers["mean"] is not None]
     curve = f", mean reward {means[0]:.3g} {sparkline(means, 30)} {means[-1]:.3g}" if len(means) > 1 else ""
     answers_count = stdio.quantity(sum(len(answers["rows"]) for _, _, answers in appearances), "answer")

@@ -118,9 +118,6 @@ def run_to_end(
     with frozen_objects():
         from slimectl.runtime.run import TrainingRun
 
-    def say_settings() -> None:
-        on_start()
-
     check_complete(result.settings.model_dump(by_alias=True))
     grace = GracePeriod()
     stop = RoundInterrupt(grace, result.settings.run.grace_s)
@@ -133,7 +130,7 @@ def run_to_end(
             resume=resumed is not None,
             force=options.force,
             lock=resumed.lock if resumed else None,
-            on_start=say_settings,
+            on_start=on_start,
         )
     # A closed terminal takes no words.
     with nullcontext() if finished else suppress(StorageError):

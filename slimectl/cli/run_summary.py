@@ -18,6 +18,7 @@ from slimectl.cli.terminal import one_line, shortened, sparkline, visible, width
 from slimectl.data.metrics_catalogue import is_supervised, progress
 from slimectl.data.ownership import read_manifest
 from slimectl.errors import SettingsError
+from slimectl.model_files import linked_step
 from slimectl.viewer.library import RunSource, read_settings
 
 CURVES = (
@@ -93,11 +94,11 @@ def _best(path: Path, metric: str | None) -> dict[str, Any] | None:
     """Return the checkpoint with the best evaluation, and the evaluation; None without one."""
     from slimectl.stages.best import Evaluations
 
-    link = path / "best"
-    if not metric or not (link / "state.json").is_file():
+    name = linked_step(path, "best")
+    state = path / str(name) / "state.json"
+    if not metric or not name or not state.is_file():
         return None
-    compared = Evaluations(metric, json.loads((link / "state.json").read_text(encoding="utf-8"))["evaluations"])
-    name = link.resolve().name
+    compared = Evaluations(metric, json.loads(state.read_text(encoding="utf-8"))["evaluations"])
     return {"checkpoint": name, "metric": compared.metric, "value": compared.best[1] if compared.best else None}
 
 
@@ -233,7 +234,9 @@ def _setting_lines(run: dict[str, Any], columns: int, room: int) -> list[str]:
         f"{name}={one_line(value, 30)} ({one_line(base_value, 16)})" for name, (value, base_value) in values.items()
     ]
     title = (
-        f"settings that differ from {base} (there)" if base != "defaults" else "settings that differ from the defaults"
+        f"settings that differ from {base} (its value)"
+        if base != "defaults"
+        else "settings that differ from the defaults"
     )
     for count in range(len(items), -1, -1):
         more = [f"{len(items) - count} more in run.toml"] if count < len(items) else []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 from slimectl.data.checks import a_chat, a_scalar, shown
 from slimectl.data.columns import INPUT_KEY, LABEL_KEY, Columns, Keys, as_messages, chat_column, column, with_context
 from slimectl.data.prompt_images import has_images, has_places
-from slimectl.data.prompts import nonempty_chat, ordered_rows, with_parts
+from slimectl.data.prompts import BadRow, nonempty_chat, ordered_rows, with_parts, without_bad
+from slimectl.data.tables import Row
 from slimectl.errors import RecordError
 from slimectl.types import Chat, Prompt, text_of_label
 
@@ -38,6 +41,7 @@ def open_preferences(
     shuffle_seed: int | None = None,
     epochs: int | None = 1,
     start: int = 0,
+    on_bad_row: BadRow | None = None,
 ) -> Iterator[Preference]:
     """The preferences of all sources, `epochs` times (None: without end): rows with the keys `chosen` and `rejected`.
 
@@ -45,39 +49,43 @@ def open_preferences(
 
     Both are strings, or both chats. With a prompt (a string or a chat under `input_key`) they are answers, or whole
     chats that begin with it; without one they are whole texts or chats, and their common prefix is the prompt. A shared
-    text ends with a whole word. Raises RecordError, with file and line, for an invalid row.
+    text ends with a whole word. Raises RecordError, with file and line, for an invalid row,
+    or passes it to `on_bad_row`.
     """
     keys = Keys(input_key, LABEL_KEY, metadata_key, tool_key)
-    ordered = ordered_rows(sources, shuffle_seed=shuffle_seed, epochs=epochs, start=start)
-    for index, (location, row) in enumerate(ordered, start=start):
-        if not isinstance(row, dict):
-            raise RecordError(f"{location}: expected an object, got {shown(row)}")
-        for key in SIDES:
-            if key not in row:
-                key_names = ", ".join(map(str, row)) or "none"
-                raise RecordError(
-                    f"{location}: no key {key!r}; its keys are {key_names}: a preference has chosen and rejected"
-                )
-        chosen, rejected = (_answer(location, row, key) for key in SIDES)
-        name = chat_column(row) if input_key == INPUT_KEY and input_key not in row else None
-        text = as_messages(column(row, name or input_key), f"{location}: {name or input_key}")
-        has_prompt = text is not None
-        columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (name or input_key, LABEL_KEY))
-        columns = with_context(row, columns, location)
-        check = nonempty_chat if has_prompt else a_chat
-        base = with_parts((location, row), index, keys, columns, check, reads_images=reads_images)
-        if base.images or any(map(has_places if reads_images else has_images, (chosen, rejected))):
+    ordered = ordered_rows(sources, shuffle_seed, epochs=epochs, start=start, keep_errors=on_bad_row is not None)
+    return without_bad(
+        map(partial(_preference, keys=keys, reads_images=reads_images), ordered, count(start)), on_bad_row
+    )
+
+
+def _preference(source: Row, index: int, *, keys: Keys, reads_images: bool) -> Preference:
+    location, row = source
+    if isinstance(row, RecordError):
+        raise row
+    if not isinstance(row, dict):
+        raise RecordError(f"{location}: expected an object, got {shown(row)}")
+    for key in SIDES:
+        if key not in row:
+            key_names = ", ".join(map(str, row)) or "none"
             raise RecordError(
-                f"{location}: images in preferences are not trained on by this version; leave the row out"
+                f"{location}: no key {key!r}; its keys are {key_names}: a preference has chosen and rejected"
             )
-        if isinstance(chosen, str) and isinstance(rejected, str):
-            yield _text_preference(location, base, has_prompt, chosen, rejected)
-        elif isinstance(chosen, list) and isinstance(rejected, list):
-            yield _chat_preference(location, base, has_prompt, chosen, rejected)
-        else:
-            raise RecordError(
-                f"{location}: rejected: one answer is a string and the other a chat; give two of one kind"
-            )
+    chosen, rejected = (_answer(location, row, key) for key in SIDES)
+    name = chat_column(row) if keys.input == INPUT_KEY and INPUT_KEY not in row else None
+    text = as_messages(column(row, name or keys.input), f"{location}: {name or keys.input}")
+    has_prompt = text is not None
+    columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (name or keys.input, LABEL_KEY))
+    columns = with_context(row, columns, location)
+    check = nonempty_chat if has_prompt else a_chat
+    base = with_parts((location, row), index, keys, columns, check, reads_images=reads_images)
+    if base.images or any(map(has_places if reads_images else has_images, (chosen, rejected))):
+        raise RecordError(f"{location}: images in preferences are not trained on by this version; leave the row out")
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return _text_preference(location, base, has_prompt, chosen, rejected)
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return _chat_preference(location, base, has_prompt, chosen, rejected)
+    raise RecordError(f"{location}: rejected: one answer is a string and the other a chat; give two of one kind")
 
 
 def _answer(location: str, row: dict[str, Any], key: str) -> str | Chat:

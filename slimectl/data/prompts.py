@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate, count
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,8 @@ from slimectl.types import ImageSource, Label, Prompt, Sample
 Item = TypeVar("Item")
 Source = Callable[[int], Iterator[Item]]
 """Opens a source at a row number; the iterator never ends."""
+BadRow = Callable[[RecordError], None]
+"""Gets the error of a row that is left out."""
 
 
 def mixed(
@@ -95,6 +98,7 @@ def open_prompts(
     start: int = 0,
     demonstrations: bool = False,
     named: NamedTables | None = None,
+    on_bad_row: BadRow | None = None,
 ) -> Iterator[Prompt]:
     """Yield the prompts of all sources, `epochs` times (None: endlessly), numbered consecutively from `start`.
 
@@ -110,29 +114,48 @@ def open_prompts(
     recognized (columns.py). In `demonstrations` chats stay whole, with the assistant's responses. For a model that
     `reads_images`, every mark in a text is the place of an image, which the row must have.
 
-    Raises SettingsError for a missing source, RecordError for a row that is not a prompt.
+    Raises SettingsError for a missing source, RecordError for a row that is not a prompt. With `on_bad_row` such rows
+    are passed to it and left out. The numbers of the other rows stay the same.
     """
     keys = Keys(input_key, label_key, metadata_key, tool_key, image_key)
     if weights:
         check_weights(weights, sources)
-        ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start, named)
+        ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start, named, on_bad_row is not None)
     else:
-        ordered = ordered_rows(sources, shuffle_seed=shuffle_seed, epochs=epochs, start=start, named=named)
+        seed, keep_errors = shuffle_seed, on_bad_row is not None
+        ordered = ordered_rows(sources, seed, epochs=epochs, start=start, named=named, keep_errors=keep_errors)
     convert = partial(prompt_of, keys=keys, demonstration=demonstrations, reads_images=reads_images)
-    return (convert(row, index) for index, row in enumerate(ordered, start=start))
+    return without_bad(map(convert, ordered, count(start)), on_bad_row)
+
+
+def without_bad(items: Iterator[Item], on_bad_row: BadRow | None) -> Iterator[Item]:
+    """Yield the items, and pass each RecordError to `on_bad_row` if there is one. `items` must survive its errors."""
+    while True:
+        try:
+            yield next(items)
+        except StopIteration:
+            return
+        except RecordError as error:
+            if on_bad_row is None:
+                raise
+            on_bad_row(error)
 
 
 def ordered_rows(
     sources: Sequence[str],
-    *,
     shuffle_seed: int | str | None = None,
+    *,
     epochs: int | None = 1,
     start: int = 0,
     named: NamedTables | None = None,
+    keep_errors: bool = False,
 ) -> Iterator[Row]:
-    """Unvalidated rows of all sources, each with its source location."""
-    table = open_table(sources, replay=epochs != 1 or shuffle_seed is not None, named=named)
-    return _rows(table, epochs, shuffle_seed, start)
+    """Unvalidated rows of all sources, each with its source location.
+
+    With `keep_errors`, the value of a row that cannot be read is its RecordError.
+    """
+    table = open_table(sources, replay=epochs != 1 or shuffle_seed is not None or keep_errors, named=named)
+    return _rows(table, epochs, shuffle_seed, start, keep_errors)
 
 
 def _mixed(
@@ -143,16 +166,30 @@ def _mixed(
     epochs: int | None,
     start: int,
     named: NamedTables | None,
+    keep_errors: bool,
 ) -> Iterator[Row]:
     tables = [open_table([source], replay=True, named=named) for source in sources]
     seeds = [None if shuffle_seed is None else f"{shuffle_seed}:{i}" for i in range(len(tables))]
-    readers = [partial(_rows, table, None, seed) for table, seed in zip(tables, seeds, strict=True)]
+    readers = [
+        partial(_rows, table, None, seed, keep_errors=keep_errors) for table, seed in zip(tables, seeds, strict=True)
+    ]
     total = None if epochs is None else epochs * sum(map(_size, tables))
     return mixed(readers, weights, seed=mix_seed, start=start, total=total)
 
 
-def _rows(table: Table, epochs: int | None, seed: int | str | None, start: int) -> Iterator[Row]:
-    return _in_order(table, epochs, start) if seed is None else _shuffled(table, epochs, start, seed)
+def _rows(
+    table: Table, epochs: int | None, seed: int | str | None, start: int, keep_errors: bool = False
+) -> Iterator[Row]:
+    if seed is None and not keep_errors:
+        return _in_order(table, epochs, start)
+    return _by_position(table, epochs, start, seed, _row_or_error if keep_errors else getitem)
+
+
+def _row_or_error(table: Table, position: int) -> Any:
+    try:
+        return table[position]
+    except RecordError as error:
+        return "", error
 
 
 def _in_order(table: Table, epochs: int | None, start: int) -> Iterator[Row]:
@@ -166,12 +203,15 @@ def _in_order(table: Table, epochs: int | None, start: int) -> Iterator[Row]:
         skipped = 0
 
 
-def _shuffled(table: Table, epochs: int | None, start: int, seed: int | str) -> Iterator[Row]:
+def _by_position(
+    table: Table, epochs: int | None, start: int, seed: int | str | None, read: Callable[[Table, int], Row]
+) -> Iterator[Row]:
     size = _size(table)
     first, skipped = divmod(start, size)
     for epoch in count(first) if epochs is None else range(first, epochs):
-        for i in shuffled_order(size, seed, epoch)[skipped:]:
-            yield table[i]
+        order = range(size) if seed is None else shuffled_order(size, seed, epoch)
+        for i in order[skipped:]:
+            yield read(table, i)
         skipped = 0
 
 
@@ -185,6 +225,8 @@ def _size(table: Table) -> int:
 def prompt_of(row: Row, index: int, keys: Keys, *, demonstration: bool = False, reads_images: bool = False) -> Prompt:
     """Convert a row to a prompt. Raises RecordError with the source location."""
     location, value = row
+    if isinstance(value, RecordError):
+        raise value
     if isinstance(value, Prompt):
         if reads_images and not value.images:
             place = partial(place_images, column=None, folder=Path(), reads_images=True)

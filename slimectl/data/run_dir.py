@@ -254,10 +254,13 @@ class RunDir:
         if not signed or "finished" in (ownership.read_manifest(self.path) or {}):
             self._sign(manifest)
 
-    def change_settings(self, settings_toml: str, changes: Sequence[str]) -> None:
-        """Write the settings of a resume to run.toml, with comments: from which round on the run has which changes."""
-        rounds = self.checkpoints()
-        first = (rounds[-1] if rounds else 0) + 1
+    @property
+    def next_round(self) -> int:
+        """The round after the newest checkpoint."""
+        return max(self.checkpoints(), default=0) + 1
+
+    def change_settings(self, settings_toml: str, changes: Sequence[str], *, first: int) -> None:
+        """Write the settings of a resume to run.toml, with comments: the `first` round with them, and the changes."""
         path = self.path / "run.toml"
         notes = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
         resumed = f"# {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, slimectl {__version__}: resumed at round {first} with"

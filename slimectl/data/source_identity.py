@@ -49,7 +49,8 @@ def changes(before: Sequence[Identity], now: Sequence[Identity]) -> Iterator[str
             yield f"{new['source']}: takes the place of {old['source']}"
             continue
         sizes = [_size(identity) for identity in (old, new)]
-        yield f"{new['source']}: changed ({sizes[0]} then, {'other' if sizes[0] == sizes[1] else sizes[1]} now)"
+        how = f"{sizes[0]} then, {sizes[1]} now" if sizes[0] != sizes[1] else f"{sizes[0]}, with other content now"
+        yield f"{new['source']}: changed ({how})"
 
 
 def _content(identity: Identity) -> Any:

@@ -154,7 +154,10 @@ def _task(sample: Sample) -> str:
     inner = entry.get("metadata") if isinstance(entry, dict) else None
     task = sample.metadata.get("source_dataset") or (inner or {}).get("source_dataset")
     if not isinstance(task, str):
-        raise RecordError(f"sample {sample.index}: metadata.source_dataset: missing; it names the reasoning-gym task")
+        raise RecordError(
+            f"sample {sample.index}: metadata.source_dataset: missing; it names the reasoning-gym "
+            f"task. Use prompts of reasoning_gym:TASK, or another verifier: --rm-type NAME"
+        )
     return task
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -130,15 +130,30 @@ class TrainingRun:
             ending.enter_context(log_to_file(self.folder.path / "log.txt"))
             on_start()
             if resume and (changes := [*changed_settings(self.settings, self.folder.path)]):
-                logger.info(
-                    f"resuming with other settings, which {self.folder.path}/run.toml keeps: {', '.join(changes)}"
-                )
-                self.folder.change_settings(settings_toml(self.settings), changes)
+                logger.info(f"resuming with changed settings: {', '.join(changes)}")
+                reports = self._keeping(changes)
+            else:
+                reports = self._run_with_advice()
             remove_orphans()
-            finished = yield from self._run_with_advice()
+            finished = yield from reports
             if finished:
                 manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
             return finished
+
+    def _keeping(self, changes: Sequence[str]) -> Reports:
+        """Run, and write the settings of a resume to run.toml once a step has succeeded, or if no step was left."""
+        first, reports = self.folder.next_round, self._run_with_advice()
+        report, finished = None, False
+        try:
+            report = next(reports)
+        except StopIteration as end:
+            finished = bool(end.value)
+        if report is not None or finished:
+            self.folder.change_settings(settings_toml(self.settings), changes, first=first)
+        if report is None:
+            return finished
+        yield report
+        return (yield from reports)
 
     def _discard_after_error(self, kind: type[BaseException] | None, *_: object) -> None:
         """Remove the new folder of a run that failed before its first output; an interrupted one can be resumed."""
@@ -191,7 +206,7 @@ class TrainingRun:
             logger.info(f"resuming {self.folder.path} after round {self.state.rollout_id}")
         if total is not None and self.state.rollout_id >= total and self._is_evaluated:
             self.folder.prune(settings.run.keep_checkpoints)  # the run may have been killed before it pruned
-            logger.info(f"all {total} rounds are done; raise run.num_rollout to go on")
+            logger.info(f"All {total} rounds are done. To continue, raise the number: -s run.num_rollout=N")
             return True
         self._start_trackers(ending)
         self._expect_rounds()

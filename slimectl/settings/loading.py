@@ -57,6 +57,7 @@ def examine(layers: Sequence[Layer]) -> tuple[Resolved, list[str]]:
             merged.setdefault(section, {})[name] = merge(merged.get(section, {}).get(name), value)
             origins[f"{section}.{name}"] = layer.origin
             ranks[f"{section}.{name}"] = len(layers) if layer.origin in COMMAND_LINE else rank
+    _empty_collections(merged)
     # The discriminator is optional, like every other key.
     if "algorithm" in merged:
         merged["algorithm"].setdefault("name", DEFAULT_ALGORITHM)
@@ -71,6 +72,17 @@ def examine(layers: Sequence[Layer]) -> tuple[Resolved, list[str]]:
     sections = {name.partition(".")[0] for name in invalid}
     errors += [line for line in conflicts(settings) if not any(f"{section}." in line for section in sections)]
     return Resolved(settings, {name: origins.get(name, "default") for name, _ in flat(settings)}), errors
+
+
+def _empty_collections(merged: Values) -> None:
+    """Replace `none` by an empty list or table where the setting is one."""
+    for section, values in merged.items():
+        info = Settings.model_fields.get(section)
+        fields = getattr(info.annotation if info else None, "model_fields", {})
+        for name, field in fields.items():
+            key, default = field.alias or name, field.get_default(call_default_factory=True)
+            if isinstance(default, list | dict) and key in values and values[key] is None:
+                values[key] = type(default)()
 
 
 def _validated(merged: Values, origins: dict[str, str]) -> tuple[Settings, dict[str, str]]:

@@ -49,7 +49,7 @@ class RunSettings(Section):
     """Drop samples that are older than this many weight versions. Default: drop none."""
 
     seed: int = 1234
-    """Seed of new weights and of training."""
+    """Seed of new weights and of training. Responses are seeded by `rollout.seed`. The flag `--seed` sets both."""
 
     save_interval: PositiveInt | None = None
     """Rounds between checkpoints. Default: save only the last."""

@@ -16,6 +16,7 @@ from slimectl.algorithms.preferences import dpo_rewards, preference_loss, prefer
 from slimectl.chats.model_tokens import unknown_token
 from slimectl.data.images import images_of
 from slimectl.data.preferences import Preference
+from slimectl.data.prompts import BadRow, without_bad
 from slimectl.errors import RecordError
 from slimectl.settings.algorithm import Pairwise
 from slimectl.settings.needs import AlgorithmSection, Need
@@ -36,6 +37,7 @@ def preferred(
     *,
     context: int | None = None,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_bad_row: BadRow | None = None,
 ) -> Iterator[Sample]:
     """Yield two samples per preference: the chosen answer with reward 1, the rejected one with reward 0.
 
@@ -59,7 +61,8 @@ def preferred(
         )
         return next(filter(None, reasons), "")
 
-    for _, samples in drop_long(map(answers, preferences), lambda item: item[0], excess, left_out):
+    pairs = without_bad(map(answers, preferences), on_bad_row)
+    for _, samples in drop_long(pairs, lambda item: item[0], excess, left_out):
         yield from samples
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from slimectl.chats.model_tokens import unknown_token
 from slimectl.data.chat import warn_of_raw_prompt
+from slimectl.data.prompts import BadRow, without_bad
 from slimectl.data.supervised import sft_sample, stop_tokens
 from slimectl.protocols import Agent, Engine
 from slimectl.settings.rollout import RolloutSettings
@@ -77,6 +78,7 @@ def demonstrations(
     *,
     context: int | None = None,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_bad_row: BadRow | None = None,
 ) -> Iterator[Sample]:
     """Yield one sample per prompt with the label as its answer, for supervised training steps.
 
@@ -84,12 +86,19 @@ def demonstrations(
     A sample that is longer than `context`, whose prompt is too long, or with a token that the model has no embedding of
     is passed to `left_out`. Raises RecordError if all are.
     """
-    pairs = ((prompt, demonstration(prompt, tokenizer, settings)) for prompt in prompts)
+
+    def answer(prompt: Prompt) -> tuple[Prompt, Sample]:
+        return prompt, demonstration(prompt, tokenizer, settings)
 
     def excess(pair: tuple[Prompt, Sample]) -> str:
         return unknown_token(pair[1].tokens, tokenizer) or demonstration_excess(pair[1], settings, context)
 
-    return (sample for _, sample in drop_long(pairs, lambda pair: pair[0], excess, left_out))
+    return (
+        sample
+        for _, sample in drop_long(
+            without_bad(map(answer, prompts), on_bad_row), lambda pair: pair[0], excess, left_out
+        )
+    )
 
 
 def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, from_message: int = 0) -> Sample:

@@ -41,12 +41,12 @@ def scratch_folder(prefix: str, *, below_bytes: int = BELOW_BYTES) -> Path:
 @contextmanager
 def short_temporary_folders() -> Iterator[None]:
     """Let libraries that make folders for sockets by `tempfile` make them in a short place inside the block."""
-    given = tempfile.tempdir
+    previous = tempfile.tempdir
     tempfile.tempdir = _root(len("pymp-") + BELOW_BYTES)
     try:
         yield
     finally:
-        tempfile.tempdir = given
+        tempfile.tempdir = previous
 
 
 def has_room(folder: str, below_bytes: int) -> bool:
@@ -56,11 +56,11 @@ def has_room(folder: str, below_bytes: int) -> bool:
 
 def _root(below_bytes: int) -> str:
     """Return the folder of temporary files, or a short one. Raises StorageError if there is none."""
-    given = tempfile.gettempdir()
-    for folder in (given, *SHORT_FOLDERS):
+    default = tempfile.gettempdir()
+    for folder in (default, *SHORT_FOLDERS):
         if has_room(folder, len("/") + RANDOM_CHARACTERS + below_bytes) and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise StorageError(
-        f"TMPDIR={given}: too long for sockets (their paths have at most {SOCKET_PATH_BYTES} bytes), and none of "
+        f"TMPDIR={default}: too long for sockets (their paths have at most {SOCKET_PATH_BYTES} bytes), and none of "
         f"{', '.join(SHORT_FOLDERS)} is writable. Set TMPDIR to a shorter path"
     )

@@ -62,12 +62,12 @@ def _weights(run: RunSource, record: dict[str, Any]) -> tuple[Path, str]:
     newest = run.path / "latest"
     versions = sorted({str(version) for version in record.get("weight_versions") or ()})
     if len(versions) != 1:
-        written = (
+        origin = (
             f"versions {', '.join(versions)} wrote it"
             if versions
             else "the record does not name the weights that wrote it"
         )
-        return newest, f"by the newest weights; {written}"
+        return newest, f"by the newest weights; {origin}"
     if versions == ["0"]:
         path = run.settings.get("model.path")
         initial = [run.path / "warmup", run.path / "model", *([Path(path)] if isinstance(path, str) else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,35 +42,41 @@ def conversation(record: Mapping[str, Any], decode: Decode | None) -> list[Messa
     Without a tokenizer, the response is one message.
     """
     tokens = list(record.get("tokens") or [])
-    length = int(record.get("response_length") or 0)
-    prompt = _prompt(record, tokens[: len(tokens) - length], decode)
+    prompt = _prompt(record, tokens[: _prompt_length(record)], decode)
     response_role = "response" if [message.role for message in prompt] == ["prompt"] else "assistant"
     if decode is None or not tokens:
         return [*prompt, Message(response_role, "policy", str(record.get("response", "")))]
     response = [
         message
-        for turn in turns_of(record, len(tokens) - length)
-        if turn["author"] != "prompt"
+        for turn in response_turns(record)
         for message in _of_turn(turn, decode(tokens[turn["start"] : turn["end"]]), response_role)
     ]
     return [*prompt, *response]
 
 
+def response_turns(record: Mapping[str, Any]) -> list[Turn]:
+    """Return the turns of a sample's response: runs of tokens of the policy or of the environment."""
+    return [turn for turn in turns_of(record, _prompt_length(record)) if turn["author"] != "prompt"]
+
+
+def _prompt_length(record: Mapping[str, Any]) -> int:
+    return len(record.get("tokens") or []) - int(record.get("response_length") or 0)
+
+
 def prompt_messages(prompt: Any) -> list[Message]:
-    """Return the messages of a recorded prompt: a chat, or one message with its text."""
-    if not isinstance(prompt, list):
-        return [Message("prompt", "prompt", str(prompt or ""))]
-    return [
-        Message(str(message.get("role", "message")), "prompt", _content(message))
-        for message in prompt
-        if isinstance(message, dict)
-    ]
+    """Return the messages of a recorded prompt: a chat, or one message with its text. Anything else is JSON."""
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+        return [Message("prompt", "prompt", text)]
+    return [Message(str(message.get("role", "message")), "prompt", _content(message)) for message in prompt]
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, and its tool calls as they are recorded."""
+    """Return the text of a message, then its tool calls as JSON, one a line."""
     calls = message.get("tool_calls")
-    return "\n".join(filter(None, (content_text(message.get("content") or ""), str(calls) if calls else "")))
+    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    lines = [f"calls {json.dumps(call.get('function', call), ensure_ascii=False)}" for call in calls]
+    return "\n".join(filter(None, [content_text(message.get("content") or ""), *lines]))
 
 
 def _prompt(record: Mapping[str, Any], tokens: Sequence[int], decode: Decode | None) -> list[Message]:

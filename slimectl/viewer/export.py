@@ -48,8 +48,8 @@ def write_page(api: ViewApi, path: Path) -> str:
         size += len(text)
         answers[_address(question, parameters)] = json.loads(text)
     write_text(path, _html(answers))
-    rest = f"; {left_out} pages are left out at {MAX_BYTES >> 20} MiB" if left_out else ""
-    return f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser{rest}"
+    omission = f"; {left_out} pages are left out at {MAX_BYTES >> 20} MiB" if left_out else ""
+    return f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser{omission}"
 
 
 def _address(question: str, parameters: dict[str, str]) -> str:

@@ -344,8 +344,8 @@ def _whole_lines(path: Path, offset: int) -> tuple[bytes, int, bool]:
         start = offset if offset <= size_of(path) else 0
         file.seek(start)
         text = file.read(MAX_METRICS_BYTES)
-    whole = text[: text.rfind(b"\n") + 1]
-    return whole, start, len(text) == MAX_METRICS_BYTES and bool(whole)
+    lines = text[: text.rfind(b"\n") + 1]
+    return lines, start, len(text) == MAX_METRICS_BYTES and bool(lines)
 
 
 def _json_line(line: bytes) -> dict[str, Any]:

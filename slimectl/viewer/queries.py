@@ -104,8 +104,8 @@ def matching_rows(
         else:
             names = expression.names & MATCHED_COLUMNS.keys()  # a reward that is an object counts as its number
             values = zip(*(field_values(index, columns, rows, name) for name in names), strict=True)
-            known = (dict(zip(names, row, strict=True)) for row in values) if names else repeat({})
-            pairs = zip(rows.tolist(), known, strict=False)
+            columns_by_row = (dict(zip(names, row, strict=True)) for row in values) if names else repeat({})
+            pairs = zip(rows.tolist(), columns_by_row, strict=False)
             matches = [row for row, fields in pairs if expression.matches(index.record(row), fields)]
             rows = np.array(matches, dtype=np.int64)
     return rows
@@ -258,16 +258,16 @@ def compare(
     first answer in the second file; with - before it the largest come first. Raises SettingsError for a filter that
     cannot be read, and for a field that no answer has.
     """
-    left, right = _mean_by_prompt(before), _mean_by_prompt(after)
-    prompts = left.keys() & right.keys()
+    means_before, means_after = _mean_by_prompt(before), _mean_by_prompt(after)
+    prompts = means_before.keys() & means_after.keys()
     if where.strip():
         matching = (
             index.columns()["prompt"][matching_rows(index, index.columns(), where=where)] for index in (before, after)
         )
         prompts &= {number for column in matching for number in column.tolist()}
     changes = [
-        (number, left[number][0], right[number][0]) for number in prompts
-        if not math.isnan(left[number][0] + right[number][0])
+        (number, means_before[number][0], means_after[number][0]) for number in prompts
+        if not math.isnan(means_before[number][0] + means_after[number][0])
     ]  # fmt: skip
     became_right = {number for number, old, new in changes if old < threshold <= new}
     became_wrong = {number for number, old, new in changes if new < threshold <= old}
@@ -277,7 +277,7 @@ def compare(
         key=lambda change: (-abs(change[2] - change[1]), change[0]),
     )
     if sort:
-        shown = _sorted_changes(shown, sort, after, [right[change[0]][1] for change in shown])
+        shown = _sorted_changes(shown, sort, after, [means_after[change[0]][1] for change in shown])
     return {
         "total": len(shown),
         "shared": len(changes),
@@ -287,7 +287,7 @@ def compare(
         "after_mean": _number(_mean(np.array([new for _, _, new in changes]))),
         "complete": before.complete and after.complete,
         "prompts": [
-            _change(change, (before, left[change[0]][1]), (after, right[change[0]][1]))
+            _change(change, (before, means_before[change[0]][1]), (after, means_after[change[0]][1]))
             for change in shown[offset : offset + limit]
         ],
     }

@@ -95,8 +95,8 @@ def token_texts(tokens: Sequence[int], decode: Decode) -> list[str]:
 def _text_after(before: Sequence[int], tokens: Sequence[int], decode: Decode) -> str:
     if not before:
         return decode(tokens)
-    prefix, whole = decode(before), decode([*before, *tokens])
-    return whole[len(prefix) :] if whole.startswith(prefix) else decode(tokens)
+    prefix, text = decode(before), decode([*before, *tokens])
+    return text[len(prefix) :] if text.startswith(prefix) else decode(tokens)
 
 
 def _response_slice(values: Sequence[Any], prompt_length: int, start: int, end: int) -> list[Any]:

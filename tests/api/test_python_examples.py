@@ -70,7 +70,7 @@ def test_demonstrations_then_rewards_on_megatron_and_back(
     epochs = [line["step"] for line in tuned if "train/loss" in line["metrics"]]
     assert epochs == [1, 2, 3, 4]  # two of two steps
     assert [line["step"] for line in learned if "train/loss" in line["metrics"]] == [1]
-    assert words["run"].count("runs/sft: is a run; its newest checkpoint is taken, step_000004\n") == 1
+    assert words["run"].count("runs/sft is a run. Using its newest checkpoint, step_000004.\n") == 1
     # Evaluated before and after; the model that came back answers as the one that the run ended with.
     assert [line["step"] for line in tuned if "eval/held_out" in line["metrics"]] == [0, 4]
     last = learned[-1]["metrics"]

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from workshop import Workshop
 
 from slimectl.cli.app import app
-from slimectl.cli.chat_text import chat_text, response_turns, turns_text
+from slimectl.cli.chat_text import messages_text
+from slimectl.viewer.conversation import conversation, prompt_messages, response_turns
 
 TURNS = "4<|im_end|>\n", "<|im_start|>user\nRight. 3+3?<|im_end|>\n<|im_start|>assistant\n", "6<|im_end|>\n"
 """What the policy wrote, what the template and the user added, and what the policy wrote then, a token a character."""
@@ -38,25 +39,25 @@ def test_messages_have_their_roles():
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "4\x1b[2J"},
     ]
-    assert chat_text(chat).splitlines() == [
+    assert messages_text(prompt_messages(chat)).splitlines() == [
         "[system] Be short.",
         "[user] 2+2?",
         '[assistant] calls {"name": "add", "arguments": "{\\"a\\": 2}"}',
         "[tool] 4␛[2J",  # it cannot clear the screen
     ]
-    assert chat_text({"not": "a chat"}) == '{"not": "a chat"}'
+    assert messages_text(prompt_messages({"not": "a chat"})) == '{"not": "a chat"}'
 
 
 def test_the_turns_of_a_response_are_apart_without_the_marks_of_the_template():
     sample = record(*TURNS)
-    turns = response_turns(sample)
-    assert [turn["author"] for turn in turns] == ["policy", "environment", "policy"]
-    assert turns_text(sample, turns, decode) == ">>> 4\n[user] Right. 3+3?\n>>> 6"
+    assert [turn["author"] for turn in response_turns(sample)] == ["policy", "environment", "policy"]
+    assert messages_text(conversation(sample, decode)) == "2+2?\n>>> 4\n[user] Right. 3+3?\n>>> 6"
     plain = record("4", "<tool_response>4</tool_response>", "4")
-    assert turns_text(plain, response_turns(plain), decode).splitlines()[1] == (
+    assert messages_text(conversation(plain, decode)).splitlines()[2] == (
         "[environment] <tool_response>4</tool_response>"
     )
     assert response_turns({"prompt": "2+2?"}) == []
+    assert messages_text(conversation({"prompt": "2+2?"}, decode)) == "2+2?\n>>> "
 
 
 def inspected(*words: str) -> str:

@@ -115,7 +115,7 @@ def test_the_folder_of_a_run_as_a_model_is_its_newest_checkpoint(workshop: Works
     workshop.slimectl("run", "-s", "run.num_rollout=2", "-s", "eval.interval=none")
     direct = workshop.slimectl("rollout", *SHORT, "--model", "runs/a/latest")
     assert workshop.slimectl("rollout", *SHORT, "--model", "runs/a") == direct
-    assert "runs/a: is a run; its newest checkpoint is taken, step_000002\n" in workshop.stderr
+    assert "runs/a is a run. Using its newest checkpoint, step_000002.\n" in workshop.stderr
     workshop.slimectl("convert", "runs/a", "plain", "--to", "hf")
     assert (workshop.folder / "plain" / "model.safetensors").exists()
     # A link that leads out of the run is not followed.

@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from slimectl.cli.app import app
+from slimectl.cli.run import curve
 from slimectl.cli.run_summary import changed_settings, warnings
 from slimectl.cli.terminal import shortened, sparkline
 from slimectl.data.run_dir import RunDir
@@ -69,6 +70,26 @@ def named(lines: list[str]) -> dict[str, str]:
     return {line[:13].strip(): line[13:] for line in lines}
 
 
+def test_the_best_checkpoint_is_named_with_and_without_links(run: Path):
+    (run / "run.toml").write_text((run / "run.toml").read_text().replace("60", '60\nsave_best = "one_accuracy"', 1))
+    state = {"evaluations": [[0, {"eval/one_accuracy": 0.0}], [40, {"eval/one_accuracy": 0.5}]]}
+    (run / "step_000040" / "state.json").write_text(json.dumps(state))
+    (run / "best").symlink_to("step_000040")
+    assert named(screen(run))["best"] == "step_000040: eval/one_accuracy 0.5"
+    (run / "best").unlink()
+    (run / "best").write_text("step_000040\n")  # on a file system without links
+    assert named(screen(run))["best"] == "step_000040: eval/one_accuracy 0.5"
+
+
+def test_few_or_equal_values_are_a_line_and_not_a_plot(monkeypatch: pytest.MonkeyPatch):
+    assert curve([(1, 0.5), (2, 0.25), (3, 1 / 3)], title="loss") == "loss: 0.5, 0.25, 0.333"
+    assert curve([(number, 0.0) for number in range(5)], title="reward") == "reward: 0 in all 5"
+    for columns in (60, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = curve([(number, float(number)) for number in range(5)], title="reward").splitlines()
+        assert max(map(cell_len, lines)) == min(columns, 160)
+
+
 @pytest.mark.parametrize("columns", [80, 40])
 def test_it_fits_one_screen(run: Path, columns: int):
     lines = screen(run, columns)
@@ -95,7 +116,7 @@ def test_it_says_how_far_the_run_is_and_where_its_time_goes(run: Path):
 
 def test_the_settings_that_differ_are_those_beside_its_recipe(run: Path):
     lines = screen(run)
-    assert lines[1] == "settings that differ from quickstart (there)"
+    assert lines[1] == "settings that differ from quickstart (its value)"
     assert [line for line in screen(run, 40) if line.endswith("more in run.toml")]
     facts = json.loads(CliRunner().invoke(app, ["inspect", str(run), "--json"]).stdout)
     assert facts["settings"]["differ_from"] == "quickstart"

@@ -27,6 +27,16 @@ def opened(folder: Path, *rows: Any) -> list[Preference]:
     return list(open_preferences([str(file)], input_key="prompt", metadata_key="metadata", tool_key="tools"))
 
 
+def test_bad_rows_are_left_out(tmp_path: Path):
+    file, bad = tmp_path / "pairs.jsonl", list[str]()
+    pair = '{"prompt": "2+3?", "chosen": "5", "rejected": "6"}\n'
+    file.write_text(pair + "{bad\n" + '{"prompt": "2+3?", "chosen": "5"}\n' + pair)
+    keys = {"input_key": "prompt", "metadata_key": "metadata", "tool_key": "tools"}
+    pairs = list(open_preferences([str(file)], **keys, on_bad_row=lambda error: bad.append(str(error))))
+    assert [pair.chosen.index for pair in pairs] == [0, 3]
+    assert [text.split("pairs.jsonl:")[1][:13] for text in bad] == ["2: not JSON: ", "3: no key 're"]
+
+
 def sampled(folder: Path, *rows: Any) -> list[Sample]:
     return list(preferred(opened(folder, *rows), TOKENIZER, Settings().rollout))
 

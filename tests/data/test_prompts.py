@@ -41,6 +41,22 @@ def test_index_runs_over_epochs_and_sources(jsonl: Path):
     assert prompts[2] == Prompt(text="9+1=", label="10", index=2, metadata={"i": 9})
 
 
+def test_bad_rows_are_left_out_and_the_others_keep_their_numbers(tmp_path: Path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "0+1="}\n{bad\n{"label": "3"}\n{"prompt": "3+1="}\n')
+    bad: list[str] = []
+    for seed, epochs, weights in ((None, 2, None), (5, 2, None), (5, 2, [1.0])):
+        bad.clear()
+        options = {"shuffle_seed": seed, "epochs": epochs, "weights": weights}
+        prompts = list(open_prompts([str(path)], on_bad_row=lambda error: bad.append(str(error)), **options))
+        assert sorted(prompt.text for prompt in prompts) == ["0+1=", "0+1=", "3+1=", "3+1="]
+        if seed is None:
+            assert [prompt.index for prompt in prompts] == [0, 3, 4, 7]
+        assert [sum(f"bad.jsonl:{line}: " in text for text in bad) for line in (1, 2, 3, 4)] == [0, 2, 2, 0]
+    with pytest.raises(RecordError, match=r"bad\.jsonl:2: not JSON"):
+        texts(str(path))
+
+
 @pytest.mark.parametrize("seed", [None, 11])
 @pytest.mark.parametrize("epochs", [3, None])
 def test_a_resumed_run_meets_the_same_prompts(jsonl: Path, seed: int | None, epochs: int | None):

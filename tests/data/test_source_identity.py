@@ -38,7 +38,11 @@ def drop_first(file: Path) -> None:
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     # Four lines of `{"prompt": "say N"}` have 4 * 20 bytes.
-    "reversed": ("p.jsonl", lambda at: reverse(at / "p.jsonl"), "p.jsonl: changed (80 bytes then, other now)"),
+    "reversed": (
+        "p.jsonl",
+        lambda at: reverse(at / "p.jsonl"),
+        "p.jsonl: changed (80 bytes, with other content now)",
+    ),
     "removed": ("p.jsonl", lambda at: drop_first(at / "p.jsonl"), "p.jsonl: changed (80 bytes then, 60 bytes now)"),
     "a slice": ("p.jsonl@[0:2]", lambda at: reverse(at / "p.jsonl"), "p.jsonl@[0:2]: changed"),
     "a glob": ("parts/*.jsonl", lambda at: reverse(at / "parts" / "b.jsonl"), "parts/*.jsonl: changed (160 bytes in 2"),

@@ -166,9 +166,11 @@ def test_tables_merge_key_by_key_and_one_string_is_a_list():
     assert found.settings.rollout.data == ["p.jsonl"]
 
 
-def test_an_empty_value_empties_a_list():
-    layers = [Layer("recipe", {"sft_warmup": {"data": ["words.jsonl"]}}), from_assignments(["sft_warmup.data="])]
-    assert resolve(layers).settings.sft_warmup.data == []
+@pytest.mark.parametrize("value", ["", "none", "[]"])
+def test_an_empty_value_or_none_empties_a_list(value: str):
+    layers = [Layer("recipe", {"sft_warmup": {"data": ["words.jsonl"]}, "eval": {"data": {"a": "words.jsonl"}}})]
+    settings = resolve([*layers, from_assignments([f"sft_warmup.data={value}", "eval.data=none"])]).settings
+    assert (settings.sft_warmup.data, settings.eval.data) == ([], {})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from workshop import Workshop
@@ -86,5 +87,10 @@ def test_training_goes_on_from_what_train_saved(workshop: Workshop):
     assert [json.loads(line)["weight_version"] for line in lines] == ["3", "4"]
     assert [json.loads(line)["step"] for line in lines] == [3, 4]
     assert json.loads(lines[0])["metrics"]["train/lr"] < 1e-3
+    shutil.copytree(workshop.folder / "once", workshop.folder / "damaged")
+    optimizer = workshop.folder / "damaged" / "trainer" / "optimizer.safetensors"
+    optimizer.write_bytes(optimizer.read_bytes()[:-1] + b"\x7f")
+    workshop.slimectl(*train, "--load", "damaged", code=1)
+    assert "damaged: trainer/optimizer.safetensors does not match its checksum" in workshop.stderr
     workshop.slimectl(*train, "--load", "once", "--model", str(workshop.model), code=2)
     assert workshop.stderr.startswith("slimectl: --model starts from weights only")

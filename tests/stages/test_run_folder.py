@@ -62,7 +62,7 @@ def test_the_end_of_a_run_is_repaired_when_it_was_killed_just_before(workshop: W
         if latest is not None:
             (folder / "latest").symlink_to(latest)
         workshop.slimectl("run", "--resume", "runs/a")
-        assert "all 2 rounds are done" in workshop.stderr
+        assert "All 2 rounds are done" in workshop.stderr
         assert os.readlink(folder / "latest") == "step_000002"
         assert json.loads((folder / "manifest.json").read_text())["counts"] == {"rounds": 2, "steps": 2}
         assert (folder / "metrics.jsonl").read_bytes() == before
