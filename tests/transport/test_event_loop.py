@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import pytest
@@ -35,6 +35,14 @@ def where(request: pytest.FixtureRequest) -> Callable[[Callable[[], object]], ob
     return request.param
 
 
+@pytest.fixture
+def python_sigint() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, whatever an earlier test left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_the_result_the_error_and_the_context_are_those_of_the_coroutine(where):
     async def double() -> int:
         await asyncio.sleep(0)
@@ -56,7 +64,7 @@ def test_a_loop_goes_on_where_it_stopped(where):
     loop.close()
 
 
-def test_an_interrupt_stops_the_work(where):
+def test_an_interrupt_stops_the_work(where, python_sigint: None):
     """Ctrl-C, and the notebook's button, which sends the same signal."""
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda *_: None)
