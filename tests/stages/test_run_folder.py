@@ -85,7 +85,7 @@ def test_metrics_that_were_lost_are_written_again_from_the_checkpoint_before(wor
     summary = workshop.slimectl("inspect", "runs/a").decode()
     assert summary.startswith("runs/a: 3 rounds, finished, ")
     assert re.search(
-        r"\nsettings that differ from slimectl \(there\)\n.*run\.num_rollout=3 \(6\)\n", summary, re.DOTALL
+        r"\nsettings that differ from slimectl \(its value\)\n.*run\.num_rollout=3 \(6\)\n", summary, re.DOTALL
     )
 
 
