@@ -178,16 +178,6 @@ def pass_k_values(n: int) -> list[int]:
     return [1 << exponent for exponent in range(max(n, 0).bit_length())]
 
 
-def average_at_n(rewards: Sequence[float]) -> float:
-    """Return the mean reward of the n attempts: pass@1 if rewards are 0 and 1 (Chen et al. 2021, arXiv:2107.03374).
-
-    Raises ValueError if there are none.
-    """
-    if not rewards:
-        raise ValueError("avg@n of no attempts")
-    return fmean(rewards)
-
-
 def majority_at_n(
     answers: Sequence[str | None], successes: Sequence[bool], same: Callable[[str, str], bool] = operator.eq
 ) -> float:

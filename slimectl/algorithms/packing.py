@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -174,9 +174,3 @@ def _micro_batch(
     marks = None if marks is None else [marks[i] for i in members]
     tries = build_tries([rows[i] for i in members], max_tokens=tokens, share=share, marks=marks)
     return [replace(trie, rows=tuple(members[i] for i in trie.rows)) for trie in tries]
-
-
-def shared_fraction(packs: Iterable[Pack]) -> float:
-    """Return the fraction of the rows' tokens that a forward pass over the packs does not compute again."""
-    tries = [trie for pack in packs for trie in pack]
-    return sum(sum(trie.shared) for trie in tries) / max(1, sum(sum(trie.lengths) for trie in tries))

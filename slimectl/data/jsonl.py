@@ -23,13 +23,6 @@ from slimectl.types import Sample
 Report = Callable[[RecordError], None]
 
 
-def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every non-blank line. Raises RecordError, `FILE:LINE: reason`."""
-    for number, line in byte_lines(path):
-        if not line.isspace():
-            yield number, parse_line(line, location=f"{name_of(path)}:{number}")
-
-
 def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
     """Parse the JSON object of a line. Raises RecordError, also for NaN, Infinity and numbers too large for a float."""
     try:

@@ -26,7 +26,6 @@ OURS = {
     "WatchedLoss": "a loss of the user with the metrics of PolicyLoss, which cites",
     "build_tries": "our own sharing of prefixes; its intervals cite",
     "environment_metrics": "means and counts",
-    "shared_fraction": "a count",
     "check_tokens": "a check of shapes",
     "count_failures": "a count",
     "agent_metrics": "means and counts",

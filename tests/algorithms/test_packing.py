@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from slimectl.algorithms.packing import (
     assign_to_ranks,
     pack,
     plan_batches,
-    shared_fraction,
     tokens_of,
 )
 from slimectl.algorithms.prefix_trie import PrefixTrie, build_tries
@@ -72,15 +70,6 @@ def test_micro_batches_of_a_fixed_number_of_rows_keep_the_order():
     assert [[trie.rows for trie in pack] for pack in packs] == [[(0,), (1,)], [(2,), (3,)], [(4,)]]
     first, second = plan_batches(rows, max_tokens=4, ranks=2, batching=BatchingOptions(micro_batch_size=2))
     assert [len(share) for share in (first, second)] == [2, 2]
-
-
-def test_the_fraction_of_shared_tokens_counts_every_copy_of_a_prompt():
-    rows = [row([1] * 6, 3), row([1] * 6, 3), row([2] * 8, 1)]  # 8 computed tokens each
-    rows[0].tokens[6] = 8
-    packs = plan_batches(rows, max_tokens=100)[0]
-    assert shared_fraction(packs) == pytest.approx(6 / 24)
-    assert shared_fraction(plan_batches(rows, max_tokens=8)[0]) == 0
-    assert shared_fraction([]) == 0
 
 
 KINDS = ("tokens", "flops", "none")

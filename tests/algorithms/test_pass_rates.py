@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimectl.algorithms.metrics import average_at_n, majority_at_n, pass_at_k, pass_k_values
+from slimectl.algorithms.metrics import majority_at_n, pass_at_k, pass_k_values
 
 
 def test_pass_at_k_by_hand():
@@ -29,12 +29,6 @@ def test_pass_at_k_of_more_than_was_drawn_is_refused():
 
 def test_powers_of_two_go_up_to_n():
     assert [pass_k_values(n) for n in (0, 1, 6, 8)] == [[], [1], [1, 2, 4], [1, 2, 4, 8]]
-
-
-def test_average_is_the_mean_reward():
-    assert average_at_n([1.0, 0.0, 0.5]) == 0.5
-    with pytest.raises(ValueError, match="no attempts"):
-        average_at_n([])
 
 
 @pytest.mark.parametrize(

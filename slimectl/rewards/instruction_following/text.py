@@ -71,11 +71,6 @@ def _is_abbreviation(text: str, dot: int) -> bool:
     return last.lower() in ABBREVIATIONS or (len(last) == 1 and last.isupper() and last != "I")
 
 
-def paragraphs(text: str) -> list[str]:
-    """Paragraphs, separated by blank lines."""
-    return [part.strip() for part in re.split(r"\n[ \t]*\n", text) if part.strip()]
-
-
 def lines(text: str) -> list[str]:
     """Lines that are not blank."""
     return [line for line in text.split("\n") if line.strip()]
