@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import io
 import os
 import subprocess
