@@ -15,7 +15,7 @@ from slimectl.agents.chat_request import ChatRequest, refused
 from slimectl.agents.chat_trie import ChatTrie, KnownChat
 from slimectl.data.chat import encode, encode_raw, following, render
 from slimectl.data.growing_text import marked_text, response_text
-from slimectl.errors import RecordError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, Status, detached_copy
 
 
@@ -94,7 +94,7 @@ class TrajectoryTree:
         prompt = Prompt(text=request.messages, tools=request.tools or None)
         try:
             tokens = render(prompt, self.tokenizer, template_kwargs=request.template_kwargs)
-        except RecordError as error:
+        except (RecordError, SettingsError) as error:
             raise refused(error) from None
         return Continuation(None, tokens, tokens, chat)
 
@@ -108,7 +108,7 @@ class TrajectoryTree:
                 answer=request.messages[count - 1],
                 tools=request.tools,
             )
-        except RecordError as error:
+        except (RecordError, SettingsError) as error:
             raise refused(error) from None
         sampled = parent.completion.tokens
         return tokens[1:] if tokens and sampled and sampled[-1] == tokens[0] else tokens
@@ -124,7 +124,7 @@ class TrajectoryTree:
                 parent, length = turn, len(text)
         try:
             new_tokens = (encode if parent is not None else encode_raw)(self.tokenizer, prompt[length:])
-        except RecordError as error:
+        except (RecordError, SettingsError) as error:
             raise refused(error) from None
         return Continuation(parent, new_tokens, (parent.tokens() if parent is not None else []) + new_tokens)
 

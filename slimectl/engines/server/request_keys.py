@@ -87,10 +87,7 @@ STRUCTURED_OUTPUTS = Keys(
     ),
     remedies={"grammar": "is not supported by `slimectl serve`. Use regex or json."},
 )
-RESPONSE_FORMAT = Keys(names("type json_schema"))
-RESPONSE_SCHEMA = Keys(names("schema"), names("name description strict"))
-"""`strict` has no effect, because the grammar always follows the schema."""
-STREAM_OPTIONS = Keys(names("include_usage continuous_usage_stats"), neutral={"include_obfuscation": ()})
+STREAM_OPTIONS = Keys(names("include_usage continuous_usage_stats"), names("include_obfuscation"))
 
 _OPENAI = SAMPLING | names(
     "max_tokens max_completion_tokens min_tokens seed stream stream_options logprobs rid request_id return_token_ids "

@@ -10,13 +10,14 @@ from typing import Any
 
 from aiohttp import web
 
+from slimectl.chats.request_body import RequestBody
 from slimectl.data.routed_experts import decoded
 from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import answer_log_probs, prompt_log_probs
 from slimectl.engines.server.requests import RunningAnswer
 from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_sglang
-from slimectl.engines.server.schema import RequestBody, read
+from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import SERVICE, STREAMED, EventStream, Service, dumped
 
 
@@ -117,7 +118,7 @@ def _wishes(fields: RequestBody, count: int, interval: int) -> list[GenerationRe
     """Parse the sampling parameters of each prompt: one object for all, or one for each."""
     raw = fields.raw("sampling_params")
     if not isinstance(raw, list):
-        params = RequestBody(fields.object("sampling_params"), at="sampling_params.")
+        params = fields.inner("sampling_params")
         return [from_sglang(params, interval=interval)] * count
     objects = fields.objects("sampling_params") or []
     if len(objects) != count:

@@ -327,7 +327,7 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         (
             "/v1/completions",
             {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"multipleOf": 2}}}},
-            "json_schema: $: 'multipleOf' is not supported",
+            "response_format: $: 'multipleOf' is not supported",
         ),
         (
             "/v1/completions",
