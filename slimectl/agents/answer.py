@@ -130,11 +130,11 @@ class AnswerReader:
         MessageError for a schema that cannot be kept.
         """
         opened, notation = self._prompt_end(prompt).rstrip().endswith(THINK), self._format.notation
-        can_force = request.forced_tool is not None and notation is not None and not opened
-        if can_force and (call := notation.call_grammar(request.tools, request.forced_tool)):
+        call, name = None, request.forced_tool
+        if name is not None and notation is not None and not opened:
+            call = notation.call_grammar(request.tools, name)
+        if call is not None or request.json_schema is None:
             return call
-        if request.json_schema is None:
-            return None
         if opened:
             raise RequestRefused(
                 "a schema excludes reasoning, which the chat template has opened; it may have a switch, as "

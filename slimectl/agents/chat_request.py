@@ -123,7 +123,9 @@ def answer_message(parts: ParsedAnswer, call_ids: Sequence[str]) -> dict[str, An
     return message
 
 
-def refused(error: RecordError | SettingsError) -> RequestRefused:
+def refused(error: RecordError | SettingsError) -> MessageError | RequestRefused:
     """Return a refusal by the chat template as one of the request."""
-    text = str(error).removeprefix("prompt: ")
-    return RequestRefused(text.replace(f"{TEMPLATE_SETTING}: ", "chat_template_kwargs."))
+    if isinstance(error, SettingsError) and str(error).startswith(f"{TEMPLATE_SETTING}: "):
+        name, _, reason = str(error).removeprefix(f"{TEMPLATE_SETTING}: ").partition(" ")
+        return MessageError(f"chat_template_kwargs.{name}", reason)
+    return RequestRefused(str(error).removeprefix("prompt: "))

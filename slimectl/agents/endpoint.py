@@ -165,8 +165,8 @@ class Endpoint:
         except (RequestRefused, MessageError, SlimectlError) as error:
             if session is not None and not isinstance(error, SlimectlError):
                 session.counts["refused_requests"] += 1
-            status, *reasons = _refusal(error)
-            return web.json_response(error_body(status, *reasons), status=status)
+            status, message, code, param = _refusal(error)
+            return web.json_response(error_body(status, message, code, param), status=status)
         return response
 
 

@@ -53,7 +53,7 @@ def read_chat(values: Any) -> ChatRequest:
         **_shared(body),
         log_probs=log_probs,
         top_log_probs=top,
-        max_tokens=body.max_tokens(),
+        max_tokens=body.max_tokens(0) or None,
         single_call=not body.flag("parallel_tool_calls", True),
         forced_tool=forced_tool(choice, tools),
         json_schema=read_schema(body.inner("response_format"), is_nested=True),

@@ -16,6 +16,7 @@ from slimectl.agents.answer import Answer, AnswerReader, Reply
 from slimectl.agents.answer_stream import AnswerStream
 from slimectl.agents.chat_request import ChatRequest, RequestRefused, answer_message
 from slimectl.agents.trajectory_tree import Continuation, TrajectoryTree, Turn
+from slimectl.chats.messages import MessageError
 from slimectl.data.chat_responses import call_ids
 from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.errors import SettingsError
@@ -248,7 +249,7 @@ class Session:
         """Return the messages up to a response, its answer included. Raises RequestRefused for an unknown one."""
         turn = self._responses.get(identity.removeprefix("resp_"))
         if not self.is_recorded:
-            raise RequestRefused("previous_response_id: this server keeps no responses. Send all messages in input.")
+            raise MessageError("previous_response_id", "this server keeps no responses. Send all messages in input.")
         if turn is None:
             raise RequestRefused(
                 f"previous_response_id: {identity[:80]!r} is not a response of this session", status=404

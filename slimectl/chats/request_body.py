@@ -64,12 +64,12 @@ class RequestBody:
         """Return a field that is at least 1, or None if it is absent."""
         return self.whole(name, 1, low=1) if name in self else None
 
-    def max_tokens(self, default: int | None = None, *, low: int = 1) -> int | None:
+    def max_tokens(self, default: int, *, low: int = 1) -> int:
         """Return the limit of a chat, which has two names. Raises MessageError if they differ."""
         longest = "max_completion_tokens" if "max_completion_tokens" in self else "max_tokens"
         if "max_tokens" in self and self.raw(longest) != self.raw("max_tokens"):
             raise self.refuse("max_tokens", "is not equal to max_completion_tokens. Send one of the two.")
-        return self.whole(longest, 0, low=low) if longest in self else default
+        return self.whole(longest, default, low=low)
 
     def seed(self, name: str) -> int | None:
         return self.whole(name, 0, low=-(2**63), high=2**64) if name in self else None

@@ -33,15 +33,16 @@ def forced_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
     """
     if choice in (None, "auto", "none"):
         return None
-    function = (
-        choice.get("function", choice)
-        if isinstance(choice, dict) and choice.get("type", "function") == "function"
-        else {}
-    )
-    name = "" if choice == "required" else function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or (choice != "required" and not name) or not tools:
-        raise MessageError("tool_choice", 'is not "auto", "none", or with tools "required" or the name of a function')
-    if name and name not in {tool["function"]["name"] for tool in tools}:
+    if not tools:
+        raise MessageError("tool_choice", "forces a call, but the request has no tools")
+    if choice == "required":
+        return ""
+    is_function = isinstance(choice, dict) and choice.get("type", "function") == "function"
+    function = choice.get("function", choice) if is_function else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise MessageError("tool_choice", 'is not "auto", "none", "required" or a function with a name')
+    if name not in {tool["function"]["name"] for tool in tools}:
         raise MessageError("tool_choice", f"{name[:60]!a} is none of the tools")
     return name
 

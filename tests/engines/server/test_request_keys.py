@@ -73,7 +73,7 @@ CALL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 REFUSED = [
     ("/v1/chat/completions", {"max_token": 2}, "max_token: unknown key. Did you mean max_tokens?"),
     ("/v1/chat/completions", {"no_such_key": False}, "no_such_key: unknown key. docs/serving.md"),
-    ("/v1/chat/completions", {"chat_template": "{{ 'x' }}"}, "chat_template: is not supported by `slimectl serve`"),
+    ("/v1/chat/completions", {"chat_template": "{{ 'x' }}"}, "chat_template: is not supported. Put"),
     ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "functions: .* Use tools"),
     ("/v1/chat/completions", {"modalities": ["audio"]}, r'modalities: .* except as \["text"\]'),
     ("/v1/chat/completions", {"web_search_options": {}}, "web_search_options: .* searches nothing"),
