@@ -116,7 +116,7 @@ COMPLETIONS = ApiKeys(
     _keys(
         _ACTS - names("tools tool_choice chat_template_kwargs")
         | names("prompt max_tokens stop n logprobs echo stream_options"),
-        _LABELS, _NEUTRAL | unset("add_special_tokens"), COMPLETION_REMEDIES | _REMEDIES
+        _LABELS, _NEUTRAL | {"add_special_tokens": (True,)}, COMPLETION_REMEDIES | _REMEDIES
     ),
     {"stream_options": _STREAM_OPTIONS},
 )  # fmt: skip
