@@ -8,10 +8,10 @@ from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
 from slimectl.agents.answer_stream import BlockEventWriter, Event
-from slimectl.agents.chat_request import ChatRequest, refuse_empty, shared_fields, stop_strings
+from slimectl.agents.chat_request import ChatRequest, shared_fields
 from slimectl.chats.messages import REASONING, MessageError, function_call, plain_text
 from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import forced_tool, read_schema
+from slimectl.chats.request_options import forced_tool, read_schema, refuse_empty, stop_strings
 from slimectl.data.tool_calls import ToolCall
 
 BLOCK_TYPES = {"reasoning": "thinking", "text": "text"}

@@ -61,7 +61,6 @@ class ChatRequest:
 
 MOST_RESPONSES = 64
 """Responses to one HTTP request: prompts times n."""
-MOST_STOPS = 1024
 
 
 def numbered(requests: Sequence[ChatRequest]) -> list[ChatRequest]:
@@ -95,23 +94,6 @@ def shared_fields(body: RequestBody) -> dict[str, Any]:
         "stream": body.flag("stream"),
         "template_kwargs": body.object("chat_template_kwargs"),
     }
-
-
-def stop_strings(body: RequestBody, name: str) -> tuple[str, ...]:
-    stops = body.texts(name, max_count=MOST_STOPS)
-    if not all(stops):
-        raise body.refuse(name, "has an empty string")
-    return tuple(stops)
-
-
-def refuse_empty(messages: list[dict[str, Any]], name: str = "messages") -> list[dict[str, Any]]:
-    """Return messages that the policy can answer, or continue if the last one is the assistant's.
-
-    Raises MessageError.
-    """
-    if not messages:
-        raise MessageError(name, "is missing or empty")
-    return messages
 
 
 def answer_message(parts: ParsedAnswer, call_ids: Sequence[str]) -> dict[str, Any]:

@@ -10,16 +10,10 @@ from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
 from slimectl.agents.answer_stream import Event, EventWriter
-from slimectl.agents.chat_request import (
-    MOST_RESPONSES,
-    ChatRequest,
-    refuse_empty,
-    shared_fields,
-    stop_strings,
-)
+from slimectl.agents.chat_request import MOST_RESPONSES, ChatRequest, shared_fields
 from slimectl.chats.messages import MessageError, checked_text, normalized_chat
 from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import forced_tool, read_schema, read_tools
+from slimectl.chats.request_options import forced_tool, read_schema, read_tools, refuse_empty, stop_strings
 from slimectl.data.answers import ParsedAnswer
 from slimectl.data.chat_responses import (
     CHAT,
@@ -83,7 +77,7 @@ def read_completions(values: Any) -> list[ChatRequest]:
         top_log_probs=body.whole("logprobs", 0, high=MOST_TOP),
         echo=body.flag("echo"),
     )
-    return [replace(request, prompt=_prompt(each)) for each in prompts]
+    return [replace(request, prompt=_prompt(text)) for text in prompts]
 
 
 def _prompt(prompt: Any) -> str | list[int]:
@@ -99,7 +93,7 @@ def _shared(body: RequestBody) -> dict[str, Any]:
         raise body.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
     return {
         **shared_fields(body),
-        "stop": stop_strings(body, "stop"),
+        "stop": stop_strings(body),
         "n": body.count("n") or 1,
         "stream_usage": body.inner("stream_options").flag("include_usage"),
     }

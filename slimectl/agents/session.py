@@ -127,8 +127,8 @@ class Session:
             if key not in prompts:
                 prompts[key] = self.tree.continuation(request)
             plans.append((request, prompts[key], self._params(request, self._room(prompts[key]))))
-        each: Sequence[AnswerStream | None] = streams or [None] * len(plans)
-        return [self._answer(*plan, stream) for plan, stream in zip(plans, each, strict=True)]
+        receivers: Sequence[AnswerStream | None] = streams or [None] * len(plans)
+        return [self._answer(*plan, stream) for plan, stream in zip(plans, receivers, strict=True)]
 
     def _with_template_kwargs(self, request: ChatRequest) -> ChatRequest:
         return dataclasses.replace(request, template_kwargs={**self.template_kwargs, **request.template_kwargs})

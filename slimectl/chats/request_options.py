@@ -12,8 +12,24 @@ from slimectl.chats.request_keys import Keys, names
 
 ANY_OBJECT = '{"type": "object"}'
 LONGEST_SCHEMA = 1 << 18
+MOST_STOPS = 256
+LONGEST_STOP = 1024
 SCHEMA_LABELS = names("name description strict")
 """`strict` has no effect, because the grammar always follows the schema."""
+
+
+def refuse_empty(messages: list[dict[str, Any]], name: str = "messages") -> list[dict[str, Any]]:
+    """Return messages of a request. Raises MessageError if there are none."""
+    if not messages:
+        raise MessageError(name, "is missing or empty")
+    return messages
+
+
+def stop_strings(body: RequestBody, name: str = "stop") -> tuple[str, ...]:
+    stops = body.texts(name, max_count=MOST_STOPS)
+    if not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
+        raise body.refuse(name, f"a stop string has 1 to {LONGEST_STOP} characters")
+    return tuple(stops)
 
 
 def read_tools(body: RequestBody) -> list[dict[str, Any]]:

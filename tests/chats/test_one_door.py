@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from slimectl.agents.chat_request import RequestRefused
 from slimectl.agents.openai_chat import read_chat, read_completions
 from slimectl.agents.trajectory_tree import TrajectoryTree
-from slimectl.chats.messages import MessageError
+from slimectl.chats.messages import MessageError, normalized_chat
 from slimectl.chats.request_body import RequestBody
 from slimectl.data.chat import render
 from slimectl.data.columns import Keys
 from slimectl.data.prompts import prompt_of
 from slimectl.data.supervised import sft_sample
 from slimectl.engines.server.errors import RequestError
-from slimectl.engines.server.openai_api import _messages
 from slimectl.errors import RecordError
 from slimectl.types import Prompt
 
@@ -72,7 +71,7 @@ def test_rows_agents_and_servers_agree(chat: list[dict[str, Any]], has_tools: bo
 
     def of_server() -> list[int]:
         fields = RequestBody(body)
-        prompt = Prompt(_messages(fields), tools=fields.objects("tools") or None)
+        prompt = Prompt(normalized_chat(fields.objects("messages") or []), tools=fields.objects("tools") or None)
         return render(prompt, given_tokenizer)
 
     of_row = outcome(lambda: render(prompt_of(("rows.jsonl:1", row), 0, KEYS), given_tokenizer))

@@ -88,10 +88,10 @@ class AdapterUpdate:
     def check_complete(self) -> None:
         """Raise CheckpointError for an adapter that lacks parts."""
         layers = {layer_of(name) for name in self.parts}
-        whole = [layer for layer in layers if self.parts.keys() >= set(halves(layer))]
-        if not len(whole) == len(layers) == self.layers:
+        complete_layers = [layer for layer in layers if self.parts.keys() >= set(halves(layer))]
+        if not len(complete_layers) == len(layers) == self.layers:
             raise CheckpointError(
-                f"weights: {len(whole)} of the adapter's {self.layers} layers have come; push it again"
+                f"weights: {len(complete_layers)} of the adapter's {self.layers} layers have come; push it again"
             )
 
     def apply(self, engine: EmbeddedEngine, merged: MergedAdapter | None) -> MergedAdapter:

@@ -9,9 +9,9 @@ from typing import Any
 
 from aiohttp import web
 
-from slimectl.chats.messages import MessageError, normalized_chat
+from slimectl.chats.messages import normalized_chat
 from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import forced_tool, read_tools
+from slimectl.chats.request_options import forced_tool, read_tools, refuse_empty
 from slimectl.chats.template import TEMPLATE_SETTING
 from slimectl.data.answers import AnswerFormat, format_of
 from slimectl.data.chat import render
@@ -73,8 +73,8 @@ async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int
         prompts = [await service.encoded(text, specials=specials) for text in texts]
     if not prompts or not all(prompts):
         raise fields.refuse("prompt", "is missing or empty")
-    kept = [_truncated(fields, service, tokens) for tokens in prompts]
-    return kept, texts if kept == prompts else None
+    truncated = [_truncated(fields, service, tokens) for tokens in prompts]
+    return truncated, texts if truncated == prompts else None
 
 
 def _truncated(fields: RequestBody, service: Service, tokens: list[int]) -> list[int]:
@@ -129,7 +129,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     top = fields.whole("top_logprobs", 0, high=MOST_TOP)
     if top and not shown.log_probs:
         raise fields.refuse("top_logprobs", "needs logprobs: true")
-    messages = _messages(fields)
+    messages = refuse_empty(normalized_chat(fields.objects("messages") or []))
     tools, choice = read_tools(fields), fields.raw("tool_choice")
     forced, tools = forced_tool(choice, tools), [] if choice == "none" else tools
     tokens = _truncated(fields, service, await _rendered(fields, service, messages, tools))
@@ -225,17 +225,6 @@ def _parser(
     cut_ends = not wish.keep_special and bool(special & set(answer_format.marks))
     single_call = not fields.flag("parallel_tool_calls", True)
     return ChatParser(answer_format, tools, prompt_end, cut_ends, single_call=single_call)
-
-
-def _messages(fields: RequestBody) -> list[dict[str, Any]]:
-    """Return the messages as chat templates take them."""
-    try:
-        messages = normalized_chat(fields.objects("messages") or [])
-    except MessageError as error:
-        raise fields.refuse(error.field, error.reason) from None
-    if not messages:
-        raise fields.refuse("messages", "is missing or empty")
-    return messages
 
 
 def _form(

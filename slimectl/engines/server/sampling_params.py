@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import ANY_OBJECT, read_schema, schema_text
+from slimectl.chats.request_options import ANY_OBJECT, read_schema, schema_text, stop_strings
 from slimectl.engines.server.request_keys import SAMPLING_PARAMS, STRUCTURED_OUTPUTS
 from slimectl.types import AllowedTokens, ChoiceGrammar, Grammar, JsonGrammar, RegexGrammar, SamplingParams
 
 GREEDY_BELOW = 1e-6
 """Temperatures below count as 0, as in SGLang: logits divided by them overflow."""
-MOST_STOPS = 32
 MOST_TOP = 20
 """Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
 MOST_CHOICES = 4096
@@ -111,9 +110,6 @@ def _restrictions(fields: RequestBody, *, schema: str = "json", regex: str = "re
 
 def _shared_params(fields: RequestBody) -> dict[str, Any]:
     temperature = fields.number("temperature", 1.0, low=0.0, high=1e4)
-    stops = fields.texts("stop", max_count=MOST_STOPS)
-    if not all(0 < len(stop) <= 1024 for stop in stops):
-        raise fields.refuse("stop", "a stop string has 1 to 1024 characters")
     stop_tokens = fields.tokens("stop_token_ids", fields.raw("stop_token_ids") or [])
     if len(stop_tokens) > 1024:
         raise fields.refuse("stop_token_ids", "are at most 1024 token ids")
@@ -122,7 +118,7 @@ def _shared_params(fields: RequestBody) -> dict[str, Any]:
         "top_p": fields.number("top_p", 1.0, low=1e-6, high=1.0),
         "top_k": fields.whole("top_k", -1, low=-1),
         "min_p": fields.number("min_p", 0.0, low=0.0, high=1.0),
-        "stop": tuple(stops),
+        "stop": stop_strings(fields),
         "stop_token_ids": tuple(stop_tokens),
         "ignore_eos": fields.flag("ignore_eos"),
         "skip_special_tokens": fields.flag("skip_special_tokens", True),

@@ -73,11 +73,11 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 def _reports_experts(fields: RequestBody, service: Service) -> bool:
-    """Parse return_routed_experts. Raises Refused for a model without experts."""
-    wanted = fields.flag("return_routed_experts")
-    if wanted and not service.thread.engine.has_experts:
+    """Parse return_routed_experts. Raises MessageError for a model without experts."""
+    is_asked = fields.flag("return_routed_experts")
+    if is_asked and not service.thread.engine.has_experts:
         raise fields.refuse("return_routed_experts", "is for mixtures of experts, and this model is none")
-    return wanted
+    return is_asked
 
 
 async def _stream_answers(
