@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,9 +106,15 @@ def answer_message(parts: ParsedAnswer, call_ids: Sequence[str]) -> dict[str, An
     return message
 
 
-def refused(error: RecordError | SettingsError) -> MessageError | RequestRefused:
-    """Return a refusal by the chat template as one of the request."""
-    if isinstance(error, SettingsError) and str(error).startswith(f"{TEMPLATE_SETTING}: "):
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise a refusal by the chat template as one of the request: RequestRefused, or MessageError with its argument."""
+    try:
+        yield
+    except RecordError as error:
+        raise RequestRefused(str(error).removeprefix("prompt: ")) from None
+    except SettingsError as error:
         name, _, reason = str(error).removeprefix(f"{TEMPLATE_SETTING}: ").partition(" ")
-        return MessageError(f"chat_template_kwargs.{name}", reason)
-    return RequestRefused(str(error).removeprefix("prompt: "))
+        if not str(error).startswith(TEMPLATE_SETTING):
+            raise
+        raise MessageError(f"chat_template_kwargs.{name}", reason) from None

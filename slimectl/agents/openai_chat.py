@@ -13,7 +13,7 @@ from slimectl.agents.answer_stream import Event, EventWriter
 from slimectl.agents.chat_request import MOST_RESPONSES, ChatRequest, shared_fields
 from slimectl.chats.messages import MessageError, checked_text, normalized_chat
 from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import forced_tool, read_schema, read_tools, refuse_empty, stop_strings
+from slimectl.chats.request_options import MOST_TOP, forced_tool, read_schema, read_tools, refuse_empty, stop_strings
 from slimectl.data.answers import ParsedAnswer
 from slimectl.data.chat_responses import (
     CHAT,
@@ -27,9 +27,6 @@ from slimectl.data.chat_responses import (
 )
 from slimectl.data.token_log_probs import TokenLogProb, chat_scores, completion_log_probs
 from slimectl.data.tool_calls import ToolCall
-
-MOST_TOP = 20
-"""Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
 
 
 def read_chat(values: Any) -> ChatRequest:

@@ -10,12 +10,11 @@ from typing import Any
 from slimectl.agents.answer import Answer, Reply
 from slimectl.agents.answer_stream import BlockEventWriter, Event
 from slimectl.agents.chat_request import ChatRequest, shared_fields
-from slimectl.agents.openai_chat import MOST_TOP
 from slimectl.agents.request_keys import INCLUDES
 from slimectl.chats.messages import REASONING, MessageError, function_call, plain_text
 from slimectl.chats.request_body import RequestBody
 from slimectl.chats.request_keys import names
-from slimectl.chats.request_options import forced_tool, read_schema, refuse_empty
+from slimectl.chats.request_options import MOST_TOP, forced_tool, read_schema, refuse_empty
 from slimectl.data.token_log_probs import chat_scores
 from slimectl.data.tool_calls import ToolCall
 

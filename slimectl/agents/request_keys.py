@@ -79,15 +79,9 @@ _REMEDIES = {
         names("regex ebnf json_schema structural_tag structured_outputs allowed_token_ids guided_json guided_regex "
               "guided_choice guided_grammar"), _GRAMMAR,
     ),
-    **{
-        name: f"{_LEARNED}, or set rollout.{setting}."
-        for name, setting in {
-            "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
-            "repetition_penalty": "repetition_penalty", "min_tokens": "min_new_tokens",
-            "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos",
-            "skip_special_tokens": "skip_special_tokens",
-        }.items()
-    },
+    **{name: f"{_LEARNED}, or set rollout.{name}." for name in names("frequency_penalty presence_penalty "
+       "repetition_penalty stop_token_ids ignore_eos skip_special_tokens")},
+    "min_tokens": f"{_LEARNED}, or set rollout.min_new_tokens.",
 }  # fmt: skip
 
 

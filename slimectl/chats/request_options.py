@@ -14,6 +14,8 @@ ANY_OBJECT = '{"type": "object"}'
 LONGEST_SCHEMA = 1 << 18
 MOST_STOPS = 256
 LONGEST_STOP = 1024
+MOST_TOP = 20
+"""Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
 SCHEMA_LABELS = names("name description strict")
 """`strict` has no effect, because the grammar always follows the schema."""
 

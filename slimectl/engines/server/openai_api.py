@@ -11,7 +11,7 @@ from aiohttp import web
 
 from slimectl.chats.messages import normalized_chat
 from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import forced_tool, read_tools, refuse_empty
+from slimectl.chats.request_options import MOST_TOP, forced_tool, read_tools, refuse_empty
 from slimectl.chats.template import TEMPLATE_SETTING
 from slimectl.data.answers import AnswerFormat, format_of
 from slimectl.data.chat import render
@@ -24,7 +24,7 @@ from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import prompt_log_probs
 from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter, Shown
 from slimectl.engines.server.request_keys import STREAM_OPTIONS
-from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_openai
+from slimectl.engines.server.sampling_params import MOST_ANSWERS, GenerationRequest, from_openai
 from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import LONG, SERVICE, STREAMED, EventStream, Service, dumped
 from slimectl.errors import RecordError, SettingsError
@@ -135,12 +135,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     tokens = _truncated(fields, service, await _rendered(fields, service, messages, tools))
     longest = service.thread.engine.max_context
     wish = from_openai(fields, default_max=longest, interval=service.streaming.interval, top_log_probs=top)
-    if forced is not None:
-        wish = _forced(fields, service, wish, tools, forced)
-    elif tools and wish.restricted_by == "response_format" and isinstance(wish.params.grammar, JsonGrammar):
-        notation = format_of(service.served.tokenizer.chat_template).notation
-        grammar = schema_or_call(wish.params.grammar, notation, tools)
-        wish = replace(wish, params=replace(wish.params, grammar=grammar))
+    wish = _with_calls(fields, service, wish, tools, forced)
     parser = _parser(fields, service, tokens, tools, wish)
     wish = replace(wish, keep_special=wish.keep_special or (parser is not None and parser.cut_ends))
     scores = await _scores(service, [tokens], wish, shown, is_echo_scored=False)
@@ -187,15 +182,18 @@ def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
     return has_header if is_explicit or not is_assistant_last else None
 
 
-def _forced(
-    fields: RequestBody, service: Service, wish: GenerationRequest, tools: list[dict[str, Any]], name: str
+def _with_calls(
+    fields: RequestBody, service: Service, wish: GenerationRequest, tools: list[dict[str, Any]], forced: str | None
 ) -> GenerationRequest:
-    """Return the request with the grammar of a call of this tool, or of any for ""."""
-    notation = format_of(service.served.tokenizer.chat_template).notation
-    grammar = None if notation is None else notation.call_grammar(tools, name)
+    """Return the request with the grammar of a forced call, or of a call as an alternative to response_format."""
+    notation, schema = format_of(service.served.tokenizer.chat_template).notation, wish.params.grammar
+    if forced is None:
+        if not tools or wish.restricted_by != "response_format" or not isinstance(schema, JsonGrammar):
+            return wish
+        return replace(wish, params=replace(wish.params, grammar=schema_or_call(schema, notation, tools)))
+    grammar = None if notation is None else notation.call_grammar(tools, forced)
     if grammar is None:
-        unforced = "cannot be forced: this model's chat template does not write calls as JSON objects"
-        raise fields.refuse("tool_choice", unforced)
+        raise fields.refuse("tool_choice", "cannot be forced: the chat template does not write calls as JSON objects")
     if wish.restricted_by not in ("", "response_format"):  # which is about content, and a call has none
         raise fields.refuse("tool_choice", f"excludes {wish.restricted_by}. Restrict a response in one way.")
     if wish.params.min_tokens:

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from slimectl.chats import shared_keys
 from slimectl.chats.request_keys import LABELS, Keys, names, unset
-from slimectl.chats.shared_keys import (
-    CHAT_NEUTRAL,
-    CHAT_REMEDIES,
-    COMPLETION_REMEDIES,
-    OF_SGLANG,
-    OPENAI_NEUTRAL,
-    OPENAI_REMEDIES,
-)
 
 SAMPLING = names(
     "temperature top_p top_k min_p n stop stop_token_ids ignore_eos skip_special_tokens no_stop_trim stream_interval "
@@ -45,7 +38,7 @@ GENERATE = Keys(
         "return_text_in_logprobs return_routed_experts incremental_streaming_output"
     ),
     LABELS | {"conversation_id", "routing_key", "num_items_assigned", "http_worker_ipc"},
-    OF_SGLANG
+    shared_keys.OF_SGLANG
     | unset(
         "input_embeds image_data video_data audio_data mm_hashes mm_content_hashes token_ids_logprob lora_id "
         "return_flat_raw_top_logprobs return_flat_raw_top_logprobs_b64 return_indexer_topk modalities "
@@ -83,8 +76,8 @@ _OPENAI_LABELS = LABELS | SPACES | {"guided_decoding_backend"}
 COMPLETIONS = Keys(
     _OPENAI | {"prompt", "echo", "add_special_tokens"},
     _OPENAI_LABELS,
-    OPENAI_NEUTRAL | unset("suffix prompt_embeds"),
-    OPENAI_REMEDIES | COMPLETION_REMEDIES,
+    shared_keys.OPENAI_NEUTRAL | unset("suffix prompt_embeds"),
+    shared_keys.OPENAI_REMEDIES | shared_keys.COMPLETION_REMEDIES,
 )
 CHAT = Keys(
     _OPENAI
@@ -93,8 +86,8 @@ CHAT = Keys(
         "continue_final_message add_generation_prompt separate_reasoning"
     ),
     _OPENAI_LABELS,
-    OPENAI_NEUTRAL | CHAT_NEUTRAL,
-    OPENAI_REMEDIES | CHAT_REMEDIES,
+    shared_keys.OPENAI_NEUTRAL | shared_keys.CHAT_NEUTRAL,
+    shared_keys.OPENAI_REMEDIES | shared_keys.CHAT_REMEDIES,
 )
 
 _UPDATE_LABELS = names("flush_cache torch_empty_cache is_async token_step")

@@ -12,8 +12,6 @@ from slimectl.types import AllowedTokens, ChoiceGrammar, Grammar, JsonGrammar, R
 
 GREEDY_BELOW = 1e-6
 """Temperatures below count as 0, as in SGLang: logits divided by them overflow."""
-MOST_TOP = 20
-"""Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
 MOST_CHOICES = 4096
 MOST_BIASES = 16384
 MOST_BIAS = 1e4

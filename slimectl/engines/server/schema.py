@@ -100,12 +100,11 @@ async def read(request: web.Request) -> RequestBody:
             raise RequestError("the body is nested too deeply") from None
         except ValueError as error:  # JSON and UTF-8 alike
             raise RequestError(f"the body is not JSON: {str(error)[:200]}") from None
-    if not isinstance(value, dict):
-        raise RequestError("the body is not a JSON object")
+    fields = RequestBody.of(value)
     resource = request.match_info.route.resource
     assert resource is not None
-    ENDPOINTS[resource.canonical].check(value)
-    return RequestBody(value)
+    fields.check(ENDPOINTS[resource.canonical])
+    return fields
 
 
 def _reject_constant(name: str) -> float:
