@@ -13,7 +13,7 @@ LARGEST = 2**31
 
 
 class RequestBody:
-    """JSON object with typed access to its fields; absent and null mean the default."""
+    """JSON object with typed access to its fields. Absent and null mean the default."""
 
     def __init__(self, values: dict[str, Any], *, at: str = "") -> None:
         self._values = values
@@ -103,7 +103,7 @@ class RequestBody:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise self.refuse(name, "holds half of a surrogate pair, which is no text") from None
+            raise self.refuse(name, "has half of a surrogate pair, which no tokenizer accepts") from None
         return value
 
     def texts(self, name: str, *, max_count: int) -> list[str]:
@@ -147,7 +147,7 @@ class RequestBody:
 
 
 def _short(value: Any) -> str:
-    """Shorten a value for a message; a list or a number of a thousand digits is not printed whole."""
+    """Shorten a value for a message. A list or a number of a thousand digits is not printed whole."""
     if isinstance(value, str):
         return ascii(value[:60])
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**18:
