@@ -121,7 +121,14 @@ class AllowedTokens:
     tokens: tuple[int, ...]
 
 
-Grammar = JsonGrammar | RegexGrammar | ChoiceGrammar | AllowedTokens
+@dataclass(frozen=True, slots=True)
+class AnyGrammar:
+    """Texts of one of several grammars."""
+
+    grammars: tuple[JsonGrammar, ...]
+
+
+Grammar = JsonGrammar | RegexGrammar | ChoiceGrammar | AnyGrammar | AllowedTokens
 
 
 @dataclass(frozen=True, slots=True)

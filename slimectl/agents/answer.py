@@ -12,8 +12,9 @@ from slimectl.data.answers import ParsedAnswer, format_of
 from slimectl.data.growing_text import GrowingText, before_stop, marked_text
 from slimectl.data.token_bytes import TokenBytes
 from slimectl.data.token_log_probs import TokenLogProb
+from slimectl.data.tool_calls import schema_or_call
 from slimectl.rewards.thoughts import THINK
-from slimectl.types import Completion, JsonGrammar, TopTokens
+from slimectl.types import AnyGrammar, Completion, JsonGrammar, TopTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +122,26 @@ class AnswerReader:
         """Return the end of the prompt, where a template may have opened the reasoning."""
         return str(self.tokenizer.decode(prompt[-16:], skip_special_tokens=False))
 
-    def grammar(self, request: ChatRequest, prompt: Sequence[int]) -> JsonGrammar | None:
+    def grammar(self, request: ChatRequest, prompt: Sequence[int]) -> AnyGrammar | JsonGrammar | None:
         """Return the grammar of the answer that a request asks for; None without one.
 
         A call is forced only where it is a JSON object in the model's notation, and no answer where the template has
-        opened the reasoning. Raises RequestRefused for a schema there.
+        opened the reasoning. A schema is about content, so a forced call comes first. Raises RequestRefused or
+        MessageError for a schema that cannot be kept.
         """
-        if request.json_schema is None and request.forced_tool is None:
-            return None
-        opened = self._prompt_end(prompt).rstrip().endswith(THINK)
-        if request.json_schema is None:
-            notation = None if opened else self._format.notation
-            return None if notation is None else notation.call_grammar(request.tools, request.forced_tool or "")
+        opened, notation = self._prompt_end(prompt).rstrip().endswith(THINK), self._format.notation
+        call, name = None, request.forced_tool
+        if name is not None and notation is not None and not opened:
+            call = notation.call_grammar(request.tools, name)
+        if call is not None or request.json_schema is None:
+            return call
         if opened:
             raise RequestRefused(
                 "a schema excludes reasoning, which the chat template has opened; it may have a switch, as "
                 '"chat_template_kwargs": {"enable_thinking": false}'
             )
-        return JsonGrammar(request.json_schema)
+        schema = JsonGrammar(request.json_schema)
+        return schema_or_call(schema, notation, request.tools) if request.tools else schema
 
     def _text(self, completion: Completion, stop: Sequence[str]) -> str:
         """Return the text of a completion, with the special tokens that its notation needs."""

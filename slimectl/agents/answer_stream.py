@@ -132,7 +132,7 @@ class EventWriter(ABC):
         yield from ()
 
     @abstractmethod
-    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
+    def fail(self, status: int, message: str, code: str | None, param: str | None = None) -> Iterator[Event]:
         """Yield the event of an error within the stream."""
 
 

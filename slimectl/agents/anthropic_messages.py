@@ -8,14 +8,10 @@ from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
 from slimectl.agents.answer_stream import BlockEventWriter, Event
-from slimectl.agents.chat_request import (
-    Body,
-    ChatRequest,
-    RequestRefused,
-    schema_text,
-)
-from slimectl.agents.openai_chat import refuse_empty
-from slimectl.chats.messages import REASONING, function_call, plain_text
+from slimectl.agents.chat_request import ChatRequest, shared_fields
+from slimectl.chats.messages import REASONING, MessageError, function_call, plain_text
+from slimectl.chats.request_body import RequestBody
+from slimectl.chats.request_options import forced_tool, read_schema, refuse_empty, stop_strings
 from slimectl.data.tool_calls import ToolCall
 
 BLOCK_TYPES = {"reasoning": "thinking", "text": "text"}
@@ -23,38 +19,33 @@ BLOCK_TYPES = {"reasoning": "thinking", "text": "text"}
 
 
 def read_messages(values: Any) -> ChatRequest:
-    """Read the body of /messages. Raises RequestRefused."""
-    body = Body(values)
-    choice = body.get("tool_choice", dict, default={})
-    tools = (
-        []
-        if choice.get("type") == "none"
-        else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.objects("tools"))]
-    )
+    """Read the body of /messages. Raises MessageError."""
+    body = RequestBody.of(values)
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.objects("tools") or [])]
+    choice = body.inner("tool_choice")
+    kind = choice.choice("type", "auto", ("auto", "any", "tool", "none"))
+    named = {"type": "function", "name": choice.raw("name")}
     messages: list[dict[str, Any]] = []
-    if system := plain_text(body.values.get("system"), "system"):
+    if system := plain_text(body.raw("system"), "system"):
         messages.append({"role": "system", "content": system})
-    for i, message in enumerate(body.objects("messages")):
+    for i, message in enumerate(body.objects("messages") or []):
         messages += _messages(message, f"messages[{i}]")
     return ChatRequest(
         refuse_empty(messages),
-        tools,
-        **body.shared(),
-        stop=body.texts("stop_sequences"),
-        max_tokens=body.positive("max_tokens"),
-        template_kwargs=body.get("chat_template_kwargs", dict, default={}),
-        single_call=bool(choice.get("disable_parallel_tool_use")),
-        forced_tool=str(choice.get("name") or "") if tools and choice.get("type") in ("any", "tool") else None,
-        json_schema=schema_text(
-            Body(body.get("output_config", dict, default={})).get("format", dict, default={}), "output_config.format"
-        ),
+        [] if kind == "none" else tools,
+        **shared_fields(body),
+        stop=stop_strings(body, "stop_sequences"),
+        max_tokens=body.count("max_tokens"),
+        single_call=choice.flag("disable_parallel_tool_use"),
+        forced_tool=forced_tool({"any": "required", "tool": named}.get(kind), tools),
+        json_schema=read_schema(body.inner("output_config").inner("format"), is_nested=False),
     )
 
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
     """Return a tool in OpenAI's form, which chat templates take."""
     if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
-        raise RequestRefused(f"{at}: is not a client tool with name and input_schema")
+        raise MessageError(at, "is not a client tool with name and input_schema")
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
     return {"type": "function", "function": function}
 
@@ -63,10 +54,10 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat template that one of Anthropic's is: each tool's result is one of its own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise RequestRefused(f"{at}.role: must be user or assistant, not {role!r}")
+        raise MessageError(f"{at}.role", f"must be user or assistant, not {role!r}")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        raise RequestRefused(f"{at}.content: is neither a text nor a list of blocks")
+        raise MessageError(f"{at}.content", "is neither a text nor a list of blocks")
     calls, texts, thoughts = [], [], []
     for i, block in enumerate(blocks):
         kind = block.get("type")
@@ -160,7 +151,7 @@ class MessageEventWriter(BlockEventWriter):
         yield _event("message_delta", delta=_end(reply.answer), usage=_usage(reply))
         yield _event("message_stop")
 
-    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
+    def fail(self, status: int, message: str, code: str | None, param: str | None = None) -> Iterator[Event]:
         yield "error", json.dumps(error_body(status, message, code))
 
 
@@ -168,8 +159,8 @@ def _event(name: str, /, **values: Any) -> Event:
     return name, json.dumps({"type": name, **values})
 
 
-def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
-    """Return the body of an error response."""
+def error_body(status: int, message: str, code: str | None, param: str | None = None) -> dict[str, Any]:
+    """Return the body of an error response, which has no place for the key `param`."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 413: "request_too_large"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}

@@ -19,11 +19,12 @@ from aiohttp import web
 from slimectl.agents import anthropic_messages, openai_chat, openai_responses, request_keys
 from slimectl.agents.answer import Reply
 from slimectl.agents.answer_stream import AnswerStream, Event, EventWriter
-from slimectl.agents.chat_request import Body, ChatRequest, RequestRefused, numbered
+from slimectl.agents.chat_request import ChatRequest, RequestRefused, numbered
 from slimectl.agents.request_keys import ApiKeys
 from slimectl.agents.session import Session, reward_value
 from slimectl.chats.messages import MessageError
-from slimectl.errors import SlimectlError
+from slimectl.chats.request_body import RequestBody
+from slimectl.errors import RecordError, SettingsError, SlimectlError
 
 LONGEST_BODY = 64 << 20
 """Bytes of a request."""
@@ -34,8 +35,8 @@ Route = tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]
 """Method, path and handler."""
 FindSession = Callable[[web.Request], Session]
 """Returns the session of a request. Raises RequestRefused for an unknown one."""
-ErrorBody = Callable[[int, str, str | None], dict[str, Any]]
-"""Returns the body of an error: its status, message and OpenAI's code."""
+ErrorBody = Callable[[int, str, str | None, str | None], dict[str, Any]]
+"""Returns the body of an error: its status, message, OpenAI's code, and the key that is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class Api:
 
     def requests(self, values: Any, session: Session) -> list[ChatRequest]:
         """Read a body: a request for each response. Raises RequestRefused or MessageError."""
-        counted = self.keys.check(Body(values).values, counts=session.is_recorded)
+        RequestBody.of(values)
+        counted = self.keys.check(values, counts=session.is_recorded)
         requests = numbered(self.read(values, session))
         return [replace(request, unapplied=tuple(counted)) for request in requests]
 
@@ -142,9 +144,9 @@ class Endpoint:
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session) -> web.StreamResponse:
-            session.reward = reward_value(Body(await _json(request)).values.get("reward"))
+            session.reward = reward_value(RequestBody.of(await _json(request)).raw("reward"))
             if session.reward is None:
-                raise RequestRefused("reward: must be a finite number or an object")
+                raise MessageError("reward", "must be a finite number or an object")
             return web.json_response({"reward": session.reward})
 
         return await self._answer(request, answer)
@@ -163,16 +165,18 @@ class Endpoint:
         except (RequestRefused, MessageError, SlimectlError) as error:
             if session is not None and not isinstance(error, SlimectlError):
                 session.counts["refused_requests"] += 1
-            status, message, code = _refusal(error)
-            return web.json_response(error_body(status, message, code), status=status)
+            status, message, code, param = _refusal(error)
+            return web.json_response(error_body(status, message, code, param), status=status)
         return response
 
 
-def _refusal(error: Exception) -> tuple[int, str, str | None]:
-    """Return the status, message and code of an error of HTTP."""
+def _refusal(error: Exception) -> tuple[int, str, str | None, str | None]:
+    """Return the status, message, code and key of an error of HTTP."""
     if isinstance(error, RequestRefused):
-        return error.status, str(error), error.code
-    return 400 if isinstance(error, MessageError) else int(getattr(error, "status", 500)), str(error), None
+        return error.status, str(error), error.code, None
+    is_refused = isinstance(error, (MessageError, RecordError, SettingsError))
+    status = 400 if is_refused else int(getattr(error, "status", 500))
+    return status, str(error), None, getattr(error, "field", None)
 
 
 async def _json(request: web.Request) -> Any:
@@ -207,9 +211,9 @@ async def _stream(
     except Exception as error:
         if not output.writers:
             raise
-        session.counts["refused_requests"] += isinstance(error, RequestRefused)
+        session.counts["refused_requests"] += isinstance(error, (RequestRefused, MessageError))
         await output.send(next(iter(output.writers.values())).fail(*_refusal(error)))
-        if not isinstance(error, (RequestRefused, SlimectlError)) and not hasattr(error, "status"):
+        if not isinstance(error, (RequestRefused, MessageError, SlimectlError)) and not hasattr(error, "status"):
             raise  # a defect: it belongs into the log
     finally:
         answering.cancel()

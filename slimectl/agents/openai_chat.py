@@ -10,14 +10,10 @@ from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
 from slimectl.agents.answer_stream import Event, EventWriter
-from slimectl.agents.chat_request import (
-    MOST_RESPONSES,
-    Body,
-    ChatRequest,
-    RequestRefused,
-    schema_text,
-)
-from slimectl.chats.messages import checked_text, normalized_chat
+from slimectl.agents.chat_request import MOST_RESPONSES, ChatRequest, shared_fields
+from slimectl.chats.messages import MessageError, checked_text, normalized_chat
+from slimectl.chats.request_body import RequestBody
+from slimectl.chats.request_options import MOST_TOP, forced_tool, read_schema, read_tools, refuse_empty, stop_strings
 from slimectl.data.answers import ParsedAnswer
 from slimectl.data.chat_responses import (
     CHAT,
@@ -32,59 +28,53 @@ from slimectl.data.chat_responses import (
 from slimectl.data.token_log_probs import TokenLogProb, chat_scores, completion_log_probs
 from slimectl.data.tool_calls import ToolCall
 
-MOST_TOP = 20
-"""Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
-
 
 def read_chat(values: Any) -> ChatRequest:
-    """Read the body of /chat/completions. Raises RequestRefused."""
-    body = Body(values)
-    choice = body.get("tool_choice", str, dict, default="auto")
-    tools = [] if choice == "none" else body.objects("tools")
-    messages = refuse_empty(normalized_chat(body.objects("messages")))
+    """Read the body of /chat/completions. Raises MessageError."""
+    body = RequestBody.of(values)
+    choice, tools = body.raw("tool_choice"), read_tools(body)
+    messages = refuse_empty(normalized_chat(body.objects("messages") or []))
     _check_continuation(body, is_continued=messages[-1]["role"] == "assistant")
-    log_probs, top = body.get("logprobs", bool, default=False), body.number("top_logprobs", 0, MOST_TOP, types=(int,))
+    log_probs, top = body.flag("logprobs"), body.whole("top_logprobs", 0, high=MOST_TOP)
     if top and not log_probs:
-        raise RequestRefused("top_logprobs: needs logprobs: true")
+        raise body.refuse("top_logprobs", "needs logprobs: true")
     return ChatRequest(
         messages,
-        tools,
+        [] if choice == "none" else tools,
         **_shared(body),
         log_probs=log_probs,
-        top_log_probs=top or 0,
-        max_tokens=body.positive("max_completion_tokens", "max_tokens"),
-        single_call=not body.get("parallel_tool_calls", bool, default=True),
+        top_log_probs=top,
+        max_tokens=body.max_tokens(0) or None,
+        single_call=not body.flag("parallel_tool_calls", True),
         forced_tool=forced_tool(choice, tools),
-        json_schema=schema_text(body.get("response_format", dict, default={}), "response_format"),
-        template_kwargs=body.get("chat_template_kwargs", dict, default={}),
+        json_schema=read_schema(body.inner("response_format"), is_nested=True),
     )
 
 
-def _check_continuation(body: Body, *, is_continued: bool) -> None:
-    """Raise RequestRefused unless the request agrees with the server, which continues a last assistant message."""
+def _check_continuation(body: RequestBody, *, is_continued: bool) -> None:
+    """Raise MessageError unless the request agrees with the server, which continues a last assistant message."""
     for name, expected in (("continue_final_message", is_continued), ("add_generation_prompt", not is_continued)):
-        if body.get(name, bool, default=expected) != expected:
-            raise RequestRefused(f"{name}: must be {str(expected).lower()}, because a last assistant message is "
-                                 f"always continued")  # fmt: skip
+        if body.flag(name, expected) != expected:
+            reason = f"must be {str(expected).lower()}, because a last assistant message is always continued"
+            raise body.refuse(name, reason)
 
 
 def read_completions(values: Any) -> list[ChatRequest]:
-    """Read the body of /completions: one prompt or several, as texts or as token ids. Raises RequestRefused."""
-    body = Body(values)
-    prompt = body.get("prompt", str, list, default="")
+    """Read the body of /completions: one prompt or several, as texts or as token ids. Raises MessageError."""
+    body = RequestBody.of(values)
+    prompt = body.raw("prompt")
     is_list = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
     prompts = prompt if is_list else [prompt]
     if len(prompts) > MOST_RESPONSES:
-        raise RequestRefused(f"prompt: {len(prompts)} prompts are too many. The maximum is {MOST_RESPONSES}.")
-    top = body.number("logprobs", 0, MOST_TOP, types=(int,))
+        raise body.refuse("prompt", f"{len(prompts)} prompts are too many. The maximum is {MOST_RESPONSES}.")
     request = ChatRequest(
-        max_tokens=body.positive("max_tokens") or 16,
+        max_tokens=body.count("max_tokens") or 16,
         **_shared(body),
-        log_probs=top is not None,
-        top_log_probs=top or 0,
-        echo=body.get("echo", bool, default=False),
+        log_probs="logprobs" in body,
+        top_log_probs=body.whole("logprobs", 0, high=MOST_TOP),
+        echo=body.flag("echo"),
     )
-    return [replace(request, prompt=_prompt(each)) for each in prompts]
+    return [replace(request, prompt=_prompt(text)) for text in prompts]
 
 
 def _prompt(prompt: Any) -> str | list[int]:
@@ -92,38 +82,18 @@ def _prompt(prompt: Any) -> str | list[int]:
         return checked_text(prompt, "prompt")
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
         return prompt
-    raise RequestRefused("prompt: must be a text, a list of token ids, or a list of either")
+    raise MessageError("prompt", "must be a text, a list of token ids, or a list of either")
 
 
-def forced_tool(choice: str | dict[str, Any], tools: Sequence[Any]) -> str | None:
-    """Return the name of the tool that has to be called, "" for any; None where the policy decides."""
-    if not tools or choice in ("auto", "none"):
-        return None
-    function = choice.get("function", choice) if isinstance(choice, dict) else {}
-    return str(function.get("name") or "") if isinstance(function, dict) else ""
-
-
-def _shared(body: Body) -> dict[str, Any]:
-    stream = body.get("stream", bool, default=False)
-    options = Body(body.get("stream_options", dict, default={}))
-    if options.values and not stream:
-        raise RequestRefused("stream_options: is for streams only. Add stream: true, or leave it out.")
+def _shared(body: RequestBody) -> dict[str, Any]:
+    if body.object("stream_options") and not body.flag("stream"):
+        raise body.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
     return {
-        **body.shared(),
-        "stop": body.texts("stop"),
-        "n": body.positive("n") or 1,
-        "stream_usage": options.get("include_usage", bool, default=False),
+        **shared_fields(body),
+        "stop": stop_strings(body),
+        "n": body.count("n") or 1,
+        "stream_usage": body.inner("stream_options").flag("include_usage"),
     }
-
-
-def refuse_empty(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages that the policy can answer, or continue if the last one is the assistant's.
-
-    Raises RequestRefused.
-    """
-    if not messages:
-        raise RequestRefused("messages: is missing or empty")
-    return messages
 
 
 def chat_response(replies: Sequence[Reply]) -> dict[str, Any]:
@@ -185,8 +155,8 @@ class ChunkWriter(EventWriter):
             yield None, json.dumps({**_frame(self.reply, self.kind, [], complete=False), "usage": usage(replies)})
         yield None, "[DONE]"
 
-    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
-        yield None, json.dumps(error_body(status, message, code))
+    def fail(self, status: int, message: str, code: str | None, param: str | None = None) -> Iterator[Event]:
+        yield None, json.dumps(error_body(status, message, code, param))
 
     def _chunk(self, content: Mapping[str, Any], end: Mapping[str, Any] = RUNNING) -> Event:
         return None, json.dumps(_frame(self.reply, self.kind, [_choice(self.reply, content, end)], complete=False))
@@ -237,10 +207,10 @@ class CompletionEventWriter(ChunkWriter):
         yield self._chunk({"text": text}, _completion_end(reply, reply.answer.log_probs, offset=len(reply.echo)))
 
 
-def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
+def error_body(status: int, message: str, code: str | None, param: str | None = None) -> dict[str, Any]:
     """Return the body of an error response."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _end(answer: Answer) -> dict[str, Any]:

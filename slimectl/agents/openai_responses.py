@@ -9,16 +9,12 @@ from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
 from slimectl.agents.answer_stream import BlockEventWriter, Event
-from slimectl.agents.chat_request import (
-    Body,
-    ChatRequest,
-    RequestRefused,
-    schema_text,
-)
-from slimectl.agents.openai_chat import MOST_TOP, forced_tool, refuse_empty
+from slimectl.agents.chat_request import ChatRequest, shared_fields
 from slimectl.agents.request_keys import INCLUDES
-from slimectl.chats.messages import REASONING, checked_text, function_call, plain_text
+from slimectl.chats.messages import REASONING, MessageError, function_call, plain_text
+from slimectl.chats.request_body import RequestBody
 from slimectl.chats.request_keys import names
+from slimectl.chats.request_options import MOST_TOP, forced_tool, read_schema, refuse_empty
 from slimectl.data.token_log_probs import chat_scores
 from slimectl.data.tool_calls import ToolCall
 
@@ -35,65 +31,62 @@ History = Callable[[str], list[dict[str, Any]]]
 
 
 def read_response(values: Any, history: History) -> ChatRequest:
-    """Read the body of /responses. Raises RequestRefused."""
-    body = Body(values)
-    choice = body.get("tool_choice", str, dict, default="auto")
-    tools = [] if choice == "none" else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.objects("tools"))]
+    """Read the body of /responses. Raises MessageError, and RequestRefused for an unknown earlier response."""
+    body = RequestBody.of(values)
+    choice = body.raw("tool_choice")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.objects("tools") or [])]
     log_probs, top = _log_probs(body)
     messages: list[dict[str, Any]] = []
-    previous = body.get("previous_response_id", str)
-    if instructions := body.get("instructions", str):
-        messages.append({"role": "system", "content": checked_text(instructions, "instructions")})
-    if previous:
+    if instructions := body.text("instructions"):
+        messages.append({"role": "system", "content": instructions})
+    if previous := body.text("previous_response_id"):
         earlier = history(previous)
         messages += earlier[1:] if messages and earlier and earlier[0]["role"] == "system" else earlier
-    items = body.get("input", str, list, default=[])
-    messages += _messages([{"role": "user", "content": items}] if isinstance(items, str) else items)
+    is_text = isinstance(body.raw("input"), str)
+    items = [{"role": "user", "content": body.text("input")}] if is_text else body.objects("input") or []
+    messages += _messages(items)
     return ChatRequest(
-        refuse_empty(messages),
-        tools,
-        **body.shared(),
-        max_tokens=body.positive("max_output_tokens"),
+        refuse_empty(messages, "input"),
+        [] if choice == "none" else tools,
+        **shared_fields(body),
+        max_tokens=body.count("max_output_tokens"),
         log_probs=log_probs,
         top_log_probs=top,
-        template_kwargs=body.get("chat_template_kwargs", dict, default={}),
-        single_call=not body.get("parallel_tool_calls", bool, default=True),
+        single_call=not body.flag("parallel_tool_calls", True),
         echoed={name: values[name] for name in ECHOED if values.get(name) is not None},
         forced_tool=forced_tool(choice, tools),
-        json_schema=schema_text(
-            Body(body.get("text", dict, default={})).get("format", dict, default={}), "text.format"
-        ),
+        json_schema=read_schema(body.inner("text").inner("format"), is_nested=False),
     )
 
 
-def _log_probs(body: Body) -> tuple[bool, int]:
-    """Return whether the text has log-probabilities, and how many of the likeliest tokens. Raises RequestRefused."""
-    included = body.texts("include")
+def _log_probs(body: RequestBody) -> tuple[bool, int]:
+    """Return whether the text has log-probabilities, and how many of the likeliest tokens. Raises MessageError."""
+    included = body.texts("include", max_count=1024)
     if unknown := sorted({*included} - INCLUDES):
-        raise RequestRefused(f"include: {unknown[0]!r} is not available here. Use {', '.join(sorted(INCLUDES))}.")
-    top = body.number("top_logprobs", 0, MOST_TOP, types=(int,))
+        raise body.refuse("include", f"{unknown[0]!r} is not available here. Use {', '.join(sorted(INCLUDES))}.")
+    top = body.whole("top_logprobs", 0, high=MOST_TOP)
     if top and LOG_PROBS not in included:
-        raise RequestRefused(f"top_logprobs: needs {LOG_PROBS!r} in include")
-    return LOG_PROBS in included, top or 0
+        raise body.refuse("top_logprobs", f"needs {LOG_PROBS!r} in include")
+    return LOG_PROBS in included, top
 
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise RequestRefused(f"{at}: only functions of the client's are known here, not {tool.get('type')!r}")
+        raise MessageError(at, f"is a tool of type {tool.get('type')!r}. Only functions of the client are supported.")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
-def _messages(items: list[Any]) -> list[dict[str, Any]]:
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a chat template; what the assistant said and called in a row is one message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         at = f"input[{i}]"
-        kind = item.get("type", "message") if isinstance(item, dict) else None
+        kind = item.get("type") or "message"
         if kind == "message":
-            role = str(item.get("role"))
-            content = plain_text(item.get("content"), f"{at}.content")
-            _append(messages, {"role": role, "content": content})
+            if not isinstance(item.get("role"), str):
+                raise MessageError(f"{at}.role", "is not a string")
+            _append(messages, {"role": item["role"], "content": plain_text(item.get("content"), f"{at}.content")})
         elif kind == "function_call":
             call = function_call(item.get("name"), item.get("arguments"), item.get("call_id"))
             _append(messages, {"role": "assistant", "content": "", "tool_calls": [call]})
@@ -104,7 +97,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             if thought := plain_text(item.get("content"), f"{at}.content"):
                 _append(messages, {"role": "assistant", "content": "", REASONING: thought})
         else:
-            raise RequestRefused(f"{at}: an item of type {kind!r} is not known here")
+            raise MessageError(at, f"an item of type {kind!r} is not known here")
     return messages
 
 
@@ -233,8 +226,8 @@ class ResponseEventWriter(BlockEventWriter):
         result = response([reply])
         yield self._event(f"response.{result['status']}", response=result)
 
-    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
-        yield self._event("error", code=code, message=message, param=None)
+    def fail(self, status: int, message: str, code: str | None, param: str | None = None) -> Iterator[Event]:
+        yield self._event("error", code=code, message=message, param=param)
 
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"output_index": self._index, "item_id": item["id"], "content_index": 0}

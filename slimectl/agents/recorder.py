@@ -12,9 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from slimectl.agents.answer import AnswerReader
-from slimectl.agents.chat_request import Body, RequestRefused
+from slimectl.agents.chat_request import RequestRefused
 from slimectl.agents.endpoint import MESSAGES, RESPONSES, Endpoint, Route
 from slimectl.agents.session import Generate, Score, Session, SessionLimits, reward_value
+from slimectl.chats.request_body import RequestBody
 from slimectl.types import Sample, SamplingParams
 
 MOST_TURNS = 100_000
@@ -111,8 +112,8 @@ class SessionRecorder(UnrecordedApis):
             return web.json_response({"error": {"message": "no such session"}}, status=404)
         text = await request.text()
         try:
-            reward = reward_value(Body(json.loads(text)).values.get("reward")) if text.strip() else None
-        except (RequestRefused, ValueError, RecursionError):
+            reward = reward_value(RequestBody.of(json.loads(text)).raw("reward")) if text.strip() else None
+        except (ValueError, RecursionError):
             return web.json_response({"error": {"message": "the body is not a JSON object"}}, status=400)
         if reward is not None:
             self._sessions[name].reward = reward

@@ -12,13 +12,12 @@ from typing import Any
 
 from slimectl.chats.messages import MessageError
 from slimectl.chats.request_keys import LABELS, Keys, is_neutral, names, unset
+from slimectl.chats.shared_keys import CHAT_NEUTRAL, CHAT_REMEDIES, COMPLETION_REMEDIES, OPENAI_NEUTRAL, OPENAI_REMEDIES
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Keys that replace settings of [rollout] where a session obeys its requests. Elsewhere other values are counted."""
 _LEARNED = "would change the distribution that the policy learns from. Leave it out"
 _GRAMMAR = f"{_LEARNED}, or use response_format."
-_TOOLS = "is not supported. Use tools and tool_choice."
-_SWITCH = "is an argument of the chat template. Put it into chat_template_kwargs."
 UNCOUNTED = "cannot be applied here. Leave it out. If the chat template has a switch, set it in chat_template_kwargs."
 
 
@@ -57,46 +56,32 @@ class ApiKeys:
 
 
 _ACTS = names("model stream tools tool_choice chat_template_kwargs") | set(SAMPLING)
-_LABELS = LABELS - {"model"} | {"store", "prompt_cache_options"}
+_LABELS = LABELS - {"model"} | {"store", "prompt_cache_options", "spaces_between_special_tokens"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **OPENAI_NEUTRAL,
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "typical_p": (1,),
     "min_tokens": (0,),
-    "best_of": (1,),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "modalities": (["text"],),
+    "separate_reasoning": (True,),
     **unset(
-        "logit_bias stop_token_ids ignore_eos no_stop_trim regex ebnf json_schema structural_tag structured_outputs "
-        "guided_json guided_regex guided_choice guided_grammar allowed_token_ids bad_words use_beam_search functions "
-        "suffix audio prediction web_search_options documents chat_template background conversation prompt_logprobs "
-        "return_token_ids include_stop_str_in_output truncate_prompt_tokens lora_path moderation"
+        "logit_bias stop_token_ids ignore_eos no_stop_trim regex json_schema structured_outputs guided_json "
+        "guided_regex guided_choice allowed_token_ids suffix web_search_options documents conversation "
+        "prompt_logprobs return_token_ids return_tokens_as_token_ids include_stop_str_in_output "
+        "truncate_prompt_tokens truncation_side"
     ),
-    "function_call": ("none", "auto"),
 }
 _REMEDIES = {
+    **OPENAI_REMEDIES,
     **dict.fromkeys(names("logit_bias length_penalty typical_p bad_words use_beam_search best_of"), f"{_LEARNED}."),
     **dict.fromkeys(
         names("regex ebnf json_schema structural_tag structured_outputs allowed_token_ids guided_json guided_regex "
               "guided_choice guided_grammar"), _GRAMMAR,
     ),
-    **{
-        name: f"{_LEARNED}, or set rollout.{setting}."
-        for name, setting in {
-            "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
-            "repetition_penalty": "repetition_penalty", "min_tokens": "min_new_tokens",
-            "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos",
-            "skip_special_tokens": "skip_special_tokens",
-        }.items()
-    },
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
-    "enable_thinking": _SWITCH,
-    "extra_body": "is an argument of the openai client. Put its keys next to the others.",
-    "max_new_tokens": "is a name of /generate. Use max_tokens.",
+    **{name: f"{_LEARNED}, or set rollout.{name}." for name in names("frequency_penalty presence_penalty "
+       "repetition_penalty stop_token_ids ignore_eos skip_special_tokens")},
+    "min_tokens": f"{_LEARNED}, or set rollout.min_new_tokens.",
 }  # fmt: skip
 
 
@@ -109,14 +94,14 @@ def _keys(
     return Keys(acts, labels, neutral, remedies, server="by this endpoint", docs="docs/agents.md")
 
 
-_STREAM_OPTIONS = _keys(names("include_usage"), frozenset({"include_obfuscation"}))
+_STREAM_OPTIONS = _keys(names("include_usage"), names("include_obfuscation"), unset("continuous_usage_stats"))
 _FORMAT = names("format")
 
 CHAT = ApiKeys(
     _keys(
         _ACTS | names("messages max_tokens max_completion_tokens stop n logprobs top_logprobs response_format "
                       "stream_options parallel_tool_calls continue_final_message add_generation_prompt"),
-        _LABELS, _NEUTRAL, _REMEDIES
+        _LABELS, CHAT_NEUTRAL | _NEUTRAL, CHAT_REMEDIES | _REMEDIES
     ),
     {"stream_options": _STREAM_OPTIONS},
     {"reasoning_effort": (), "verbosity": ("medium",)},
@@ -125,19 +110,19 @@ COMPLETIONS = ApiKeys(
     _keys(
         _ACTS - names("tools tool_choice chat_template_kwargs")
         | names("prompt max_tokens stop n logprobs echo stream_options"),
-        _LABELS, _NEUTRAL, _REMEDIES
+        _LABELS, _NEUTRAL | {"add_special_tokens": (True,)}, COMPLETION_REMEDIES | _REMEDIES
     ),
     {"stream_options": _STREAM_OPTIONS},
 )  # fmt: skip
 RESPONSES = ApiKeys(
     _keys(
         _ACTS | names("input instructions previous_response_id max_output_tokens text include top_logprobs "
-                      "parallel_tool_calls"),
+                      "parallel_tool_calls stream_options"),
         _LABELS,
         {
             "truncation": ("disabled",),
             **unset("background background_options conversation prompt max_tool_calls moderation context_management "
-                    "stream_options access_programs image"),
+                    "access_programs image"),
         },
         {
             "conversation": "is not supported by this endpoint. Use previous_response_id, or send all of it in input.",
@@ -148,7 +133,7 @@ RESPONSES = ApiKeys(
             "response_format": "is a key of /v1/chat/completions. Use text.format.",
         }
     ),
-    {"text": _keys(_FORMAT)},
+    {"text": _keys(_FORMAT), "stream_options": _keys(frozenset(), names("include_obfuscation"))},
     {"reasoning": (), "text.verbosity": ("medium",)},
 )  # fmt: skip
 MESSAGES = ApiKeys(

@@ -16,6 +16,7 @@ from slimectl.agents.answer import Answer, AnswerReader, Reply
 from slimectl.agents.answer_stream import AnswerStream
 from slimectl.agents.chat_request import ChatRequest, RequestRefused, answer_message
 from slimectl.agents.trajectory_tree import Continuation, TrajectoryTree, Turn
+from slimectl.chats.messages import MessageError
 from slimectl.data.chat_responses import call_ids
 from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.errors import SettingsError
@@ -126,8 +127,8 @@ class Session:
             if key not in prompts:
                 prompts[key] = self.tree.continuation(request)
             plans.append((request, prompts[key], self._params(request, self._room(prompts[key]))))
-        each: Sequence[AnswerStream | None] = streams or [None] * len(plans)
-        return [self._answer(*plan, stream) for plan, stream in zip(plans, each, strict=True)]
+        receivers: Sequence[AnswerStream | None] = streams or [None] * len(plans)
+        return [self._answer(*plan, stream) for plan, stream in zip(plans, receivers, strict=True)]
 
     def _with_template_kwargs(self, request: ChatRequest) -> ChatRequest:
         return dataclasses.replace(request, template_kwargs={**self.template_kwargs, **request.template_kwargs})
@@ -248,7 +249,7 @@ class Session:
         """Return the messages up to a response, its answer included. Raises RequestRefused for an unknown one."""
         turn = self._responses.get(identity.removeprefix("resp_"))
         if not self.is_recorded:
-            raise RequestRefused("previous_response_id: this server keeps no responses. Send all messages in input.")
+            raise MessageError("previous_response_id", "this server keeps no responses. Send all messages in input.")
         if turn is None:
             raise RequestRefused(
                 f"previous_response_id: {identity[:80]!r} is not a response of this session", status=404

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimectl.agents.chat_request import ChatRequest, refused
+from slimectl.agents.chat_request import ChatRequest, refusing
 from slimectl.agents.chat_trie import ChatTrie, KnownChat
 from slimectl.data.chat import encode, encode_raw, following, render
 from slimectl.data.growing_text import marked_text, response_text
-from slimectl.errors import RecordError
 from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, Status, detached_copy
 
 
@@ -92,15 +91,13 @@ class TrajectoryTree:
             new_tokens = self._render_following(parent, request, count)
             return Continuation(parent, new_tokens, parent.tokens() + new_tokens, chat)
         prompt = Prompt(text=request.messages, tools=request.tools or None)
-        try:
+        with refusing():
             tokens = render(prompt, self.tokenizer, template_kwargs=request.template_kwargs)
-        except RecordError as error:
-            raise refused(error) from None
         return Continuation(None, tokens, tokens, chat)
 
     def _render_following(self, parent: Turn, request: ChatRequest, count: int) -> list[int]:
         """Tokenise the messages after the first `count`; the end token of the answer stands once."""
-        try:
+        with refusing():
             tokens = following(
                 self.tokenizer,
                 request.messages[count:],
@@ -108,8 +105,6 @@ class TrajectoryTree:
                 answer=request.messages[count - 1],
                 tools=request.tools,
             )
-        except RecordError as error:
-            raise refused(error) from None
         sampled = parent.completion.tokens
         return tokens[1:] if tokens and sampled and sampled[-1] == tokens[0] else tokens
 
@@ -122,10 +117,8 @@ class TrajectoryTree:
             text = turn.messages[0].get("text") if turn.messages else None
             if text is not None and len(text) > length and len(text) < len(prompt) and prompt.startswith(text):
                 parent, length = turn, len(text)
-        try:
+        with refusing():
             new_tokens = (encode if parent is not None else encode_raw)(self.tokenizer, prompt[length:])
-        except RecordError as error:
-            raise refused(error) from None
         return Continuation(parent, new_tokens, (parent.tokens() if parent is not None else []) + new_tokens)
 
     def add(

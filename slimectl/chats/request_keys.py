@@ -62,8 +62,8 @@ class Keys:
 def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:
     """Return whether a value changes nothing: one of `values`, an empty one, or false unless true is in `values`."""
     if value is False or (isinstance(value, str | list | dict) and not value):
-        return not (value is False and any(each is True for each in values))
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
+        return not (value is False and any(neutral is True for neutral in values))
+    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in values)
 
 
 def names(text: str) -> frozenset[str]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from slimectl.chats.messages import MessageError
 from slimectl.data.json_codec import STRICT_DECODER
-from slimectl.types import JsonGrammar
+from slimectl.types import AnyGrammar, JsonGrammar
 
 PYTHON = {"True": True, "False": False, "None": None}
 """Values that Qwen3.5's template writes in Python's way."""
@@ -67,6 +68,21 @@ class CallNotation:
         }
         frame = (f"{self.opening}\n", f"\n{self.closing}") if self.opening else ("", "")
         return JsonGrammar(json.dumps(schema), *frame)
+
+
+def schema_or_call(schema: JsonGrammar, notation: CallNotation | None, tools: Tools) -> AnyGrammar:
+    """Return the grammar of a response that follows a schema, or is one call of a tool.
+
+    Raises MessageError where calls are not JSON objects.
+    """
+    call = None if notation is None else notation.call_grammar(tools)
+    if call is None:
+        raise MessageError(
+            "tools",
+            "cannot be called beside a response schema, because this model's chat template does not write calls as "
+            "JSON objects. Leave out the schema, or set tool_choice to none.",
+        )
+    return AnyGrammar((schema, call))
 
 
 def _rerooted(schema: Any, root: str) -> Any:

@@ -15,6 +15,7 @@ from slimectl.agents.answer import Answer, AnswerReader
 from slimectl.agents.chat_request import ChatRequest, RequestRefused, answer_message
 from slimectl.agents.openai_chat import read_chat
 from slimectl.agents.session import Session, SessionLimits
+from slimectl.chats.messages import MessageError
 from slimectl.data.chat import chat_of
 from slimectl.environments.episode import (
     Episode,
@@ -168,6 +169,8 @@ class EnvironmentAgent:
                     raise RuntimeError(f"{self.options.specification.name}: {refusal}") from None
                 transcript.is_cut = True
                 break
+            except MessageError as error:
+                raise RuntimeError(f"{self.options.specification.name}: {error}") from None
             observation = await episode.step(action_of(answer, player))
             transcript.add(observation)
         if transcript.is_cut:

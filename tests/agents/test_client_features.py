@@ -22,6 +22,7 @@ import pytest
 from agents.sessions import CHATML
 from anthropic.resources.messages import Messages
 from engines.server.conftest import served
+from engines.server.test_request_keys import BODIES, DEFAULTS
 from openai import OpenAI, pydantic_function_tool
 from openai.resources.chat.completions import Completions as ChatCompletions
 from openai.resources.completions import Completions
@@ -198,6 +199,41 @@ def chat_stream_tools(client: OpenAI, **extra: Any) -> None:
     ) as stream:
         [done] = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
     assert isinstance(done.parsed_arguments, GetWeather)
+
+
+def tools_beside_a_schema(client: OpenAI) -> None:
+    kinds = set()
+    for seed in range(12):
+        response = client.chat.completions.parse(
+            **NAME, messages=HI, tools=[pydantic_function_tool(GetWeather)], response_format=GetTime, seed=seed,
+            max_tokens=300,
+        )  # fmt: skip
+        message = response.choices[0].message
+        calls = [call.function.parsed_arguments for call in message.tool_calls or []]
+        assert [type(value) for value in (calls or [message.parsed])] == [GetWeather if calls else GetTime]
+        kinds.add(bool(calls))
+    assert kinds == {True, False}
+
+
+def forced_tool_beside_a_schema(client: OpenAI) -> None:
+    tools = [pydantic_function_tool(GetWeather)]
+    for seed in range(3):
+        [choice] = client.chat.completions.parse(
+            **NAME, messages=HI, tools=tools, tool_choice="required", response_format=GetTime, seed=seed, max_tokens=300
+        ).choices
+        [call] = choice.message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, GetWeather)
+
+
+def token_beyond_the_vocabulary(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="prompt: token 1000000000 is outside the vocabulary"):
+        client.completions.create(**NAME, prompt=[10**9])
+
+
+def every_default(client: OpenAI) -> None:
+    for path, defaults in DEFAULTS.items():
+        if path != "/generate":
+            client.post(path.removeprefix("/v1"), body=BODIES[path] | defaults, cast_to=object)
 
 
 def chat_async(client: OpenAI) -> None:
@@ -428,6 +464,8 @@ BOTH, SERVE, RECORD = {"serve", "record"}, {"serve"}, {"record"}
 WORKING: tuple[Callable[[Any], None], ...] = (
     parse_model, parse_several, parse_cut, parse_json_object, tools_of_pydantic, result_of_a_tool, log_probs,
     chat_chunks, chat_stream, chat_stream_parse, chat_stream_tools, chat_async, raw_response, neutral_values,
+    tools_beside_a_schema, forced_tool_beside_a_schema, token_beyond_the_vocabulary,
+    every_default,
     completions, echo, models, responses, responses_parse, responses_events, responses_stream, responses_log_probs,
     messages, messages_stop, messages_stream, messages_tools, messages_parse,
 )  # fmt: skip
@@ -439,6 +477,17 @@ KEYS: tuple[tuple[Callable[..., Callable[[Any], object]], str, Any, set[str]], .
     (chat_key, "reasoning_effort", "low", SERVE),
     (chat_key, "modalities", ["audio"], BOTH),
     (chat_key, "nonsense", 1, BOTH),
+    (chat_key, "tool_choice", "required", BOTH),
+    (chat_key, "tool_choice", "any", BOTH),
+    (chat_key, "tools", [{"type": "custom", "custom": {"name": "f"}}], BOTH),
+    (chat_key, "response_format", {"type": "json_object", "schema": {"type": "object"}}, BOTH),
+    (chat_key, "chat_template_kwargs", {"enable_thinking": False}, BOTH),
+    (completion_key, "prompt", "", BOTH),
+    (response_key, "input", [{"content": "hi"}], BOTH),
+    (response_key, "input", [], BOTH),
+    (response_key, "tool_choice", {"type": "web_search_preview"}, BOTH),
+    (response_key, "stream_options", {"include_obfuscation": False}, set()),
+    (message_key, "tool_choice", {"type": "any"}, BOTH),
     (completion_key, "suffix", "x", BOTH),
     (completion_key, "best_of", 3, BOTH),
     (response_key, "background", True, BOTH),
@@ -457,6 +506,7 @@ KEYS: tuple[tuple[Callable[..., Callable[[Any], object]], str, Any, set[str]], .
 )
 CASES: Mapping[str, tuple[Callable[[Any], object], str, set[str]]] = {
     **{case.__name__: (case, "", set()) for case in WORKING},
+    "two_limits": (chat_key("max_completion_tokens", 3), "max_tokens", BOTH),
     "bias": (bias, "logit_bias", RECORD),
     # The call is complete in the chunk that would have the finish reason.
     "one_chunk": (lambda client: chat_stream_tools(client, stream_interval=1000), "stream_interval", RECORD),
@@ -471,7 +521,9 @@ def test_a_typed_feature_works_or_is_refused_by_name(clients: Clients, name: str
     case, key, refused = CASES[name]
     client = clients[server, "anthropic" if "message" in name else "openai"]
     if server in refused:
-        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match=key):
+        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match=key) as refusal:
             case(client)
+        if isinstance(refusal.value, openai.BadRequestError):
+            assert (refusal.value.param or "").startswith(key)
     else:
         case(client)

@@ -147,7 +147,7 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
     ("path", "values", "status", "message"),
     [
         (CHAT, {"messages": []}, 400, "messages: is missing or empty"),
-        (CHAT, {"messages": ["x"]}, 400, "messages[0]: is no object"),
+        (CHAT, {"messages": ["x"]}, 400, "messages: is not a list of objects"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]},
@@ -166,15 +166,20 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
             400,
             "half of a surrogate pair",
         ),
-        (CHAT, {"messages": [USER], "max_tokens": 0}, 400, "max_tokens: must be at least 1"),
-        (CHAT, {"messages": [USER], "n": "2"}, 400, "n: must be int, not str"),
+        (CHAT, {"messages": [USER], "max_tokens": 0}, 400, "max_tokens: 0 is not between 1 and"),
+        (CHAT, {"messages": [USER], "n": "2"}, 400, "n: '2' is not a whole number"),
         (
             CHAT,
             {"messages": [USER], "response_format": {"type": "xml"}},
             400,
-            "is not text, json_object or json_schema",
+            "response_format.type: 'xml' is not one of text, json_object, json_schema",
         ),
-        (CHAT, {"messages": [USER], "response_format": {"type": "json_schema"}}, 400, "json_schema with a schema"),
+        (
+            CHAT,
+            {"messages": [USER], "response_format": {"type": "json_schema"}},
+            400,
+            "response_format.json_schema.schema: is missing",
+        ),
         ("/v1/messages", {"messages": [{"role": "tool", "content": "x"}]}, 400, "must be user or assistant"),
         (
             "/v1/messages",
@@ -184,7 +189,12 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
         ),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 404, "is not a response of this session"),
         ("/v1/responses", {"input": [{"type": "web_search_call"}]}, 400, "'web_search_call' is not known here"),
-        ("/v1/responses", {"input": "x", "tools": [{"type": "file_search"}]}, 400, "only functions of the client's"),
+        (
+            "/v1/responses",
+            {"input": "x", "tools": [{"type": "file_search"}]},
+            400,
+            "Only functions of the client are supported",
+        ),
         ("/v1/completions", {"prompt": ["a", {}]}, 400, "prompt: must be a text, a list of token ids, or a list of"),
         ("/v1/completions", {"prompt": [["a"]]}, 400, "prompt: must be a text"),
         ("/v1/completions", {"prompt": ["a"] * 40, "n": 2}, 400, "n: 80 responses to one request are too many"),
@@ -234,7 +244,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 def test_a_schema_and_a_forced_call_reach_the_engine_in_every_api(endpoint: Endpoint):
     add = {"name": "add", "parameters": PARAMETERS}
     form = {"type": "json_schema", "schema": SCHEMA}
-    endpoint.post(CHAT, messages=[USER], response_format={"type": "json_schema", "json_schema": form})
+    endpoint.post(CHAT, messages=[USER], response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}})
     endpoint.post("/v1/responses", input="x", text={"format": {**form, "name": "sum"}})
     endpoint.post("/v1/messages", messages=[USER], output_config={"format": form})
     grammars = [params.grammar for *_, params in endpoint.engine.log]

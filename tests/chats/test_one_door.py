@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimectl.agents.chat_request import RequestRefused
-from slimectl.agents.openai_chat import read_chat, read_completion
+from slimectl.agents.openai_chat import read_chat, read_completions
 from slimectl.agents.trajectory_tree import TrajectoryTree
-from slimectl.chats.messages import MessageError
+from slimectl.chats.messages import MessageError, normalized_chat
+from slimectl.chats.request_body import RequestBody
 from slimectl.data.chat import render
 from slimectl.data.columns import Keys
 from slimectl.data.prompts import prompt_of
 from slimectl.data.supervised import sft_sample
 from slimectl.engines.server.errors import RequestError
-from slimectl.engines.server.openai_api import _messages
-from slimectl.engines.server.schema import RequestBody
 from slimectl.errors import RecordError
 from slimectl.types import Prompt
 
@@ -72,7 +71,7 @@ def test_rows_agents_and_servers_agree(chat: list[dict[str, Any]], has_tools: bo
 
     def of_server() -> list[int]:
         fields = RequestBody(body)
-        prompt = Prompt(_messages(fields), tools=fields.objects("tools") or None)
+        prompt = Prompt(normalized_chat(fields.objects("messages") or []), tools=fields.objects("tools") or None)
         return render(prompt, given_tokenizer)
 
     of_row = outcome(lambda: render(prompt_of(("rows.jsonl:1", row), 0, KEYS), given_tokenizer))
@@ -86,7 +85,7 @@ def test_a_raw_text_has_the_tokens_of_its_tokenizer_everywhere(family: str, text
     given_tokenizer = tokenizer(family)
     wanted = given_tokenizer.encode(text)
     assert render(Prompt(text), given_tokenizer) == wanted
-    assert TrajectoryTree(given_tokenizer).continuation(read_completion({"prompt": text})).tokens == wanted
+    assert TrajectoryTree(given_tokenizer).continuation(read_completions({"prompt": text})[0]).tokens == wanted
     tokens, length, _ = sft_sample(Prompt(text, label="there"), given_tokenizer)
     assert tokens[:-length] == wanted
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from slimectl.chats.request_body import RequestBody
 from slimectl.engines.http.weight_client import SharedMemoryBlock
-from slimectl.engines.server.schema import RequestBody
 from slimectl.engines.server.weight_updates import shared_tensors
 from slimectl.engines.sglang.weight_client import SglangWorkers, flatten, pickled
 from slimectl.errors import BackendError, StorageError

@@ -16,7 +16,7 @@ from slimectl.engines.embedded.json_numbers import bounded_number
 from slimectl.engines.embedded.json_regex import pattern_grammar, regex_grammar
 from slimectl.engines.embedded.json_terminals import CHARACTER, INTEGER, NUMBER, SPACE, STRING, series
 from slimectl.errors import SettingsError
-from slimectl.types import ChoiceGrammar, JsonGrammar, RegexGrammar
+from slimectl.types import AnyGrammar, ChoiceGrammar, JsonGrammar, RegexGrammar
 
 ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format", "$comment",
@@ -62,12 +62,14 @@ VALUE.node = Choice(
 )
 
 
-def compiled(grammar: JsonGrammar | RegexGrammar | ChoiceGrammar) -> Node:
+def compiled(grammar: JsonGrammar | RegexGrammar | ChoiceGrammar | AnyGrammar) -> Node:
     """Return the grammar that a request asks for. Raises SettingsError for what it cannot keep."""
     if isinstance(grammar, RegexGrammar):
         return regex_grammar(grammar.pattern)
     if isinstance(grammar, ChoiceGrammar):
         return Choice(tuple(map(literal, grammar.choices)))
+    if isinstance(grammar, AnyGrammar):
+        return Choice(tuple(map(compiled, grammar.grammars)))
     try:
         schema = json.loads(grammar.schema)
     except (ValueError, RecursionError):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from slimectl.architectures.lora import halves, is_adapter, layer_of, merged
+from slimectl.chats.request_body import RequestBody
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.embedded.weights import FileTensor
 from slimectl.engines.server.request_keys import ADAPTER
-from slimectl.engines.server.schema import RequestBody
 from slimectl.errors import CheckpointError
 
 MOST_LAYERS, HIGHEST_RANK = 2**20, 2**16
@@ -88,10 +88,10 @@ class AdapterUpdate:
     def check_complete(self) -> None:
         """Raise CheckpointError for an adapter that lacks parts."""
         layers = {layer_of(name) for name in self.parts}
-        whole = [layer for layer in layers if self.parts.keys() >= set(halves(layer))]
-        if not len(whole) == len(layers) == self.layers:
+        complete_layers = [layer for layer in layers if self.parts.keys() >= set(halves(layer))]
+        if not len(complete_layers) == len(layers) == self.layers:
             raise CheckpointError(
-                f"weights: {len(whole)} of the adapter's {self.layers} layers have come; push it again"
+                f"weights: {len(complete_layers)} of the adapter's {self.layers} layers have come; push it again"
             )
 
     def apply(self, engine: EmbeddedEngine, merged: MergedAdapter | None) -> MergedAdapter:
@@ -123,7 +123,7 @@ def announced(fields: RequestBody, folder: Path, open_base: Callable[[Path], Bas
     """
     if "adapter" not in fields:
         return None
-    adapter = RequestBody(fields.object("adapter"), at="adapter.")
+    adapter = fields.inner("adapter")
     adapter.check(ADAPTER)
     base_folder = Path(adapter.text("base", longest=4096) or folder)
     base = open_base(base_folder if base_folder.is_dir() else folder)

@@ -9,24 +9,27 @@ from typing import Any
 
 from aiohttp import web
 
-from slimectl.chats.messages import MessageError, normalized_chat
+from slimectl.chats.messages import normalized_chat
+from slimectl.chats.request_body import RequestBody
+from slimectl.chats.request_options import MOST_TOP, forced_tool, read_tools, refuse_empty
 from slimectl.chats.template import TEMPLATE_SETTING
 from slimectl.data.answers import AnswerFormat, format_of
 from slimectl.data.chat import render
 from slimectl.data.chat_responses import CHAT, COMPLETION, ApiKind
 from slimectl.data.token_log_probs import TokenLogProb
+from slimectl.data.tool_calls import schema_or_call
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import prompt_log_probs
 from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter, Shown
 from slimectl.engines.server.request_keys import STREAM_OPTIONS
-from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_openai
-from slimectl.engines.server.schema import RequestBody, read
+from slimectl.engines.server.sampling_params import MOST_ANSWERS, GenerationRequest, from_openai
+from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import LONG, SERVICE, STREAMED, EventStream, Service, dumped
-from slimectl.errors import SettingsError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards.thoughts import THINK
-from slimectl.types import AllowedTokens, Prompt
+from slimectl.types import AllowedTokens, JsonGrammar, Prompt
 
 DEFAULT_COMPLETION = 16
 """Default max_tokens of a completion, as in OpenAI's API; a chat's default is the whole context."""
@@ -68,10 +71,10 @@ async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int
         texts = fields.texts("prompt", max_count=MOST_ANSWERS)
         specials = fields.flag("add_special_tokens", True)
         prompts = [await service.encoded(text, specials=specials) for text in texts]
-    if not prompts:
-        raise RequestError("prompt: is missing", field="prompt")
-    kept = [_truncated(fields, service, tokens) for tokens in prompts]
-    return kept, texts if kept == prompts else None
+    if not prompts or not all(prompts):
+        raise fields.refuse("prompt", "is missing or empty")
+    truncated = [_truncated(fields, service, tokens) for tokens in prompts]
+    return truncated, texts if truncated == prompts else None
 
 
 def _truncated(fields: RequestBody, service: Service, tokens: list[int]) -> list[int]:
@@ -102,7 +105,7 @@ async def _scores(
 def _shown(fields: RequestBody, *, log_probs: bool) -> Shown:
     """Parse what the response shows. Raises RequestError for what a stream, or only a stream, can show."""
     streamed = fields.flag("stream")
-    options = RequestBody(fields.object("stream_options"), at="stream_options.")
+    options = fields.inner("stream_options")
     if fields.raw("stream_options") and not streamed:
         raise fields.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
     options.check(STREAM_OPTIONS)
@@ -126,13 +129,13 @@ async def chat(request: web.Request) -> web.StreamResponse:
     top = fields.whole("top_logprobs", 0, high=MOST_TOP)
     if top and not shown.log_probs:
         raise fields.refuse("top_logprobs", "needs logprobs: true")
-    messages = _messages(fields)
-    tools, forced = _tools(fields)
+    messages = refuse_empty(normalized_chat(fields.objects("messages") or []))
+    tools, choice = read_tools(fields), fields.raw("tool_choice")
+    forced, tools = forced_tool(choice, tools), [] if choice == "none" else tools
     tokens = _truncated(fields, service, await _rendered(fields, service, messages, tools))
     longest = service.thread.engine.max_context
     wish = from_openai(fields, default_max=longest, interval=service.streaming.interval, top_log_probs=top)
-    if forced is not None:
-        wish = _forced(fields, service, wish, tools, forced)
+    wish = _with_calls(fields, service, wish, tools, forced)
     parser = _parser(fields, service, tokens, tools, wish)
     wish = replace(wish, keep_special=wish.keep_special or (parser is not None and parser.cut_ends))
     scores = await _scores(service, [tokens], wish, shown, is_echo_scored=False)
@@ -154,8 +157,11 @@ async def _rendered(
     )
     try:
         return await run_in_daemon_thread(call) if len(str(messages)) > LONG else call()
+    except RecordError as error:
+        raise fields.refuse("messages", str(error).removeprefix("prompt: ")) from None
     except SettingsError as error:
-        raise RequestError(str(error).replace(f"{TEMPLATE_SETTING}: ", "chat_template_kwargs.")) from None
+        name, _, reason = str(error).removeprefix(f"{TEMPLATE_SETTING}: ").partition(" ")
+        raise fields.refuse(name if name in named else f"chat_template_kwargs.{name}", reason) from None
 
 
 def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
@@ -176,31 +182,23 @@ def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
     return has_header if is_explicit or not is_assistant_last else None
 
 
-def _tools(fields: RequestBody) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the tools that the model may call, and the name of the one that it must call: "" is any, None is none."""
-    tools, choice = fields.objects("tools") or [], fields.raw("tool_choice")
-    if choice in (None, "auto", "none"):
-        return [] if choice == "none" else tools, None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else "" if choice == "required" else None
-    if not isinstance(name, str) or not tools:
-        raise fields.refuse("tool_choice", 'is "auto", "none", or with tools "required" or the name of a function')
-    return tools, name
-
-
-def _forced(
-    fields: RequestBody, service: Service, wish: GenerationRequest, tools: list[dict[str, Any]], name: str
+def _with_calls(
+    fields: RequestBody, service: Service, wish: GenerationRequest, tools: list[dict[str, Any]], forced: str | None
 ) -> GenerationRequest:
-    """Return the request with the grammar of a call of this tool, or of any for ""."""
-    notation = format_of(service.served.tokenizer.chat_template).notation
-    grammar = None if notation is None else notation.call_grammar(tools, name)
+    """Return the request with the grammar of a forced call, or of a call as an alternative to response_format."""
+    notation, schema = format_of(service.served.tokenizer.chat_template).notation, wish.params.grammar
+    if forced is None:
+        if not tools or wish.restricted_by != "response_format" or not isinstance(schema, JsonGrammar):
+            return wish
+        return replace(wish, params=replace(wish.params, grammar=schema_or_call(schema, notation, tools)))
+    grammar = None if notation is None else notation.call_grammar(tools, forced)
     if grammar is None:
-        can_force = notation is not None and notation.arguments_key
-        unforced = "cannot be forced: this model's chat template does not write calls as JSON objects"
-        raise fields.refuse("tool_choice", f"{name[:60]!a} is none of the tools" if can_force else unforced)
+        raise fields.refuse("tool_choice", "cannot be forced: the chat template does not write calls as JSON objects")
     if wish.restricted_by not in ("", "response_format"):  # which is about content, and a call has none
         raise fields.refuse("tool_choice", f"excludes {wish.restricted_by}. Restrict a response in one way.")
-    return replace(wish, params=replace(wish.params, grammar=grammar, min_tokens=0), restricted_by="tool_choice")
+    if wish.params.min_tokens:
+        raise fields.refuse("min_tokens", "excludes tool_choice, which decides where a response may end")
+    return replace(wish, params=replace(wish.params, grammar=grammar), restricted_by="tool_choice")
 
 
 def _parser(
@@ -225,17 +223,6 @@ def _parser(
     cut_ends = not wish.keep_special and bool(special & set(answer_format.marks))
     single_call = not fields.flag("parallel_tool_calls", True)
     return ChatParser(answer_format, tools, prompt_end, cut_ends, single_call=single_call)
-
-
-def _messages(fields: RequestBody) -> list[dict[str, Any]]:
-    """Return the messages as chat templates take them."""
-    try:
-        messages = normalized_chat(fields.objects("messages") or [])
-    except MessageError as error:
-        raise fields.refuse(error.field, error.reason) from None
-    if not messages:
-        raise RequestError("messages: is missing or empty", field="messages")
-    return messages
 
 
 def _form(

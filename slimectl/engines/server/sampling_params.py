@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slimectl.engines.server.request_keys import (
-    RESPONSE_FORMAT,
-    RESPONSE_SCHEMA,
-    SAMPLING_PARAMS,
-    STRUCTURED_OUTPUTS,
-)
-from slimectl.engines.server.schema import RequestBody
+from slimectl.chats.request_body import RequestBody
+from slimectl.chats.request_options import ANY_OBJECT, read_schema, schema_text, stop_strings
+from slimectl.engines.server.request_keys import SAMPLING_PARAMS, STRUCTURED_OUTPUTS
 from slimectl.types import AllowedTokens, ChoiceGrammar, Grammar, JsonGrammar, RegexGrammar, SamplingParams
 
 GREEDY_BELOW = 1e-6
 """Temperatures below count as 0, as in SGLang: logits divided by them overflow."""
-MOST_STOPS = 32
-MOST_TOP = 20
-"""Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
-LONGEST_SCHEMA = 1 << 18
 MOST_CHOICES = 4096
 MOST_BIASES = 16384
 MOST_BIAS = 1e4
@@ -69,11 +60,8 @@ def from_openai(
     fields: RequestBody, *, default_max: int, lowest_max: int = 1, interval: int = 1, top_log_probs: int = 0
 ) -> GenerationRequest:
     """Parse the parameters of a completion, with SGLang's extra fields; `lowest_max` bounds max_tokens."""
-    longest = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    if "max_tokens" in fields and fields.raw(longest) != fields.raw("max_tokens"):
-        raise fields.refuse("max_tokens", "is not equal to max_completion_tokens. Send one of the two.")
     params = SamplingParams(
-        max_tokens=fields.whole(longest, default_max, low=lowest_max),
+        max_tokens=fields.max_tokens(default_max, low=lowest_max),
         min_tokens=fields.whole("min_tokens", 0),
         seed=fields.seed("seed"),
         **_shared_params(fields),
@@ -87,10 +75,11 @@ Restrictions = dict[str, Grammar]
 
 
 def _openai_restrictions(fields: RequestBody) -> Restrictions:
-    outputs = RequestBody(fields.object("structured_outputs"), at="structured_outputs.")
+    outputs = fields.inner("structured_outputs")
     outputs.check(STRUCTURED_OUTPUTS)
-    restrictions = {
-        **_response_format(fields),
+    schema = read_schema(fields.inner("response_format"), is_nested=True)
+    restrictions: Restrictions = {
+        **({} if schema is None else {"response_format": JsonGrammar(schema)}),
         **_restrictions(fields, schema="json_schema", regex="regex"),
         **_restrictions(fields, schema="guided_json", regex="guided_regex", choice="guided_choice"),
         **{f"structured_outputs.{name}": grammar for name, grammar in _restrictions(outputs, choice="choice").items()},
@@ -108,7 +97,7 @@ def _openai_restrictions(fields: RequestBody) -> Restrictions:
 def _restrictions(fields: RequestBody, *, schema: str = "json", regex: str = "regex", choice: str = "") -> Restrictions:
     """Return what the keys of these names ask for."""
     restrictions: Restrictions = {}
-    if (text := _schema_text(fields, schema, fields.raw(schema))) is not None:
+    if (text := schema_text(fields, schema)) is not None:
         restrictions[schema] = JsonGrammar(text)
     if pattern := fields.text(regex):
         restrictions[regex] = RegexGrammar(pattern)
@@ -117,41 +106,8 @@ def _restrictions(fields: RequestBody, *, schema: str = "json", regex: str = "re
     return restrictions
 
 
-ANY_OBJECT = '{"type": "object"}'
-
-
-def _response_format(fields: RequestBody) -> Restrictions:
-    """Return the grammar of the JSON Schema that response_format asks for."""
-    form = RequestBody(fields.object("response_format"), at="response_format.")
-    kind = form.choice("type", "text", ("text", "json_object", "json_schema"))
-    form.check(RESPONSE_FORMAT)
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"response_format": JsonGrammar(ANY_OBJECT)}
-    schema = RequestBody(form.object("json_schema"), at="response_format.json_schema.")
-    schema.check(RESPONSE_SCHEMA)
-    text = _schema_text(schema, "schema", schema.raw("schema"))
-    if text is None:
-        raise schema.refuse("schema", "is missing")
-    return {"response_format": JsonGrammar(text)}
-
-
-def _schema_text(fields: RequestBody, name: str, schema: Any) -> str | None:
-    """Return a schema as JSON, which SGLang's clients send it as; None for none."""
-    if schema is None or schema == "":
-        return None
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    if len(text) > LONGEST_SCHEMA:
-        raise fields.refuse(name, f"is longer than {LONGEST_SCHEMA >> 10} KiB")
-    return fields.checked(name, text)
-
-
 def _shared_params(fields: RequestBody) -> dict[str, Any]:
     temperature = fields.number("temperature", 1.0, low=0.0, high=1e4)
-    stops = fields.texts("stop", max_count=MOST_STOPS)
-    if not all(0 < len(stop) <= 1024 for stop in stops):
-        raise fields.refuse("stop", "a stop string has 1 to 1024 characters")
     stop_tokens = fields.tokens("stop_token_ids", fields.raw("stop_token_ids") or [])
     if len(stop_tokens) > 1024:
         raise fields.refuse("stop_token_ids", "are at most 1024 token ids")
@@ -160,7 +116,7 @@ def _shared_params(fields: RequestBody) -> dict[str, Any]:
         "top_p": fields.number("top_p", 1.0, low=1e-6, high=1.0),
         "top_k": fields.whole("top_k", -1, low=-1),
         "min_p": fields.number("min_p", 0.0, low=0.0, high=1.0),
-        "stop": tuple(stops),
+        "stop": stop_strings(fields),
         "stop_token_ids": tuple(stop_tokens),
         "ignore_eos": fields.flag("ignore_eos"),
         "skip_special_tokens": fields.flag("skip_special_tokens", True),
@@ -176,7 +132,7 @@ def _logit_bias(fields: RequestBody) -> tuple[tuple[int, float], ...]:
     raw = fields.object("logit_bias")
     if len(raw) > MOST_BIASES:
         raise fields.refuse("logit_bias", f"are {len(raw)} tokens, and {MOST_BIASES} are the most")
-    biases = RequestBody(raw, at="logit_bias.")
+    biases = fields.inner("logit_bias")
     for token in raw:
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
             raise fields.refuse("logit_bias", f"{token[:60]!a} is not a token id")

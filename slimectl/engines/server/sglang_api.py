@@ -10,13 +10,15 @@ from typing import Any
 
 from aiohttp import web
 
+from slimectl.chats.request_body import RequestBody
+from slimectl.chats.request_options import MOST_TOP
 from slimectl.data.routed_experts import decoded
 from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import answer_log_probs, prompt_log_probs
 from slimectl.engines.server.requests import RunningAnswer
-from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_sglang
-from slimectl.engines.server.schema import RequestBody, read
+from slimectl.engines.server.sampling_params import MOST_ANSWERS, GenerationRequest, from_sglang
+from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import SERVICE, STREAMED, EventStream, Service, dumped
 
 
@@ -72,11 +74,11 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 def _reports_experts(fields: RequestBody, service: Service) -> bool:
-    """Parse return_routed_experts. Raises Refused for a model without experts."""
-    wanted = fields.flag("return_routed_experts")
-    if wanted and not service.thread.engine.has_experts:
+    """Parse return_routed_experts. Raises MessageError for a model without experts."""
+    is_asked = fields.flag("return_routed_experts")
+    if is_asked and not service.thread.engine.has_experts:
         raise fields.refuse("return_routed_experts", "is for mixtures of experts, and this model is none")
-    return wanted
+    return is_asked
 
 
 async def _stream_answers(
@@ -117,7 +119,7 @@ def _wishes(fields: RequestBody, count: int, interval: int) -> list[GenerationRe
     """Parse the sampling parameters of each prompt: one object for all, or one for each."""
     raw = fields.raw("sampling_params")
     if not isinstance(raw, list):
-        params = RequestBody(fields.object("sampling_params"), at="sampling_params.")
+        params = fields.inner("sampling_params")
         return [from_sglang(params, interval=interval)] * count
     objects = fields.objects("sampling_params") or []
     if len(objects) != count:

@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 from torch import Tensor
 
+from slimectl.chats.messages import MessageError
 from slimectl.data.chat import encode, encode_raw
 from slimectl.engines.embedded.weight_delta import Delta
 from slimectl.engines.server.adapters import AdapterUpdate, BaseModel, MergedAdapter
@@ -22,7 +23,7 @@ from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_th
 from slimectl.engines.server.errors import RequestError, body, line, status_of
 from slimectl.engines.server.requests import RequestTable
 from slimectl.engines.server.sampling_params import GenerationRequest
-from slimectl.errors import SlimectlError
+from slimectl.errors import SettingsError, SlimectlError
 from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
@@ -122,9 +123,18 @@ class Service:
             return answer.completion
 
     async def prepare_grammars(self, wishes: Iterable[GenerationRequest]) -> None:
-        """Compile grammars in another thread: the first one takes a while. Raises SettingsError."""
-        for grammar in {wish.params.grammar for wish in wishes if wish.params.grammar is not None}:
-            await run_in_daemon_thread(partial(self.thread.engine.grammar, grammar))
+        """Compile grammars in another thread, because the first one takes a while.
+
+        Raises MessageError with the key that asks for the grammar, or SettingsError if no key does.
+        """
+        for grammar, name in {wish.params.grammar: wish.restricted_by for wish in wishes}.items():
+            try:
+                if grammar is not None:
+                    await run_in_daemon_thread(partial(self.thread.engine.grammar, grammar))
+            except SettingsError as error:
+                if not name:
+                    raise
+                raise MessageError(name, str(error).partition(": ")[2]) from None
 
     async def encoded(self, text: str, *, specials: bool = True) -> list[int]:
         """Tokenize a prompt that is a text, as rollouts and training do, or without the tokens added before it."""

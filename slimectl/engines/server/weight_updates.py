@@ -20,12 +20,13 @@ import torch.distributed as dist
 from aiohttp import web
 from torch import Tensor
 
+from slimectl.chats.request_body import RequestBody
 from slimectl.data.hashing import tensor_checksum
 from slimectl.engines.embedded.weights import FileTensor
 from slimectl.engines.server.adapters import AdapterUpdate, announced
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, line
-from slimectl.engines.server.schema import RequestBody, read
+from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import SERVICE, Service
 from slimectl.errors import CheckpointError, MissingExtraError
 from slimectl.stdio import logger

@@ -303,6 +303,8 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         [call] = choice["message"]["tool_calls"]
         assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "turn")
         assert json.loads(call["function"]["arguments"])["to"] in side["enum"]
+    status, answer = server.ask("/v1/chat/completions", {**body, "tool_choice": "required", "min_tokens": 2})
+    assert (status, answer["error"]["param"]) == (400, "min_tokens")
     status, answer = server.ask("/v1/chat/completions", {**body, "tool_choice": {"function": {"name": "fly"}}})
     assert (status, answer["error"]["message"]) == (400, "tool_choice: 'fly' is none of the tools")
     monkeypatch.setattr(
@@ -327,7 +329,7 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         (
             "/v1/completions",
             {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"multipleOf": 2}}}},
-            "json_schema: $: 'multipleOf' is not supported",
+            "response_format: $: 'multipleOf' is not supported",
         ),
         (
             "/v1/completions",

@@ -32,9 +32,8 @@ REFUSED = {
 REFUSED_BY_RECORD = {
     "regex chat": "regex",
     "json mode": "logit_bias",
-    "structural tag": "response_format",
     "penalty": "frequency_penalty",
-    "continuous usage": "stream_options.continuous_usage_stats",
+    "continuous usage enabled=True": "stream_options.continuous_usage_stats",
     "stop string|stop end token|ignored end": "logit_bias",
     "return token ids": "return_token_ids",
 }
