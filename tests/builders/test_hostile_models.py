@@ -69,7 +69,9 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(model_type: str, model: 
 )
 def test_a_broken_tokenizer_is_a_line(text: str, model: Path):
     (model / "tokenizer.json").write_text(text)
-    assert "the tokenizer cannot be loaded" in refusal(model)
+    line = refusal(model)
+    assert "the tokenizer cannot be loaded" in line or line.startswith(f"{model}/tokenizer.json: not ")
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("value", [-5, "x", {}, [[]], True, 10**12, 2.5])
@@ -141,5 +143,7 @@ def test_a_template_that_reaches_out_or_is_broken_fails_where_a_chat_is_rendered
 
 def test_a_panic_of_the_tokenizers_library_is_a_line_and_silent(model: Path, capfd: pytest.CaptureFixture[str]):
     edit(model / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
-    assert "the tokenizer cannot be loaded" in refusal(model)
+    line = refusal(model)
+    assert "the tokenizer cannot be loaded" in line or line.startswith(f"{model}/tokenizer.json: not ")
+    assert "\n" not in line
     assert capfd.readouterr().err == ""

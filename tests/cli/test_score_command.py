@@ -207,8 +207,8 @@ def test_other_settings_or_force_begin_anew(workshop: Workshop):
     (workshop.folder / "trap").write_text("raise")
     workshop.slimectl(*command, code=2)
     assert "scored.jsonl.partial: keeping 6 samples. Run the same command again to continue." in workshop.stderr
-    workshop.slimectl(*command, "-s", "score.timeout_s=9", code=2)
-    workshop.slimectl(*command, "-s", "score.timeout_s=9", "--force", code=2)
+    workshop.slimectl(*command, "-s", "rollout.seed=9", code=2)
+    workshop.slimectl(*command, "-s", "rollout.seed=9", "--force", code=2)
     assert (workshop.folder / "graded.txt").read_text().split() == [*map(str, range(7))] * 3
 
 
