@@ -313,7 +313,7 @@ def several_templates(path: Path) -> None:
 @pytest.mark.parametrize(
     "write_template",
     [
-        lambda path: (several_templates(path), (path / "chat_template.jinja").write_text("<s>{{ messages[0].content }}")),
+        lambda path: (several_templates(path), (path / "chat_template.jinja").write_text("{{ messages[0].content }}")),
         lambda path: ((path / "chat_template.jinja").write_text(CHATML), write(path / "chat_template.json", {"a": 1})),
         several_templates,
         lambda path: write(path / "tokenizer_config.json", {"chat_template": {"default": CHATML}}),
