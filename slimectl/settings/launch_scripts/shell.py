@@ -10,7 +10,6 @@ from typing import TypeAlias
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
 from slimectl.settings.launch_scripts.shell_commands import MAX_CALLS, NOT_EXECUTED, Commands, Leave
-from slimectl.settings.launch_scripts.shell_expressions import Condition
 from slimectl.settings.launch_scripts.shell_programs import RUNNERS, filtered, inner_script
 from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution
@@ -88,12 +87,6 @@ class Script(Commands):
                 return True
             case syntax.Group(body, subshell):
                 return self._subshell(body) if subshell else self._run_all(body)
-            case syntax.Test(_, tokens):
-                argv = [item if isinstance(item, str) else self._field(item) for item in tokens]
-                return Condition(argv, self._is_set, globs=True).result()
-            case syntax.ArithmeticCommand(expression):
-                value = self._arithmetic(expression)
-                return None if value.unknown else value.text != "0"
 
     def _pipeline(self, commands: Sequence[syntax.Statement]) -> bool | None:
         if len(commands) == 1:
@@ -155,37 +148,22 @@ class Script(Commands):
         return place if isinstance(place, Place) else Place(self._name(self._files[-1]), 1)
 
     def _if(self, statement: syntax.If) -> bool | None:
-        remaining = list(statement.clauses)
-        while remaining:
-            condition, body = remaining.pop(0)
-            status = self._run_all(condition)
-            if status:
-                return self._run_all(body)
-            if status is None:
-                tail = syntax.If(statement.place, tuple(remaining), statement.otherwise)
-                self._branches([body, [tail] if remaining else statement.otherwise], statement.place)
-                return None
-        return self._run_all(statement.otherwise)
+        status = self._run_all(statement.condition)
+        if status is None:
+            self._branches([statement.body, statement.otherwise], statement.place)
+            return None
+        return self._run_all(statement.body if status else statement.otherwise)
 
     def _loop(self, loop: syntax.Loop) -> bool | None:
-        start, condition, step = loop.arithmetic or (None, None, None)
-        if start is not None:
-            self._arithmetic(start)
         while True:
             self._count(loop.place)
-            if condition is not None:
-                is_empty = not self._field(condition).text.strip()
-                value = Field("1", loop.place) if is_empty else self._arithmetic(condition)
-                status = None if value.unknown else value.text != "0"
-            else:
-                status = self._run_all(loop.condition)
+            status = self._run_all(loop.condition)
             if status is None:
                 self._branches([loop.body, []], loop.place)
                 return None
             if status == loop.negated or not self._iterate(loop.body):
                 return True
-            if step is not None:
-                self._arithmetic(step)
+            self._run_all(loop.step)
 
     def _iterate(self, body: Sequence[syntax.Statement]) -> bool:
         """Follow the body of a loop once; return whether the loop goes on."""

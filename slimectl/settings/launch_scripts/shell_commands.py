@@ -24,7 +24,7 @@ from slimectl.settings.launch_scripts.shell_programs import (
 )
 from slimectl.settings.launch_scripts.shell_values import Field, Value, joined
 from slimectl.settings.launch_scripts.shell_variables import Note, Variables, short
-from slimectl.settings.launch_scripts.shell_words import Literal, Place, Substitution, Word, read_text
+from slimectl.settings.launch_scripts.shell_words import Place, Substitution, Word, read_text
 
 MAX_CALLS = 40
 EXPRESSION = re.compile(r"\d{1,18}|[-+*/%()]")
@@ -112,7 +112,8 @@ class Commands(Variables):
         return field.with_text(field.text.rstrip("\n"))
 
     def _simple(self, command: syntax.Simple) -> bool | None:
-        fields = [field for word in command.argv for field in self._fields(word)]
+        is_test = bool(command.argv) and command.argv[0].bare == "[["  # whose words are not divided
+        fields = [field for word in command.argv for field in ([self._field(word)] if is_test else self._fields(word))]
         name = fields[0].text if fields else ""
         if not fields or name in syntax.DECLARATIONS:
             if any(field.text.startswith("-") and "A" in field.text for field in fields[1:]):
@@ -137,7 +138,7 @@ class Commands(Variables):
             "source": self._source, ".": self._source, "cd": self._change_folder, "unset": self._unset,
             "shift": self._shift, "set": self._set, "printf": self._printf, "let": self._let, "read": self._read,
             "mapfile": self._read, "readarray": self._read, "eval": self._eval, "test": self._test,
-            "[": self._test, "exec": self._exec, "command": self._exec, "builtin": self._exec,
+            "[": self._test, "[[": self._test, "exec": self._exec, "command": self._exec, "builtin": self._exec,
         }.get(name)  # fmt: skip
         if builtin is not None:
             return builtin(fields, command)
@@ -256,7 +257,7 @@ class Commands(Variables):
             output = None if document.problem else filtered([name, *texts], document.text)
             return Field("", place, NOT_EXECUTED) if output is None else document.with_text(output)
         if name == "expr" and texts and all(EXPRESSION.fullmatch(text) for text in texts):
-            return self._arithmetic(Word((Literal(" ".join(texts), quoted=True),), place))
+            return self._calculated(Field(" ".join(texts), place))
         if name == "seq" and (numbers := sequence(texts)) is not None:
             return Field("\n".join(map(str, numbers)), place)
         return Field("", place, "" if name in SILENT and name != "cat" else NOT_EXECUTED)
@@ -365,10 +366,11 @@ class Commands(Variables):
             self._variables[name] = text
         return True
 
-    def _let(self, fields: list[Field], _: syntax.Simple) -> bool:
+    def _let(self, fields: list[Field], command: syntax.Simple) -> bool | None:
+        value = Field("0", command.place)
         for field in fields[1:]:
-            self._arithmetic(Word((Literal(field.text, quoted=True),), field.place))
-        return True
+            value = self._calculated(field)
+        return None if value.unknown else value.text != "0"
 
     def _read(self, fields: list[Field], command: syntax.Simple) -> None:
         texts = [field.text for field in fields[1:]]
@@ -420,7 +422,7 @@ class Commands(Variables):
 
     def _test(self, fields: list[Field], _: syntax.Simple) -> bool | None:
         argv = fields[1:-1] if fields[0].text == "[" else fields[1:]
-        return Condition(argv, self._is_set, globs=False).result()
+        return Condition(argv, self._is_set, globs=fields[0].text == "[[").result()
 
     def _exec(self, fields: list[Field], command: syntax.Simple) -> bool | None:
         name, argv = fields[0].text, fields[1:]

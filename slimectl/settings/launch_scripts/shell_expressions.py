@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from slimectl.settings.launch_scripts.shell_values import Field, is_costly, pattern
+from slimectl.settings.launch_scripts.shell_words import Place
 
 TOKEN = re.compile(
     r"\s*(?:(0[xX][0-9a-fA-F]+|\d+#\w+|\d+)|([A-Za-z_]\w*)|"
@@ -171,22 +172,19 @@ TEXTUAL: dict[str, Callable[[str, str], bool]] = {
 class Condition:
     """Evaluates the words of a condition; None is an answer that depends on the machine."""
 
-    def __init__(self, tokens: Sequence[Field | str], is_set: Callable[[str], bool], *, globs: bool) -> None:
-        self._tokens, self._is_set, self._globs, self._next = tokens, is_set, globs, 0
+    def __init__(self, words: Sequence[Field], is_set: Callable[[str], bool], *, globs: bool) -> None:
+        self._words, self._is_set, self._globs, self._next = words, is_set, globs, 0
 
     def result(self) -> bool | None:
-        return self._either() if self._tokens else False
+        return self._either() if self._words else False
 
-    def _text(self, ahead: int = 0) -> str | None:
-        """The text of the word or sign at a distance; None past the end."""
+    def _word(self, ahead: int = 0) -> Field:
+        """The word at a distance; an empty one past the end."""
         position = self._next + ahead
-        if position >= len(self._tokens):
-            return None
-        token = self._tokens[position]
-        return token if isinstance(token, str) else token.text
+        return self._words[position] if position < len(self._words) else Field("", Place("", 0))
 
     def _take(self, *texts: str) -> bool:
-        if self._text() in texts:
+        if self._word().text in texts:
             self._next += 1
             return True
         return False
@@ -206,48 +204,41 @@ class Condition:
         return value
 
     def _one(self) -> bool | None:
-        if self._text() == "!" and self._text(1) is not None:
-            self._next += 1
+        first, count = self._word(), len(self._words) - self._next
+        sign = self._word(1).text
+        if count > 1 and self._take("!"):
             value = self._one()
             return None if value is None else not value
-        if self._text() == "(" and self._text(1) is not None:
-            self._next += 1
+        if count > 1 and self._take("("):
             value = self._either()
             self._take(")")
             return value
-        sign = self._text(1)
-        if sign in NUMERIC or sign in TEXTUAL or sign == "=~":
-            return self._comparison(sign)
-        first = self._text() or ""
-        if first.startswith("-") and len(first) == 2 and sign is not None and sign not in ("&&", "||"):
-            return self._unary(first)
-        word = self._tokens[self._next] if self._next < len(self._tokens) else ""
+        if count > 1 and (sign in NUMERIC or sign in TEXTUAL or sign == "=~"):
+            self._next += 3
+            return self._comparison(first, sign, self._word(-1))
+        if count > 1 and re.fullmatch("-.", first.text) and sign not in ("&&", "||"):
+            self._next += 2
+            return self._unary(first.text, self._word(-1))
         self._next += 1
-        return None if isinstance(word, Field) and word.unknown else bool(first)
+        return None if first.unknown else bool(first.text)
 
-    def _unary(self, sign: str) -> bool | None:
-        word = self._tokens[self._next + 1]
-        self._next += 2
-        if sign == "-v" and isinstance(word, Field):
+    def _unary(self, sign: str, word: Field) -> bool | None:
+        if sign == "-v":
             return self._is_set(word.text)
-        if sign not in ("-z", "-n") or (isinstance(word, Field) and word.unknown):
+        if sign not in ("-z", "-n") or word.unknown:
             return None  # a question about a file or a terminal
-        text = word if isinstance(word, str) else word.text
-        return bool(text) == (sign == "-n")
+        return bool(word.text) == (sign == "-n")
 
-    def _comparison(self, sign: str) -> bool | None:
-        first_word, second_word = self._tokens[self._next], self._tokens[min(self._next + 2, len(self._tokens) - 1)]
-        self._next += 3
-        if sign == "=~" or any(isinstance(word, Field) and word.unknown for word in (first_word, second_word)):
+    def _comparison(self, first: Field, sign: str, second: Field) -> bool | None:
+        if sign == "=~" or first.unknown or second.unknown:
             return None
-        texts = [word if isinstance(word, str) else word.text for word in (first_word, second_word)]
         if sign in NUMERIC:
             try:
-                return NUMERIC[sign](int(texts[0]), int(texts[1]))
+                return NUMERIC[sign](int(first.text), int(second.text))
             except ValueError:
                 return None
         if self._globs and sign in ("=", "==", "!="):
-            if is_costly(*texts):
+            if is_costly(first.text, second.text):
                 return None
-            return (pattern(texts[1]).fullmatch(texts[0]) is not None) != (sign == "!=")
-        return TEXTUAL[sign](*texts)
+            return (pattern(second.text).fullmatch(first.text) is not None) != (sign == "!=")
+        return TEXTUAL[sign](first.text, second.text)

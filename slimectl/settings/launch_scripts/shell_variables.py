@@ -127,14 +127,15 @@ class Variables(ABC):
         except ValueError:
             raise ValueError(f"has {name}, which is {short(text)!r} and no integer") from None
 
-    def _arithmetic(self, expression: Word) -> Field:
-        text = self._field(expression)
-        if text.unknown:
-            return Field(f"$(({text.text}))", expression.place, text.unknown)
+    def _calculated(self, expression: Field) -> Field:
+        """The value of an arithmetic expression."""
+        text, place, problem = expression.text, expression.place, expression.unknown
         try:
-            return Field(str(self._evaluate(text.text, expression.place)), expression.place)
+            if not problem:
+                return Field(str(self._evaluate(text, place)), place)
         except ValueError as error:
-            return Field(f"$(({text.text}))", expression.place, f"$(({short(text.text)})) {error}")
+            problem = f"$(({short(text)})) {error}"
+        return Field(f"$(({text}))", place, problem)
 
     def _value(self, name: str) -> Value | None:
         """The value of a variable, of the script or else of the environment."""
@@ -239,7 +240,7 @@ class Variables(ABC):
             case Parameter():
                 return self._parameter(part, place)
             case Arithmetic(expression):
-                return [self._arithmetic(expression)]
+                return [self._calculated(self._field(expression))]
             case Substitution():
                 return [self._captured(part, place)]
         raise AssertionError(part)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import stat
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from slimectl.errors import SettingsError
 
@@ -109,28 +109,27 @@ class Word:
         return None
 
 
-class Reader:
+class Reader(ABC):
     """A position in the text of a script, and the words from there on."""
 
-    def __init__(
-        self,
-        text: str,
-        file: str,
-        parse_commands: Callable[[Reader, str], tuple[Any, ...]],
-        *,
-        first_line: int = 1,
-        depth: int = 0,
-    ) -> None:
-        self._parse_commands = parse_commands
+    def __init__(self, text: str, file: str, *, first_line: int = 1, depth: int = 0) -> None:
         self.text, self.file, self.position, self.depth = text, file, 0, depth
         self._first_line = first_line
         self.documents: list[tuple[Any, str, bool, bool]] = []
         """Here-documents that the present line has opened: command, delimiter, whether quoted, whether tabs go."""
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
-    def inside(self, text: str, first_line: int) -> Reader:
+    @abstractmethod
+    def commands(self, *ends: str) -> tuple[Any, ...]:
+        """Parse commands up to `)`, `;;` or a reserved word of `ends`."""
+
+    def inside(self, text: str, first_line: int) -> Self:
         """A reader of a text that stands in this one, from a line on."""
-        return Reader(text, self.file, self._parse_commands, first_line=first_line, depth=self.depth)
+        return type(self)(text, self.file, first_line=first_line, depth=self.depth)
+
+    def expanded(self, text: str, place: Place) -> Word:
+        """A text as a word in which only expansions are replaced, such as a here-document."""
+        return Word(tuple(self.inside(text, place.line).quoted_text("")), place)
 
     @property
     def place(self) -> Place:
@@ -211,8 +210,8 @@ class Reader:
 
     def quoted_text(self, end: str) -> list[Part]:
         """Read the inside of double quotes, or with an empty `end` a here-document to the end of the text."""
-        start, parts, text = self.place, [Literal("", quoted=True)], ""
-        collected: list[Part] = [*parts]
+        start, text = self.place, ""
+        collected: list[Part] = [Literal("", quoted=True)]
         while not (end and self.at(end)):
             if self.is_at_end:
                 if not end:
@@ -241,9 +240,7 @@ class Reader:
             if self.take("`"):
                 return self._backquoted(quoted=quoted)
             if self.take("$(("):
-                expression = self.arithmetic_text()
-                inner = self.inside(expression, self.place.line)
-                return Arithmetic(Word(tuple(inner.quoted_text("")), self.place), quoted)
+                return Arithmetic(self.expanded(self.arithmetic_text(), self.place), quoted)
             if self.take("$("):
                 return self.substitution(quoted=quoted)
             if self.take("${"):
@@ -267,7 +264,7 @@ class Reader:
 
     def substitution(self, *, quoted: bool) -> Substitution:
         start = self.position
-        body = self._parse_commands(self, ")")
+        body = self.commands()
         source = self.text[start : self.position]
         if not self.take(")"):
             self.position = start
@@ -281,7 +278,7 @@ class Reader:
             raise self.error("this ` is never closed; close it")
         self.position = match.end()
         source = re.sub(r"\\([`\\$])", r"\1", match[1])
-        return Substitution(f"$({source})", self._parse_commands(self.inside(source, line), ""), quoted)
+        return Substitution(f"$({source})", self.inside(source, line).commands(), quoted)
 
     def _braced_parameter(self, *, quoted: bool) -> Parameter:
         """Read behind `${`."""
