@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_commands import MAX_CALLS, NOT_EXECUTED, Commands, Leave
-from slimectl.settings.launch_scripts.shell_programs import RUNNERS, filtered, inner_script
+from slimectl.settings.launch_scripts.shell_commands import MAX_CALLS, Commands, Leave
+from slimectl.settings.launch_scripts.shell_programs import RUNNERS, inner_script, output
 from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution
 
@@ -102,14 +102,12 @@ class Script(Commands):
 
     def _filtered(self, commands: Sequence[syntax.Statement]) -> Field:
         """The output of a pipe: known where its first command's is, and the others change text alone."""
-        output = self._captured(Substitution("", (commands[0],), quoted=True), Place("", 0))
+        text = self._captured(Substitution("", (commands[0],), quoted=True), Place("", 0))
         for command in commands[1:]:
             argv = [field for word in getattr(command, "argv", ()) for field in self._fields(word)]
-            text = None
-            if isinstance(command, syntax.Simple) and not any(field.problem for field in (output, *argv)):
-                text = filtered([field.text for field in argv], output.text)
-            output = Field("", Place("", 0), NOT_EXECUTED) if text is None else output.with_text(text)
-        return output
+            name = argv[0].text if argv else ""
+            text = output(name, argv[1:], text, Place("", 0))
+        return text
 
     def _branches(self, bodies: Sequence[Sequence[syntax.Statement]], place: Place) -> None:
         """Follow every branch of which one is taken, and keep of each variable what they agree in."""

@@ -14,27 +14,20 @@ from slimectl.settings.launch_scripts import shell_syntax as syntax
 from slimectl.settings.launch_scripts.shell_expressions import Condition
 from slimectl.settings.launch_scripts.shell_programs import (
     ENDS_IN_BLANK,
+    NOT_EXECUTED,
     RUNNERS,
-    filtered,
+    SILENT,
     formatted,
     inner_script,
     interruption,
+    output,
     script_file,
-    sequence,
 )
 from slimectl.settings.launch_scripts.shell_values import Field, Value, joined
 from slimectl.settings.launch_scripts.shell_variables import Note, Variables, short
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution, Word, read_text
 
 MAX_CALLS = 40
-EXPRESSION = re.compile(r"\d{1,18}|[-+*/%()]")
-"""A word of `expr` in arithmetic with whole numbers."""
-SILENT = (
-    "set", "shopt", "trap", "ulimit", "umask", "wait", "sleep", "echo", "printf", "true", ":", "pwd", "dirname",
-    "basename", "realpath", "readlink", "cat",
-)  # fmt: skip
-"""Commands that always succeed, and are part of no training command."""
-NOT_EXECUTED = "it is the output of a command"
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ class Commands(Variables):
             return name == "true"
         if self._outputs:
             self._output(self._result(name, fields, command))
-        if name in SILENT:
+        if name in (*SILENT, "cat"):
             return True
         return self._external(fields, command)
 
@@ -233,34 +226,13 @@ class Commands(Variables):
             self._outputs[-1].append(field)
 
     def _result(self, name: str, fields: list[Field], command: syntax.Simple) -> Field:
-        """The output of a command that follows from its words alone."""
-        place = command.place
-        argv = [field for field in fields[1:] if field.text != "--"]
-        options = [field for field in argv if field.text.startswith("-")]
-        last = argv[-1] if argv else Field("", place)
-        if name == "echo":
-            return joined([field for field in argv if field not in options], place, " ")
+        """The output of a command that follows from its words and its stdin alone."""
+        place, argv = command.place, fields[1:]
         if name == "pwd":
             return Field(str(self._folder), place)
-        if name == "dirname" and argv:
-            return last.with_text(os.path.dirname(last.text) or ".")
-        if name == "basename" and argv and not options:
-            text = os.path.basename(argv[0].text.rstrip("/"))
-            return argv[0].with_text(text.removesuffix(last.text) if len(argv) > 1 else text)
         if name in ("realpath", "readlink") and argv:
-            return last.with_text(os.path.normpath(self._folder / last.text))
-        if name == "cat" and command.stdin and not argv:
-            return self._field(command.stdin[-1])
-        texts = [field.text for field in fields[1:]]
-        if command.stdin and not any(field.problem for field in fields):
-            document = self._field(command.stdin[-1])
-            output = None if document.problem else filtered([name, *texts], document.text)
-            return Field("", place, NOT_EXECUTED) if output is None else document.with_text(output)
-        if name == "expr" and texts and all(EXPRESSION.fullmatch(text) for text in texts):
-            return self._calculated(Field(" ".join(texts), place))
-        if name == "seq" and (numbers := sequence(texts)) is not None:
-            return Field("\n".join(map(str, numbers)), place)
-        return Field("", place, "" if name in SILENT and name != "cat" else NOT_EXECUTED)
+            return argv[-1].with_text(os.path.normpath(self._folder / argv[-1].text))
+        return output(name, argv, self._field(command.stdin[-1]) if command.stdin else None, place)
 
     def _call(self, name: str, fields: list[Field]) -> bool | None:
         if self._calls >= MAX_CALLS:

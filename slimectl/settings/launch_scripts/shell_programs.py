@@ -1,4 +1,4 @@
-"""Programs in scripts: those that only change text, such as tr, sed and awk, and those that start another script."""
+"""Programs in scripts: those that only write or change text, and those that start another script."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from slimectl.settings.launch_scripts.shell_expressions import Evaluation
 from slimectl.settings.launch_scripts.shell_values import Field, checked, joined
 from slimectl.settings.launch_scripts.shell_words import Place
 
@@ -18,20 +19,31 @@ SUBSTITUTION = re.compile(r"s([/|,#:@])((?:(?!\1).)*)\1((?:(?!\1).)*)\1(g?)\Z")
 PLAIN = re.compile(r"\^?(?:[\w\s.=:,/@%_-]|\.\*|\\[./])*\$?\Z")
 """Expressions of sed that mean the same in Python."""
 AWK = re.compile(r"\s*\{\s*print\s+(?:\$(\d+|NF)|(NF))\s*;?\s*\}\s*\Z")
+EXPRESSION = re.compile(r"\d{1,18}|[-+*/%()]")
+"""A word of `expr` in arithmetic with whole numbers."""
 MAX_LINES = 10_000
-MAX_NUMBERS = 10_000
-"""Numbers that `seq` prints at most."""
+"""Lines that a program reads or writes at most."""
+SILENT = (
+    "set", "shopt", "trap", "ulimit", "umask", "wait", "sleep", "echo", "printf", "true", ":", "pwd", "dirname",
+    "basename", "realpath", "readlink",
+)  # fmt: skip
+"""Commands that always succeed, and are part of no training command."""
+NOT_EXECUTED = "it is the output of a command"
 
 
-def filtered(argv: Sequence[str], text: str) -> str | None:
-    """The output of a command for a text on its stdin; None for commands and options that are not known here."""
-    filters: dict[str, Callable[[Sequence[str], str], str | None]] = {
-        "tr": _tr, "cut": _cut, "sed": _sed, "awk": _awk, "head": partial(_ends, last=False),
-        "tail": partial(_ends, last=True), "wc": _wc, "xargs": _xargs,
-        "cat": lambda argv, text: None if argv else text,
-    }  # fmt: skip
-    command = filters.get(argv[0]) if argv else None
-    return None if command is None or text.count("\n") > MAX_LINES else command(argv[1:], text)
+def output(name: str, argv: Sequence[Field], stdin: Field | None, place: Place) -> Field:
+    """The output of a command: known where its words and its stdin are, and it changes only text."""
+    program = (WRITERS if stdin is None else FILTERS).get(name)
+    arguments = [field for field in argv if field.text != "--"]
+    full = joined([*arguments, stdin] if stdin else arguments, place, " ")
+    if program is None:
+        return Field("", place, "" if name in SILENT else NOT_EXECUTED)
+    if full.unknown:
+        return full
+    text = None
+    if full.text.count("\n") <= MAX_LINES:
+        text = program([field.text for field in arguments], stdin.text if stdin else "")
+    return Field("", place, NOT_EXECUTED) if text is None else full.with_text(text)
 
 
 def _characters(text: str) -> str:
@@ -138,19 +150,46 @@ def _xargs(argv: Sequence[str], text: str) -> str | None:
     return None if argv else " ".join(text.split())
 
 
-def sequence(argv: list[str]) -> range | None:
-    """The numbers of `seq LAST`, `seq FIRST LAST` or `seq FIRST STEP LAST`; None for others and for very many.
-
-    >>> list(sequence(["16", "8", "32"]))
-    [16, 24, 32]
+def _seq(argv: Sequence[str], _: str) -> str | None:
+    """
+    >>> _seq(["16", "8", "32"], "").split(), _seq(["3"], "").split()
+    (['16', '24', '32'], ['1', '2', '3'])
     """
     if not 1 <= len(argv) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", text) for text in argv):
         return None
-    first, *steps, last = [1, *map(int, argv)] if len(argv) == 1 else [int(text) for text in argv]
+    first, *steps, last = map(int, argv if len(argv) > 1 else ["1", *argv])
     step = steps[0] if steps else 1
-    if step == 0 or abs(last - first) // abs(step) > MAX_NUMBERS:
+    if step == 0 or abs(last - first) // abs(step) > MAX_LINES:
         return None
-    return range(first, last + (1 if step > 0 else -1), step)
+    return "\n".join(map(str, range(first, last + (1 if step > 0 else -1), step)))
+
+
+def _basename(argv: Sequence[str], _: str) -> str | None:
+    if not argv or argv[0].startswith("-"):
+        return None
+    return os.path.basename(argv[0].rstrip("/")).removesuffix("".join(argv[1:]))
+
+
+def _expr(argv: Sequence[str], _: str) -> str | None:
+    if not all(EXPRESSION.fullmatch(text) for text in argv):
+        return None
+    try:
+        return str(Evaluation(" ".join(argv), int, lambda name, value: None).result())
+    except ValueError:
+        return None
+
+
+WRITERS: dict[str, Callable[[Sequence[str], str], str | None]] = {
+    "echo": lambda argv, _: " ".join(text for text in argv if not text.startswith("-")),
+    "dirname": lambda argv, _: (os.path.dirname(argv[-1]) or ".") if argv else None,
+    "basename": _basename, "expr": _expr, "seq": _seq,
+}  # fmt: skip
+"""Programs whose output follows from their words; None for words that are not understood."""
+FILTERS: dict[str, Callable[[Sequence[str], str], str | None]] = {
+    **WRITERS, "tr": _tr, "cut": _cut, "sed": _sed, "awk": _awk, "head": partial(_ends, last=False),
+    "tail": partial(_ends, last=True), "wc": _wc, "xargs": _xargs, "cat": lambda argv, text: None if argv else text,
+}  # fmt: skip
+"""Programs whose output follows from their words and their stdin."""
 
 
 def formatted(argv: list[Field], place: Place) -> Field:
