@@ -50,6 +50,11 @@ def namesakes(
     ]
 
 
+def renamed(pairs: str, *, flag: str = "") -> list[Row]:
+    """Return the rows of flags that have another name here, as NAME=KEY; `flag` is what precedes each name."""
+    return [Row(f"{flag}{name}", key) for name, key in (pair.split("=") for pair in pairs.split())]
+
+
 def omit_unlisted(conversion: Conversion, flag: Flag) -> None:
     """List a flag that has no row."""
     reason = f"is not in the table of {conversion.dialect.title}. Search for a setting with `slimectl settings explain`"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Row, namesakes, typed
+from slimectl.settings.launch_scripts.conversion import Row, namesakes, renamed, typed
 from slimectl.settings.launch_scripts.values import (
     Always,
     choice,
@@ -21,7 +21,7 @@ KERNELS = "kernels are chosen by the trainer; packs have no padding"
 OVERLONG = 'write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'
 
 CLUSTER = (
-    Row("actor_num_nodes", "cluster.actor_num_nodes"),
+    *renamed("actor_num_nodes=cluster.actor_num_nodes vllm_tensor_parallel_size=cluster.rollout_num_gpus_per_engine"),
     Row("actor_num_gpus_per_node", "cluster.actor_num_gpus_per_node", default=8),
     Row("nproc_per_node num_gpus", "cluster.actor_num_gpus_per_node", "of `torchrun` or `deepspeed`", integer),
     Row("ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node critic_num_nodes "
@@ -29,7 +29,6 @@ CLUSTER = (
         text=PLACES),
     Row("colocate_all_models", "cluster.colocate", convert=on),
     Row("vllm_num_engines", "cluster.rollout_num_gpus", "times vllm_tensor_parallel_size", positive),
-    Row("vllm_tensor_parallel_size", "cluster.rollout_num_gpus_per_engine"),
     Row("vllm_gpu_memory_utilization", "vllm.args.gpu_memory_utilization", convert=typed, default=0.95),
     *namesakes("vllm.args", "enforce_eager enable_prefix_caching", typed),
     Row("vllm_sync_backend", "sync.transport", "nccl is distributed", choice(nccl="auto", gloo="auto")),
@@ -40,9 +39,8 @@ CLUSTER = (
     Row("partial_rollout", "rollout.partial_rollout", convert=on),
 )  # fmt: skip
 MODEL = (
-    Row("pretrain", "model.path"),
+    *renamed("pretrain=model.path critic_pretrain=algorithm.critic_load lora_alpha=train.lora_alpha"),
     Row("reward_pretrain", "score.rm_options.path", "also score.rm_type = reward_model"),
-    Row("critic_pretrain", "algorithm.critic_load"),
     Row(
         "remote_rm_url",
         "score.rm_url",
@@ -53,7 +51,6 @@ MODEL = (
     Row("bf16", "train.dtype", convert=Always("bfloat16")),
     Row("param_dtype", "train.dtype", convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),
     Row("lora_rank", "train.lora_rank", "0 is none", positive),
-    Row("lora_alpha", "train.lora_alpha"),
     Row("target_modules", "train.lora_targets", convert=layers),
     Row("load_model", text="weights are those of model.path, a Hugging Face directory; save a .pt file as one first"),
     Row("lora_dropout load_in_4bit", text="adapters have no dropout, and weights are not quantized"),
@@ -86,19 +83,17 @@ DATA = (
     Row("apply_chat_template", "rollout.apply_chat_template", convert=on),
     Row("input_template", text="put the template into the prompts, or set rollout.apply_chat_template"),
     Row("prompt_split eval_split max_samples", text="take a part of a file by path@[a:b] in rollout.data"),
-    Row("eval_dataset", "eval.data.eval"),
+    *renamed("eval_dataset=eval.data.eval max_len=rollout.max_context_len "
+             "micro_train_batch_size=train.micro_batch_size train_max_tokens_per_gpu=train.max_tokens_per_gpu"),
     Row("eval_temperature", "eval.temperature", default=0.6),
     Row("eval_n_samples_per_prompt", "eval.n_samples_per_prompt", default=4),
     Row("prompt_max_len", "rollout.max_prompt_len", default=1024),
     Row("generate_max_len", "rollout.max_response_len", default=1024),
-    Row("max_len", "rollout.max_context_len"),
     Row("n_samples_per_prompt", "rollout.n_samples_per_prompt", default=1),
     Row("rollout_batch_size", "run.rollout_batch_size", default=1024),
     Row("train_batch_size", "train.global_batch_size", default=128),
-    Row("micro_train_batch_size", "train.micro_batch_size"),
     Row("micro_rollout_batch_size", text="passes are filled up to train.max_tokens_per_gpu"),
     Row("use_dynamic_batch", "train.use_dynamic_batch_size", convert=on),
-    Row("train_max_tokens_per_gpu", "train.max_tokens_per_gpu"),
     Row("rollout_max_tokens_per_gpu", text="set train.max_tokens_per_gpu"),
     Row("dynamic_filtering", "rollout.dynamic_sampling_filter_path", "rewards that differ",
         Always("slimectl.stages.filters:nonzero_std")),
@@ -112,7 +107,8 @@ ALGORITHM = (
     Row("policy_loss_type", "algorithm.name", "gspo", choice("gspo", ppo="grpo")),
     Row("eps_clip", "algorithm.eps_clip", default=0.2),
     Row("eps_clip_low_high", "algorithm.eps_clip", "two numbers, the second is algorithm.eps_clip_high"),
-    Row("dual_clip", "algorithm.eps_clip_c"),
+    *renamed("dual_clip=algorithm.eps_clip_c entropy_loss_coef=algorithm.entropy_coef "
+             "ref_model_name_or_path=algorithm.ref_load"),
     Row("value_clip", "algorithm.value_clip", default=0.5),
     Row("lambd", "algorithm.lambd", default=1.0),
     *namesakes("algorithm", "gamma beta label_smoothing"),
@@ -121,7 +117,6 @@ ALGORITHM = (
     Row("kl_estimator", "algorithm.kl_loss_type", "with use_kl_loss", choice("k1 k2 k3"), default="k1"),
     Row("algo.kl.unbiased_gradient", "algorithm.use_unbiased_kl", convert=on),
     Row("kl_target kl_horizon", text="the coefficient is constant"),
-    Row("entropy_loss_coef", "algorithm.entropy_coef"),
     Row("aux_loss_coef", text="with train.backend = megatron it is megatron.args.moe_aux_loss_coeff"),
     Row("no_advantage_std_norm", "algorithm.grpo_std_normalization", "the opposite", lambda flag: not on(flag)),
     Row("normalize_reward", text="advantages are normalised, rewards are not"),
@@ -140,7 +135,6 @@ ALGORITHM = (
     Row("loss", text="sigmoid and logexp are the same loss, which is that of reward_model"),
     Row("margin_loss", text="the loss of reward_model has no margin"),
     Row("compute_fp32_loss", text="losses are always computed in float32"),
-    Row("ref_model_name_or_path", "algorithm.ref_load"),
     Row("teacher.model_name_or_path", "algorithm.opd_teacher_load", "with train_opd"),
     Row("opd.NAME", text="the divergence from the teacher is each token's own: algorithm.opd_kl_coef"),
     Row("algo.NAME", text="the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"),
@@ -153,9 +147,7 @@ TRAINING = (
         default="cosine"),
     Row("lr_warmup_ratio", "train.lr_warmup_fraction", convert=share, default=0.03),
     Row("actor.min_lr_ratio", "train.min_lr", "times the learning rate"),
-    Row("actor.adam.eps", "train.adam_eps"),
-    Row("max_norm", "train.clip_grad"),
-    Row("l2", "train.weight_decay"),
+    *renamed("actor.adam.eps=train.adam_eps max_norm=train.clip_grad l2=train.weight_decay"),
     Row("adam_betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
     Row("seed", "run.seed", default=42),
     Row("full_determinism", "train.deterministic", convert=on),
@@ -170,9 +162,8 @@ RUNNING = (
     Row("eval_steps", "eval.interval", "negative is none", positive),
     Row("logging_steps ckpt.best_metric_key", text="every step is reported, and checkpoints are those of rounds"),
     Row("use_wandb", "track.with", "a key is not copied: track.api_key", Always(["stdout", "wandb"]), secret=True),
-    Row("wandb_org", "track.entity"),
+    *renamed("wandb_org=track.entity wandb_run_name=run.name"),
     *namesakes("track", "group project", flag="wandb_"),
-    Row("wandb_run_name", "run.name"),
     Row("use_tensorboard", "track.kwargs.tensorboard.log_dir", "also track.with = tensorboard"),
 )  # fmt: skip
 GROUPS = {

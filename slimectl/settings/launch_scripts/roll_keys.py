@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from slimectl.settings.launch_scripts.conversion import Row, namesakes
+from slimectl.settings.launch_scripts.conversion import Row, namesakes, renamed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.values import (
     NOT_TRUNCATED,
@@ -32,17 +32,15 @@ KERNELS = "kernels are chosen by the trainer; packs have no padding"
 LOSS = "the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"
 
 RUNNING = (
-    Row("exp_name", "run.name"),
+    *renamed("exp_name=run.name output_dir=run.dir num_gpus_per_node=cluster.num_gpus_per_node "
+             "num_nodes=cluster.actor_num_nodes"),
     Row("seed", "run.seed", default=42),
-    Row("output_dir", "run.dir"),
     Row("max_steps", "run.num_rollout", convert=positive, default=500),
     Row("save_steps", "run.save_interval", convert=positive, default=50),
     Row("eval_steps", "eval.interval", convert=positive, default=10),
     Row("max_ckpt_to_keep", "run.keep_checkpoints", "0 is all", lambda flag: integer(flag) or None),
     Row("track_with", "track.with", "tensorboard there without it, only stdout here", trackers),
     Row("trackio_max_traces_per_step", text="traces are not sent; track.samples sends samples of evaluations"),
-    Row("num_gpus_per_node", "cluster.num_gpus_per_node"),
-    Row("num_nodes", "cluster.actor_num_nodes"),
     Row("model_update_buffer_size_mb", "sync.update_weight_buffer_size", "in MiB here, too", integer, default=1024),
     Row("defaults", text="the files lie elsewhere: allow their folder by --root DIR"),
     Row("logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
@@ -53,11 +51,11 @@ ROLLOUT = (
     Row("rollout_batch_size", "run.rollout_batch_size", "with environments episodes, by group_size", default=128),
     Row("prompt_length", "rollout.max_prompt_len", default=1024),
     Row("response_length", "rollout.max_response_len", "sequence_length less prompt_length without it"),
-    Row("sequence_length", "rollout.max_context_len"),
+    *renamed("sequence_length=rollout.max_context_len train_batch_size=train.global_batch_size "
+             "prompt_key=rollout.input_key response_key=rollout.label_key "
+             "validation.generating_args.num_return_sequences=eval.n_samples_per_prompt "
+             "validation.generating_args.max_new_tokens=eval.max_response_len"),
     Row("num_return_sequences_in_group", "rollout.n_samples_per_prompt", default=1),
-    Row("train_batch_size", "train.global_batch_size"),
-    Row("prompt_key", "rollout.input_key"),
-    Row("response_key", "rollout.label_key"),
     Row("system_key query_key", text="put the text of the column into messages (docs/records.md)"),
     Row("chosen_key rejected_key", text="rows of preferences have prompt, chosen and rejected (docs/records.md)"),
     Row("global_template validation.data_args.NAME", text="the chat template is the model's"),
@@ -105,8 +103,6 @@ ROLLOUT = (
     Row("validation.generating_args.top_p", "eval.top_p", default=0.7),
     Row("validation.generating_args.top_k", "eval.top_k", default=50),
     Row("validation.generating_args.temperature", "eval.temperature", default=0.95),
-    Row("validation.generating_args.num_return_sequences", "eval.n_samples_per_prompt"),
-    Row("validation.generating_args.max_new_tokens", "eval.max_response_len"),
     Row("validation.data_args.template validation.generating_args.num_beams", text="responses are sampled"),
 )  # fmt: skip
 ALGORITHM = (
@@ -125,8 +121,8 @@ ALGORITHM = (
     Row("whiten_advantages", "algorithm.normalize_advantages", convert=on),
     Row("use_kl_loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on"),
     Row("add_token_level_kl", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
-    Row("init_kl_coef", "algorithm.kl_coef"),
-    Row("entropy_loss_coef", "algorithm.entropy_coef"),
+    *renamed("init_kl_coef=algorithm.kl_coef entropy_loss_coef=algorithm.entropy_coef "
+             "critic_warmup=algorithm.num_critic_only_steps"),
     Row("reward_clip advantage_clip reward_norm reward_shift reward_scale whiten_rewards norm_mean_type "
         "norm_std_type kl_penalty target_kl kl_horizon difficulty_mask difficulty_low_threshold "
         "difficulty_high_threshold error_max_len_clip difficulty_loss_weight length_loss_weight "
@@ -144,19 +140,19 @@ ALGORITHM = (
         "rlvr_option.NAME", text=LOSS),
     Row("enable_reference", text="there is a reference where a coefficient of divergence is above 0"),
     Row("ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
-    Row("critic_warmup", "algorithm.num_critic_only_steps"),
 )  # fmt: skip
 TRAINING = (
     Row(f"{TRAIN}training_args.learning_rate", "train.lr", default=5e-5),
     *namesakes("train", "weight_decay adam_beta1", flag=f"{TRAIN}training_args."),
-    Row(f"{TRAIN}training_args.warmup_steps", "train.lr_warmup_iters"),
+    *renamed("training_args.warmup_steps=train.lr_warmup_iters model_update_frequency=sync.update_weights_interval "
+             "model_args.lora_alpha=train.lora_alpha max_tokens_per_microbatch_in_train=train.max_tokens_per_gpu "
+             "data_args.prompt=rollout.input_key data_args.messages=rollout.input_key", flag=TRAIN),
     Row(f"{TRAIN}training_args.lr_scheduler_type", "train.lr_decay_style",
         convert=choice("constant linear cosine", constant_with_warmup="constant"), default="linear"),
     Row(f"{TRAIN}training_args.max_grad_norm max_grad_norm", "train.clip_grad"),
     Row(f"{TRAIN}training_args.adam_beta2", "train.adam_beta2", default=0.999),
     Row(f"{TRAIN}training_args.per_device_train_batch_size", "train.global_batch_size", "times accumulation and ranks"),
     Row(f"{TRAIN}training_args.gradient_accumulation_steps", "train.global_batch_size", "as above"),
-    Row(f"{TRAIN}model_update_frequency", "sync.update_weights_interval"),
     Row(f"{TRAIN}training_args.bf16", text="train.dtype is bfloat16 without actor_train.model_args.dtype"),
     Row(f"{TRAIN}training_args.warmup_ratio", "train.lr_warmup_fraction", convert=share),
     Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.max_steps", text="max_steps is run.num_rollout"),
@@ -165,7 +161,6 @@ TRAINING = (
     Row(f"{TRAIN}model_args.disable_gradient_checkpointing", "train.gradient_checkpointing", "the opposite", off,
         default=True),
     Row(f"{TRAIN}model_args.lora_rank", "train.lora_rank", convert=positive),
-    Row(f"{TRAIN}model_args.lora_alpha", "train.lora_alpha"),
     Row(f"{TRAIN}model_args.lora_target", "train.lora_targets", convert=layers),
     Row(f"{TRAIN}model_args.freeze_module_prefix", "train.freeze_vision_tower", "vision_model is true",
         choice(vision_model=True)),
@@ -177,12 +172,9 @@ TRAINING = (
         f"{TRAIN}model_args.ulysses_size {TRAIN}use_sequence_packing {TRAIN}name {TRAIN}model_args.moe_aux_loss_coef",
         text=KERNELS),
     Row(f"{TRAIN}use_dynamic_batching_in_train", "train.use_dynamic_batch_size", convert=on),
-    Row(f"{TRAIN}max_tokens_per_microbatch_in_train", "train.max_tokens_per_gpu"),
     Row(f"{TRAIN}use_dynamic_batching_in_infer {TRAIN}max_tokens_per_microbatch_in_infer",
         text="set train.max_tokens_per_gpu"),
     Row(f"{TRAIN}data_args.file_name", "rollout.data", convert=texts),
-    Row(f"{TRAIN}data_args.prompt", "rollout.input_key"),
-    Row(f"{TRAIN}data_args.messages", "rollout.input_key"),
     Row(f"{TRAIN}data_args.tag {TRAIN}data_args.response {TRAIN}data_args.id", text="set score.rm_options.column"),
     Row(prefixed(f"{TRAIN}data_args.", "template dataset_dir preprocessing_num_workers interleave_probs "
                  "domain_interleave_probs dataset_type domain_interleave_probs.NAME"),

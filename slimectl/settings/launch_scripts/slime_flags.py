@@ -5,7 +5,7 @@ Hooks that were written for slime read the settings by this table, too: as `args
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Row, namesakes, typed
+from slimectl.settings.launch_scripts.conversion import Row, namesakes, renamed, typed
 from slimectl.settings.launch_scripts.megatron import ARGUMENTS, SHAPE
 from slimectl.settings.launch_scripts.values import (
     Always,
@@ -79,8 +79,8 @@ TRAINING = (
     *namesakes("train", "only-train-params-name-list freeze-params-name-list", texts),
     Row("use-lora", text="train.lora_rank switches LoRA on"),
     *namesakes("train", "lora-rank lora-alpha lora-load"),
-    Row("lora-learning-rate", "train.lr"),
-    Row("lora-weight-decay", "train.weight_decay"),
+    *renamed("lora-learning-rate=train.lr lora-weight-decay=train.weight_decay "
+             "fsdp-max-tokens-per-gpu=train.max_tokens_per_gpu"),
     Row("lora-target-modules", "train.lora_targets", "the last part of each module's Hugging Face name", layers),
     Row("lora-target-preset", text="set train.lora_targets to module names"),
     Row("save-lora lora-save-merged-hf", text="checkpoints hold the adapter; `slimectl convert` merges it"),
@@ -88,7 +88,6 @@ TRAINING = (
     Row("freeze-indexer", text="set train.freeze_params_name_list to the names of the indexer"),
     Row("allgather-cp", text="there is one form of context parallelism; see docs/megatron.md"),
     Row("gradient-checkpointing", "train.gradient_checkpointing", convert=on),
-    Row("fsdp-max-tokens-per-gpu", "train.max_tokens_per_gpu"),
     Row("true-on-policy-mode", text="the closest is float32 in train.dtype and engine.dtype"),
     Row("log-model-config", text="`slimectl plan -c FILE` prints the shape of the model"),
     Row("use-critic", text="only algorithm.name = ppo has a critic"),
@@ -101,7 +100,8 @@ TRAINING = (
     Row("fp16", text="train.dtype is bfloat16 or float32"),
 )  # fmt: skip
 ROLLOUT = (
-    Row("hf-checkpoint", "model.path"),
+    *renamed("hf-checkpoint=model.path over-sampling-batch-size=rollout.over_sampling_batch_size "
+             "update-weights-interval=sync.update_weights_interval async-buffer-size=run.async_level"),
     Row("megatron-to-hf-mode", text="models are always Hugging Face directories"),
     Row("processor", text="the processor comes from model.path"),
     Row("model-name", text="config.json names the model family"),
@@ -111,7 +111,6 @@ ROLLOUT = (
     Row("rollout-skip-special-tokens", "rollout.skip_special_tokens", convert=on, default=False),
     *namesakes("rollout", "stop stop-token-ids", texts, flag="rollout-"),
     Row("rollout-shuffle", "rollout.shuffle", convert=on),
-    Row("over-sampling-batch-size", "rollout.over_sampling_batch_size"),
     Row("dynamic-sampling-filter-path", "rollout.dynamic_sampling_filter_path",
         "check_reward_nonzero_std becomes slimectl.stages.filters:nonzero_std", function_path),
     *namesakes("rollout", "partial-rollout mask-offpolicy-in-partial-rollout", on),
@@ -120,12 +119,10 @@ ROLLOUT = (
     *namesakes("track", "custom-rollout-log-function-path custom-eval-rollout-log-function-path", function_path),
     Row("update-weight-buffer-size update-weights-bucket-size", "sync.update_weight_buffer_size", "bytes become MiB",
         mib),
-    Row("update-weights-interval", "sync.update_weights_interval"),
     Row("keep-old-actor", text="old log-probabilities always use the weights before the steps of a round"),
     Row("rollout-data-postprocess-path", "rollout.data_postprocess_path", convert=function_path),
     Row("rollout-data-transport", text="the executor sends samples to the ranks"),
     Row("rollout-external-engine-addrs", "engine.url", "HOST:PORT becomes http://HOST:PORT", addresses),
-    Row("async-buffer-size", "run.async_level"),
     Row("flush-cache-interval", text="engines flush their cache at every weight update; see sync.pause_mode"),
     Row("buffer-sort-by-staleness", text="unfinished responses resume in the order of their prompts"),
     Row("rollout-data-dir rollout-storage-profile rollout-storage-declaration rollout-queue-NAME "
@@ -227,11 +224,10 @@ TRACKING = (
     Row("use-wandb", "track.with", "wandb is added to the list", Always(["stdout", "wandb"])),
     *namesakes("track", "mode dir host group project run-id", flag="wandb-"),
     Row("wandb-key", "track.api_key", "a reference to the environment", secret("WANDB_API_KEY"), secret=True),
-    Row("wandb-team", "track.entity"),
+    *renamed("wandb-team=track.entity log-reward-category=track.log_reward_category"),
     Row("disable-wandb-random-suffix", "track.random_suffix", "the opposite", off),
     Row("wandb-always-use-train-step", "track.always_use_train_step", convert=on),
     *namesakes("track", "log-multi-turn log-passrate log-correct-samples", on),
-    Row("log-reward-category", "track.log_reward_category"),
     Row("use-tensorboard", "track.with", "tensorboard is added to the list", Always(["stdout", "tensorboard"])),
     Row("tb-project-name tb-experiment-name", "track.kwargs.tensorboard.log_dir", "tensorboard_log/PROJECT/EXPERIMENT"),
 )  # fmt: skip
@@ -286,19 +282,18 @@ ROUTER = (
     Row("sglang-router-ip sglang-router-port", "engine.url", "IP and port together become an address"),
     Row("use-slime-router use-miles-router slime-router-NAME", text="engine.router is the policy of the one router"),
     Row("slime-router-middleware-paths", text="engine.middleware_paths takes aiohttp middleware; samples need none"),
-    Row("sglang-router-request-timeout-secs", "engine.request_timeout_s"),
-    Row("sglang-server-concurrency", "engine.server_concurrency"),
+    *renamed("sglang-router-request-timeout-secs=engine.request_timeout_s "
+             "sglang-server-concurrency=engine.server_concurrency prefill-num-servers=sglang.prefill_num_servers "
+             "sglang-context-length=rollout.max_context_len"),
     Row("sglang-router-policy router-policy", "engine.router"),
     Row("router-balance-abs-threshold router-balance-rel-threshold sglang-router-balance-abs-threshold "
         "sglang-router-balance-rel-threshold", text="engine.router is the policy; its thresholds are not settings"),
-    Row("prefill-num-servers", "sglang.prefill_num_servers"),
     Row("sglang-config", text="write the groups of the file as sglang.server_groups"),
     Row("sglang-model-path sglang-trust-remote-code sglang-random-seed sglang-enable-memory-saver sglang-tp-size "
         "sglang-port sglang-host sglang-nnodes sglang-node-rank sglang-dist-init-addr sglang-gpu-id-step "
         "sglang-base-gpu-id sglang-nccl-port sglang-skip-server-warmup sglang-enable-return-routed-experts",
         text=OWNED),
     Row("sglang-dtype", "engine.dtype", "use the same dtype in engine and trainer where you can"),
-    Row("sglang-context-length", "rollout.max_context_len"),
     Row("sglang-NAME", "sglang.args.NAME", "every other field of SGLang's ServerArgs"),
 )  # fmt: skip
 

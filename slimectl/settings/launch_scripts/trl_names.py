@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Many, Row, namesakes, typed
+from slimectl.settings.launch_scripts.conversion import Many, Row, namesakes, renamed, typed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.foreign import own_algorithm
 from slimectl.settings.launch_scripts.values import (
@@ -58,17 +58,17 @@ DATA = (
         "dataloader_pin_memory remove_unused_columns dataloader_persistent_workers dataloader_prefetch_factor "
         "dataloader_drop_last ignore_data_skip",
         text="a data set of the hub is org/name/FILES in rollout.data (docs/records.md)"),
-    Row("dataset_prompt_column", "rollout.input_key"),
+    *renamed("dataset_prompt_column=rollout.input_key max_prompt_length=rollout.max_prompt_len "
+             "data_seed=rollout.seed"),
     Row("system_prompt", text="put the system message into the rows: a prompt is a list of messages"),
     Row("shuffle_dataset", "rollout.shuffle", "rows of sft and dpo are shuffled in any case", on, default=True),
-    Row("max_prompt_length", "rollout.max_prompt_len"),
     Row("chat_template_kwargs", "rollout.apply_chat_template_kwargs", convert=typed),
     Row("seed", "run.seed", convert=integer, default=42),
-    Row("data_seed", "rollout.seed"),
 )  # fmt: skip
 GENERATION = (
-    Row("num_generations", "rollout.n_samples_per_prompt"),
-    Row("num_generations_eval", "eval.n_samples_per_prompt"),
+    *renamed("num_generations=rollout.n_samples_per_prompt num_generations_eval=eval.n_samples_per_prompt "
+             "vllm_server_timeout=engine.connect_timeout_s "
+             "vllm_tensor_parallel_size=cluster.rollout_num_gpus_per_engine"),
     Row("max_completion_length response_length", "rollout.max_response_len"),
     *namesakes("rollout", "temperature top_p min_p"),
     Row("top_k", "rollout.top_k", "0 and null are -1", positive),
@@ -80,10 +80,8 @@ GENERATION = (
     Row("vllm_mode", "cluster.colocate", "server is engine.url; colocate there", choice(colocate=True, server=False)),
     Row("vllm_server_base_url vllm_url", "engine.url", convert=texts),
     Row("vllm_server_host vllm_server_port", "engine.url", "the two together are an address"),
-    Row("vllm_server_timeout", "engine.connect_timeout_s"),
     Row("vllm_gpu_memory_utilization", "vllm.args.gpu_memory_utilization", convert=typed),
     Row("vllm_max_model_length vllm_max_model_len", "rollout.max_context_len"),
-    Row("vllm_tensor_parallel_size", "cluster.rollout_num_gpus_per_engine"),
     Row("vllm_group_port vllm_model_impl vllm_enable_sleep_mode vllm_device vllm_dtype vllm_enable_prefix_caching "
         "ds3_gather_for_generation max_tool_calling_iterations",
         text="engines free their memory with cluster.colocate"),
@@ -109,9 +107,8 @@ ALGORITHM = (
     Row("num_iterations", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
     Row("epsilon", "algorithm.eps_clip", default=0.2),
     Row("epsilon_high", "algorithm.eps_clip_high", "less 1 of cispo", number),
-    Row("delta", "algorithm.eps_clip_c"),
-    Row("sapo_temperature_pos", "algorithm.tau_pos"),
-    Row("sapo_temperature_neg", "algorithm.tau_neg"),
+    *renamed("delta=algorithm.eps_clip_c sapo_temperature_pos=algorithm.tau_pos "
+             "sapo_temperature_neg=algorithm.tau_neg vllm_importance_sampling_clip_min=algorithm.tis_clip_low"),
     Row("loss_type", "algorithm.calculate_per_token_loss",
         "dapo and bnpo are true, grpo false; dr_grpo, cispo and sapo are algorithm.name; others are refused",
         choice(dapo=True, bnpo=True, grpo=False, dr_grpo=False, cispo=True, sapo=False, sigmoid=False, nll=True,
@@ -132,7 +129,6 @@ ALGORITHM = (
     Row("use_liger_kernel use_liger_loss", text=KERNELS),
     Row("vllm_importance_sampling_correction", "algorithm.use_tis", convert=on),
     Row("vllm_importance_sampling_cap vllm_importance_sampling_clip_max", "algorithm.tis_clip"),
-    Row("vllm_importance_sampling_clip_min", "algorithm.tis_clip_low"),
     Row("vllm_importance_sampling_mode", "algorithm.tis_level", "also algorithm.tis_mode",
         lambda flag: correction_mode(flag)),
     Row("reward_funcs trainer.reward_funcs", text=REWARDS),
@@ -149,17 +145,15 @@ TRAINING = (
         choice("linear cosine constant", constant_with_warmup="constant", inverse_sqrt="inverse-square-root",
             warmup_stable_decay="WSD", cosine_with_min_lr="cosine"), default="linear"),
     Row("warmup_steps warmup_ratio", "train.lr_warmup_iters", "a share is times max_steps", number),
-    Row("lr_scheduler_kwargs.min_lr", "train.min_lr"),
+    *renamed("lr_scheduler_kwargs.min_lr=train.min_lr lr_scheduler_kwargs.num_decay_steps=train.lr_wsd_decay_iters "
+             "adam_epsilon=train.adam_eps max_grad_norm=train.clip_grad"),
     Row("lr_scheduler_kwargs.min_lr_rate", "train.min_lr", "times learning_rate", number),
-    Row("lr_scheduler_kwargs.num_decay_steps", "train.lr_wsd_decay_iters"),
     Row("lr_scheduler_kwargs.decay_type", "train.lr_wsd_decay_style",
         convert=choice("linear cosine", **{"1_sqrt": "minus_sqrt"}), default="cosine"),
     Row("lr_scheduler_kwargs lr_scheduler_kwargs.NAME", text="set train.min_lr"),
     Row("full_determinism", "train.deterministic", convert=on),
     *namesakes("train", "weight_decay adam_beta1"),
     Row("adam_beta2", "train.adam_beta2", default=0.999),
-    Row("adam_epsilon", "train.adam_eps"),
-    Row("max_grad_norm", "train.clip_grad"),
     Row("optim optim_args optim_args.NAME optim_target_modules", text="the optimizer is AdamW"),
     Row("per_device_train_batch_size", "train.global_batch_size", "times processes and accumulation", default=8),
     Row("gradient_accumulation_steps", "train.global_batch_size", "as above"),
@@ -185,7 +179,7 @@ TRAINING = (
 )  # fmt: skip
 RUNNING = (
     Row("output_dir", "run.dir", "its last part is run.name"),
-    Row("run_name", "run.name"),
+    *renamed("run_name=run.name num_completions_to_print=track.samples wandb_entity=track.entity"),
     Row("save_steps", "run.save_interval", "in rounds here; 500 steps there", number),
     Row("save_total_limit", "run.keep_checkpoints", convert=positive),
     Row("save_strategy enable_jit_checkpoint restore_callback_states_from_checkpoint do_predict fp16_full_eval "
@@ -199,9 +193,7 @@ RUNNING = (
     Row("logging_steps logging_first_step logging_strategy logging_dir log_level log_completions log_level_replica "
         "logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics debug wandb_log_unique_prompts "
         "log_multimodal log_on_each_node disable_tqdm log_unique_prompts log_completions_hub_repo", text=REPORTS),
-    Row("num_completions_to_print", "track.samples"),
     Row("wandb_project trackio_space_id project_name", "track.project"),
-    Row("wandb_entity", "track.entity"),
     Row("push_to_hub hub_model_id hub_strategy hub_private_repo hub_token hub_model_revision push_to_hub_revision "
         "hub_revision trackio_static_space_id callbacks benchmarks project hub_always_push", text=HUB),
     Row("env.NAME", text="export variables before `slimectl run`; ranks inherit them"),

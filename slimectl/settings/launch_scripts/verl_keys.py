@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimectl.settings.launch_scripts.conversion import Row, namesakes, typed
+from slimectl.settings.launch_scripts.conversion import Row, namesakes, renamed, typed
 from slimectl.settings.launch_scripts.values import (
     Always,
     above_one,
@@ -42,9 +42,8 @@ SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_
 DATA = (
     Row("data.train_files", "rollout.data", convert=comma_separated),
     Row("data.val_files", "eval.data", "each file becomes a table, called after it", named_datasets),
-    Row("data.prompt_key", "rollout.input_key"),
+    *renamed("data.prompt_key=rollout.input_key data.gen_batch_size=rollout.over_sampling_batch_size"),
     Row("data.train_batch_size", "run.rollout_batch_size", "prompts of a round", default=1024),
-    Row("data.gen_batch_size", "rollout.over_sampling_batch_size"),
     Row("data.max_prompt_length", "rollout.max_prompt_len", default=512),
     Row("data.max_response_length actor_rollout_ref.rollout.response_length", "rollout.max_response_len", default=512),
     Row("data.shuffle", "rollout.shuffle", convert=on, default=True),
@@ -65,7 +64,7 @@ DATA = (
 )  # fmt: skip
 SUPERVISED = (
     Row("data.messages_key data.multiturn.messages_key", "rollout.input_key"),
-    Row("data.response_key", "rollout.label_key"),
+    *renamed("data.response_key=rollout.label_key data.max_token_len_per_gpu=train.max_tokens_per_gpu"),
     Row("data.prompt_dict_keys", "rollout.input_key", "one, as a part of prompt_key"),
     Row("data.response_dict_keys", "rollout.label_key", "one, as a part of response_key"),
     Row("data.tools_key data.multiturn.tools_key", "rollout.tool_key"),
@@ -74,7 +73,6 @@ SUPERVISED = (
         text="rows are rendered by the model's chat template; rollout.apply_chat_template_kwargs sets its arguments"),
     Row("data.max_length data.multiturn.NAME data.balance_dp_token data.pad_mode",
         text="rows are messages, or prompt and label, in packs of train.max_tokens_per_gpu (docs/records.md)"),
-    Row("data.max_token_len_per_gpu", "train.max_tokens_per_gpu"),
     Row("data.use_dynamic_bsz", "train.use_dynamic_batch_size", convert=on),
     Row("ulysses_sequence_parallel_size", text=SEQUENCE),
     Row("use_remove_padding actor_rollout_ref.model.fsdp_config.NAME engine.NAME checkpoint.NAME", text=KERNELS),
@@ -108,13 +106,13 @@ POLICY = (
     Row(f"{ACTOR}ppo_mini_batch_size", "train.global_batch_size", "times rollout.n, as samples", default=256),
     Row(f"{ACTOR}ppo_micro_batch_size_per_gpu {ACTOR}ppo_micro_batch_size", "train.micro_batch_size"),
     Row(f"{ACTOR}use_dynamic_bsz", "train.use_dynamic_batch_size", convert=on),
-    Row(f"{ACTOR}ppo_max_token_len_per_gpu", "train.max_tokens_per_gpu"),
+    *renamed("ppo_max_token_len_per_gpu=train.max_tokens_per_gpu grad_clip=train.clip_grad "
+             "clip_ratio_high=algorithm.eps_clip_high entropy_coeff=algorithm.entropy_coef "
+             "kl_loss_coef=algorithm.kl_loss_coef", flag=ACTOR),
     Row(f"{ACTOR}loss_scale_factor", "algorithm.fixed_length", "with loss_agg_mode = seq-mean-token-sum-norm"),
     Row(f"{ACTOR}ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
     Row(f"{ACTOR}shuffle {ACTOR}data_loader_seed", text="samples are dealt to steps in their order"),
-    Row(f"{ACTOR}grad_clip", "train.clip_grad"),
     Row(f"{ACTOR}clip_ratio_low {ACTOR}clip_ratio", "algorithm.eps_clip", default=0.2),
-    Row(f"{ACTOR}clip_ratio_high", "algorithm.eps_clip_high"),
     Row(f"{ACTOR}clip_ratio_c", "algorithm.eps_clip_c", default=3.0),
     Row(f"{ACTOR}loss_agg_mode", "algorithm.calculate_per_token_loss",
         "token-mean is true, seq-mean-token-mean false; seq-mean-token-sum is algorithm.fixed_length = 1",
@@ -123,10 +121,8 @@ POLICY = (
     Row(f"{ACTOR}use_token_level_loss", "algorithm.calculate_per_token_loss", convert=on),
     Row(f"{ACTOR}policy_loss.loss_mode", "algorithm.name", "vanilla is the estimator's own; geo_mean is gmpo",
         choice("gspo cispo sapo", vanilla="grpo", geo_mean="gmpo")),
-    Row(f"{ACTOR}entropy_coeff", "algorithm.entropy_coef"),
     *namesakes("algorithm", "tau_pos tau_neg", flag=ACTOR),
     Row(f"{ACTOR}use_kl_loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on"),
-    Row(f"{ACTOR}kl_loss_coef", "algorithm.kl_loss_coef"),
     Row(f"{ACTOR}kl_loss_type", "algorithm.kl_loss_type", "kl is k1, mse is k2",
         choice("k1 k2 k3 low_var_kl", kl="k1", mse="k2")),
     Row(f"{ACTOR}tis_imp_ratio_cap", "algorithm.tis_clip", "above 0 also algorithm.use_tis", positive),
@@ -136,12 +132,11 @@ POLICY = (
     Row(prefixed(OPTIM, "lr_scheduler_type warmup_style lr_scheduler lr_decay_style"), "train.lr_decay_style",
         convert=choice(constant="constant", cosine="cosine", linear="linear",
                        inverse_square_root="inverse-square-root", wsd="WSD")),
-    Row(f"{OPTIM}lr_wsd_decay_steps", "train.lr_wsd_decay_iters"),
+    *renamed("lr_wsd_decay_steps=train.lr_wsd_decay_iters lr_decay_steps=train.lr_decay_iters", flag=OPTIM),
     Row(f"{OPTIM}min_lr_ratio", "train.min_lr", "times the learning rate"),
     Row(f"{OPTIM}weight_decay", "train.weight_decay", default=0.01),
     Row(f"{OPTIM}betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
     Row(prefixed(OPTIM, "lr_warmup_steps_ratio warmup_steps_ratio"), "train.lr_warmup_fraction", convert=share),
-    Row(f"{OPTIM}lr_decay_steps", "train.lr_decay_iters"),
     Row(f"{OPTIM}total_training_steps {OPTIM}num_cycles {OPTIM}optimizer {OPTIM}optimizer_impl {OPTIM}lr_warmup_init "
         f"{OPTIM}zero_indexed_step", text="the optimizer is AdamW, whose schedule ends with the run"),
     Row(f"{ACTOR}fsdp_config.full_determinism {ACTOR}megatron.full_determinism engine.full_determinism "
@@ -189,7 +184,8 @@ ENGINE = (
     Row(f"{ROLLOUT}ignore_eos", "rollout.ignore_eos", convert=on),
     Row(f"{ROLLOUT}tensor_model_parallel_size", "cluster.rollout_num_gpus_per_engine", default=2),
     Row(f"{ROLLOUT}dtype", "engine.dtype", default="bfloat16"),
-    Row(f"{ROLLOUT}max_model_len", "rollout.max_context_len"),
+    *renamed("max_model_len=rollout.max_context_len val_kwargs.n=eval.n_samples_per_prompt "
+             "val_kwargs.max_tokens=eval.max_response_len", flag=ROLLOUT),
     Row(f"{ROLLOUT}gpu_memory_utilization", "vllm.args.gpu_memory_utilization",
         "with SGLang sglang.args.mem_fraction_static", typed),
     *(
@@ -216,21 +212,21 @@ ENGINE = (
     Row(f"{ROLLOUT}enable_rollout_routing_replay", "train.use_rollout_routing_replay", convert=on),
     Row(f"{ROLLOUT}calculate_log_probs", text=SAMPLED),
     Row(f"{ROLLOUT}multi_turn.NAME {ROLLOUT}agent.NAME", text=AGENT),
-    Row(f"{ROLLOUT}val_kwargs.n", "eval.n_samples_per_prompt"),
     Row(f"{ROLLOUT}val_kwargs.temperature", "eval.temperature", default=0.0),
     *namesakes("eval", "top_p top_k", flag=f"{ROLLOUT}val_kwargs."),
-    Row(f"{ROLLOUT}val_kwargs.max_tokens", "eval.max_response_len"),
     Row(f"{ROLLOUT}val_kwargs.do_sample", text="a temperature of 0 is greedy: eval.temperature"),
 )  # fmt: skip
 ALGORITHM = (
     Row("algorithm.adv_estimator", "algorithm.name", "gae is ppo",
         choice("grpo rloo opo reinforce_plus_plus reinforce_plus_plus_baseline", gae="ppo", grpo_vectorized="grpo",
             rloo_vectorized="rloo")),
-    Row("algorithm.gamma", "algorithm.gamma"),
+    *renamed("gamma=algorithm.gamma kl_ctrl.kl_coef=algorithm.kl_coef "
+             "rollout_is_threshold_lower=algorithm.tis_clip_low "
+             "rollout_correction.rollout_rs_threshold_lower=algorithm.rs_clip_low "
+             "rollout_correction.rollout_token_veto_threshold=algorithm.tis_veto", flag="algorithm."),
     Row("algorithm.lam", "algorithm.lambd", default=1.0),
     Row("algorithm.norm_adv_by_std_in_grpo", "algorithm.grpo_std_normalization", convert=on),
     Row("algorithm.use_kl_in_reward", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
-    Row("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef"),
     Row("algorithm.kl_penalty", text="the divergence in the reward is k1; in the loss algorithm.kl_loss_type"),
     Row("algorithm.kl_ctrl.type algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl",
         text="the coefficient is constant"),
@@ -241,22 +237,18 @@ ALGORITHM = (
         on),
     Row("algorithm.rollout_is_threshold algorithm.rollout_correction.rollout_is_threshold", "algorithm.tis_clip",
         "LOW_HIGH is also algorithm.tis_clip_low", bounds("algorithm.tis_clip")),
-    Row("algorithm.rollout_is_threshold_lower", "algorithm.tis_clip_low"),
     Row("algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.tis_batch_normalize", convert=on),
     Row("algorithm.rollout_correction.rollout_rs", "algorithm.rs_level",
         "also algorithm.use_rs; geometric and seq_mean_k1 are geometric",
         choice("token sequence geometric", token_k1="token", seq_sum_k1="sequence", seq_mean_k1="geometric")),
     Row("algorithm.rollout_correction.rollout_rs_threshold", "algorithm.rs_clip",
         "LOW_HIGH is also algorithm.rs_clip_low", bounds("algorithm.rs_clip")),
-    Row("algorithm.rollout_correction.rollout_rs_threshold_lower", "algorithm.rs_clip_low"),
-    Row("algorithm.rollout_correction.rollout_token_veto_threshold", "algorithm.tis_veto"),
     Row("distillation.enabled", "algorithm.name", "opd, with its first teacher", Always("opd")),
     Row("algorithm.rollout_correction.NAME algorithm.pf_ppo.NAME algorithm.use_pf_ppo distillation.NAME",
         text="docs/algorithms.md has what there is; algorithm.opd is distillation from a teacher"),
     Row("algorithm.rollout_is_level", "algorithm.tis_level", convert=choice("token sequence geometric")),
     Row("algorithm.rollout_correction.bypass_mode", "algorithm.use_rollout_logprobs", convert=on),
-    Row("critic.optim.lr", "algorithm.critic_lr"),
-    Row("critic.model.path", "algorithm.critic_load"),
+    *renamed("critic.optim.lr=algorithm.critic_lr critic.model.path=algorithm.critic_load"),
     Row("critic.cliprange_value", "algorithm.value_clip", default=0.5),
     Row("critic.NAME", text="the critic trains as the policy does, apart from its learning rate"),
 )  # fmt: skip
@@ -296,21 +288,18 @@ ASYNCHRONOUS = (
 )  # fmt: skip
 TRAINER = (
     Row("trainer.total_epochs", "run.num_epoch", default=30),
-    Row("trainer.total_training_steps", "run.num_rollout"),
-    Row("trainer.nnodes", "cluster.actor_num_nodes"),
+    *renamed("total_training_steps=run.num_rollout nnodes=cluster.actor_num_nodes project_name=track.project "
+             "experiment_name=run.name critic_warmup=algorithm.num_critic_only_steps "
+             "log_val_generations=track.samples", flag="trainer."),
     Row("trainer.n_gpus_per_node", "cluster.actor_num_gpus_per_node", default=8),
     Row("trainer.save_freq", "run.save_interval", "negative is none", positive),
     Row("trainer.test_freq", "eval.interval", "negative is none", positive),
     Row("trainer.val_before_train", "eval.before_train", convert=on),
     Row("trainer.val_only", text="`slimectl eval` evaluates alone"),
     Row("trainer.logger", "track.with", "console is stdout; console and wandb there, only stdout here", trackers),
-    Row("trainer.project_name", "track.project"),
-    Row("trainer.experiment_name", "run.name"),
     Row("trainer.default_local_dir", "run.dir", "its last part is run.name"),
     Row("trainer.balance_batch", "train.balance_data", convert=on),
-    Row("trainer.critic_warmup", "algorithm.num_critic_only_steps"),
     Row("trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep", "run.keep_checkpoints", "all by default", positive),
-    Row("trainer.log_val_generations", "track.samples"),
     Row("trainer.rollout_data_dir", "run.keep_samples", "samples are kept in the run's folder", Always(True)),
     Row("trainer.validation_data_dir", "eval.keep_samples", "kept in the run's folder", Always(True)),
     Row("trainer.resume_mode trainer.resume_from_path trainer.del_local_ckpt_after_load trainer.default_hdfs_dir "
