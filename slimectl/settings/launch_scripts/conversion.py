@@ -39,6 +39,14 @@ class Row:
     """Whether the value is a secret, which no line shows."""
     default: Any = None
     """The default there, where it differs from the one here: set if the flag is not given. Without a key, listed."""
+    neutral: str | None = None
+    """Without a key, values that change nothing. Any other changes what is learned, and is set by hand."""
+
+    def is_neutral(self, flag: Flag) -> bool:
+        """Whether a flag without a key changes nothing of what is learned."""
+        return self.neutral is None or (
+            not flag.problem and (",".join(flag.texts) or "true").lower() in self.neutral.split()
+        )
 
 
 def namesakes(
@@ -346,7 +354,7 @@ REPEATABLE = ("eval_prompt_data", "rollout_sample_hook_path")
 def take(conversion: Conversion, flag: Flag, row: Row) -> None:
     """Set what a flag sets by its row, or list it with the reason."""
     if not row.key:
-        conversion.omit(flag, row.text)
+        conversion.omit(flag, row.text, by_hand=not row.is_neutral(flag))
         return
     unknown = next((value.problem for value in flag.values if value.unknown), "")
     partial = next((value.problem for value in flag.values if value.unset and value.text), "")

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from slimectl.settings.launch_scripts.conversion import Row, namesakes, renamed, typed
 from slimectl.settings.launch_scripts.values import (
+    FILTERED,
+    KERNELS,
+    LOSS,
+    OBJECTIVE,
+    OFF,
+    REUSE,
+    REWARD,
     Always,
     choice,
     comma_separated,
@@ -17,8 +24,6 @@ from slimectl.settings.launch_scripts.values import (
 
 DEEPSPEED = "training is sharded by train.backend, not by DeepSpeed"
 PLACES = "reference and critic share the trainer's GPUs"
-KERNELS = "kernels are chosen by the trainer; packs have no padding"
-OVERLONG = 'write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'
 
 CLUSTER = (
     *renamed("actor_num_nodes=cluster.actor_num_nodes vllm_tensor_parallel_size=cluster.rollout_num_gpus_per_engine"),
@@ -81,7 +86,7 @@ DATA = (
     Row("data.max_images_per_prompt data.dataloader_num_workers", text="a prompt may have any number of images"),
     Row("input_key", "rollout.input_key", default="input"),
     Row("apply_chat_template", "rollout.apply_chat_template", convert=on),
-    Row("input_template", text="put the template into the prompts, or set rollout.apply_chat_template"),
+    Row("input_template", text="put the template into the prompts, or set rollout.apply_chat_template", neutral=OFF),
     Row("prompt_split eval_split max_samples", text="take a part of a file by path@[a:b] in rollout.data"),
     *renamed("eval_dataset=eval.data.eval max_len=rollout.max_context_len "
              "micro_train_batch_size=train.micro_batch_size train_max_tokens_per_gpu=train.max_tokens_per_gpu"),
@@ -97,8 +102,11 @@ DATA = (
     Row("rollout_max_tokens_per_gpu", text="set train.max_tokens_per_gpu"),
     Row("dynamic_filtering", "rollout.dynamic_sampling_filter_path", "rewards that differ",
         Always("slimectl.stages.filters:nonzero_std")),
-    Row("dynamic_filtering_reward_range", text="the filter looks for rewards that differ; write one of yours"),
-    Row("overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef", text=OVERLONG),
+    Row("dynamic_filtering_reward_range", text=FILTERED, neutral="0,1 0.0,1.0 none"),
+    Row("overlong_penalty_factor",
+        text='write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'),
+    Row("overlong_buffer_len normalize_reward", text=REWARD, neutral=OFF),
+    Row("stop_properly_penalty_coef", text=REWARD, neutral="none null"),
 )  # fmt: skip
 ALGORITHM = (
     Row("advantage_estimator", "algorithm.name", "gae is ppo, group_norm grpo",
@@ -119,7 +127,6 @@ ALGORITHM = (
     Row("kl_target kl_horizon", text="the coefficient is constant"),
     Row("aux_loss_coef", text="with train.backend = megatron it is megatron.args.moe_aux_loss_coeff"),
     Row("no_advantage_std_norm", "algorithm.grpo_std_normalization", "the opposite", lambda flag: not on(flag)),
-    Row("normalize_reward", text="advantages are normalised, rewards are not"),
     Row("reward_clip_range", text="clip in score.custom_reward_post_process_path", default="-10 10"),
     Row("enable_vllm_is_correction", "algorithm.use_tis", convert=on),
     Row("algo.advantage.is_correction_level", "algorithm.use_tis", "token; seq is algorithm.use_rs, geometric"),
@@ -130,14 +137,13 @@ ALGORITHM = (
         choice(tis="clip", icepop="mask", seq_mask_tis="clip")),
     Row("use_icepop", "algorithm.tis_mode", convert=Always("mask")),
     Row("freezing_actor_steps", "algorithm.num_critic_only_steps", "negative is none", positive),
-    Row("ptx_coef pretrain_data", text="there is no pre-training loss beside the policy's"),
-    Row("ipo nll_loss_coef", text="preferences are learned by the loss of DPO, without a second one"),
+    Row("pretrain_data", text="there is no pre-training loss beside the policy's"),
+    Row("ptx_coef ipo nll_loss_coef margin_loss", text=LOSS, neutral=OFF),
     Row("loss", text="sigmoid and logexp are the same loss, which is that of reward_model"),
-    Row("margin_loss", text="the loss of reward_model has no margin"),
     Row("compute_fp32_loss", text="losses are always computed in float32"),
     Row("teacher.model_name_or_path", "algorithm.opd_teacher_load", "with train_opd"),
     Row("opd.NAME", text="the divergence from the teacher is each token's own: algorithm.opd_kl_coef"),
-    Row("algo.NAME", text="the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"),
+    Row("algo.NAME", text=OBJECTIVE),
 )  # fmt: skip
 TRAINING = (
     Row("actor_learning_rate learning_rate", "train.lr", "5e-6 of sft, 1e-5 of dpo, 9e-6 of reward models without it"),
@@ -152,7 +158,7 @@ TRAINING = (
     Row("seed", "run.seed", default=42),
     Row("full_determinism", "train.deterministic", convert=on),
     Row("num_episodes", "run.num_epoch", default=1),
-    Row("max_epochs", text="samples are trained on once; for sft and dpo it is run.num_epoch"),
+    Row("max_epochs", text=REUSE, neutral="1"),
 )  # fmt: skip
 RUNNING = (
     Row("save_path", "run.dir", "its last part is run.name"),

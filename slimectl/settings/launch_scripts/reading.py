@@ -14,7 +14,7 @@ from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, can
 from slimectl.settings.launch_scripts.documents import STOCK, yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, is_part_of, options
 from slimectl.settings.launch_scripts.launcher import launched
-from slimectl.settings.launch_scripts.objectives import ask_for_changes, refuse_other_algorithms
+from slimectl.settings.launch_scripts.objectives import ask_for_program, refuse_other_algorithms
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
 from slimectl.settings.launch_scripts.python_files import has_trainer, program_flags, python_flags
 from slimectl.settings.launch_scripts.roll import ROLL
@@ -104,7 +104,7 @@ def read(
     _check_program(launch)
     conversion = convert(launch.dialect, launch.flags, launch.launcher)
     refuse_other_algorithms(conversion)
-    ask_for_changes(conversion)
+    ask_for_program(conversion)
     return Reading(conversion, list(dict.fromkeys(notes)))
 
 

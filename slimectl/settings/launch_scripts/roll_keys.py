@@ -8,7 +8,15 @@ from dataclasses import replace
 from slimectl.settings.launch_scripts.conversion import Row, namesakes, renamed
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.values import (
+    FILTERED,
+    KERNELS,
+    LOSS,
+    MASK,
     NOT_TRUNCATED,
+    OBJECTIVE,
+    OFF,
+    REUSE,
+    REWARD,
     Always,
     ahead,
     choice,
@@ -28,8 +36,6 @@ TRAIN, INFER = "actor_train.", "actor_infer."
 LAYOUT = "the reference and rewards have no GPUs of their own; verifiers run in worker processes"
 REPORTS = "records are in the run's folder, and every step is reported"
 REWARDS = "set score.rm_type to a verifier (docs/verifiers.md): math, code, ifeval, judge, …"
-KERNELS = "kernels are chosen by the trainer; packs have no padding"
-LOSS = "the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"
 
 RUNNING = (
     *renamed("exp_name=run.name output_dir=run.dir num_gpus_per_node=cluster.num_gpus_per_node "
@@ -123,11 +129,14 @@ ALGORITHM = (
     Row("add_token_level_kl", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
     *renamed("init_kl_coef=algorithm.kl_coef entropy_loss_coef=algorithm.entropy_coef "
              "critic_warmup=algorithm.num_critic_only_steps"),
-    Row("reward_clip advantage_clip reward_norm reward_shift reward_scale whiten_rewards norm_mean_type "
-        "norm_std_type kl_penalty target_kl kl_horizon difficulty_mask difficulty_low_threshold "
-        "difficulty_high_threshold error_max_len_clip difficulty_loss_weight length_loss_weight "
-        "query_filter_config.type query_filter_config.filter_args.threshold_up "
-        "query_filter_config.filter_args.threshold_down use_pg_clip_range train_infer_correction", text=LOSS),
+    Row("advantage_clip difficulty_loss_weight length_loss_weight ipo", text=LOSS, neutral=OFF),
+    Row("difficulty_mask error_max_len_clip", text=MASK, neutral=OFF),
+    Row("reward_norm reward_shift reward_scale whiten_rewards", text=REWARD, neutral=OFF),
+    Row("query_filter_config.type", text=FILTERED, neutral="no_filter"),
+    Row("reward_clip norm_mean_type norm_std_type kl_penalty target_kl kl_horizon difficulty_low_threshold "
+        "difficulty_high_threshold use_pg_clip_range train_infer_correction batch_adjust_mode step_reward_gamma "
+        "reward_normalization.NAME ratio_type loss_agg_mode_NAME enable_old_logprobs_recompute episode_reward_weight "
+        "step_reward_weight query_filter_config.NAME rlvr_option.NAME", text=OBJECTIVE),
     Row("max_len_mask", "rollout.sample_filter_path", convert=Always(NOT_TRUNCATED)),
     Row("beta", "algorithm.beta", "of dpo"),
     Row("label_smoothing", "algorithm.label_smoothing", "of dpo"),
@@ -135,11 +144,8 @@ ALGORITHM = (
     Row("teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
         "logits_topk teacher_temperature student_temperature kd_objective adaptive_kl_alpha is_pure_opd",
         text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)"),
-    Row("ipo batch_adjust_mode step_reward_gamma reward_normalization.NAME ratio_type loss_agg_mode_NAME "
-        "enable_old_logprobs_recompute episode_reward_weight step_reward_weight query_filter_config.NAME "
-        "rlvr_option.NAME", text=LOSS),
     Row("enable_reference", text="there is a reference where a coefficient of divergence is above 0"),
-    Row("ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
+    Row("ppo_epochs", text=REUSE, neutral="1"),
 )  # fmt: skip
 TRAINING = (
     Row(f"{TRAIN}training_args.learning_rate", "train.lr", default=5e-5),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from slimectl.settings.launch_scripts.conversion import Row, namesakes, renamed, typed
 from slimectl.settings.launch_scripts.megatron import ARGUMENTS, SHAPE
 from slimectl.settings.launch_scripts.values import (
+    LOSS,
+    OFF,
     Always,
     addresses,
     choice,
@@ -82,7 +84,7 @@ TRAINING = (
     *renamed("lora-learning-rate=train.lr lora-weight-decay=train.weight_decay "
              "fsdp-max-tokens-per-gpu=train.max_tokens_per_gpu"),
     Row("lora-target-modules", "train.lora_targets", "the last part of each module's Hugging Face name", layers),
-    Row("lora-target-preset", text="set train.lora_targets to module names"),
+    Row("lora-target-preset", text="set train.lora_targets to the names of the layers", neutral=OFF),
     Row("save-lora lora-save-merged-hf", text="checkpoints hold the adapter; `slimectl convert` merges it"),
     Row("lora-dropout", text="LoRA has no dropout here"),
     Row("freeze-indexer", text="set train.freeze_params_name_list to the names of the indexer"),
@@ -208,7 +210,9 @@ ALGORITHM = (
     Row("tis-clip tis-threshold", "algorithm.tis_clip"),
     Row("use-routing-replay", "megatron.use_routing_replay", convert=on),
     Row("routing-replay-prefetch-microbatches", text="recorded routes are not read from disk"),
-    Row("pg-loss-type use-score-centering score-centering-top-k", text="algorithm.name decides the objective"),
+    Row("score-centering-top-k", text="algorithm.name decides the objective"),
+    Row("pg-loss-type", text=LOSS, neutral="ppo"),
+    Row("use-score-centering enable-mtp-training", text=LOSS, neutral=OFF),
     Row("use-rollout-routing-replay", "train.use_rollout_routing_replay", "overrides --use-routing-replay", on),
 )  # fmt: skip
 DISTILLATION = (
@@ -216,8 +220,9 @@ DISTILLATION = (
     Row("opd-type", text="the teacher is a directory (opd_teacher_load) or servers (opd_teacher_url)"),
     *namesakes("algorithm", "opd-kl-coef opd-teacher-load"),
     Row("opd-teacher-loads", "algorithm.opd_teacher_load", "only one teacher is supported"),
-    Row("use-mopd mopd-NAME topk-level-opd opd-top-k",
-        text="there is one teacher, of sampled tokens: algorithm.opd_kl_coef"),
+    Row("topk-level-opd", neutral=OFF, text="there is one teacher, asked about the sampled token. "
+        "Set algorithm.opd_teacher_load, or leave it out"),
+    Row("use-mopd mopd-NAME opd-top-k", text="there is one teacher, of sampled tokens: algorithm.opd_kl_coef"),
     Row("opd-teacher-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.opd_teacher_load"),
 )  # fmt: skip
 TRACKING = (
@@ -271,7 +276,7 @@ MEGATRON_HOOKS = (
         "megatron-deepgemm-moe-forward-modules", text=DEEPGEMM),
 )  # fmt: skip
 OTHERS = (
-    Row("mtp-num-layers mtp-loss-scaling-factor enable-mtp-training", text="these layers are kept and not trained"),
+    Row("mtp-num-layers mtp-loss-scaling-factor", text="these layers are kept and not trained"),
     Row("ci-test ci-disable-kl-checker ci-disable-logprobs-checker ci-save-grad-norm ci-load-grad-norm "
         "ci-metric-checker-key ci-metric-checker-threshold", text=CI),
     Row("ci-train-rollout-logprob-abs-diff-threshold", "run.max_logprob_mismatch"),

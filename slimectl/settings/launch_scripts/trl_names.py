@@ -6,7 +6,12 @@ from slimectl.settings.launch_scripts.conversion import Many, Row, namesakes, re
 from slimectl.settings.launch_scripts.flags import Flag
 from slimectl.settings.launch_scripts.foreign import own_algorithm
 from slimectl.settings.launch_scripts.values import (
+    KERNELS,
+    LOSS,
     NOT_TRUNCATED,
+    OBJECTIVE,
+    OFF,
+    REUSE,
     Always,
     choice,
     integer,
@@ -22,7 +27,6 @@ HUB = "nothing is sent to the hub. Upload a checkpoint: `hf upload ORG/NAME runs
 LOADING = "the tokenizer and the weights are those of model.path, in train.dtype"
 REPORTS = "every step is reported; records are in the run's folder"
 PARALLEL = "processes are started by slimectl: cluster.actor_num_gpus_per_node and actor_num_nodes"
-KERNELS = "kernels are chosen by the trainer; packs have no padding"
 TOOLS = "an agent is rollout.custom_generate_function_path or a program, rollout.agent (docs/agents.md)"
 REWARDS = "functions run as they are, by score.custom_rm_path or score.rm (docs/verifiers.md)"
 ENTROPY = "algorithm.entropy_coef is constant"
@@ -58,6 +62,8 @@ DATA = (
         "dataloader_pin_memory remove_unused_columns dataloader_persistent_workers dataloader_prefetch_factor "
         "dataloader_drop_last ignore_data_skip",
         text="a data set of the hub is org/name/FILES in rollout.data (docs/records.md)"),
+    Row("dataset_mixture.datasets", neutral=OFF, text="set rollout.data to its parts, as org/name/CONFIG@SPLIT, "
+        "and rollout.data_weights to their weights"),
     *renamed("dataset_prompt_column=rollout.input_key max_prompt_length=rollout.max_prompt_len "
              "data_seed=rollout.seed"),
     Row("system_prompt", text="put the system message into the rows: a prompt is a list of messages"),
@@ -90,7 +96,8 @@ GENERATION = (
 ALGORITHM = (
     Row("configuration", "algorithm.name", "the class, the subcommand or the script names it",
         lambda flag: own_algorithm(flag.text) or flag.text),
-    Row("trainer.dataset_changes", text="rows are read as they are: methods such as map and filter are not run"),
+    Row("trainer.dataset_changes", neutral=OFF, text="the program changes the rows. "
+        "Save the rows that it makes as a file, and set rollout.data to that file"),
     Row("trainer.class", text="a trainer of your own is not read: write train.custom_loss_function_path for its loss"),
     Row("beta", "algorithm.kl_loss_coef", "of dpo algorithm.beta, of rloo algorithm.kl_coef", number),
     Row("kl_coef", "algorithm.kl_coef", "of ppo"),
@@ -101,10 +108,12 @@ ALGORITHM = (
     *namesakes("algorithm", "entropy_coef label_smoothing"),
     Row("use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", text=ENTROPY),
     Row("normalize_advantages", "algorithm.normalize_advantages", "of rloo", on),
-    Row("reward_clip_range vf_coef num_ppo_epochs num_mini_batches whiten_rewards missing_eos_penalty stop_token "
+    Row("reward_clip_range vf_coef num_mini_batches whiten_rewards missing_eos_penalty stop_token "
         "local_rollout_forward_batch_size sft_model_path num_sample_generations",
         text="has no counterpart in rloo and ppo here: clip rewards in your own function (score.custom_rm_path)"),
-    Row("num_iterations", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
+    Row("num_iterations num_ppo_epochs", text=REUSE, neutral="1"),
+    Row("top_entropy_quantile", text=LOSS, neutral="1 1.0"),
+    Row("off_policy_mask_threshold mtp_enabled", text=LOSS, neutral=OFF),
     Row("epsilon", "algorithm.eps_clip", default=0.2),
     Row("epsilon_high", "algorithm.eps_clip_high", "less 1 of cispo", number),
     *renamed("delta=algorithm.eps_clip_c sapo_temperature_pos=algorithm.tau_pos "
@@ -120,11 +129,11 @@ ALGORITHM = (
     Row("mask_truncated_completions", "rollout.sample_filter_path", convert=Always(NOT_TRUNCATED)),
     Row("sync_ref_model ref_model_mixup_alpha", text="algorithm.ref_update_interval renews the reference"),
     Row("ref_model_sync_steps", "algorithm.ref_update_interval", "with sync_ref_model"),
-    Row("top_entropy_quantile off_policy_mask_threshold multi_objective_aggregation vespo_k_pos vespo_k_neg "
+    Row("multi_objective_aggregation vespo_k_pos vespo_k_neg "
         "vespo_lambda_pos vespo_lambda_neg f_divergence_type f_alpha_divergence_coef ld_alpha loss_weights "
         "discopop_tau use_weighting rpo_alpha center_rewards_coefficient precompute_ref_log_probs "
         "precompute_ref_batch_size average_tokens_across_devices label_smoothing_factor neftune_noise_alpha",
-        text="the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"),
+        text=OBJECTIVE),
     Row("use_bias_correction_kl", "algorithm.use_unbiased_kl", "true there with beta", on),
     Row("use_liger_kernel use_liger_loss", text=KERNELS),
     Row("vllm_importance_sampling_correction", "algorithm.use_tis", convert=on),

@@ -39,6 +39,15 @@ class Always:
 
 
 NOT_TRUNCATED = "slimectl.stages.filters:leave_out_truncated"
+KERNELS = "kernels are chosen by the trainer; packs have no padding"
+OBJECTIVE = "the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"
+REUSE = "slimectl trains on a sample once. Set train.num_steps_per_rollout to divide a round into more steps"
+LOSS = "the loss has no such part. Write it as train.custom_loss_function_path (docs/hooks.md), or leave it out"
+MASK = "the mask has no such part. Write it as rollout.sample_filter_path (docs/hooks.md), or leave it out"
+REWARD = "rewards are taken as they are. Write it as score.custom_reward_post_process_path, or leave it out"
+FILTERED = "groups are filtered by rollout.dynamic_sampling_filter_path (docs/agents.md). Set it to a function of yours"
+OFF = "false off no none null 0 0.0"
+"""Values of a flag that is off."""
 
 
 def choice(names: str = "", **others: Any) -> Callable[[Flag], Any]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from slimectl.settings.launch_scripts.conversion import Row, namesakes, renamed, typed
 from slimectl.settings.launch_scripts.values import (
+    KERNELS,
+    LOSS,
+    OFF,
+    REUSE,
     Always,
     above_one,
     ahead,
@@ -20,7 +24,6 @@ from slimectl.settings.launch_scripts.values import (
 )
 
 MEMORY = "passes are filled up to train.max_tokens_per_gpu"
-KERNELS = "kernels are chosen by the trainer; packs have no padding"
 SHARDS = "FSDP shards every layer over all ranks"
 RESUME = "resume with `slimectl run --resume runs/NAME`"
 AGENT = "an agent is rollout.custom_generate_function_path or a program, rollout.agent (docs/agents.md)"
@@ -110,7 +113,8 @@ POLICY = (
              "clip_ratio_high=algorithm.eps_clip_high entropy_coeff=algorithm.entropy_coef "
              "kl_loss_coef=algorithm.kl_loss_coef", flag=ACTOR),
     Row(f"{ACTOR}loss_scale_factor", "algorithm.fixed_length", "with loss_agg_mode = seq-mean-token-sum-norm"),
-    Row(f"{ACTOR}ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
+    Row(f"{ACTOR}ppo_epochs", text=REUSE, neutral="1"),
+    Row(f"{ACTOR}use_gpg_loss", text=LOSS, neutral=OFF),
     Row(f"{ACTOR}shuffle {ACTOR}data_loader_seed", text="samples are dealt to steps in their order"),
     Row(f"{ACTOR}clip_ratio_low {ACTOR}clip_ratio", "algorithm.eps_clip", default=0.2),
     Row(f"{ACTOR}clip_ratio_c", "algorithm.eps_clip_c", default=3.0),
@@ -168,6 +172,8 @@ POLICY = (
         "critic.profiler.NAME global_profiler.NAME actor_rollout_ref.profiler.NAME profile.NAME",
         text="run.profile names rounds to profile"),
     Row(f"{ACTOR}checkpoint.NAME", text="a checkpoint has all that a run needs to resume"),
+    Row("actor_rollout_ref.ref.sync_ref_model", neutral=OFF,
+        text="set algorithm.ref_update_interval to renew the reference; it is not mixed"),
     Row("actor_rollout_ref.ref.NAME", text="the reference has the layout of the policy"),
     Row("actor_rollout_ref.ref.model.path", "algorithm.ref_load"),
     Row(prefixed("actor_rollout_ref.", "ref.log_prob_micro_batch_size ref.log_prob_micro_batch_size_per_gpu "
@@ -211,6 +217,8 @@ ENGINE = (
         text="set the argument of the engine in [vllm.args] or [sglang.args], by its name there"),
     Row(f"{ROLLOUT}enable_rollout_routing_replay", "train.use_rollout_routing_replay", convert=on),
     Row(f"{ROLLOUT}calculate_log_probs", text=SAMPLED),
+    Row(f"{ROLLOUT}multi_turn.enable", neutral=OFF, text="each prompt gets one response. "
+        "Set rollout.custom_generate_function_path or rollout.agent (docs/agents.md)"),
     Row(f"{ROLLOUT}multi_turn.NAME {ROLLOUT}agent.NAME", text=AGENT),
     Row(f"{ROLLOUT}val_kwargs.temperature", "eval.temperature", default=0.0),
     *namesakes("eval", "top_p top_k", flag=f"{ROLLOUT}val_kwargs."),
