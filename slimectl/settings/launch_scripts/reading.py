@@ -10,11 +10,11 @@ from pathlib import Path
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import foreign
-from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission, canonical, convert, is_on
 from slimectl.settings.launch_scripts.documents import STOCK, yaml_flags
 from slimectl.settings.launch_scripts.flags import Flag, assignments, expanded, is_part_of, options
+from slimectl.settings.launch_scripts.foreign import absent_algorithm
 from slimectl.settings.launch_scripts.launcher import launched
-from slimectl.settings.launch_scripts.objectives import ask_for_program, refuse_other_algorithms
 from slimectl.settings.launch_scripts.openrlhf import OPENRLHF
 from slimectl.settings.launch_scripts.python_files import has_trainer, program_flags, python_flags
 from slimectl.settings.launch_scripts.roll import ROLL
@@ -50,6 +50,40 @@ ROOTS = {
 """Beginnings of keys of which a whole configuration has one; a part of one has none."""
 FEWEST_FLAGS = 3
 """Known flags from which a command, or a document, counts as one of training."""
+
+
+ANY = ""
+"""Stands for every value of a switch that is on."""
+ALGORITHMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "slime": {"opd_type": ("self", "sdft")},
+    "roll": {"opsd_mode": (ANY, "sdft")},
+    "openrlhf": {"pretrain_mode": (ANY, "pretrain")},
+    "verl": {"algorithm.filter_sample.enable": (ANY, "gfpo")},
+}
+"""Flags of another algorithm by stack: the value that switches it on, and its name."""
+PROGRAMS: Mapping[str, str] = {
+    "verl": r"verl|((.*/)?verl[./])?(trainer|experimental)[./].*|(.*[./])?recipe[./](dapo|\w+_policy)[./].*|"
+    r"(main|\w*sft)_\w+\.py",
+}
+"""Patterns of the programs whose flags say all that they do. Others bring an agent or a loss of their own."""
+
+
+def refuse_other_algorithms(conversion: Conversion) -> None:
+    """Raise SettingsError for a flag that switches another algorithm on."""
+    for name, (value, algorithm) in ALGORITHMS.get(conversion.dialect.name, {}).items():
+        flag = conversion.flags.get(name)
+        if flag is not None and is_on(flag) and value in (ANY, conversion.text(name)):
+            raise SettingsError(f"{flag.place}: {flag} {absent_algorithm(algorithm)}")
+
+
+def ask_for_program(conversion: Conversion) -> None:
+    """List the program first if it is not one of the stack."""
+    pattern, launcher = PROGRAMS.get(conversion.dialect.name), conversion.flags.get("launcher")
+    if pattern and launcher and not re.fullmatch(pattern, launcher.texts[0]):
+        title = conversion.dialect.title
+        reason = f"is no program of {title} and is not read. Set what it changes by hand: reward, rollout, loss"
+        item = Omission(launcher.texts[0], str(launcher.place), reason, by_hand=True, first=True)
+        conversion.omissions.insert(0, item)
 
 
 @dataclass(frozen=True)

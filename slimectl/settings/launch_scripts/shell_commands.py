@@ -11,7 +11,6 @@ from pathlib import Path
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_expressions import Condition
 from slimectl.settings.launch_scripts.shell_programs import (
     ENDS_IN_BLANK,
     NOT_EXECUTED,
@@ -23,7 +22,7 @@ from slimectl.settings.launch_scripts.shell_programs import (
     output,
     script_file,
 )
-from slimectl.settings.launch_scripts.shell_values import Field, Value, joined
+from slimectl.settings.launch_scripts.shell_values import Condition, Field, Value, joined
 from slimectl.settings.launch_scripts.shell_variables import Note, Variables, short
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution, Word, read_text
 

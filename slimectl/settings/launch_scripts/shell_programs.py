@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from slimectl.settings.launch_scripts.shell_expressions import Evaluation
-from slimectl.settings.launch_scripts.shell_values import Field, checked, joined
+from slimectl.settings.launch_scripts.shell_values import Evaluation, Field, checked, joined
 from slimectl.settings.launch_scripts.shell_words import Place
 
 CLASSES = {"[:upper:]": "A-Z", "[:lower:]": "a-z", "[:digit:]": "0-9", "[:space:]": " \t\n", "[:alpha:]": "A-Za-z",

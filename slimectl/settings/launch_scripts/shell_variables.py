@@ -12,8 +12,8 @@ from pathlib import Path
 from slimectl.errors import SettingsError
 from slimectl.redaction import is_secret_name
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_expressions import Evaluation
 from slimectl.settings.launch_scripts.shell_values import (
+    Evaluation,
     Field,
     Value,
     checked,
