@@ -247,12 +247,6 @@ class MegatronSettings(Section):
     args: dict[str, Any] = {}
     """Any field of Megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, by name."""
 
-    @property
-    def parallel_sizes(self) -> dict[str, int]:
-        """The sizes that are not 1, by setting name."""
-        sizes = {name: value for name, value in self if name.endswith("_parallel_size") and value is not None}
-        return {name: value for name, value in sizes.items() if value != 1}
-
 
 def offload_conflicts(train: TrainSettings, megatron: MegatronSettings) -> Iterator[str]:
     """Conflicts between the settings of host memory, one line each."""

@@ -17,7 +17,6 @@ from slimectl.settings.launch_scripts.python_values import (
     TOO_LONG,
     Function,
     Instance,
-    Leave,
     Reference,
     Text,
     Unknown,
@@ -32,7 +31,7 @@ from slimectl.settings.launch_scripts.python_values import (
     to_text,
     truth,
 )
-from slimectl.settings.launch_scripts.shell_values import MAX_TEXT
+from slimectl.settings.launch_scripts.shell_values import MAX_TEXT, Leave
 from slimectl.settings.launch_scripts.shell_variables import is_secret_variable
 
 MAX_STEPS = 30_000

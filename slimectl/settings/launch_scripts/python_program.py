@@ -16,7 +16,6 @@ from slimectl.settings.launch_scripts.python_statements import UNCERTAIN, Statem
 from slimectl.settings.launch_scripts.python_values import (
     Function,
     Instance,
-    Leave,
     Piece,
     Reference,
     Text,
@@ -26,6 +25,7 @@ from slimectl.settings.launch_scripts.python_values import (
     plain,
     truth,
 )
+from slimectl.settings.launch_scripts.shell_values import Leave
 from slimectl.settings.launch_scripts.shell_words import read_text
 
 MAX_DEPTH = 30

@@ -14,10 +14,8 @@ from slimectl.settings.launch_scripts.python_expressions import READABLE, Expres
 from slimectl.settings.launch_scripts.python_values import (
     Function,
     Instance,
-    Leave,
     Reference,
     Unknown,
-    Unreadable,
     changeable,
     copied,
     lifted,
@@ -26,6 +24,7 @@ from slimectl.settings.launch_scripts.python_values import (
     restore,
     truth,
 )
+from slimectl.settings.launch_scripts.shell_values import Leave
 
 UNCERTAIN = "it depends on a condition that is not evaluated"
 
@@ -113,29 +112,13 @@ class Statements(Expressions):
                     self._branches([body, []], statement)
 
     def _match(self, statement: ast.Match) -> None:
-        subject = self.value(statement.subject)
-        for case in statement.cases:
-            is_match = self._matches(subject, case.pattern)
-            if is_match is None:
-                self._branches([case.body for case in statement.cases], statement)
-                return
-            if is_match and (case.guard is None or truth(self.value(case.guard))):
-                self.run(case.body)
-                return
-
-    def _matches(self, subject: Any, pattern: ast.pattern) -> bool | None:
-        match pattern:
-            case ast.MatchAs(pattern=None):
-                return True
-            case ast.MatchOr(patterns=patterns):
-                results = [self._matches(subject, item) for item in patterns]
-                return True if True in results else None if None in results else False
-            case ast.MatchValue(value=value):
-                try:
-                    return bool(plain(subject) == plain(self.value(value)))
-                except Unreadable:
-                    return None
-        return None
+        """Follow a match as the conditions that it stands for."""
+        body: list[ast.stmt] = []
+        for case in reversed(statement.cases):
+            tests = [_test_of(statement.subject, case.pattern), *([case.guard] if case.guard else [])]
+            condition = ast.If(ast.BoolOp(ast.And(), tests), case.body, body)
+            body = [ast.fix_missing_locations(ast.copy_location(condition, statement))]
+        self.run(body)
 
     def _loop(self, statement: ast.For) -> None:
         members = self.value(statement.iter)
@@ -218,3 +201,15 @@ class Statements(Expressions):
                 for number, item in enumerate(targets):
                     part = Unknown(ast.unparse(item), "it is a part of what a function returns")
                     self.store(item, parts[number] if number < len(parts) else part)
+
+
+def _test_of(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
+    """The condition that a pattern stands for; an unknown name for others than constants."""
+    match pattern:
+        case ast.MatchAs(pattern=None):
+            return ast.Constant(True)
+        case ast.MatchOr(patterns=patterns):
+            return ast.BoolOp(ast.Or(), [_test_of(subject, item) for item in patterns])
+        case ast.MatchValue(value=value):
+            return ast.Compare(subject, [ast.Eq()], [value])
+    return ast.Name("pattern", ast.Load())

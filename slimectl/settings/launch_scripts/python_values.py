@@ -92,13 +92,6 @@ class Unreadable(Exception):
     """An expression whose value is not known; the message says why."""
 
 
-class Leave(Exception):
-    """`return`, `break`, `continue`, `raise` or the end of the program."""
-
-    def __init__(self, kind: str, value: Any = None) -> None:
-        self.kind, self.value = kind, value
-
-
 def joined(texts: Iterable[Text]) -> Text:
     """One text of several. Raises Unreadable if it is too long."""
     text = Text(tuple(piece for part in texts for piece in part.pieces))

@@ -61,11 +61,11 @@ ALGORITHMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "verl": {"algorithm.filter_sample.enable": (ANY, "gfpo")},
 }
 """Flags of another algorithm by stack: the value that switches it on, and its name."""
-PROGRAMS: Mapping[str, str] = {
-    "verl": r"verl|((.*/)?verl[./])?(trainer|experimental)[./].*|(.*[./])?recipe[./](dapo|\w+_policy)[./].*|"
-    r"(main|\w*sft)_\w+\.py",
-}
-"""Patterns of the programs whose flags say all that they do. Others bring an agent or a loss of their own."""
+VERL_PROGRAMS = re.compile(
+    r"verl|((.*/)?verl[./])?(trainer|experimental)[./].*|(.*[./])?recipe[./](dapo|\w+_policy)[./].*|"
+    r"(main|\w*sft)_\w+\.py"
+)
+"""Programs of verl whose flags say all that they do. Others bring an agent or a loss of their own."""
 
 
 def refuse_other_algorithms(conversion: Conversion) -> None:
@@ -77,11 +77,10 @@ def refuse_other_algorithms(conversion: Conversion) -> None:
 
 
 def ask_for_program(conversion: Conversion) -> None:
-    """List the program first if it is not one of the stack."""
-    pattern, launcher = PROGRAMS.get(conversion.dialect.name), conversion.flags.get("launcher")
-    if pattern and launcher and not re.fullmatch(pattern, launcher.texts[0]):
-        title = conversion.dialect.title
-        reason = f"is no program of {title} and is not read. Set what it changes by hand: reward, rollout, loss"
+    """List the program first if it is not one of verl."""
+    launcher = conversion.flags.get("launcher") if conversion.dialect is VERL else None
+    if launcher and not VERL_PROGRAMS.fullmatch(launcher.texts[0]):
+        reason = "is no program of verl and is not read. Set what it changes by hand: reward, rollout, loss"
         item = Omission(launcher.texts[0], str(launcher.place), reason, by_hand=True, first=True)
         conversion.omissions.insert(0, item)
 

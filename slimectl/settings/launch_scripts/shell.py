@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts import shell_syntax as syntax
-from slimectl.settings.launch_scripts.shell_commands import MAX_CALLS, Commands, Leave
+from slimectl.settings.launch_scripts.shell_commands import MAX_CALLS, Commands
 from slimectl.settings.launch_scripts.shell_programs import RUNNERS, inner_script, output
-from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
+from slimectl.settings.launch_scripts.shell_values import Field, Leave, is_costly, merged, pattern
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution
 
 Launched: TypeAlias = "Callable[[Path, Path, Mapping[str, str], Sequence[Field], int], Script | None]"

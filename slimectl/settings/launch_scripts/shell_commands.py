@@ -22,7 +22,7 @@ from slimectl.settings.launch_scripts.shell_programs import (
     output,
     script_file,
 )
-from slimectl.settings.launch_scripts.shell_values import Condition, Field, Value, joined
+from slimectl.settings.launch_scripts.shell_values import Condition, Field, Leave, Value, joined
 from slimectl.settings.launch_scripts.shell_variables import Note, Variables, short
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution, Word, read_text
 
@@ -37,13 +37,6 @@ class Command:
     place: Place
     condition: str = ""
     """Why it is unknown whether the script reaches it; empty if it does."""
-
-
-class Leave(Exception):
-    """`break`, `continue`, `return` or `exit`."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
 
 
 class Commands(Variables):

@@ -145,10 +145,6 @@ def _wc(argv: Sequence[str], text: str) -> str | None:
     return str(len(text.split())) if list(argv) == ["-w"] else None
 
 
-def _xargs(argv: Sequence[str], text: str) -> str | None:
-    return None if argv else " ".join(text.split())
-
-
 def _seq(argv: Sequence[str], _: str) -> str | None:
     """
     >>> _seq(["16", "8", "32"], "").split(), _seq(["3"], "").split()
@@ -186,7 +182,7 @@ WRITERS: dict[str, Callable[[Sequence[str], str], str | None]] = {
 """Programs whose output follows from their words; None for words that are not understood."""
 FILTERS: dict[str, Callable[[Sequence[str], str], str | None]] = {
     **WRITERS, "tr": _tr, "cut": _cut, "sed": _sed, "awk": _awk, "head": partial(_ends, last=False),
-    "tail": partial(_ends, last=True), "wc": _wc, "xargs": _xargs, "cat": lambda argv, text: None if argv else text,
+    "tail": partial(_ends, last=True), "wc": _wc, "cat": lambda argv, text: None if argv else text,
 }  # fmt: skip
 """Programs whose output follows from their words and their stdin."""
 

@@ -287,8 +287,6 @@ class Parser(Reader):
         return For(place, name, elements, self._do(place))
 
     def _do(self, place: Place) -> tuple[Statement, ...]:
-        if self._reserved("{"):
-            return self._block()
         self._close("do", "for", place)
         return self._body(place, "for", "done")[0]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.shell_words import Place
@@ -36,6 +36,13 @@ class Field:
 
     def with_text(self, text: str) -> Field:
         return self if self.unknown else replace(self, text=checked(text, self.place))
+
+
+class Leave(Exception):
+    """`return`, `break`, `continue`, `raise` or the end of a program, in a shell script or a Python file."""
+
+    def __init__(self, kind: str, value: Any = None) -> None:
+        self.kind, self.value = kind, value
 
 
 Array: TypeAlias = dict[str, Field]
@@ -214,13 +221,11 @@ class Evaluation:
         self._next = 0
 
     def result(self) -> int:
-        """The value of the last of the expressions that commas divide."""
+        """The value of the expression; 0 for none."""
         if not self._tokens:
             return 0
         try:
             value = self._expression()
-            while self._take(","):
-                value = self._expression()
         except (ZeroDivisionError, RecursionError) as error:
             raise ValueError("divides by zero" if isinstance(error, ZeroDivisionError) else "is too deep") from None
         if self._next < len(self._tokens):

@@ -18,9 +18,7 @@ def off(flag: Flag) -> bool:
     return not is_on(flag)
 
 
-def on(flag: Flag) -> bool:
-    """A switch, which may be written out: `True`, `0`."""
-    return is_on(flag)
+on = is_on
 
 
 class Always:

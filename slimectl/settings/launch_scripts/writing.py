@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.redaction import redact_text
-from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.keys import keys_of
 from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Omission
 from slimectl.settings.launch_scripts.shell_variables import Note
@@ -44,25 +43,23 @@ def _section(conversion: Conversion, section: str) -> Iterator[str]:
     names = [key for key in conversion.values if key.partition(".")[0] == section]
     if not names:
         return
-    order = keys_of(section) if section != "algorithm" else [*_algorithm_order(conversion)]
+    order = keys_of(section, conversion.settings.algorithm.name)
+    if section == "algorithm":
+        order.sort(key=lambda key: key != "name")
     if section == "custom":
         order = [name.partition(".")[2] for name in names]
     plain = [key for key in order if f"{section}.{key}" in names]
     if plain:
         yield f"[{section}]"
         for key in plain:
-            yield _line(
-                key, _masked(values[key], conversion.values[f"{section}.{key}"]), conversion, f"{section}.{key}"
-            )
+            name = f"{section}.{key}"
+            is_secret = hasattr(values[key], "get_secret_value")  # of which the reference is written
+            yield _line(key, conversion.values[name] if is_secret else values[key], conversion, name)
         yield ""
     for key in order:
         entries = [name for name in names if name.startswith(f"{section}.{key}.")]
         if entries:
             yield from _table(conversion, f"{section}.{key}", values[key], entries)
-
-
-def _algorithm_order(conversion: Conversion) -> list[str]:
-    return ["name", *(key for key in ALGORITHMS[conversion.settings.algorithm.name].model_fields if key != "name")]
 
 
 def _table(conversion: Conversion, name: str, values: Any, entries: list[str]) -> Iterator[str]:
@@ -72,11 +69,6 @@ def _table(conversion: Conversion, name: str, values: Any, entries: list[str]) -
         first = next(entry for entry in entries if entry.removeprefix(f"{name}.").partition(".")[0] == key)
         yield _line(key, values[key], conversion, first)
     yield ""
-
-
-def _masked(value: Any, reference: Any) -> Any:
-    """The value of a setting; of a secret, the reference that it was set to."""
-    return reference if hasattr(value, "get_secret_value") else value
 
 
 def _line(key: str, value: Any, conversion: Conversion, name: str) -> str:
