@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,17 +39,6 @@ def yaml_flags(
     Raises SettingsError with the line of an error.
     """
     return _resolved(_joined(path, name, root or path.parent, 0), environ)
-
-
-def _joined(path: Path, name: str, root: Path, depth: int) -> list[Flag]:
-    """Return the unresolved values of a YAML file and of its list of defaults."""
-    if depth > MAX_DEFAULTS:
-        raise SettingsError(f"{name}: defaults name one another more than {MAX_DEFAULTS} deep; write them flat")
-
-    def read(file: Path, shown: str) -> list[Flag]:
-        return _joined(file, shown, root, depth + 1)
-
-    return with_defaults(_values(path, name), path, name, root, read)
 
 
 def _values(path: Path, name: str) -> list[Flag]:
@@ -146,57 +135,46 @@ def _merged(pairs: Sequence[tuple[Any, Any]], file: str) -> Iterator[tuple[Any, 
 
 
 KEY = "defaults"
+OWN = "_self_"
+"""The entry of the defaults that stands for the keys of the configuration itself."""
 STOCK = re.compile(r"(\w+_)?(ppo|sft|dapo)(_megatron)?_trainer(_engine)?")
 """Configurations that come with verl: their values are the defaults of its table."""
 PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 HERE = ("_here_", "_global_", "_group_")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One entry of a list of defaults: a file below the configuration's folder, and where its keys are put."""
+def _joined(path: Path, name: str, root: Path, depth: int) -> list[Flag]:
+    """Return the unresolved values of a YAML file and its defaults. The later one counts, in Hydra's order.
 
-    file: str
-    package: str
-    line: int
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it stands for the keys of the configuration itself."""
-        return self.file == "_self_"
-
-
-def with_defaults(
-    own_flags: list[Flag], path: Path, name: str, root: Path, read: Callable[[Path, str], list[Flag]]
-) -> list[Flag]:
-    """Return the flags of a configuration and of its defaults in Hydra's order; a later flag replaces an earlier one.
-
-    `read` returns the flags of one file, and `root` is the folder whose files may be read. Entries that are not read
-    stay in the flag `defaults`. Raises SettingsError as `read` does.
+    `root` is the folder whose files may be read. Entries that are not read stay in the flag `defaults`.
     """
+    if depth > MAX_DEFAULTS:
+        raise SettingsError(f"{name}: defaults name one another more than {MAX_DEFAULTS} deep; write them flat")
+    own_flags = _values(path, name)
     if not any(is_part_of(flag.name, KEY) for flag in own_flags):
         return own_flags
     joined: dict[str, Flag] = {}
     unread: list[Field] = []
     document = {flag.name: flag for flag in own_flags if not is_part_of(flag.name, KEY)}
     entries = list(_entries(path, name))
-    if not any(entry.is_own for entry in entries):
-        entries.append(Entry("_self_", "", 0))
-    for entry in entries[:MAX_FILES]:
-        relative = f"{entry.file.removesuffix('.yaml')}.yaml"
+    if OWN not in [entry for entry, _, _ in entries]:
+        entries.append((OWN, "", 0))
+    for entry, package, line in entries[:MAX_FILES]:
+        relative = f"{entry.removesuffix('.yaml')}.yaml"
         file = path.parent / relative
-        if entry.is_own:
+        if entry == OWN:
             joined = _over(joined, document)
         elif file.is_file() and file.resolve().is_relative_to(root.resolve()) and file.resolve() != path.resolve():
             shown = str(Path(name).parent / relative)
-            package = _package(file, shown, entry.package)
-            flags = [
-                replace(flag, name=f"{package}{flag.name}", spelling=f"{package}{flag.spelling}")
-                for flag in read(file, shown)
-            ]
-            joined = _over(joined, {flag.name: flag for flag in flags})
-        elif not STOCK.fullmatch(entry.file.rpartition("/")[2]):
-            unread.append(Field(entry.file, Place(name, entry.line)))
+            package = _package(file, shown, package)
+            flags = _joined(file, shown, root, depth + 1)
+            names = [f"{package}{flag.name}" for flag in flags]
+            joined = _over(joined, {
+                key: replace(flag, name=key, spelling=f"{package}{flag.spelling}")
+                for key, flag in zip(names, flags, strict=True)
+            })  # fmt: skip
+        elif not STOCK.fullmatch(entry.rpartition("/")[2]):
+            unread.append(Field(entry, Place(name, line)))
     result = list(joined.values())
     return [*result, Flag(KEY, f"{KEY}:", tuple(unread), unread[0].place)] if unread else result
 
@@ -206,8 +184,8 @@ def _over(earlier: dict[str, Flag], later: dict[str, Flag]) -> dict[str, Flag]:
     return {name: flag for name, flag in earlier.items() if name not in later} | later
 
 
-def _entries(path: Path, name: str) -> Iterator[Entry]:
-    """Return the entries of the list `defaults`: files, `group: option`, and `…@package`."""
+def _entries(path: Path, name: str) -> Iterator[tuple[str, str, int]]:
+    """Return the entries of the list `defaults` (files, `group: option`, `…@package`) with their package and line."""
     import yaml
 
     node = yaml.compose(read_text(path, name), Loader=yaml.SafeLoader)
@@ -216,13 +194,13 @@ def _entries(path: Path, name: str) -> Iterator[Entry]:
         line = item.start_mark.line + 1
         if isinstance(item, yaml.ScalarNode):
             file, _, package = item.value.partition("@")
-            yield Entry(file, _prefix(package or ("" if file.startswith("..") else file.rpartition("/")[0])), line)
+            yield file, _prefix(package or ("" if file.startswith("..") else file.rpartition("/")[0])), line
         for key, value in item.value if isinstance(item, yaml.MappingNode) else []:
             group, _, package = str(key.value).split()[-1].partition("@")
             options: list[Any] = value.value if isinstance(value, yaml.SequenceNode) else [value]
             for option in options:
                 if isinstance(option, yaml.ScalarNode) and option.value not in ("null", "~", ""):
-                    yield Entry(f"{group.strip('/')}/{option.value}", _prefix(package or group), line)
+                    yield f"{group.strip('/')}/{option.value}", _prefix(package or group), line
 
 
 def _prefix(package: str) -> str:

@@ -337,39 +337,33 @@ class Commands(Variables):
         return None if value.unknown else value.text != "0"
 
     def _read(self, fields: list[Field], command: syntax.Simple) -> None:
-        texts = [field.text for field in fields[1:]]
+        """Set the variables of `read` or `mapfile` to the parts of a text."""
+        texts, place, is_line = [field.text for field in fields[1:]], command.place, fields[0].text == "read"
         names = [text for before, text in zip(["", *texts], texts, strict=False) if before != "-d" and text[:1] != "-"]
-        if fields[0].text == "read" and "-d" in texts and len(names) == 1 and command.stdin:
+        if is_line and "-d" in texts and len(names) == 1 and command.stdin:
             document = self._marked(command.stdin[-1])  # `read -r -d '' NAME <<EOF` takes all of the document
             self._variables[names[0]] = document.with_text(document.text.strip())
             return
-        if command.stdin and names and not (text := self._field(command.stdin[-1])).problem:
-            self._divide(fields, names, text, command)
+        text = self._field(command.stdin[-1]) if command.stdin else None
+        if text is None or text.problem or not names:
+            self._variables |= dict.fromkeys(names, Field("", place, f"it is read from a file ({place})"))
             return
-        for field in fields[1:]:
-            if not field.text.startswith("-"):
-                self._variables[field.text] = Field("", command.place, f"it is read from a file ({command.place})")
-
-    def _divide(self, fields: list[Field], names: list[str], text: Field, command: syntax.Simple) -> None:
-        """Set the variables of `read` or `mapfile` to the parts of a text."""
-        option = next((field.text for field in fields[1:] if re.fullmatch(r"-[a-z]*a", field.text)), "")
+        parts = text.text.removesuffix("\n").split("\n")
         separators = next((self._field(item.value).text for item in command.assignments
                            if item.name == "IFS" and isinstance(item.value, Word)), " \t\n")  # fmt: skip
-        line = text.text.split("\n")[0]
-        parts = [line] if not separators else line.split() if separators.isspace() else re.split(
-            f"[{re.escape(separators)}]", line)  # fmt: skip
-        for _ in parts if fields[0].text == "read" else text.text.split("\n"):
-            self._count(command.place)
-        if fields[0].text != "read":
-            lines = text.text.removesuffix("\n").split("\n")
-            self._variables[names[-1]] = {str(n): text.with_text(line) for n, line in enumerate(lines)}
-        elif option:
-            self._variables[names[0]] = {str(number): text.with_text(part) for number, part in enumerate(parts)}
-        else:
-            tail = (separators[:1] or " ").join(parts[len(names) - 1 :])
-            for name, part in zip(names, [*parts[: len(names) - 1], *([""] * len(names))], strict=False):
-                self._variables[name] = text.with_text(part)
-            self._variables[names[-1]] = text.with_text(tail)
+        if is_line and separators:
+            divide = str.split if separators.isspace() else re.compile(f"[{re.escape(separators)}]").split
+            parts = divide(parts[0])
+        elif is_line:
+            parts = parts[:1]
+        for _ in parts:
+            self._count(place)
+        if not is_line or any(re.fullmatch(r"-[a-z]*a", option) for option in texts):
+            self._variables[names[-1]] = {str(number): text.with_text(part) for number, part in enumerate(parts)}
+            return
+        tail = (separators[:1] or " ").join(parts[len(names) - 1 :])
+        parts = [*parts[: len(names) - 1], *[""] * len(names)][: len(names) - 1]
+        self._variables |= {name: text.with_text(part) for name, part in zip(names, [*parts, tail], strict=True)}
 
     def _eval(self, fields: list[Field], command: syntax.Simple) -> bool | None:
         if not any(field.problem for field in fields) and self._calls < MAX_CALLS:
