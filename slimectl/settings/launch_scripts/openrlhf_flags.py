@@ -47,11 +47,8 @@ CLUSTER = (
 MODEL = (
     *renamed("pretrain=model.path critic_pretrain=algorithm.critic_load lora_alpha=train.lora_alpha"),
     Row("reward_pretrain", "score.rm_options.path", "also score.rm_type = reward_model"),
-    Row(
-        "remote_rm_url",
-        "score.rm_url",
-        "also score.rm_type = remote_rm; FILE.py is score.custom_rm_path = FILE.py:reward_func",
-    ),
+    Row("remote_rm_url", "score.rm_url",
+        "also score.rm_type = remote_rm; FILE.py is score.custom_rm_path = FILE.py:reward_func"),
     Row("reward_model_path value_head_prefix save_value_network", text="a critic and a reward model have a value head"),
     Row("agent_func_path", "rollout.custom_generate_function_path", "to be adapted (docs/agents.md)"),
     Row("bf16", "train.dtype", convert=Always("bfloat16")),
