@@ -278,9 +278,10 @@ class Conversion:
             if defaults or not source.startswith("the default of "):
                 self.omissions.append(Omission(source, "", reason))
 
-    def unlist(self, name: str) -> None:
-        """Take a flag from the list of those without a counterpart: with another flag it has one."""
-        self.omissions = [item for item in self.omissions if item.flag != str(self.flags[name])]
+    def unlist(self, *names: str) -> None:
+        """Take flags from the list of those without a counterpart: with other flags they have one."""
+        shown = {str(self.flags[name]) for name in names if name in self.flags}
+        self.omissions = [item for item in self.omissions if item.flag not in shown]
 
     def omit(self, flag: Flag, reason: str, *, by_hand: bool = False, first: bool = False) -> None:
         self.omissions.append(Omission(str(flag), str(flag.place), reason, by_hand or first, first))

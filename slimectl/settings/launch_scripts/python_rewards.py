@@ -40,22 +40,16 @@ def _reward(program: Program, path: Path, value: Any, node: ast.AST) -> Field:
             file = f"{module.replace('.', '/')}.py"
             source = Path(program.name).parent / file if (path.parent / file).is_file() else module
             return Field(f"{source}:{function}", place)
-        case Function(node=ast.FunctionDef() | ast.AsyncFunctionDef() as definition, owner=None):
-            return _own_reward(program, definition, place)
-        case Reference(name=name):
+        case Function(node=ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name), owner=None) if (
+            value.node in program.tree.body
+        ):
+            if _trains_on_import(program):
+                return Field(name, place, f"importing this file would start its training. {_move(name)}")
+            return Field(f"{program.name}:{name}", place)
+        case Reference(name=name) | Function(node=ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name)):
             return Field(name, place, f"{name} is not a function at the top of this file. {_move(name)}")
     shown = (value.source if isinstance(value, Unknown) else source_of(node))[:60]
     return Field(shown, place, f"{shown} is made when the program runs")
-
-
-def _own_reward(program: Program, definition: ast.FunctionDef | ast.AsyncFunctionDef, place: Place) -> Field:
-    """A function of this file, which must be at its top, and in a file that trains nothing when it is imported."""
-    name = definition.name
-    if definition not in program.tree.body:
-        return Field(name, place, f"{name} is not a function at the top of this file. {_move(name)}")
-    if _trains_on_import(program):
-        return Field(name, place, f"importing this file would start its training. {_move(name)}")
-    return Field(f"{program.name}:{name}", place)
 
 
 def _move(name: str) -> str:

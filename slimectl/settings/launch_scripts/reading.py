@@ -122,7 +122,7 @@ def read(
     if purpose := foreign.file_purpose(path):
         raise SettingsError(f"{path}: {purpose}")
     folder = root or path.parent
-    if path.suffix in (".yaml", ".yml", ".json"):
+    if path.suffix in (*YAML, ".json"):
         if line is not None:
             raise SettingsError(f"{path}: is one configuration. Leave --line out, which picks one of several commands")
         launch, notes = _document(path, yaml_flags(path, str(path), environ, folder), dialects, stack), list[Note]()
@@ -299,16 +299,17 @@ def _with_configuration(
     launch: Launch, path: Path, root: Path, notes: list[Note], environ: Mapping[str, str]
 ) -> Launch:
     """Add the flags of a YAML file that the command names, before those of the command itself."""
-    config_flags = options(launch.launcher.values[1:])[0] if launch.launcher and launch.dialect.form == "hydra" else ()
+    loose = launch.launcher.values[1:] if launch.launcher else ()
+    config_flags = options(loose)[0] if launch.dialect.form == "hydra" else ()
     named = {canonical(flag.name): flag for flag in (*launch.flags, *config_flags)}
     launch = _with_processes(launch, named, path, root, environ)
     folder, name, config = (_known_text(named.get(item)) for item in ("config_path", "config_name", "config"))
     folder = folder or _known_text(named.get("config_dir"))
     if name:
         file, place = f"{folder or '.'}/{name.removesuffix('.yaml')}.yaml", named["config_name"].place
-    elif config and config.endswith((".yaml", ".yml")):
+    elif config and config.endswith(YAML):
         file, place = config, named["config"].place
-    elif launch.dialect.name == "trl" and (recipes := [word for word in _loose(launch) if word.text.endswith(YAML)]):
+    elif launch.dialect is TRL and (recipes := [word for word in loose if word.text.endswith(YAML)]):
         file, place = recipes[0].text, recipes[0].place
     else:
         return launch
@@ -325,11 +326,6 @@ def _with_configuration(
     deleted = [flag.name for flag in own_flags if flag.spelling.startswith("~")]
     base = [flag for flag in base if not any(is_part_of(flag.name, name) for name in deleted)]
     return replace(launch, flags=(*base, *own_flags))
-
-
-def _loose(launch: Launch) -> tuple[Field, ...]:
-    """The words between a program and its options."""
-    return launch.launcher.values[1:] if launch.launcher else ()
 
 
 def _with_program(launch: Launch, path: Path, root: Path, environ: Mapping[str, str]) -> Launch:

@@ -113,8 +113,7 @@ def _settle_rows(conversion: Conversion, kind: str) -> None:
     epochs = conversion.flags.get(name)
     if "run.num_rollout" not in conversion.values and (epochs is None or not epochs.problem):
         conversion.put("run.num_epoch", epochs.texts[0] if epochs else 1, name)
-        if epochs:
-            conversion.unlist(name)
+        conversion.unlist(name)
     if kind == "sft":
         conversion.put_default("prompt_key", "rollout.input_key", "instruction")
         conversion.put_default("response_key", "rollout.label_key", "output")
@@ -184,8 +183,7 @@ def settle_reward(conversion: Conversion) -> None:
         key = "score.rm_options.types" if len(domains) > 1 else "score.rm_type"
         worker_class = f"{kind or 'no class'} of rewards.{domain}"
         conversion.ask_for(key, f"{worker_class} grades {place}. Give its verifier or function (docs/verifiers.md)")
-    for name in sources:
-        conversion.unlist(name)
+    conversion.unlist(*sources)
     if len(domains) == 1 and types:
         conversion.put("score.rm_type", next(iter(types.values())), *sources)
     elif types:
@@ -207,8 +205,7 @@ def _settle_normalization(conversion: Conversion) -> None:
         conversion.put("algorithm.name", "grpo", "adv_estimator", *names)
         if method == "mean":
             conversion.put("algorithm.grpo_std_normalization", False, "reward_normalization.method")
-        for name in names:
-            conversion.unlist(name)
+        conversion.unlist(*names)
     elif conversion.values.get("algorithm.name") == "grpo" or (method, grouping) != ("identity", "state"):
         flag = conversion.flags[names[-1] if names else "adv_estimator"]
         reason = f"rewards are normalized by {grouping} with {method} there; grpo compares the episodes of one start"

@@ -151,18 +151,13 @@ def _settle_model(conversion: Conversion, folder: str, start: str, scheme: str) 
 def _settle_reference(conversion: Conversion, folder: str, start: str) -> None:
     """Name the reference only where it is not the model that the run starts from."""
     reference = _path(conversion, "ref_load")
+    has_divergence = conversion.switch("use_kl_loss") and conversion.real("kl_loss_coef", 0.0) > 0
     if model_name(reference) == model_name(start):
         conversion.take_back("algorithm.ref_load", "the reference is the model that the run starts from")
     elif model_name(reference) == model_name(folder) and not scheme_of(folder):
         conversion.put("algorithm.ref_load", folder, "ref_load")
-    elif is_megatron(reference) and _compares(conversion):
+    elif is_megatron(reference) and (has_divergence or conversion.real("kl_coef", 0.0) > 0):
         _ask_to_convert(conversion, "algorithm.ref_load", "ref_load")
-
-
-def _compares(conversion: Conversion) -> bool:
-    """Whether the algorithm has a divergence from a reference."""
-    in_loss = conversion.switch("use_kl_loss") and conversion.real("kl_loss_coef", 0.0) > 0
-    return in_loss or conversion.real("kl_coef", 0.0) > 0
 
 
 def _ask_to_convert(conversion: Conversion, key: str, name: str) -> None:
@@ -273,8 +268,10 @@ def _settle_clip(conversion: Conversion) -> None:
 def _settle_training(conversion: Conversion) -> None:
     """Settle rounds and sizes, and the trainer's own defaults."""
     _settle_trainer(conversion)
-    if conversion.switch("use_lora"):
-        _settle_lora(conversion)
+    if conversion.switch("use_lora"):  # whose rate and decay take precedence over those of the model
+        if rate := next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), ""):
+            conversion.put_known("train.lr", conversion.text(rate), rate)
+        conversion.put("train.weight_decay", conversion.text("lora_weight_decay", "0.0"), "lora_weight_decay")
     is_supervised = conversion.text("loss_type") == "sft_loss" or SFT in conversion.text("rollout_function_path")
     if not is_supervised and "rollout_max_response_len" not in conversion.flags:
         conversion.omissions.append(Omission("--rollout-max-response-len", "", NO_LIMIT, by_hand=True))
@@ -310,13 +307,6 @@ def _settle_trainer(conversion: Conversion) -> None:
             conversion.take_back(key, "fp8 training covers dense models; mixtures of experts train in train.dtype")
     else:
         conversion.put("megatron.args.transformer_impl", "transformer_engine", "fp8_format", "transformer_impl")
-
-
-def _settle_lora(conversion: Conversion) -> None:
-    """Take the rate and the decay of adapters, which take precedence over those of the model."""
-    if rate := next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), ""):
-        conversion.put_known("train.lr", conversion.text(rate), rate)
-    conversion.put("train.weight_decay", conversion.text("lora_weight_decay", "0.0"), "lora_weight_decay")
 
 
 def _settle_placement(conversion: Conversion) -> None:

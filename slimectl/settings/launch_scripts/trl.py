@@ -256,8 +256,7 @@ def _settle_adapter(conversion: Conversion) -> None:
     conversion.put("train.lora_alpha", scale, *names)
     if "peft_class" not in conversion.flags and not of_table and "lora_dropout" not in conversion.flags:
         conversion.note_default("lora_dropout", None, "TRL's adapters have a dropout of 0.05. slimectl has none")
-    for name in conversion.flags.keys() & {"use_peft", "peft_class"}:
-        conversion.unlist(name)
+    conversion.unlist("use_peft", "peft_class")
     all_linear = conversion.text("peft_class") == "get_peft_model"
     if "train.lora_targets" not in values and not all_linear:
         conversion.put_default("lora_target_modules", "train.lora_targets", ["q_proj", "v_proj"])
@@ -288,8 +287,7 @@ def _settle_names(conversion: Conversion) -> None:
         if config not in ("default", "none", "None"):
             names = ("dataset_name", "trainer.train_dataset", "dataset_config", "dataset_configs")
             conversion.put("rollout.data", [f"{data[0]}/{config}"], *(n for n in names if n in conversion.flags))
-        for name in conversion.flags.keys() & {"dataset_config", "dataset_configs"}:
-            conversion.unlist(name)
+        conversion.unlist("dataset_config", "dataset_configs")
     if isinstance(values.get("rollout.apply_chat_template_kwargs"), list | str):
         conversion.take_back("rollout.apply_chat_template_kwargs", "write it as a table by hand")
     for name in [key for key in conversion.flags if key.startswith("chat_template_kwargs.")]:

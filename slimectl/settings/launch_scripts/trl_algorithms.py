@@ -178,8 +178,7 @@ def settle_rewards(conversion: Conversion) -> None:
                 unknown.append(value.problem or f"{text} is a name that only the program knows")
             else:
                 parts.append(part)
-        if name in FUNCTIONS:
-            conversion.unlist(name)
+    conversion.unlist(*FUNCTIONS)
     conversion.values.pop("score.rm_options.path", None)
     place = str(conversion.flags[sources[0]].place) if sources else _place(conversion)
     if unknown or not parts:

@@ -299,8 +299,7 @@ def settle_reward(conversion: Conversion) -> None:
     manager = _given(conversion, *MANAGER)
     conversion.drop("score.custom_rm_path", "score.rm")
     shown = path or manager
-    if manager:
-        conversion.unlist(manager.name)
+    conversion.unlist(*MANAGER)
     if module := _given(conversion, *OWN_MANAGER):
         conversion.unlist(module.name)
         conversion.omit(module, "a reward manager of your own; write it as score.custom_rm_path", first=True)
