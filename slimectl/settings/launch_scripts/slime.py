@@ -15,10 +15,6 @@ from slimectl.user_code.stand_ins import STAND_INS
 FSDP_DEFAULTS = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.95}
 """Defaults of slime's FSDP trainer, where they differ from those of Megatron. It has no dropout."""
 NO_LIMIT = "is not given, so responses end only with the context of the model. Set rollout.max_response_len by hand"
-SEVERAL_TEACHERS = (
-    "distils from several teachers. Here there is one: set algorithm.name = opd, and algorithm.opd_teacher_load or "
-    "opd_teacher_url, by hand"
-)
 MODEL = ("hf_checkpoint",)
 PROMPTS = ("prompt_data", "data_source_path", "rollout_function_path")
 """Flags of which one names the model, or where prompts come from."""
@@ -363,9 +359,6 @@ def _ask_for_functions(conversion: Conversion) -> None:
 
 def _settle_distillation(conversion: Conversion) -> None:
     """Ask the teacher's server directly, where a reward function of slime's distillation example would."""
-    if conversion.switch("use_mopd"):
-        conversion.unlist("use_mopd")
-        conversion.omit(conversion.flags["use_mopd"], SEVERAL_TEACHERS, by_hand=True)
     url = conversion.text("rm_url")
     if not url or "on_policy_distillation" not in conversion.text("custom_rm_path"):
         return

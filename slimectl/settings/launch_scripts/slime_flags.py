@@ -222,7 +222,9 @@ DISTILLATION = (
     Row("opd-teacher-loads", "algorithm.opd_teacher_load", "only one teacher is supported"),
     Row("topk-level-opd", neutral=OFF, text="there is one teacher, asked about the sampled token. "
         "Set algorithm.opd_teacher_load, or leave it out"),
-    Row("use-mopd mopd-NAME opd-top-k", text="there is one teacher, of sampled tokens: algorithm.opd_kl_coef"),
+    Row("use-mopd", neutral=OFF, text="distils from several teachers. Here there is one: set algorithm.name = opd, and "
+        "algorithm.opd_teacher_load or opd_teacher_url, by hand"),
+    Row("mopd-NAME opd-top-k", text="there is one teacher, of sampled tokens: algorithm.opd_kl_coef"),
     Row("opd-teacher-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.opd_teacher_load"),
 )  # fmt: skip
 TRACKING = (

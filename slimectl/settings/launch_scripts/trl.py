@@ -16,7 +16,7 @@ from slimectl.settings.launch_scripts.trl_algorithms import (
     settle_loss,
     settle_rewards,
 )
-from slimectl.settings.launch_scripts.trl_names import GROUPS, TOOLS
+from slimectl.settings.launch_scripts.trl_names import GROUPS
 
 Defaults = Mapping[str, tuple[str, Any]]
 SAMPLED: Defaults = {
@@ -54,11 +54,6 @@ LISTED: Mapping[str, Mapping[str, str]] = {
     "ppo": {"num_ppo_epochs": "TRL trains on every round 4 times, slimectl once"},
 }
 """Defaults of each trainer that settings cannot have."""
-DECISIVE = {
-    "trainer.class": "is a trainer of your own: set what it overrides by hand",
-    **dict.fromkeys(("trainer.tools", "trainer.rollout_func", "trainer.environment_factory"), f"set by hand: {TOOLS}"),
-}
-"""Arguments without a row of their own that decide what is trained, and what to do."""
 ADAPTERS = {"LoraConfig": (8, 8), "get_peft_model": (16, 16)}
 """Rank and alpha without arguments, of peft and of Unsloth; those of TRL's ModelConfig are 16 and 32."""
 
@@ -82,10 +77,6 @@ def settle(conversion: Conversion) -> None:
     _settle_adapter(conversion)
     _settle_processes(conversion)
     _settle_names(conversion)
-    for argument, reason in DECISIVE.items():
-        if argument in conversion.flags:
-            conversion.unlist(argument)
-            conversion.omit(conversion.flags[argument], reason, by_hand=True)
     defaults = {**DEFAULTS[name], **(ASYNCHRONOUS if class_of(conversion) == "AsyncGRPOConfig" else {})}
     for argument, (key, value) in defaults.items():
         conversion.put_default(argument, key, value)

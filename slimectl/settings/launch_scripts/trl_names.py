@@ -91,14 +91,15 @@ GENERATION = (
     Row("vllm_group_port vllm_model_impl vllm_enable_sleep_mode vllm_device vllm_dtype vllm_enable_prefix_caching "
         "ds3_gather_for_generation max_tool_calling_iterations",
         text="engines free their memory with cluster.colocate"),
-    Row("trainer.tools trainer.rollout_func trainer.environment_factory", text=TOOLS),
+    Row("trainer.tools trainer.rollout_func trainer.environment_factory", text=f"set by hand: {TOOLS}",
+        neutral=""),
 )  # fmt: skip
 ALGORITHM = (
     Row("configuration", "algorithm.name", "the class, the subcommand or the script names it",
         lambda flag: own_algorithm(flag.text) or flag.text),
     Row("trainer.dataset_changes", neutral=OFF, text="the program changes the rows. "
         "Save the rows that it makes as a file, and set rollout.data to that file"),
-    Row("trainer.class", text="a trainer of your own is not read: write train.custom_loss_function_path for its loss"),
+    Row("trainer.class", text="is a trainer of your own: set what it overrides by hand", neutral=""),
     Row("beta", "algorithm.kl_loss_coef", "of dpo algorithm.beta, of rloo algorithm.kl_coef", number),
     Row("kl_coef", "algorithm.kl_coef", "of ppo"),
     Row("cliprange", "algorithm.eps_clip", "of ppo"),
