@@ -97,7 +97,7 @@ class Commands(Variables):
         return field.with_text(field.text.rstrip("\n"))
 
     def _simple(self, command: syntax.Simple) -> bool | None:
-        is_test = bool(command.argv) and command.argv[0].bare == "[["  # whose words are not divided
+        is_test = bool(command.argv) and command.argv[0].bare == "[["  # its words stay whole
         fields = [field for word in command.argv for field in ([self._field(word)] if is_test else self._fields(word))]
         name = fields[0].text if fields else ""
         if not fields or name in syntax.DECLARATIONS:

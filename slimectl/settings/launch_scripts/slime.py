@@ -264,7 +264,7 @@ def _settle_clip(conversion: Conversion) -> None:
 def _settle_training(conversion: Conversion) -> None:
     """Settle rounds and sizes, and the trainer's own defaults."""
     _settle_trainer(conversion)
-    if conversion.switch("use_lora"):  # whose rate and decay take precedence over those of the model
+    if conversion.switch("use_lora"):  # adapters have a rate and a decay of their own
         if rate := next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), ""):
             conversion.put_known("train.lr", conversion.text(rate), rate)
         conversion.put("train.weight_decay", conversion.text("lora_weight_decay", "0.0"), "lora_weight_decay")

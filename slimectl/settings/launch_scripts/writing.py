@@ -53,7 +53,7 @@ def _section(conversion: Conversion, section: str) -> Iterator[str]:
         yield f"[{section}]"
         for key in plain:
             name = f"{section}.{key}"
-            is_secret = hasattr(values[key], "get_secret_value")  # of which the reference is written
+            is_secret = hasattr(values[key], "get_secret_value")  # written as its reference
             yield _line(key, conversion.values[name] if is_secret else values[key], conversion, name)
         yield ""
     for key in order:
