@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from slimectl.errors import CheckpointError, MissingExtraError
-from slimectl.native.deltas import indices
 
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Bytes of a number by safetensors' code; all others have one."""
@@ -49,24 +48,6 @@ class TensorRange:
         for start in range(0, self.nbytes, CHUNK_BYTES):
             yield slice(start, min(start + CHUNK_BYTES, self.nbytes))
 
-    def read(self) -> bytearray:
-        """Return all bytes. Raises CheckpointError if the file is cut short."""
-        data = bytearray(self.nbytes)
-        with self.file.open("rb", buffering=0) as stream:
-            self.read_into(stream, data, 0)
-        return data
-
-    def read_into(self, stream: FileIO, data: bytearray | memoryview, start: int) -> None:
-        """Fill `data` with the bytes from `start` on of the open file. Raises CheckpointError if it is cut short."""
-        stream.seek(self.start + start)
-        view = memoryview(data)
-        # The system reads at most 2 GiB at a time.
-        while view:
-            count = stream.readinto(view)
-            if not count:
-                raise CheckpointError(f"{self.file}: {len(view)} bytes are missing; push whole weights again")
-            view = view[count:]
-
     def mapped(self, files: dict[Path, Any]) -> Any:
         """Return all bytes [B] as they are in the file, where they can be changed. Raises CheckpointError.
 
@@ -81,13 +62,6 @@ class TensorRange:
                 f"{self.file}: {self.nbytes - len(data_B)} bytes are missing; push whole weights again"
             )
         return data_B
-
-    def write(self, stream: FileIO, data: bytes | memoryview, start: int) -> None:
-        """Overwrite the bytes from `start` on in the open file, which keeps its size."""
-        stream.seek(self.start + start)
-        view = memoryview(data)
-        while view:
-            view = view[stream.write(view) or 0 :]
 
 
 _MAPPED: dict[Path, tuple[tuple[int, ...], Any]] = {}
@@ -317,11 +291,6 @@ class DeltaFile:
         if values_C.itemsize != width or end > count or int(gaps_C.max()) >= count:
             raise CheckpointError(f"{self.path}: is damaged ({name} is out of bounds); push whole weights")
         return gaps_C, values_C
-
-    def changed(self, name: str, width: int) -> tuple[Any, Any]:
-        """Return the indices [C] of the numbers that change, ascending, and their bits [C] in the delta's encoding."""
-        gaps_C, values_C = self.gaps(name, width)
-        return indices(gaps_C), values_C
 
     def _numbers(self, file: FileIO, span: list[int], count: int) -> Any:
         start, size, width = span
