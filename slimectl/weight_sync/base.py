@@ -9,9 +9,10 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from threading import RLock
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -96,18 +97,6 @@ def drained(tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
             pass
 
 
-def consume_adapter(policy: Policy, send: Callable[[NamedTensors], int], workers: WeightUpdateClient) -> int:
-    """Call `send` with the tensors of the policy's adapter, which `workers` expect then; returns the bytes sent."""
-    adapted: AdapterPolicy = policy  # type: ignore[assignment]
-    sent: int = adapted.consume_adapter(partial(_send_adapter, send=send, workers=workers))
-    return sent
-
-
-def _send_adapter(adapter: Adapter, *, send: Callable[..., int], workers: WeightUpdateClient) -> int:
-    workers.expect_adapter(adapter)
-    return send(adapter.tensors, workers=workers)
-
-
 def in_progress_version(version: str, *, last: bool) -> str:
     """Return the version to load a message under: engines of an interrupted push must not pass for complete."""
     return version if last else version + INCOMPLETE
@@ -117,19 +106,21 @@ LEAVE_S = 10.0
 """Seconds that engines get to continue after a failed push: those that caused it may not answer at all."""
 
 
+@dataclass(eq=False)
 class WeightSyncBase:
     """protocols.WeightSync to servers, one push at a time; a transport implements `_push`.
 
-    A push reports "bytes" that were sent and the "pause_time" of the engines in seconds. It raises BackendError if an
-    engine refuses or is gone; the others continue. Push again, or end: an engine with an interrupted push has an
-    incomplete weight version.
+    `dtype` is the engines' precision. A push reports "bytes" that were sent and the "pause_time" of the engines in
+    seconds. It raises BackendError if an engine refuses or is gone; the others continue. Push again, or end: an engine
+    with an interrupted push has an incomplete weight version.
     """
 
-    def __init__(self, policy: Policy, workers: WeightUpdateClient, *, pause_mode: str = "in_place") -> None:
-        self.policy = policy
-        self.workers = workers
-        self.pause_mode = pause_mode
-        self.lock = RLock()
+    policy: Policy
+    workers: WeightUpdateClient
+    _: KW_ONLY
+    pause_mode: str = "in_place"
+    dtype: Precision = None
+    lock: Any = field(default_factory=RLock, init=False, repr=False)
 
     def push(self) -> Metrics:
         return self.push_to(self.workers)
@@ -171,6 +162,32 @@ class WeightSyncBase:
             raise
         workers.end()
         watch.stop()
+
+
+@dataclass(eq=False)
+class MessageSync(WeightSyncBase):
+    """Pushes messages of at most `buffer_bytes`, cast to `dtype`.
+
+    With `adapters` a push has the policy's adapter only, in float32, which the engines merge into its base model.
+    """
+
+    buffer_bytes: int = 512 * 2**20
+    adapters: bool = False
+
+    def _push_by(self, send: Callable[..., int], workers: WeightUpdateClient) -> Metrics:
+        """Call `send` with the tensors, in the process that has them; it returns the bytes that it sent."""
+        with self.paused(workers) as watch:
+            if self.adapters:
+                adapted: AdapterPolicy = self.policy  # type: ignore[assignment]
+                sent = adapted.consume_adapter(partial(_send_adapter, send=partial(send, dtype=None), workers=workers))
+            else:
+                sent = self.policy.consume_weights(partial(send, dtype=self.dtype))
+        return {"bytes": float(sent), "pause_time": watch.seconds}
+
+
+def _send_adapter(adapter: Adapter, *, send: Callable[..., int], workers: WeightUpdateClient) -> int:
+    workers.expect_adapter(adapter)
+    return send(adapter.tensors, workers=workers)
 
 
 class Stopwatch:

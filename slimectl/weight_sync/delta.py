@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from slimectl.data.atomic_replace import storage_errors, write_text
 from slimectl.data.ownership import remove_made
 from slimectl.errors import CheckpointError
 from slimectl.native.deltas import RoundingComparer
-from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
+from slimectl.protocols import NamedTensors, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import Precision, WeightSyncBase, drained, targets
+from slimectl.weight_sync.base import Precision, drained, targets
 from slimectl.weight_sync.delta_apply import VERSION, apply_written, recover, staged_journal, weight_version
 from slimectl.weight_sync.delta_format import (
     CHUNK_BYTES,
@@ -30,7 +30,7 @@ from slimectl.weight_sync.delta_format import (
     release_mapped,
     tensor_ranges,
 )
-from slimectl.weight_sync.disk import OnWritten, Write, write_checkpoint
+from slimectl.weight_sync.disk import FileSync, Write, write_checkpoint
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -39,31 +39,18 @@ CODES = {
 }  # fmt: skip
 
 
-class DeltaSync(WeightSyncBase):
+@dataclass(eq=False)
+class DeltaSync(FileSync):
     """Keeps the checkpoint `folder`/current up to date by deltas; each stays in `folder` until the next.
 
     The first push writes it whole, as does one whose delta does not fit. Engines read that directory. `encoding` is
     "xor" or "overwrite", `checksum` "xxh3-128", "blake2b" or "adler32".
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        workers: WeightUpdateClient,
-        *,
-        folder: Path,
-        write: Write,
-        pause_mode: str = "in_place",
-        dtype: Precision = None,
-        keep_files: bool = False,
-        encoding: str = "xor",
-        checksum: str = "xxh3-128",
-        wrote: OnWritten | None = None,
-    ) -> None:
-        super().__init__(policy, workers, pause_mode=pause_mode)
-        self.wrote = wrote
-        self.folder, self.write, self.dtype, self.keep_files = Path(folder), write, dtype, keep_files
-        self.encoding, self.checksum = encoding, checksum
+    encoding: str = "xor"
+    checksum: str = "xxh3-128"
+
+    def __post_init__(self) -> None:
         self.current = self.folder / "current"
         self._version: str | None = None
         self._delta: Path | None = None
@@ -133,7 +120,7 @@ def write_delta(
         tensor_regions, comparer = tensor_ranges(base), _Comparer(base, versions)
         writers = [DeltaWriter(staged, versions)]
         if journal:
-            overwriting = dataclasses.replace(versions, encoding="overwrite")
+            overwriting = replace(versions, encoding="overwrite")
             writers.append(DeltaWriter(staged_in_base, overwriting, compresses=False))
         try:
             for name, tensor, cast_dtype in targets(stream, dtype):
