@@ -38,6 +38,9 @@ class RewardModel(Verifier):
     Sequences longer than the context are truncated at the start. `device` is a torch device.
     """
 
+    bounds = (-math.inf, math.inf)
+    patience_s = LOADING_S
+
     path: str
     batch_size: int = 16
     input: Literal["tokens", "text"] = "tokens"
@@ -53,16 +56,8 @@ class RewardModel(Verifier):
             raise SettingsError(f"{WHERE}.batch_size: {self.batch_size} is below 1")
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        return -math.inf, math.inf
-
-    @property
     def together(self) -> int:
         return self.batch_size
-
-    @property
-    def patience_s(self) -> float:
-        return LOADING_S
 
     def prepare(self) -> None:
         """Load the model, before any limit on the time of a sample."""
