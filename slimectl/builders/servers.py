@@ -209,18 +209,14 @@ def _router(settings: Settings, logs: Path) -> Any:
     if policy is None:
         return None
     from slimectl.engines.sglang.launch import router_server
-    from slimectl.engines.sglang.router import Router
 
-    timeout_s = settings.engine.request_timeout_s
-    return Router(
-        router_server(
-            policy,
-            log=logs / "router.log",
-            python=settings.sglang.python,
-            disaggregated=any(spec.role != "regular" for spec in _specs(settings, Path("model"))),
-            request_timeout_s=timeout_s,
-        )
-    )  # fmt: skip
+    return router_server(
+        policy,
+        log=logs / "router.log",
+        python=settings.sglang.python,
+        disaggregated=any(spec.role != "regular" for spec in _specs(settings, Path("model"))),
+        request_timeout_s=settings.engine.request_timeout_s,
+    )
 
 
 def client(

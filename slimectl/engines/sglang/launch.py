@@ -13,6 +13,7 @@ from typing import Any
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.sglang.disaggregation import bootstrap_flags, role_flags
+from slimectl.engines.sglang.router import Router
 from slimectl.engines.supervisor.installed import InstalledServer, installed_version, language_config
 from slimectl.engines.supervisor.node_group import interface_variables
 from slimectl.engines.supervisor.server_process import ServerProcess
@@ -144,28 +145,25 @@ def router_server(
     log: Path,
     python: str | None = None,
     disaggregated: bool = False,
-    health: str = "/ping",
-    host: str | None = "127.0.0.1",
     request_timeout_s: float = 14400.0,
-    start_timeout_s: float = 120.0,
-) -> ServerProcess:
+) -> Router:
     """Build the process of sglang-router, without workers.
 
     `policy` is cache_aware, round_robin, random or power_of_two. `disaggregated`: some workers prefill, the others
-    decode. `health` is the health endpoint of workers: /ping answers also while they wait for weights or are paused
-    to load some. Raises BackendError if `python` has no sglang-router.
+    decode. Raises BackendError if `python` has no sglang-router.
     """
     arguments = [
-        f"--policy={policy}", f"--health-check-endpoint={health}",
+        f"--policy={policy}",
+        "--health-check-endpoint=/ping",  # workers answer it also while they wait for weights or load some
         f"--request-timeout-secs={int(request_timeout_s)}", "--log-level=warn",
         # The client retries itself, elsewhere and for longer; and a push's pause would open the circuit breaker.
         "--disable-retries", "--disable-circuit-breaker",
         *(["--pd-disaggregation"] if disaggregated else []),
     ]  # fmt: skip
     router = replace(SGLANG, script=BOOTSTRAP / "launch_router.py")
-    return ServerProcess(
+    return Router(
         partial(router.command, router_interpreter(python), arguments),
-        name="sglang-router", log=log, host=host, start_timeout_s=start_timeout_s, ready="/liveness",
+        name="sglang-router", log=log, start_timeout_s=120.0, ready="/liveness",
         env=dict.fromkeys(("NO_PROXY", "no_proxy"), EVERY_HOST),  # it connects to our servers only
     )  # fmt: skip
 
