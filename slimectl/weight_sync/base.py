@@ -221,10 +221,6 @@ class InProcessSync:
         self.engine.load_weights(counted_weights(), version=self.policy.weight_version)
         return {"bytes": float(sum(sizes)), "pause_time": time.perf_counter() - started}
 
-    def push_to(self, workers: WeightUpdateClient) -> Metrics:
-        """Restore nothing: the engine starts and ends with its process."""
-        return {"bytes": 0.0, "pause_time": 0.0}
-
     def sleep(self) -> None:
         """Do nothing: the engine keeps its memory."""
 
@@ -280,9 +276,6 @@ class WeightSynchronizer:
                 self._pool.settle()
                 if self._pool.restarts == restarts:
                     raise  # all engines are alive: a restart would not help
-
-    def push_to(self, workers: WeightUpdateClient) -> Metrics:
-        return self._sync.push_to(workers)
 
     def sleep(self) -> None:
         self._sync.sleep()
