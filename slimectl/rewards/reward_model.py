@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from slimectl.chats.messages import content_text
 from slimectl.chats.template import Template
 from slimectl.chats.tokenizer import load_tokenizer
-from slimectl.errors import SettingsError
+from slimectl.errors import SettingsError, first_line
 from slimectl.model_files import check_model_files
 from slimectl.rewards.base import Grade, Verifier
 from slimectl.types import Prompt, Sample
@@ -112,7 +112,7 @@ class _Model:
             )
             self.model: Any = model.eval().to(device)
         except Exception as error:
-            message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            message = first_line(error)
             raise SettingsError(f"{WHERE}.path: {path} cannot be loaded as a reward model: {message}") from error
         if loading_info["missing_keys"]:
             raise SettingsError(

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from slimectl.data.io import zstandard
 from slimectl.errors import CheckpointError, MissingExtraError
 
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -110,6 +111,7 @@ def tensor_ranges(folder: Path) -> dict[str, TensorRange]:
     return tensor_regions
 
 
+WANTED_BY = "sync.transport delta"
 MAGIC = b"slimedl2"
 LEVEL = 1
 """zstd's fastest: higher levels gain a few per cent."""
@@ -190,7 +192,7 @@ class DeltaWriter:
     def __init__(self, path: Path, versions: Versions, *, compresses: bool = True) -> None:
         self.versions = versions
         self.changes: dict[str, Change] = {}
-        self._compressor = _zstandard().ZstdCompressor(level=LEVEL)
+        self._compressor = zstandard(WANTED_BY).ZstdCompressor(level=LEVEL)
         self._compresses = compresses
         self._file = path.open("wb")
         self._file.write(MAGIC)
@@ -235,7 +237,7 @@ class DeltaFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._decompressor = _zstandard().ZstdDecompressor()
+        self._decompressor = zstandard(WANTED_BY).ZstdDecompressor()
         footer = self._footer()
         if footer is None:
             raise CheckpointError(f"{path}: not a whole delta; push whole weights")
@@ -301,7 +303,7 @@ class DeltaFile:
                 return np.frombuffer(data, f"<u{width}")
             planes = np.frombuffer(self._decompressor.decompress(data), np.uint8)
             return np.ascontiguousarray(planes.reshape(width, count).T).view(f"<u{width}").reshape(-1)
-        except (_zstandard().ZstdError, ValueError, TypeError) as error:
+        except (zstandard(WANTED_BY).ZstdError, ValueError, TypeError) as error:
             raise CheckpointError(f"{self.path}: is damaged ({error}); push whole weights") from error
 
 
@@ -336,17 +338,9 @@ def _seal(footer: bytes) -> bytes:
     return hashlib.blake2b(footer, digest_size=16).digest()
 
 
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise MissingExtraError("zstandard", extra="zstd", wanted_by="sync.transport delta") from None
-    return zstandard
-
-
 def _xxhash() -> Any:
     try:
         import xxhash
     except ImportError:
-        raise MissingExtraError("xxhash", extra="zstd", wanted_by="sync.transport delta") from None
+        raise MissingExtraError("xxhash", extra="zstd", wanted_by=WANTED_BY) from None
     return xxhash

@@ -19,7 +19,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from slimectl.errors import BackendError, SlimectlError
+from slimectl.errors import BackendError, SlimectlError, first_line
 from slimectl.protocols import NamedTensors, WeightUpdateClient
 from slimectl.types import Metrics
 from slimectl.weight_sync.base import (
@@ -117,7 +117,7 @@ def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_
     own_join = _in_background(partial(_backend, backend, prefixed, world, host, limit))
     worker_joins = _in_background(
         partial(workers.join, host=host, port=store.port, world=world, name=name, backend=backend)
-    )  # fmt: skip
+    )
     done, _ = wait_for([own_join, worker_joins], return_when="FIRST_EXCEPTION")
     failure = next(
         (future.exception() for future in (worker_joins, own_join) if future in done and future.exception()), None
@@ -196,8 +196,7 @@ def _explain(failure: BaseException, workers_done: Future[None]) -> BaseExceptio
         return workers_error
     if isinstance(failure, SlimectlError):
         return failure
-    reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-    return BackendError(f"broadcasting weights failed: {reason}; has an engine died? see its log")
+    return BackendError(f"broadcasting weights failed: {first_line(failure)}; has an engine died? see its log")
 
 
 def _in_background(call: Callable[[], Any]) -> Future[Any]:

@@ -117,7 +117,7 @@ TO_SERVERS = {
 CHECKPOINT = {"weight_sync/disk.py", "checkpoints/hf.py", "checkpoints/safetensors_io.py", "model_files.py",
               "data/atomic_replace.py", "data/ownership.py"}  # fmt: skip
 DELTA = {"weight_sync/delta.py", "weight_sync/delta_apply.py", "weight_sync/delta_format.py", "native/deltas.py",
-         "data/atomic_replace.py"}  # fmt: skip
+         "data/atomic_replace.py", "data/io.py"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
