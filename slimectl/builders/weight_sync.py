@@ -20,7 +20,8 @@ from slimectl.transport import shared_memory
 
 if TYPE_CHECKING:
     from slimectl.engines.http.weight_client import HttpWorkers
-    from slimectl.weight_sync.base import Precision, WatchedServers, WeightSyncBase, WeightSynchronizer
+    from slimectl.engines.supervisor.server_pool import ServerPool
+    from slimectl.weight_sync.base import Precision, WeightSyncBase, WeightSynchronizer
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -180,7 +181,7 @@ def pushed_precision(settings: Settings, folder: Path) -> Precision:
     return QuantizedStream(HFWeights(folder).forms(), scheme, dtype)
 
 
-def synchronizer(sync: WeightSync, policy: Policy, *, pool: WatchedServers | None = None) -> WeightSynchronizer:
+def synchronizer(sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> WeightSynchronizer:
     """Build the synchronizer that a run pushes by: `sync`, repeated when servers of `pool` were restarted."""
     from slimectl.weight_sync.base import WeightSynchronizer
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from slimectl.protocols import (
 )
 from slimectl.stdio import logger
 from slimectl.types import Metrics
+
+if TYPE_CHECKING:
+    from slimectl.engines.supervisor.server_pool import ServerPool
 
 Message = list[tuple[str, Tensor]]
 
@@ -231,29 +234,10 @@ class InProcessSync:
         """Do nothing: no resource outlives the process."""
 
 
-class WatchedServers(Protocol):
-    """Servers that are watched and restarted."""
-
-    @property
-    def restarts(self) -> int: ...
-
-    def pause_watch(self) -> AbstractContextManager[None]:
-        """Suspend checks and restarts while weights change."""
-        ...
-
-    def settle(self) -> None:
-        """Check the servers now; returns when all of them answer again. Raises BackendError if no restart is left."""
-        ...
-
-
-def _described(metrics: Metrics) -> Iterator[str]:
-    return (f"{name} {value:g}" for name, value in metrics.items())
-
-
 class WeightSynchronizer:
     """Pushes by `sync`, again after servers of `pool` were restarted, and tracks the version that the engines have."""
 
-    def __init__(self, sync: WeightSync, policy: Policy, *, pool: WatchedServers | None = None) -> None:
+    def __init__(self, sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> None:
         self.version: str | None = None
         self._sync, self._policy, self._pool = sync, policy, pool
 
@@ -268,7 +252,8 @@ class WeightSynchronizer:
                 with self._pool.pause_watch() if self._pool else nullcontext():
                     metrics = self._sync.push()
                     self.version = self._policy.weight_version
-                    logger.debug(f"engines have weights {self.version}: {', '.join(_described(metrics))}")
+                    described = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+                    logger.debug(f"engines have weights {self.version}: {described}")
                     return metrics
             except BackendError:
                 if self._pool is None:

@@ -53,7 +53,7 @@ class HttpEngine:
     ) -> None:
         self.api = api
         self.max_context = max_context
-        self.troubled = troubled
+        self.troubled = troubled or (lambda url: None)
         self.vocabulary, self._decode, self._stops = vocabulary, decode, stops or StopTokens()
         self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
         self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
@@ -149,10 +149,6 @@ class HttpEngine:
             raise BackendError(f"engine at {url}: {path}: {reply.words}; give its key by engine.api_key")
         return reply.body if reply.status == 200 else None
 
-    def _report_failure(self, url: str) -> None:
-        if self.troubled is not None:
-            self.troubled(url)
-
     # The methods below run in the background loop.
 
     async def _complete(self, flight: PendingRequest) -> Completion:
@@ -182,7 +178,7 @@ class HttpEngine:
             self._dispatch = Dispatch(
                 balance,
                 api=self.api,
-                troubled=self._report_failure,
+                troubled=lambda url: self.troubled(url),  # it may be replaced
                 keys=self._keys,
                 shared=self._shared,
                 **self._timeouts,

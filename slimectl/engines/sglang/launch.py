@@ -46,8 +46,6 @@ SGLANG = InstalledServer(
     on_gpu="sglang>=0.5.18,<0.5.22",
 )
 
-interpreter, flags = SGLANG.interpreter, SGLANG.flags
-
 
 def router_interpreter(python: str | None) -> str:
     """Return the Python that runs sglang-router: `python`, else this one. Raises BackendError if it has none."""
@@ -113,7 +111,7 @@ def sglang_server(
     `python` has no SGLang, SettingsError for `args` that it rejects. Keys, and other secrets in `args`, are passed
     through its environment.
     """
-    interpreter_path = interpreter(python)
+    interpreter_path = SGLANG.interpreter(python)
     defaults = DEFAULTS | (ON_CPU if device == "cpu" else {})
     own_flags, hidden = SGLANG.launch_flags(args or {}, interpreter_path, defaults=defaults, keys=keys)
     context = max_context or language_config(model)["max_position_embeddings"]

@@ -43,8 +43,6 @@ VLLM = InstalledServer(
     on_gpu="vllm==0.32.0",
 )
 
-interpreter, flags = VLLM.interpreter, VLLM.flags
-
 
 DEFAULTS = {"stream_interval": "--stream-interval=16"}
 """Chunks of one token cost a CPU its speed, and no user reads them live."""
@@ -97,7 +95,7 @@ def vllm_server(
     With `keep_weights` checksums cover packed weights on a CPU too. Raises BackendError if `python` has no vLLM,
     SettingsError for `args` that it rejects. Keys, and other secrets in `args`, are passed through its environment.
     """
-    interpreter_path = interpreter(python)
+    interpreter_path = VLLM.interpreter(python)
     config = language_config(model)
     if device == "cpu" and (head_dim := _head_dim(config)) not in HEAD_DIMS_ON_CPU:
         sizes = ", ".join(map(str, HEAD_DIMS_ON_CPU))

@@ -217,6 +217,6 @@ def test_another_version_is_refused_with_the_way_to_the_right_one(tmp_path: Path
 def test_without_a_python_of_its_own_the_remedy_leaves_this_one_as_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(installed, "installed_version", lambda *_, **__: None)
     with pytest.raises(BackendError) as refused:
-        launch.interpreter(None)
+        launch.VLLM.interpreter(None)
     commands = r"python3 -m venv \.venv-vllm && \.venv-vllm/bin/pip install --no-deps -r \S+/requirements-cpu\.txt"
     assert re.search(rf"run: {commands}; then set vllm\.python=\.venv-vllm/bin/python$", str(refused.value))
