@@ -25,6 +25,11 @@ EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class Terminated(KeyboardInterrupt):
     """A signal other than that of Ctrl-C ends the command."""
 

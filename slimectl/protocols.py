@@ -291,10 +291,6 @@ class WeightSync(Protocol):
         """
         ...
 
-    def push_to(self, workers: WeightUpdateClient) -> Metrics:
-        """Push the weights to these workers only: engines that were restarted."""
-        ...
-
     def sleep(self) -> None:
         """Release the engines' GPU memory for the trainer; they get no requests until `wake`."""
         ...

@@ -12,7 +12,6 @@ import pytest
 import zygote
 from transformers import AutoConfig, AutoTokenizer
 
-from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.api_keys import Keys
 from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.embedded.engine import EmbeddedEngine
@@ -28,6 +27,7 @@ from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.engines.vllm.launch import vllm_server
 from slimectl.engines.vllm.weight_client import VllmWorkers
+from slimectl.protocols import NamedTensors
 from slimectl.types import Completion, SamplingParams
 
 CONTEXT = 256
@@ -87,19 +87,29 @@ def workers(urls: Sequence[str], **options: Any) -> HttpWorkers:
     return kind(urls, **{"keys": KEYS, **options})
 
 
-def client(urls: Sequence[str], folder: Path, **options: Any) -> HttpEngine:
+class PushedEngine(HttpEngine):
+    """Servers with the interface of an engine in this process: a push of whole weights is one call."""
+
+    def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
+        receivers = workers(self._workers)
+        receivers.begin(mode="in_place")
+        try:
+            receivers.load_tensors(list(tensors), version=version)
+        finally:
+            receivers.end()
+
+
+def client(urls: Sequence[str], folder: Path, **options: Any) -> PushedEngine:
     """An engine that takes weights, for servers of the model in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
-    return HttpEngine(
+    return PushedEngine(
         urls,
         api=api(urls),
         vocabulary=vocabulary,
         stops=StopTokens(special_tokens(tokenizer, vocabulary=vocabulary)),
         max_context=CONTEXT,
         decode=Detokenizer(tokenizer).response_text,
-        receiver=workers,
-        forms=HFCheckpoint().open(folder).forms,
         **{"keys": KEYS, **options},
     )
 

@@ -10,10 +10,10 @@ from pydantic import BaseModel
 
 from slimectl.builders.backends import backend
 from slimectl.builders.executors import executor_backend
-from slimectl.builders.models import device, first_line, is_torch_dist, version_of
+from slimectl.builders.models import device, is_torch_dist, version_of
 from slimectl.chats.model_tokens import end_tokens
 from slimectl.data.routed_experts import NO_EXPERTS
-from slimectl.errors import CheckpointError, SettingsError, SlimectlError
+from slimectl.errors import CheckpointError, SettingsError, SlimectlError, first_line
 from slimectl.model_files import policy_folder
 from slimectl.registry import ENGINES
 from slimectl.settings import Settings
@@ -38,9 +38,10 @@ class EngineBackend:
     """Whether one engine lives in the process of its caller; then `engine` makes it."""
 
     default_router: ClassVar[str] = "none"
+    """What engine.router = "auto" means for several servers: a policy of sglang-router, or none."""
+
     tokenizer_option: ClassVar[str] = ""
     """Flag of a server that names the folder of its tokenizer."""
-    """What engine.router = "auto" means for several servers: a policy of sglang-router, or none."""
 
     takes_router: ClassVar[bool] = True
     """Whether sglang-router forwards requests to its servers."""
@@ -157,7 +158,7 @@ class EmbeddedBackend(EngineBackend):
         except SlimectlError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
+            raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error):.300}") from error
         if settings.train.use_rollout_routing_replay and not embedded.has_experts:
             raise SettingsError(NO_EXPERTS)
         if load:

@@ -227,7 +227,3 @@ def version_of(folder: Path) -> str:
     """Return the weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
     file = trainer_folder(folder) / "trainer.json"
     return str(read_json(file).get("step", 0))[:20] if file.exists() else "0"
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

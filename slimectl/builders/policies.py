@@ -45,7 +45,7 @@ def policy(
         settings, partial(_build, settings, folder, total_steps, lr, trains, False, store_prefix), executor
     )
     if settings.uses_servers and not _has_ranks(settings):
-        from slimectl.policies.locked import LockedPolicy
+        from slimectl.policies.rank_group import LockedPolicy
 
         return LockedPolicy(trainer)
     return trainer

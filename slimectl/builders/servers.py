@@ -104,14 +104,14 @@ def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Pat
     """Make the pool of `server_pool`, not yet started."""
     from slimectl.engines.supervisor.server_pool import ServerPool
 
-    options, logs = settings.engine, folder / "logs"
+    options, logs, api_key = settings.engine, folder / "logs", keys(settings, ()).api_key
     specs = [spec for spec in _specs(settings, served_model(settings, model)) if spec.gets_weights]
 
     return ServerPool(
         lambda i: _hosted(settings, specs[i], executor=executor, logs=logs, waiting=waiting),
         len(specs),
         router=_router(settings, logs),
-        kinds=[spec.router_kind() | _router_key(settings) for spec in specs],
+        kinds=[spec.router_kind() | ({"api_key": api_key} if api_key else {}) for spec in specs],
         interval_s=options.health_check_interval,
         timeout_s=options.health_check_timeout,
         first_wait_s=options.health_check_first_wait,
@@ -189,12 +189,6 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
     return backend.server(settings, spec, log=log, waiting=waiting)
 
 
-def _router_key(settings: Settings) -> dict[str, Any]:
-    """Return the API key that the router sends to servers; empty if they need none."""
-    key = keys(settings, ()).api_key
-    return {"api_key": key} if key else {}
-
-
 def _router_policy(settings: Settings) -> str | None:
     """Return sglang-router's policy; None if the client balances requests itself."""
     policy: str = settings.engine.router
@@ -209,18 +203,14 @@ def _router(settings: Settings, logs: Path) -> Any:
     if policy is None:
         return None
     from slimectl.engines.sglang.launch import router_server
-    from slimectl.engines.sglang.router import Router
 
-    timeout_s = settings.engine.request_timeout_s
-    return Router(
-        router_server(
-            policy,
-            log=logs / "router.log",
-            python=settings.sglang.python,
-            disaggregated=any(spec.role != "regular" for spec in _specs(settings, Path("model"))),
-            request_timeout_s=timeout_s,
-        )
-    )  # fmt: skip
+    return router_server(
+        policy,
+        log=logs / "router.log",
+        python=settings.sglang.python,
+        disaggregated=any(spec.role != "regular" for spec in _specs(settings, Path("model"))),
+        request_timeout_s=settings.engine.request_timeout_s,
+    )
 
 
 def client(

@@ -167,8 +167,11 @@ def start_trackers(
             renames = TRACKERS.fact(name, "renames", False)
             started.append(FaultTolerantTracker(name, tracker if renames else _renamed(tracker, settings)))
         if settings.track.prometheus_port is not None:
-            endpoint = _renamed(_endpoint(run, settings), settings)
-            started.append(FaultTolerantTracker("the endpoint", endpoint, setting="track.prometheus_port"))
+            from slimectl.trackers.prometheus import PrometheusTracker
+
+            endpoint = PrometheusTracker(run, host=settings.track.prometheus_host, port=settings.track.prometheus_port)
+            renamed = _renamed(endpoint, settings)
+            started.append(FaultTolerantTracker("the endpoint", renamed, setting="track.prometheus_port"))
     except BaseException:
         for tracker in started:
             tracker.close()
@@ -225,9 +228,8 @@ def log_rewards(trackers: Sequence[Tracker], rewards: Sequence[float], *, step: 
 
 
 def _table_rows(tracker: Tracker, settings: Settings) -> int:
-    from slimectl.trackers.base import shown_rows
-
-    return max(settings.track.samples, shown_rows(tracker))
+    """Return the rows of a table that a tracker gets: track.samples, or its attribute `shown_rows` if that is more."""
+    return max(settings.track.samples, getattr(tracker, "shown_rows", 0))
 
 
 def evaluation_trackers(settings: Settings) -> list[Tracker]:
@@ -266,22 +268,15 @@ def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:
     return tracker
 
 
-def _endpoint(run: TrackedRun, settings: Settings) -> Tracker:
-    """Open the endpoint of track.prometheus_port."""
-    from slimectl.trackers.prometheus import PrometheusTracker
-
-    return PrometheusTracker(run, host=settings.track.prometheus_host, port=settings.track.prometheus_port or 0)
-
-
 def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
     """Wrap a tracker to rename metrics as [track] says; the terminal's tracker has words of its own."""
     from slimectl.trackers.roll_names import Renamed
 
     if settings.track.naming == "slime":
         return tracker
-    return Renamed(
-        tracker, keep_slime_names=settings.track.naming == "both", prompts_per_round=settings.run.rollout_batch_size
-    )
+    keeps_slime_names, prompts_per_round = settings.track.naming == "both", settings.run.rollout_batch_size
+    renamed: Any = Renamed(tracker, keep_slime_names=keeps_slime_names, prompts_per_round=prompts_per_round)
+    return renamed  # type: ignore[no-any-return]
 
 
 def identity(settings: Settings, folder: Path, *, tracker: str = "wandb") -> Identity:

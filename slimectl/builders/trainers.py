@@ -23,7 +23,6 @@ from slimectl.settings import Settings
 if TYPE_CHECKING:
     from slimectl.policies.megatron.hooks import UserFunctions
     from slimectl.policies.recompute import Recompute
-    from slimectl.protocols import CheckpointFormat
 
 Role = Literal["policy", "critic", "actor_critic"]
 """What a model is: a policy, a critic of its own, or a policy that is its own critic."""
@@ -68,7 +67,8 @@ class PolicyBackend:
 
         `options` are those that every trainer takes: optimizer (OptimizerOptions), batching (BatchingOptions),
         max_tokens_per_pack, dtype, device, seed, freeze and train_only (patterns of names), trains, lora (LoraOptions
-        or None), and for policies temperature. `store_prefix` names the model to the user's functions on its ranks.
+        or None), for policies temperature, and `checkpoint` where a certain format reads the weights. `store_prefix`
+        names the model to the user's functions on its ranks.
         """
         raise NotImplementedError
 
@@ -92,33 +92,12 @@ class FsdpBackend(PolicyBackend):
         train = settings.train
         return Packing(train.max_tokens_per_gpu, settings.cluster.ranks, train.shares_prefixes)
 
-    def build(
-        self,
-        settings: Settings,
-        folder: Path,
-        *,
-        role: Role,
-        store_prefix: str,
-        checkpoint: CheckpointFormat | None = None,
-        **options: Any,
-    ) -> Any:
-        from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
         from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 
-        cls: Any = {"policy": FsdpPolicy, "critic": FsdpCritic, "actor_critic": FsdpActorCritic}[role]
-        kernels = _kernels(settings, folder)
-        trainer = cls(
-            folder,
-            checkpoint or ModelCheckpoint(),
-            recompute=_recompute(settings),
-            offload=settings.train.offload,
-            share_prefixes=settings.train.shares_prefixes,
-            rollout_routing_replay=_replays_rollouts(settings, role, options),
-            freeze_vision_tower=settings.train.freeze_vision_tower,
-            **options,
-        )
-        trainer.kernels = kernels
-        return trainer
+        classes: dict[Role, Any] = {"policy": FsdpPolicy, "critic": FsdpCritic, "actor_critic": FsdpActorCritic}
+        options |= {"offload": settings.train.offload, "freeze_vision_tower": settings.train.freeze_vision_tower}
+        return _build(classes[role], settings, folder, role, options)
 
 
 def _check_save_format(settings: Settings, dense: int | None) -> None:
@@ -196,39 +175,38 @@ class MegatronBackend(PolicyBackend):
         tokens, ranks = settings.train.max_tokens_per_gpu * parallel.context, parallel.data(settings.cluster.ranks)
         return Packing(tokens, ranks, settings.train.shares_prefixes and not obstacle)
 
-    def build(
-        self,
-        settings: Settings,
-        folder: Path,
-        *,
-        role: Role,
-        store_prefix: str,
-        checkpoint: CheckpointFormat | None = None,
-        **options: Any,
-    ) -> Any:
-        from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
         from slimectl.policies.megatron.policy import MegatronActorCritic, MegatronCritic, MegatronPolicy
 
         megatron = settings.megatron
-        cls: Any = {"policy": MegatronPolicy, "critic": MegatronCritic, "actor_critic": MegatronActorCritic}[role]
-        kernels = _kernels(settings, folder)
-        trainer = cls(
-            folder,
-            checkpoint or ModelCheckpoint(),
-            layout=layout(settings),
-            share_prefixes=settings.train.shares_prefixes,
-            recompute=_recompute(settings),
-            distributed_optimizer=megatron.use_distributed_optimizer,
-            optimizer_cpu_offload=_offloads_optimizer(settings),
-            routing_replay=megatron.use_routing_replay,
-            rollout_routing_replay=_replays_rollouts(settings, role, options),
-            user_functions=_user_functions(settings, store_prefix),
-            args=_megatron_args(settings),
-            save_format="hf" if role == "critic" else megatron.save_format,
-            **options,
-        )
-        trainer.kernels = kernels
-        return trainer
+        classes = {"policy": MegatronPolicy, "critic": MegatronCritic, "actor_critic": MegatronActorCritic}
+        options |= {
+            "layout": layout(settings),
+            "distributed_optimizer": megatron.use_distributed_optimizer,
+            "optimizer_cpu_offload": _offloads_optimizer(settings),
+            "routing_replay": megatron.use_routing_replay,
+            "user_functions": _user_functions(settings, store_prefix),
+            "args": _megatron_args(settings),
+            "save_format": "hf" if role == "critic" else megatron.save_format,
+        }
+        return _build(classes[role], settings, folder, role, options)
+
+
+def _build(cls: Any, settings: Settings, folder: Path, role: Role, options: dict[str, Any]) -> Any:
+    """Make the model of this rank by the class of a trainer, with what both trainers take."""
+    from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+
+    kernels = _kernels(settings, folder)
+    trainer = cls(
+        folder,
+        options.pop("checkpoint", None) or ModelCheckpoint(),
+        recompute=_recompute(settings),
+        share_prefixes=settings.train.shares_prefixes,
+        rollout_routing_replay=_replays_rollouts(settings, role, options),
+        **options,
+    )
+    trainer.kernels = kernels
+    return trainer
 
 
 def _megatron_args(settings: Settings) -> dict[str, Any]:

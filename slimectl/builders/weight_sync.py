@@ -20,7 +20,8 @@ from slimectl.transport import shared_memory
 
 if TYPE_CHECKING:
     from slimectl.engines.http.weight_client import HttpWorkers
-    from slimectl.weight_sync.base import Precision, WatchedServers, WeightSynchronizer
+    from slimectl.engines.supervisor.server_pool import ServerPool
+    from slimectl.weight_sync.base import Precision, WeightSyncBase, WeightSynchronizer
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -75,10 +76,9 @@ def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
 
 def to_servers(
     settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
-) -> WeightSync:
+) -> WeightSyncBase:
     """Build the transport of sync.transport; files go below `folder`, or sync.update_weight_disk_dir if it is set."""
     from slimectl.checkpoints.hf import write_model
-    from slimectl.weight_sync.base import WeightSyncBase
     from slimectl.weight_sync.delta import DeltaSync
     from slimectl.weight_sync.disk import DiskSync
     from slimectl.weight_sync.distributed import DistributedSync
@@ -181,7 +181,7 @@ def pushed_precision(settings: Settings, folder: Path) -> Precision:
     return QuantizedStream(HFWeights(folder).forms(), scheme, dtype)
 
 
-def synchronizer(sync: WeightSync, policy: Policy, *, pool: WatchedServers | None = None) -> WeightSynchronizer:
+def synchronizer(sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> WeightSynchronizer:
     """Build the synchronizer that a run pushes by: `sync`, repeated when servers of `pool` were restarted."""
     from slimectl.weight_sync.base import WeightSynchronizer
 

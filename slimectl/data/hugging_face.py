@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slimectl.data.jsonl import parse_line
-from slimectl.errors import SettingsError
+from slimectl.errors import SettingsError, first_line
 from slimectl.stdio import logger
 
 PARQUET = (".parquet", ".pq")
@@ -51,8 +51,7 @@ def snapshot(repository: str, kind: Literal["dataset", "model"]) -> Path | None:
         logger.info(f"{repository}: neither a path here nor in Hugging Face's cache; asking the hub")
         return Path(snapshot_download(repository, repo_type=kind, allow_patterns=files))
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        logger.warning(f"{repository}: cannot be downloaded: {reason}")
+        logger.warning(f"{repository}: cannot be downloaded: {first_line(error)}")
         return None
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.architectures.image_tokens import MODEL_TYPES, Grid, ImageTokens
 from slimectl.data.io import regular_file
-from slimectl.errors import CheckpointError, MissingExtraError, RecordError, SettingsError
+from slimectl.errors import CheckpointError, MissingExtraError, RecordError, SettingsError, first_line
 from slimectl.model_files import MAX_CONFIG_BYTES, read_json
 from slimectl.types import ImageSource, Sample
 
@@ -129,8 +129,8 @@ class ImageProcessor:
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
             tokens = ImageTokens.of(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
         except Exception as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"{folder / PROCESSOR}: cannot be used ({line:.200}); copy it again") from error
+            reason = f"cannot be used ({first_line(error):.200})"
+            raise CheckpointError(f"{folder / PROCESSOR}: {reason}; copy it again") from error
         assert tokens is not None
         self.tokens = tokens
         self._cache: OrderedDict[bytes, Patches] = OrderedDict()

@@ -12,6 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -133,25 +134,25 @@ def readable(path: str | Path) -> str | Path:
     return follow_links(Path(path)) if copy is None else str(copy.name)
 
 
-def _zstandard(wanted_by: str) -> Any:
+def zstandard(wanted_by: str) -> Any:
+    """Return the library that compresses. Raises MissingExtraError, which says what wants it."""
     try:
-        import zstandard
+        return import_module("zstandard")
     except ImportError:
         raise MissingExtraError("zstandard", extra="zstd", wanted_by=wanted_by) from None
-    return zstandard
 
 
 def _zstd_lines(file: IO[bytes]) -> Iterator[bytes]:
     # By hand: zstandard's own reader takes a truncated file for a complete one.
-    zstandard = _zstandard(f"reading {getattr(file, 'name', 'a .zst file')}")
+    library = zstandard(f"reading {getattr(file, 'name', 'a .zst file')}")
     frame = None
     remainder = b""
     while chunk := file.read(CHUNK_BYTES):
         while chunk:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or library.ZstdDecompressor().decompressobj()
             try:
                 *lines, remainder = (remainder + frame.decompress(chunk)).split(b"\n")
-            except zstandard.ZstdError as error:
+            except library.ZstdError as error:
                 raise EOFError(error) from None
             for line in lines:
                 yield line + b"\n"
@@ -245,7 +246,7 @@ def _compressed(raw: IO[bytes], path: str) -> Any:
         # Without name and time, so that the same records give the same bytes.
         return gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
     if path.lower().endswith(".zst"):
-        return _zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
+        return zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
     return raw
 
 

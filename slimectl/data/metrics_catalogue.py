@@ -109,10 +109,7 @@ def _rewards() -> Definitions:
         "reward_histogram": ("", "Histogram of the rewards, for trackers that draw one. Not in metrics.jsonl"),
         "rewards": ("", "Mean reward after comparison within groups, or the raw one without comparison"),
         "rewards/{std,max,min}": ("", "Standard deviation, largest and smallest of these"),
-        "penalized_rewards": (
-            "",
-            "The same minus algorithm.kl_coef times the response's KL divergence, if it is set",
-        ),
+        "penalized_rewards": ("", "The same minus algorithm.kl_coef times the response's KL divergence, if it is set"),
         "penalized_rewards/{std,max,min}": ("", "Standard deviation, largest and smallest of these"),
         "advantages": ("", "Mean advantage of trained tokens"),
         "advantages/{std,max,min}": ("", "Standard deviation, largest and smallest of these"),
@@ -165,10 +162,7 @@ def _rounds() -> Definitions:
         "zero_std/count_{reward}": ("groups", "Groups whose responses all got this reward"),
         "dynamic_filter/drop_{reason}": ("groups or samples", "Dropped from training, by reason"),
         "no_signal": ("", "1 in a round without a learning signal: all rewards equal, or equal within every group"),
-        "waiting_groups": (
-            "groups",
-            "Groups kept for the next round: finished surplus, or interrupted",
-        ),
+        "waiting_groups": ("groups", "Groups kept for the next round: finished surplus, or interrupted"),
         "continued_samples": (
             "samples",
             "Samples started in an earlier round and continued in this one (partial_rollout)",
@@ -263,10 +257,7 @@ def _perf() -> list[Metric]:
             "Sampled tokens per second of generation and grading, per GPU of the engines",
         ),
         "perf/longest_sample_tokens_per_sec": ("tokens/s", "Tokens of the longest response per second of that time"),
-        "perf/non_generation_time/{mean,max,min}": (
-            "s",
-            "Time of tools, environments and programs per attempt",
-        ),
+        "perf/non_generation_time/{mean,max,min}": ("s", "Time of tools, environments and programs per attempt"),
         "perf/tokens_per_sec": ("tokens/s", "Tokens per second of the whole round, prompts included"),
         "perf/actor_train_tok_per_s": ("tokens/s", "Trained tokens per second, prompts included"),
         "perf/shared_tokens_ratio": (

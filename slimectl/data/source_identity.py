@@ -1,10 +1,11 @@
-"""Identity of prompt sources: what a resumed run compares before it continues at its position in them."""
+"""Identity of prompt sources, which a resumed run compares before it continues at its position in them."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
@@ -13,8 +14,12 @@ from typing import Any
 from slimectl.data.hashing import content_hash
 from slimectl.data.io import is_pipe, split_slice
 from slimectl.data.json_values import jsonable
+from slimectl.data.run_dir import RunDir
 from slimectl.data.sources import generated_rows, source_files
 from slimectl.data.tables import Listed
+from slimectl.errors import SettingsError
+from slimectl.settings import Settings
+from slimectl.stdio import logger
 from slimectl.types import Prompt
 
 Identity = dict[str, Any]
@@ -77,3 +82,29 @@ def _stamped_hash(file: Path) -> tuple[int, str]:
 def _hash(file: str, *_: int) -> str:
     """Return the hash of a file, which the other arguments tell apart from an earlier one of its name."""
     return content_hash(file)
+
+
+def check_data(folder: RunDir, settings: Settings, data: Mapping[str, Sequence[Identity]]) -> int:
+    """Compare the data with the newest checkpoint of a run, and return its round; 0 without a checkpoint.
+
+    Checkpoints of earlier versions do not record their data. Raises SettingsError as run.on_data_change says; other
+    differences are warnings.
+    """
+    number = max(folder.checkpoints(), default=0)
+    checkpoint = folder.step(number)
+    before: Mapping[str, Sequence[Identity]] = {}
+    with suppress(OSError, ValueError):  # a damaged checkpoint is left out, with a message, when it is loaded
+        before = json.loads((checkpoint / "state.json").read_text()).get("data", {})
+    for key in before.keys() & data.keys():
+        for change in changes(before[key], data[key]):
+            message = f"{key}: {change} since {checkpoint} was saved."
+            if key != "rollout.data":
+                logger.warning(f"{message} Its metrics do not compare with earlier ones.")
+            elif settings.run.on_data_change == "warn":
+                logger.warning(f"{message} Prompts may repeat or be left out.")
+            else:
+                raise SettingsError(
+                    f"{message} Prompts would repeat or be left out. Restore the data, or continue in the new data: "
+                    f"-s run.on_data_change=warn"
+                )
+    return number

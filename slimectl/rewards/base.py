@@ -140,9 +140,7 @@ class Verifier(ABC):
 class Remote(Verifier):
     """Grades through a server. Raises BackendError if the request fails; model output never raises."""
 
-    @property
-    def is_async(self) -> bool:
-        return True
+    is_async = True
 
     @abstractmethod
     async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]: ...

@@ -56,6 +56,8 @@ class Code(Verifier):
     Raises RecordError for malformed tests, and BackendError if no sandbox is available.
     """
 
+    slow = True
+
     ALIASES: ClassVar[dict[str, str]] = {"allow_weaker": "allow_unsandboxed_namespaces"}
 
     timeout_s: float = 4.0
@@ -70,10 +72,6 @@ class Code(Verifier):
         for name in ("timeout_s", "test_timeout_s", "memory_mib", "processes"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"score.rm_options.{name}: {getattr(self, name)} is not above 0")
-
-    @property
-    def slow(self) -> bool:
-        return True
 
     @property
     def patience_s(self) -> float:

@@ -24,6 +24,9 @@ class RemoteRm(Remote):
     Raises BackendError if the server does not answer or answers something else: a missing reward is not a reward of 0.
     """
 
+    bounds = (-math.inf, math.inf)
+    takes_groups = True
+
     ALIASES: ClassVar[dict[str, str]] = {"tries": "max_retries"}
 
     url: str
@@ -39,16 +42,8 @@ class RemoteRm(Remote):
             raise SettingsError(f"score.rm_options.max_retries: {self.max_retries} is below 0")
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        return -math.inf, math.inf
-
-    @property
     def together(self) -> int:
         return self.batch_size
-
-    @property
-    def takes_groups(self) -> bool:
-        return True
 
     @property
     def patience_s(self) -> float:

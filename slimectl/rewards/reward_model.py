@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from slimectl.chats.messages import content_text
 from slimectl.chats.template import Template
 from slimectl.chats.tokenizer import load_tokenizer
-from slimectl.errors import SettingsError
+from slimectl.errors import SettingsError, first_line
 from slimectl.model_files import check_model_files
 from slimectl.rewards.base import Grade, Verifier
 from slimectl.types import Prompt, Sample
@@ -38,6 +38,9 @@ class RewardModel(Verifier):
     Sequences longer than the context are truncated at the start. `device` is a torch device.
     """
 
+    bounds = (-math.inf, math.inf)
+    patience_s = LOADING_S
+
     path: str
     batch_size: int = 16
     input: Literal["tokens", "text"] = "tokens"
@@ -53,16 +56,8 @@ class RewardModel(Verifier):
             raise SettingsError(f"{WHERE}.batch_size: {self.batch_size} is below 1")
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        return -math.inf, math.inf
-
-    @property
     def together(self) -> int:
         return self.batch_size
-
-    @property
-    def patience_s(self) -> float:
-        return LOADING_S
 
     def prepare(self) -> None:
         """Load the model, before any limit on the time of a sample."""
@@ -117,7 +112,7 @@ class _Model:
             )
             self.model: Any = model.eval().to(device)
         except Exception as error:
-            message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            message = first_line(error)
             raise SettingsError(f"{WHERE}.path: {path} cannot be loaded as a reward model: {message}") from error
         if loading_info["missing_keys"]:
             raise SettingsError(

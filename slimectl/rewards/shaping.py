@@ -55,6 +55,8 @@ class Overlong(Verifier):
     Yu et al. 2025, arXiv:2503.14476, eq. 13: (limit - buffer - length) / buffer inside the buffer.
     """
 
+    bounds = (-1.0, 0.0)
+
     limit: int
     buffer: int
 
@@ -63,10 +65,6 @@ class Overlong(Verifier):
             raise SettingsError(
                 f"score.rm_options.buffer: {self.buffer} is not from 1 to limit: {self.limit}; change one"
             )
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return -1.0, 0.0
 
     def explain(self, sample: Sample) -> Grade:
         length, start = sample.response_length, self.limit - self.buffer

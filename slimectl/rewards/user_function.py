@@ -53,18 +53,13 @@ class UserFunction(Verifier):
     A function with time limits (`limited`) is graded in worker processes, unless it is asynchronous.
     """
 
+    bounds = (-math.inf, math.inf)
+    runs_user_code = True
+
     def __init__(self, function: RewardFunction, *, batch_size: int, group_rm: bool, limited: bool = False) -> None:
         self.function, self._limited = function, limited
         self._most = sys.maxsize if group_rm else batch_size
         self._lock = threading.Lock()
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return -math.inf, math.inf
-
-    @property
-    def runs_user_code(self) -> bool:
-        return True
 
     @property
     def is_async(self) -> bool:

@@ -14,11 +14,11 @@ from slimectl.data.manifest import Manifest
 from slimectl.data.ownership import read_manifest
 from slimectl.data.run_dir import RunDir
 from slimectl.data.run_settings import changed_settings
+from slimectl.data.source_identity import check_data
 from slimectl.errors import DiedError, DivergedError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Progress, StreamAbandoner
-from slimectl.runtime.data_check import check_data
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod, RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder

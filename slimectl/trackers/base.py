@@ -66,21 +66,6 @@ def is_offline(tracker: str, mode: str | None) -> bool:
     return variable is not None and (mode or os.environ.get(variable)) in OFFLINE
 
 
-def is_cut_back(tracker: Tracker) -> bool:
-    """Return whether a resume truncates what the tracker has written; its attribute `cut_back` says so."""
-    return bool(getattr(tracker, "cut_back", False))
-
-
-def keeps_lines(tracker: Tracker) -> bool:
-    """Return whether what the tracker got can be neither cut back nor hidden; its attribute `keeps_lines` says so."""
-    return bool(getattr(tracker, "keeps_lines", False))
-
-
-def skips_held(tracker: Tracker) -> bool:
-    """Return whether the tracker itself leaves out what its library holds; its attribute `skips_held` says so."""
-    return bool(getattr(tracker, "skips_held", False))
-
-
 def flush(tracker: Tracker) -> None:
     """Let a tracker write down what its library holds back, if it has a method `flush`."""
     if callable(method := getattr(tracker, "flush", None)):
@@ -93,12 +78,17 @@ def log_histogram(tracker: Tracker, name: str, values: Sequence[float], *, step:
         method(name, values, step=step)
 
 
-def shown_rows(tracker: Tracker) -> int:
-    """Return the rows of a table that the tracker shows whatever track.samples says; its attribute says so."""
-    return int(getattr(tracker, "shown_rows", 0))
+class WrappedTracker:
+    """Passes on to a tracker, with all its attributes, what a subclass leaves as it is."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tracker, name)
 
 
-class FaultTolerantTracker:
+class FaultTolerantTracker(WrappedTracker):
     """A tracker whose failures are contained: the first is reported, and every later metric is still tried."""
 
     def __init__(
@@ -109,13 +99,9 @@ class FaultTolerantTracker:
         setting: str = "track.with",
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
+        super().__init__(tracker)
         self.name = name
         self.setting = setting
-        self.tracker = tracker
-        self.cut_back = is_cut_back(tracker)
-        self.keeps_lines = keeps_lines(tracker)
-        self.skips_held = skips_held(tracker)
-        self.shown_rows = shown_rows(tracker)
         self._warn = warn
         self._warned = False
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from slimectl.data.metrics_catalogue import MOVES, PHASES, ROLL_NAMES
 from slimectl.protocols import Tracker
-from slimectl.trackers.base import flush, is_cut_back, keeps_lines, log_histogram, skips_held
-from slimectl.types import Metrics, TableRow
+from slimectl.trackers.base import WrappedTracker
+from slimectl.types import Metrics
 
 EXTREMES = {"score/mean": "", "score/max": "_max_reward", "score/min": "_min_reward"}
 """ROLL's suffix of an evaluation metric, and the suffix after the dataset's name in slimectl's."""
@@ -79,17 +79,14 @@ def _validation(metrics: Mapping[str, float]) -> Metrics:
     return renamed
 
 
-class Renamed:
+class Renamed(WrappedTracker):
     """A tracker that gets ROLL's names, in addition to slime's with `keep_slime_names`.
 
     system/tps is the rate of the last `RATED_ROUNDS` rounds.
     """
 
     def __init__(self, tracker: Tracker, *, keep_slime_names: bool, prompts_per_round: int) -> None:
-        self.tracker = tracker
-        self.cut_back = is_cut_back(tracker)
-        self.keeps_lines = keeps_lines(tracker)
-        self.skips_held = skips_held(tracker)
+        super().__init__(tracker)
         self._keep_slime_names = keep_slime_names
         self._prompts_per_round = prompts_per_round
         self._rounds: deque[tuple[float, float]] = deque(maxlen=RATED_ROUNDS)
@@ -101,15 +98,3 @@ class Renamed:
             tokens = sum(rate * seconds for rate, seconds in self._rounds)
             roll["system/tps"] = tokens / sum(seconds for _, seconds in self._rounds)
         self.tracker.log({**metrics, **roll} if self._keep_slime_names else roll, step=step)
-
-    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        self.tracker.table(name, rows, step=step)
-
-    def histogram(self, name: str, values: Sequence[float], *, step: int) -> None:
-        log_histogram(self.tracker, name, values, step=step)
-
-    def flush(self) -> None:
-        flush(self.tracker)
-
-    def close(self) -> None:
-        self.tracker.close()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slimectl.errors import BackendError
+from slimectl.errors import BackendError, first_line
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses that are worth a retry."""
@@ -44,11 +44,6 @@ def error_message(body: Any) -> str:
     return " ".join(str(body).split())[:LONGEST_MESSAGE] or "no reason given"
 
 
-def short(error: BaseException) -> str:
-    """Return the first line of an error, or its type if it has no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def backoff_s(tries: int, *, first_s: float, longest_s: float) -> float:
     """Return the pause after so many failed tries, with jitter, so that clients that failed together retry apart.
 
@@ -81,4 +76,4 @@ async def request(
         ):
             return Reply(reply.status, parsed(await reply.text()))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise BackendError(f"{url} is not answering: {short(error)}") from error
+        raise BackendError(f"{url} is not answering: {first_line(error)}") from error

@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from threading import RLock
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from slimectl.protocols import (
 )
 from slimectl.stdio import logger
 from slimectl.types import Metrics
+
+if TYPE_CHECKING:
+    from slimectl.engines.supervisor.server_pool import ServerPool
 
 Message = list[tuple[str, Tensor]]
 
@@ -96,18 +100,6 @@ def drained(tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
             pass
 
 
-def consume_adapter(policy: Policy, send: Callable[[NamedTensors], int], workers: WeightUpdateClient) -> int:
-    """Call `send` with the tensors of the policy's adapter, which `workers` expect then; returns the bytes sent."""
-    adapted: AdapterPolicy = policy  # type: ignore[assignment]
-    sent: int = adapted.consume_adapter(partial(_send_adapter, send=send, workers=workers))
-    return sent
-
-
-def _send_adapter(adapter: Adapter, *, send: Callable[..., int], workers: WeightUpdateClient) -> int:
-    workers.expect_adapter(adapter)
-    return send(adapter.tensors, workers=workers)
-
-
 def in_progress_version(version: str, *, last: bool) -> str:
     """Return the version to load a message under: engines of an interrupted push must not pass for complete."""
     return version if last else version + INCOMPLETE
@@ -117,19 +109,21 @@ LEAVE_S = 10.0
 """Seconds that engines get to continue after a failed push: those that caused it may not answer at all."""
 
 
+@dataclass(eq=False)
 class WeightSyncBase:
     """protocols.WeightSync to servers, one push at a time; a transport implements `_push`.
 
-    A push reports "bytes" that were sent and the "pause_time" of the engines in seconds. It raises BackendError if an
-    engine refuses or is gone; the others continue. Push again, or end: an engine with an interrupted push has an
-    incomplete weight version.
+    `dtype` is the engines' precision. A push reports "bytes" that were sent and the "pause_time" of the engines in
+    seconds. It raises BackendError if an engine refuses or is gone; the others continue. Push again, or end: an engine
+    with an interrupted push has an incomplete weight version.
     """
 
-    def __init__(self, policy: Policy, workers: WeightUpdateClient, *, pause_mode: str = "in_place") -> None:
-        self.policy = policy
-        self.workers = workers
-        self.pause_mode = pause_mode
-        self.lock = RLock()
+    policy: Policy
+    workers: WeightUpdateClient
+    _: KW_ONLY
+    pause_mode: str = "in_place"
+    dtype: Precision = None
+    lock: Any = field(default_factory=RLock, init=False, repr=False)
 
     def push(self) -> Metrics:
         return self.push_to(self.workers)
@@ -173,6 +167,32 @@ class WeightSyncBase:
         watch.stop()
 
 
+@dataclass(eq=False)
+class MessageSync(WeightSyncBase):
+    """Pushes messages of at most `buffer_bytes`, cast to `dtype`.
+
+    With `adapters` a push has the policy's adapter only, in float32, which the engines merge into its base model.
+    """
+
+    buffer_bytes: int = 512 * 2**20
+    adapters: bool = False
+
+    def _push_by(self, send: Callable[..., int], workers: WeightUpdateClient) -> Metrics:
+        """Call `send` with the tensors, in the process that has them; it returns the bytes that it sent."""
+        with self.paused(workers) as watch:
+            if self.adapters:
+                adapted: AdapterPolicy = self.policy  # type: ignore[assignment]
+                sent = adapted.consume_adapter(partial(_send_adapter, send=partial(send, dtype=None), workers=workers))
+            else:
+                sent = self.policy.consume_weights(partial(send, dtype=self.dtype))
+        return {"bytes": float(sent), "pause_time": watch.seconds}
+
+
+def _send_adapter(adapter: Adapter, *, send: Callable[..., int], workers: WeightUpdateClient) -> int:
+    workers.expect_adapter(adapter)
+    return send(adapter.tensors, workers=workers)
+
+
 class Stopwatch:
     """Measures the seconds from its creation to `stop`."""
 
@@ -204,10 +224,6 @@ class InProcessSync:
         self.engine.load_weights(counted_weights(), version=self.policy.weight_version)
         return {"bytes": float(sum(sizes)), "pause_time": time.perf_counter() - started}
 
-    def push_to(self, workers: WeightUpdateClient) -> Metrics:
-        """Restore nothing: the engine starts and ends with its process."""
-        return {"bytes": 0.0, "pause_time": 0.0}
-
     def sleep(self) -> None:
         """Do nothing: the engine keeps its memory."""
 
@@ -218,29 +234,10 @@ class InProcessSync:
         """Do nothing: no resource outlives the process."""
 
 
-class WatchedServers(Protocol):
-    """Servers that are watched and restarted."""
-
-    @property
-    def restarts(self) -> int: ...
-
-    def pause_watch(self) -> AbstractContextManager[None]:
-        """Suspend checks and restarts while weights change."""
-        ...
-
-    def settle(self) -> None:
-        """Check the servers now; returns when all of them answer again. Raises BackendError if no restart is left."""
-        ...
-
-
-def _described(metrics: Metrics) -> Iterator[str]:
-    return (f"{name} {value:g}" for name, value in metrics.items())
-
-
 class WeightSynchronizer:
     """Pushes by `sync`, again after servers of `pool` were restarted, and tracks the version that the engines have."""
 
-    def __init__(self, sync: WeightSync, policy: Policy, *, pool: WatchedServers | None = None) -> None:
+    def __init__(self, sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> None:
         self.version: str | None = None
         self._sync, self._policy, self._pool = sync, policy, pool
 
@@ -255,7 +252,8 @@ class WeightSynchronizer:
                 with self._pool.pause_watch() if self._pool else nullcontext():
                     metrics = self._sync.push()
                     self.version = self._policy.weight_version
-                    logger.debug(f"engines have weights {self.version}: {', '.join(_described(metrics))}")
+                    described = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+                    logger.debug(f"engines have weights {self.version}: {described}")
                     return metrics
             except BackendError:
                 if self._pool is None:
@@ -263,9 +261,6 @@ class WeightSynchronizer:
                 self._pool.settle()
                 if self._pool.restarts == restarts:
                     raise  # all engines are alive: a restart would not help
-
-    def push_to(self, workers: WeightUpdateClient) -> Metrics:
-        return self._sync.push_to(workers)
 
     def sleep(self) -> None:
         self._sync.sleep()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,21 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.data.atomic_replace import staging, storage_errors, write_text
-from slimectl.data.ownership import STAGED, remove_made
+from slimectl.data.atomic_replace import storage_errors, write_text
+from slimectl.data.ownership import remove_made
 from slimectl.errors import CheckpointError
 from slimectl.native.deltas import RoundingComparer
-from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
+from slimectl.protocols import NamedTensors, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import Precision, WeightSyncBase, drained, targets
-from slimectl.weight_sync.delta_apply import (
-    VERSION,
-    apply_delta,
-    apply_written,
-    recover,
-    staged_journal,
-    weight_version,
-)
+from slimectl.weight_sync.base import Precision, drained, targets
+from slimectl.weight_sync.delta_apply import VERSION, apply_written, recover, staged_journal, weight_version
 from slimectl.weight_sync.delta_format import (
     CHUNK_BYTES,
     Change,
@@ -39,11 +30,7 @@ from slimectl.weight_sync.delta_format import (
     release_mapped,
     tensor_ranges,
 )
-from slimectl.weight_sync.disk import OnWritten, Write, clear_pushed, write_checkpoint
-
-Applier = Callable[[Path], None]
-"""Brings an engine's own copy of the checkpoint up to date from a delta, or from a directory with whole weights
-(`take` does both). Raises CheckpointError where a delta does not fit: whole weights come next."""
+from slimectl.weight_sync.disk import FileSync, Write, write_checkpoint
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -52,36 +39,19 @@ CODES = {
 }  # fmt: skip
 
 
-class DeltaSync(WeightSyncBase):
+@dataclass(eq=False)
+class DeltaSync(FileSync):
     """Keeps the checkpoint `folder`/current up to date by deltas; each stays in `folder` until the next.
 
-    The first push writes it whole, as does one whose delta does not fit. Engines read `checkpoint`: that directory, or
-    the copies that `appliers` keep, one on each machine. `encoding` is "xor" or "overwrite", `checksum` "xxh3-128",
-    "blake2b" or "adler32".
+    The first push writes it whole, as does one whose delta does not fit. Engines read that directory. `encoding` is
+    "xor" or "overwrite", `checksum` "xxh3-128", "blake2b" or "adler32".
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        workers: WeightUpdateClient,
-        *,
-        folder: Path,
-        write: Write,
-        pause_mode: str = "in_place",
-        dtype: Precision = None,
-        keep_files: bool = False,
-        encoding: str = "xor",
-        checksum: str = "xxh3-128",
-        appliers: Sequence[Applier] = (),
-        checkpoint: Path | None = None,
-        wrote: OnWritten | None = None,
-    ) -> None:
-        super().__init__(policy, workers, pause_mode=pause_mode)
-        self.wrote = wrote
-        self.folder, self.write, self.dtype, self.keep_files = Path(folder), write, dtype, keep_files
-        self.encoding, self.checksum, self.appliers = encoding, checksum, list(appliers)
+    encoding: str = "xor"
+    checksum: str = "xxh3-128"
+
+    def __post_init__(self) -> None:
         self.current = self.folder / "current"
-        self.checkpoint = checkpoint or self.current
         self._version: str | None = None
         self._delta: Path | None = None
 
@@ -95,14 +65,14 @@ class DeltaSync(WeightSyncBase):
                 self.wrote(delta or self.current, workers)
         try:
             with self.paused(workers) as watch:
-                workers.load_disk(self.checkpoint, version=version, delta=delta)
+                workers.load_disk(self.current, version=version, delta=delta)
         except BaseException:
             self._version = None  # whole weights next: these may be why
             raise
         return {**metrics, "pause_time": watch.seconds}
 
     def _update_checkpoint(self, version: str) -> Metrics:
-        """Bring the checkpoint and its copies to `version`: by a delta, or whole where a delta does not fit."""
+        """Bring the checkpoint to `version`: by a delta, or whole where a delta does not fit."""
         start, self._version = self._version, None
         if start is not None:
             previous, self._delta = self._delta, self.folder / f"{start}-to-{version}.delta"
@@ -113,8 +83,6 @@ class DeltaSync(WeightSyncBase):
             try:
                 size = self.policy.consume_weights(write)
                 apply_written(self.current)
-                for apply in self.appliers:
-                    apply(self._delta)
             except CheckpointError:
                 self._delta.unlink(missing_ok=True)
             else:
@@ -124,8 +92,6 @@ class DeltaSync(WeightSyncBase):
                 return {"bytes": float(size), "full": 0.0}
         fill = partial(write_checkpoint, target=self.current, write=partial(_write_versioned, self.write, version))
         size = self.policy.consume_weights(partial(fill, dtype=self.dtype))
-        for apply in self.appliers:
-            apply(self.current)
         self._version = version
         return {"bytes": float(size), "full": 1.0}
 
@@ -137,23 +103,6 @@ class DeltaSync(WeightSyncBase):
             if self._delta is not None:
                 self._delta.unlink(missing_ok=True)
         self._version = self._delta = None
-
-
-def snapshot(update: Path, checkpoint: Path) -> None:
-    """Applier that updates the copy `checkpoint` from a delta, or from a directory. Raises CheckpointError."""
-    if update.is_file():
-        return apply_delta(update, checkpoint)
-    staged = checkpoint.with_name(f".tmp-{checkpoint.name}")
-    with storage_errors(checkpoint):
-        staging(checkpoint, None)
-        shutil.copytree(update, staged, dirs_exist_ok=True)
-        if not (update / STAGED).exists():
-            (staged / STAGED).unlink()
-        if (checkpoint / VERSION).is_file():  # a copy of ours, marked or not
-            (checkpoint / STAGED).touch()
-        clear_pushed(checkpoint)
-        staged.rename(checkpoint)
-    return None
 
 
 def write_delta(
@@ -171,7 +120,7 @@ def write_delta(
         tensor_regions, comparer = tensor_ranges(base), _Comparer(base, versions)
         writers = [DeltaWriter(staged, versions)]
         if journal:
-            overwriting = dataclasses.replace(versions, encoding="overwrite")
+            overwriting = replace(versions, encoding="overwrite")
             writers.append(DeltaWriter(staged_in_base, overwriting, compresses=False))
         try:
             for name, tensor, cast_dtype in targets(stream, dtype):

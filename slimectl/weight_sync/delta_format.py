@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from slimectl.data.io import zstandard
 from slimectl.errors import CheckpointError, MissingExtraError
-from slimectl.native.deltas import indices
 
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Bytes of a number by safetensors' code; all others have one."""
@@ -49,24 +49,6 @@ class TensorRange:
         for start in range(0, self.nbytes, CHUNK_BYTES):
             yield slice(start, min(start + CHUNK_BYTES, self.nbytes))
 
-    def read(self) -> bytearray:
-        """Return all bytes. Raises CheckpointError if the file is cut short."""
-        data = bytearray(self.nbytes)
-        with self.file.open("rb", buffering=0) as stream:
-            self.read_into(stream, data, 0)
-        return data
-
-    def read_into(self, stream: FileIO, data: bytearray | memoryview, start: int) -> None:
-        """Fill `data` with the bytes from `start` on of the open file. Raises CheckpointError if it is cut short."""
-        stream.seek(self.start + start)
-        view = memoryview(data)
-        # The system reads at most 2 GiB at a time.
-        while view:
-            count = stream.readinto(view)
-            if not count:
-                raise CheckpointError(f"{self.file}: {len(view)} bytes are missing; push whole weights again")
-            view = view[count:]
-
     def mapped(self, files: dict[Path, Any]) -> Any:
         """Return all bytes [B] as they are in the file, where they can be changed. Raises CheckpointError.
 
@@ -81,13 +63,6 @@ class TensorRange:
                 f"{self.file}: {self.nbytes - len(data_B)} bytes are missing; push whole weights again"
             )
         return data_B
-
-    def write(self, stream: FileIO, data: bytes | memoryview, start: int) -> None:
-        """Overwrite the bytes from `start` on in the open file, which keeps its size."""
-        stream.seek(self.start + start)
-        view = memoryview(data)
-        while view:
-            view = view[stream.write(view) or 0 :]
 
 
 _MAPPED: dict[Path, tuple[tuple[int, ...], Any]] = {}
@@ -136,6 +111,7 @@ def tensor_ranges(folder: Path) -> dict[str, TensorRange]:
     return tensor_regions
 
 
+WANTED_BY = "sync.transport delta"
 MAGIC = b"slimedl2"
 LEVEL = 1
 """zstd's fastest: higher levels gain a few per cent."""
@@ -216,7 +192,7 @@ class DeltaWriter:
     def __init__(self, path: Path, versions: Versions, *, compresses: bool = True) -> None:
         self.versions = versions
         self.changes: dict[str, Change] = {}
-        self._compressor = _zstandard().ZstdCompressor(level=LEVEL)
+        self._compressor = zstandard(WANTED_BY).ZstdCompressor(level=LEVEL)
         self._compresses = compresses
         self._file = path.open("wb")
         self._file.write(MAGIC)
@@ -261,7 +237,7 @@ class DeltaFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._decompressor = _zstandard().ZstdDecompressor()
+        self._decompressor = zstandard(WANTED_BY).ZstdDecompressor()
         footer = self._footer()
         if footer is None:
             raise CheckpointError(f"{path}: not a whole delta; push whole weights")
@@ -318,11 +294,6 @@ class DeltaFile:
             raise CheckpointError(f"{self.path}: is damaged ({name} is out of bounds); push whole weights")
         return gaps_C, values_C
 
-    def changed(self, name: str, width: int) -> tuple[Any, Any]:
-        """Return the indices [C] of the numbers that change, ascending, and their bits [C] in the delta's encoding."""
-        gaps_C, values_C = self.gaps(name, width)
-        return indices(gaps_C), values_C
-
     def _numbers(self, file: FileIO, span: list[int], count: int) -> Any:
         start, size, width = span
         file.seek(start)
@@ -332,7 +303,7 @@ class DeltaFile:
                 return np.frombuffer(data, f"<u{width}")
             planes = np.frombuffer(self._decompressor.decompress(data), np.uint8)
             return np.ascontiguousarray(planes.reshape(width, count).T).view(f"<u{width}").reshape(-1)
-        except (_zstandard().ZstdError, ValueError, TypeError) as error:
+        except (zstandard(WANTED_BY).ZstdError, ValueError, TypeError) as error:
             raise CheckpointError(f"{self.path}: is damaged ({error}); push whole weights") from error
 
 
@@ -367,17 +338,9 @@ def _seal(footer: bytes) -> bytes:
     return hashlib.blake2b(footer, digest_size=16).digest()
 
 
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise MissingExtraError("zstandard", extra="zstd", wanted_by="sync.transport delta") from None
-    return zstandard
-
-
 def _xxhash() -> Any:
     try:
         import xxhash
     except ImportError:
-        raise MissingExtraError("xxhash", extra="zstd", wanted_by="sync.transport delta") from None
+        raise MissingExtraError("xxhash", extra="zstd", wanted_by=WANTED_BY) from None
     return xxhash

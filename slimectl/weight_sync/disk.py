@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from slimectl.data.atomic_replace import staging, storage_errors
 from slimectl.data.ownership import remove_made
 from slimectl.errors import SettingsError
-from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
+from slimectl.protocols import NamedTensors, WeightUpdateClient
 from slimectl.types import Metrics
 from slimectl.weight_sync.base import Precision, WeightSyncBase, cast, drained
 
@@ -21,28 +22,23 @@ OnWritten = Callable[[Path, WeightUpdateClient], None]
 """Called with the folder or delta file of a version, after it is written and before these engines read it."""
 
 
-class DiskSync(WeightSyncBase):
-    """Writes one folder per version under `folder`, which engines must see; it stays until the next one is in use.
+@dataclass(eq=False)
+class FileSync(WeightSyncBase):
+    """Pushes by files below `folder`, which engines must see."""
+
+    folder: Path
+    write: Write
+    keep_files: bool = False
+    wrote: OnWritten | None = None
+
+
+class DiskSync(FileSync):
+    """Writes one folder per version, which stays until the next one is in use.
 
     Written while the engines still sample; they pause only to read it. A restarted engine reads the newest one.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        workers: WeightUpdateClient,
-        *,
-        folder: Path,
-        write: Write,
-        pause_mode: str = "in_place",
-        dtype: Precision = None,
-        keep_files: bool = False,
-        wrote: OnWritten | None = None,
-    ) -> None:
-        super().__init__(policy, workers, pause_mode=pause_mode)
-        self.wrote = wrote
-        self.folder, self.write, self.dtype, self.keep_files = Path(folder), write, dtype, keep_files
-        self._newest: tuple[str, Path] | None = None
+    _newest: tuple[str, Path] | None = None
 
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
         previous, bytes_written = self._newest, 0

@@ -19,16 +19,15 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from slimectl.errors import BackendError, SlimectlError
-from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
+from slimectl.errors import BackendError, SlimectlError, first_line
+from slimectl.protocols import NamedTensors, WeightUpdateClient
 from slimectl.types import Metrics
 from slimectl.weight_sync.base import (
     Message,
+    MessageSync,
     Precision,
-    WeightSyncBase,
     buckets,
     cast,
-    consume_adapter,
     drained,
     in_progress_version,
 )
@@ -118,7 +117,7 @@ def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_
     own_join = _in_background(partial(_backend, backend, prefixed, world, host, limit))
     worker_joins = _in_background(
         partial(workers.join, host=host, port=store.port, world=world, name=name, backend=backend)
-    )  # fmt: skip
+    )
     done, _ = wait_for([own_join, worker_joins], return_when="FIRST_EXCEPTION")
     failure = next(
         (future.exception() for future in (worker_joins, own_join) if future in done and future.exception()), None
@@ -197,8 +196,7 @@ def _explain(failure: BaseException, workers_done: Future[None]) -> BaseExceptio
         return workers_error
     if isinstance(failure, SlimectlError):
         return failure
-    reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-    return BackendError(f"broadcasting weights failed: {reason}; has an engine died? see its log")
+    return BackendError(f"broadcasting weights failed: {first_line(failure)}; has an engine died? see its log")
 
 
 def _in_background(call: Callable[[], Any]) -> Future[Any]:
@@ -215,27 +213,17 @@ def _in_background(call: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-class DistributedSync(WeightSyncBase):
-    """Broadcasts by gloo from a CPU, nccl from a GPU; `timeout_s` bounds joining, and each message of `buffer_bytes`.
+@dataclass(eq=False)
+class DistributedSync(MessageSync):
+    """Broadcasts by gloo from a CPU, nccl from a GPU; `timeout_s` bounds joining and each message.
 
     The first push creates the group, in the process that has the weights, and later pushes reuse it; it is recreated
-    after a failure and when the workers change. A push to some workers alone uses a temporary group. `adapters` is
-    that of TensorSync.
+    after a failure and when the workers change. A push to only some of the workers uses a temporary group.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        workers: WeightUpdateClient,
-        *,
-        pause_mode: str = "in_place",
-        buffer_bytes: int = 512 * 2**20,
-        dtype: Precision = None,
-        timeout_s: float = 600.0,
-        adapters: bool = False,
-    ) -> None:
-        super().__init__(policy, workers, pause_mode=pause_mode)
-        self.buffer_bytes, self.dtype, self.timeout_s, self.adapters = buffer_bytes, dtype, timeout_s, adapters
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
         self._key = f"slimectl-{uuid4().hex[:8]}"
 
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
@@ -244,12 +232,7 @@ class DistributedSync(WeightSyncBase):
             _send, workers=workers, key=f"{self._key}-alone" if alone else self._key, keep=not alone, version=version,
             most_bytes=self.buffer_bytes, timeout_s=self.timeout_s,
         )  # fmt: skip
-        with self.paused(workers) as watch:
-            if self.adapters:
-                sent = consume_adapter(self.policy, partial(send, dtype=None), workers)
-            else:
-                sent = self.policy.consume_weights(partial(send, dtype=self.dtype))
-        return {"bytes": float(sent), "pause_time": watch.seconds}
+        return self._push_by(send, workers)
 
     def close(self) -> None:
         """Destroy the group on both sides; a policy that has ended has destroyed it already."""

@@ -7,15 +7,14 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
-from slimectl.protocols import MessageMemory, NamedTensors, Policy, WeightUpdateClient
+from slimectl.protocols import MessageMemory, NamedTensors, WeightUpdateClient
 from slimectl.types import Metrics
 from slimectl.weight_sync.base import (
     Message,
+    MessageSync,
     Precision,
-    WeightSyncBase,
     buckets,
     cast,
-    consume_adapter,
     drained,
     in_progress_version,
     targets,
@@ -25,34 +24,14 @@ ON_CPU_BYTES = 64 * 2**20
 """Size limit of a message on a CPU that does not go through shared memory: more would only touch more memory."""
 
 
-class TensorSync(WeightSyncBase):
-    """Sends messages of at most `buffer_bytes`, through shared memory that the process keeps for the next push.
+class TensorSync(MessageSync):
+    """Sends messages through shared memory that the process keeps for the next push.
 
-    `dtype` is the engines' precision: nothing wider is sent, and the cast is written where the engines read it. With
-    `adapters` a push has the policy's adapter alone, in float32, which the engines merge into its base model.
+    The cast to the engines' precision is written where the engines read it: nothing wider is sent.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        workers: WeightUpdateClient,
-        *,
-        pause_mode: str = "in_place",
-        buffer_bytes: int = 512 * 2**20,
-        dtype: Precision = None,
-        adapters: bool = False,
-    ) -> None:
-        super().__init__(policy, workers, pause_mode=pause_mode)
-        self.buffer_bytes, self.dtype, self.adapters = buffer_bytes, dtype, adapters
-
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
-        send = partial(_send, workers=workers, version=version, most_bytes=self.buffer_bytes)
-        with self.paused(workers) as watch:
-            if self.adapters:
-                sent = consume_adapter(self.policy, partial(send, dtype=None), workers)
-            else:
-                sent = self.policy.consume_weights(partial(send, dtype=self.dtype))
-        return {"bytes": float(sent), "pause_time": watch.seconds}
+        return self._push_by(partial(_send, workers=workers, version=version, most_bytes=self.buffer_bytes), workers)
 
     def close(self) -> None:
         self.workers.release_memory()

@@ -18,10 +18,9 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpCritic
-from slimectl.policies.locked import LockedPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.policies.rank_group import DistributedPolicy
+from slimectl.policies.rank_group import DistributedPolicy, LockedPolicy
 
 ModelDir = Callable[..., Path]
 LORA = LoraOptions(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))

@@ -21,9 +21,9 @@ from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, write_model
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.policies.fsdp.policy import FsdpPolicy
-from slimectl.policies.locked import LockedPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.rank_group import LockedPolicy
 from slimectl.protocols import Policy, WeightSync
 from slimectl.types import SamplingParams, TrainingSample
 from slimectl.weight_sync.base import InProcessSync, WeightSynchronizer
@@ -108,7 +108,7 @@ def test_a_push_into_the_engine_of_this_process_enters_at_most_eight_files(folde
 
 
 TO_SERVERS = {
-    "weight_sync/base.py", "policies/locked.py", "policies/fsdp/trainer.py",
+    "weight_sync/base.py", "policies/rank_group.py", "policies/fsdp/trainer.py",
     "engines/http/weight_client.py", "engines/sglang/weight_client.py", "transport/http.py",
     "transport/event_loop.py",
 }  # fmt: skip
@@ -117,7 +117,7 @@ TO_SERVERS = {
 CHECKPOINT = {"weight_sync/disk.py", "checkpoints/hf.py", "checkpoints/safetensors_io.py", "model_files.py",
               "data/atomic_replace.py", "data/ownership.py"}  # fmt: skip
 DELTA = {"weight_sync/delta.py", "weight_sync/delta_apply.py", "weight_sync/delta_format.py", "native/deltas.py",
-         "data/atomic_replace.py"}  # fmt: skip
+         "data/atomic_replace.py", "data/io.py"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.api import ServerApi
@@ -13,32 +13,24 @@ from slimectl.engines.http.dispatch import CONNECT_S, Dispatch, LoadBalancer
 from slimectl.engines.http.request import PendingRequest
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.stop_tokens import StopTokens
-from slimectl.errors import BackendError, CheckpointError, SettingsError
-from slimectl.protocols import INCOMPLETE, NamedTensors, OnTokens, WeightUpdateClient
+from slimectl.errors import BackendError, SettingsError
+from slimectl.protocols import OnTokens
 from slimectl.transport.client import Background
 from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import get
 from slimectl.types import Completion, SamplingParams
 
-if TYPE_CHECKING:
-    from torch import Tensor, dtype
-
-BUCKET_BYTES = 512 * 2**20
-Forms = Mapping[str, "tuple[tuple[int, ...], dtype]"]
-"""Shape and precision of every tensor of a model, by name."""
-
 
 class HttpEngine:
-    """protocols.Engine and protocols.WeightReceiver over HTTP, for any event loop and thread.
+    """protocols.Engine over HTTP, for any event loop and thread.
 
     `api` is the dialect of the servers. `urls` take generation requests (one router, or servers, among which requests
     are balanced here); `workers` are the servers themselves, if they differ. A request whose server fails is retried
     from its beginning, on a server of the latest `set_urls`: one server gives the whole answer. `vocabulary` and
     `max_context` bound prompts; `decode` converts tokens to text (without it the server's text is used). `troubled` is
-    called with every server that failed, so that its monitor checks it now. For `load_weights`: `receiver` builds the
-    engines' side of a push from worker addresses, `forms` returns the tensors of the model. `keys` authenticate the
-    requests. Servers that are `shared` have requests of other clients too, which an abort leaves alone. `stops` are
-    added to the stop tokens of each request.
+    called with every server that failed, so that its monitor checks it now. `keys` authenticate the requests. Servers
+    that are `shared` have requests of other clients too, which an abort leaves alone. `stops` are added to the stop
+    tokens of each request.
     """
 
     def __init__(
@@ -55,26 +47,22 @@ class HttpEngine:
         request_timeout_s: float = 14400.0,
         connect_timeout_s: float = 120.0,
         troubled: Callable[[str], object] | None = None,
-        receiver: Callable[[Sequence[str]], WeightUpdateClient] | None = None,
-        forms: Callable[[], Forms] | None = None,
         keys: Keys = NO_KEYS,
         shared: bool = False,
         stops: StopTokens | None = None,
     ) -> None:
         self.api = api
         self.max_context = max_context
-        self.troubled = troubled
+        self.troubled = troubled or (lambda url: None)
         self.vocabulary, self._decode, self._stops = vocabulary, decode, stops or StopTokens()
         self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
         self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
-        self._receiver, self._forms = receiver, forms
         self._keys, self._shared = keys, shared
         self._urls, self._workers = list(urls), list(workers or urls)
         self.addresses = list(urls)
         """The last addresses that took requests, in one list for the life of the engine."""
         self.generated_tokens = 0
         """Tokens of all completions."""
-        self._lost_weights = False
         self._failure: BaseException | None = None
         self._background = Background("slimectl-engine-client")
         self._dispatch: Dispatch | None = None
@@ -96,8 +84,6 @@ class HttpEngine:
             )
         check_prompt(tokens, params, vocabulary=self.vocabulary, max_context=self.max_context)
         params = self._stops.added_to(params)
-        if self._lost_weights:
-            raise BackendError("the engines have lost their weights to a failed load_weights; load whole ones")
         flight = PendingRequest(
             list(tokens),
             params,
@@ -163,27 +149,6 @@ class HttpEngine:
             raise BackendError(f"engine at {url}: {path}: {reply.words}; give its key by engine.api_key")
         return reply.body if reply.status == 200 else None
 
-    def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
-        """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor.
-
-        After an error nothing is sampled until whole weights are loaded: a part of the new ones may be in place.
-        """
-        assert self._receiver is not None, "made without `receiver`"
-        assert self._forms is not None, "made without `forms`"
-        workers = self._receiver(self._workers)
-        self._lost_weights = True
-        workers.begin(mode="in_place")
-        try:
-            for bucket, last in _messages(tensors, self._forms()):
-                workers.load_tensors(bucket, version=version if last else version + INCOMPLETE)
-        finally:
-            workers.end()
-        self._lost_weights = False
-
-    def _report_failure(self, url: str) -> None:
-        if self.troubled is not None:
-            self.troubled(url)
-
     # The methods below run in the background loop.
 
     async def _complete(self, flight: PendingRequest) -> Completion:
@@ -213,34 +178,9 @@ class HttpEngine:
             self._dispatch = Dispatch(
                 balance,
                 api=self.api,
-                troubled=self._report_failure,
+                troubled=lambda url: self.troubled(url),  # it may be replaced
                 keys=self._keys,
                 shared=self._shared,
                 **self._timeouts,
             )
         return self._dispatch
-
-
-def _messages(tensors: NamedTensors, forms: Forms) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Yield the tensors in messages of about BUCKET_BYTES, and whether it is the last.
-
-    Raises CheckpointError on an extra, misshapen or missing tensor, before the last message is yielded.
-    """
-    missing, size = set(forms), 0
-    message: list[tuple[str, Tensor]] = []
-    for name, tensor in tensors:
-        if name not in forms:
-            raise CheckpointError(f"weights: {name} is not part of this model")
-        shape = tuple(forms[name][0])
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"weights: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if size >= BUCKET_BYTES:
-            yield message, False
-            message, size = [], 0
-        missing.discard(name)
-        message.append((name, tensor))
-        size += tensor.nbytes
-    if missing:
-        raise CheckpointError(f"weights: {min(missing)} is missing ({len(missing)} in all)")
-    if message:
-        yield message, True

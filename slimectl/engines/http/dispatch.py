@@ -15,8 +15,8 @@ import aiohttp
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.api import ServerApi, generate
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
-from slimectl.errors import BackendError
-from slimectl.transport.http import backoff_s, request, short
+from slimectl.errors import BackendError, first_line
+from slimectl.transport.http import backoff_s, request
 from slimectl.types import Completion
 
 COOLDOWN_S = 1.0
@@ -211,7 +211,7 @@ class Dispatch:
             silent_s += time.monotonic() - try_started
             if silent_s >= self._connect_timeout_s:
                 raise BackendError(
-                    f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {short(failure)}; "
+                    f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {first_line(failure)}; "
                     f"start one with `slimectl serve`"
                 ) from failure
             pause_s = backoff_s(tries, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.sglang.disaggregation import bootstrap_flags, role_flags
-from slimectl.engines.supervisor.installed import InstalledServer, installed_version
+from slimectl.engines.sglang.router import Router
+from slimectl.engines.supervisor.installed import InstalledServer, installed_version, language_config
 from slimectl.engines.supervisor.node_group import interface_variables
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
-from slimectl.redaction import is_secret_name
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 ADAPTER_LOADER = "adapter_loader.load"
@@ -46,8 +46,6 @@ SGLANG = InstalledServer(
     on_gpu="sglang>=0.5.18,<0.5.22",
 )
 
-interpreter, flags = SGLANG.interpreter, SGLANG.flags
-
 
 def router_interpreter(python: str | None) -> str:
     """Return the Python that runs sglang-router: `python`, else this one. Raises BackendError if it has none."""
@@ -60,10 +58,6 @@ def router_interpreter(python: str | None) -> str:
     return path
 
 
-HIDDEN_FLAGS, HIDDEN_KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
-"""Environment variables that pass secrets to bootstrap/launch_server.py, which no command line may show: flags of
-SGLang as a JSON list, and the API key and the admin key."""
-
 EVERY_HOST = "*,0.0.0.0/0,::/0"
 """Value of NO_PROXY: sglang-router (reqwest 0.12) matches addresses with networks only, names with the star."""
 LEAVES = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
@@ -72,9 +66,11 @@ LEAVES = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
 SLACK = 8
 """Tokens that SGLang 0.5.21 reserves of a context; the client enforces the real bound."""
 
-STREAM_INTERVAL = 16
-"""Tokens per chunk of a stream: chunks of one token cost a CPU a fifth of its speed, and no user reads them live."""
-
+DEFAULTS = {
+    "custom_weight_loader": f"--custom-weight-loader={ADAPTER_LOADER}",
+    # Chunks of one token cost a CPU a fifth of its speed, and no user reads them live.
+    "stream_interval": "--stream-interval=16",
+}
 ON_CPU = {
     "attention_backend": "--attention-backend=torch_native",
     "sampling_backend": "--sampling-backend=pytorch",
@@ -115,22 +111,19 @@ def sglang_server(
     `python` has no SGLang, SettingsError for `args` that it rejects. Keys, and other secrets in `args`, are passed
     through its environment.
     """
-    interpreter_path = interpreter(python)
-    options = dict(args or {})
+    interpreter_path = SGLANG.interpreter(python)
+    defaults = DEFAULTS | (ON_CPU if device == "cpu" else {})
+    own_flags, hidden = SGLANG.launch_flags(args or {}, interpreter_path, defaults=defaults, keys=keys)
+    context = max_context or language_config(model)["max_position_embeddings"]
     arguments = [
         f"--model-path={model}", f"--tp-size={tensor_parallel}", f"--dtype={dtype}", f"--device={device}",
         f"--weight-version={weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
-        f"--context-length={(max_context or _context(model)) + SLACK}",
-        *([] if "custom_weight_loader" in options else [f"--custom-weight-loader={ADAPTER_LOADER}"]),
-        *([] if "stream_interval" in options else [f"--stream-interval={STREAM_INTERVAL}"]),
+        f"--context-length={context + SLACK}",
         *([f"--nnodes={nodes}", f"--node-rank={node}"] if nodes > 1 else []),
-        *role_flags(role, options, device=device),
-        *([flag for field, flag in ON_CPU.items() if field not in options] if device == "cpu" else []),
-        *flags({field: value for field, value in options.items() if not is_secret_name(field)}, interpreter_path),
+        *role_flags(role, args or {}, device=device),
+        *own_flags,
     ]  # fmt: skip
-    environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for SLACK
-    hidden = flags({field: value for field, value in options.items() if is_secret_name(field)}, interpreter_path)
-    environment |= {HIDDEN_FLAGS: json.dumps(hidden), HIDDEN_KEYS: json.dumps([keys.api_key, keys.admin_api_key])}
+    environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} | hidden  # for SLACK
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if tensor_parallel > 1:  # SGLang requires a NUMA node per rank, unless cores are set; without sgl-kernel, any
@@ -150,40 +143,28 @@ def router_server(
     log: Path,
     python: str | None = None,
     disaggregated: bool = False,
-    health: str = "/ping",
-    host: str | None = "127.0.0.1",
     request_timeout_s: float = 14400.0,
-    start_timeout_s: float = 120.0,
-) -> ServerProcess:
+) -> Router:
     """Build the process of sglang-router, without workers.
 
     `policy` is cache_aware, round_robin, random or power_of_two. `disaggregated`: some workers prefill, the others
-    decode. `health` is the health endpoint of workers: /ping answers also while they wait for weights or are paused
-    to load some. Raises BackendError if `python` has no sglang-router.
+    decode. Raises BackendError if `python` has no sglang-router.
     """
     arguments = [
-        f"--policy={policy}", f"--health-check-endpoint={health}",
+        f"--policy={policy}",
+        "--health-check-endpoint=/ping",  # workers answer it also while they wait for weights or load some
         f"--request-timeout-secs={int(request_timeout_s)}", "--log-level=warn",
         # The client retries itself, elsewhere and for longer; and a push's pause would open the circuit breaker.
         "--disable-retries", "--disable-circuit-breaker",
         *(["--pd-disaggregation"] if disaggregated else []),
     ]  # fmt: skip
-    return ServerProcess(
-        partial(_script_command, router_interpreter(python), "launch_router.py", arguments),
-        name="sglang-router", log=log, host=host, start_timeout_s=start_timeout_s, ready="/liveness",
+    router = replace(SGLANG, script=BOOTSTRAP / "launch_router.py")
+    return Router(
+        partial(router.command, router_interpreter(python), arguments),
+        name="sglang-router", log=log, start_timeout_s=120.0, ready="/liveness",
         env=dict.fromkeys(("NO_PROXY", "no_proxy"), EVERY_HOST),  # it connects to our servers only
     )  # fmt: skip
 
 
-def _context(model: Path) -> int:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("text_config", config)["max_position_embeddings"])
-
-
 def _server_command(python: str, arguments: Sequence[str], role: str | None, host: str, port: int) -> list[str]:
-    return _script_command(python, "launch_server.py", [*arguments, *bootstrap_flags(role, port)], host, port)
-
-
-def _script_command(python: str, script: str, arguments: Sequence[str], host: str, port: int) -> list[str]:
-    # -E: our PYTHONPATH is not meant for another Python.
-    return [python, "-E", str(BOOTSTRAP / script), *arguments, f"--host={host}", f"--port={port}"]
+    return SGLANG.command(python, [*arguments, *bootstrap_flags(role, port)], host, port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,28 +18,18 @@ POLL_S = 0.2
 REPLY_TIMEOUT_S = 10.0
 
 
-class Router:
-    """Router process and the workers behind it. `server` comes from launch.router_server.
+class Router(ServerProcess):
+    """Router process, as launch.router_server makes it, and the workers behind it.
 
     It forwards generation requests only: aborts, pauses and weights go to the workers themselves.
     """
 
-    def __init__(self, server: ServerProcess, *, register_timeout_s: float = 60.0) -> None:
-        self._server, self._register_timeout_s = server, register_timeout_s
-        self._url = ""
+    register_timeout_s = 60.0
+    _url = ""
 
-    def start(self) -> str:
-        self._url = self._server.start()
+    def start(self, arguments: Sequence[str] = ()) -> str:
+        self._url = super().start(arguments)
         return self._url
-
-    def alive(self) -> bool:
-        return self._server.alive()
-
-    def death(self) -> str:
-        return self._server.death()
-
-    def stop(self) -> None:
-        self._server.stop()
 
     def add(self, worker: str, **kind: Any) -> None:
         """Register a worker; returns when it gets requests. `kind`: worker_type, for disaggregation, and api_key.
@@ -54,7 +45,7 @@ class Router:
         run_coroutine(self._remove(worker))
 
     async def _add(self, worker: str, kind: dict[str, Any]) -> None:
-        deadline = time.monotonic() + self._register_timeout_s
+        deadline = time.monotonic() + self.register_timeout_s
         reply = await self._ask("POST", "/workers", {"url": worker, **kind})
         if reply.status >= 400:
             raise BackendError(f"sglang-router at {self._url} refuses {worker}: {reply.words}")
@@ -64,7 +55,7 @@ class Router:
                 return
             if time.monotonic() > deadline:
                 raise BackendError(
-                    f"sglang-router at {self._url} has not found {worker} healthy in {self._register_timeout_s:.0f} s"
+                    f"sglang-router at {self._url} has not found {worker} healthy in {self.register_timeout_s:.0f} s"
                 )
             await asyncio.sleep(POLL_S)
 

@@ -7,12 +7,15 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimectl.engines.api_keys import Keys
+from slimectl.engines.supervisor.bootstrap.hidden_keys import FLAGS, KEYS
 from slimectl.errors import BackendError, SettingsError
+from slimectl.redaction import is_secret_name
 
 WORDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "human_readable_int": (int, str)}
 PROBE_TIMEOUT_S = 300
@@ -63,6 +66,23 @@ class InstalledServer:
             return []
         fields = fields_of(python, self.script, self.section)
         return [argument for name, value in args.items() for argument in self._flag(name, value, fields)]
+
+    def launch_flags(
+        self, args: Mapping[str, Any], python: str, *, defaults: Mapping[str, str], keys: Keys
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the flags of a server, and the environment that passes its secrets: keys, and secret `args`.
+
+        `defaults` has a flag by the field that it sets, for fields that are not in `args`.
+        """
+        public = {field: value for field, value in args.items() if not is_secret_name(field)}
+        secret = {field: value for field, value in args.items() if is_secret_name(field)}
+        flags = [flag for field, flag in defaults.items() if field not in args]
+        hidden = {FLAGS: json.dumps(self.flags(secret, python)), KEYS: json.dumps([keys.api_key, keys.admin_api_key])}
+        return [*flags, *self.flags(public, python)], hidden
+
+    def command(self, python: str, arguments: Sequence[str], host: str, port: int) -> list[str]:
+        """Return the command that starts a server; -E, as our PYTHONPATH is not meant for another Python."""
+        return [python, "-E", str(self.script), *arguments, f"--host={host}", f"--port={port}"]
 
     def _flag(self, name: str, value: Any, fields: Mapping[str, dict[str, Any]]) -> Iterator[str]:
         section = self.section
@@ -126,6 +146,12 @@ def installed_version(python: str, package: str, *, setting: str) -> str | None:
         reason = getattr(error, "strerror", None) or f"it fails ({type(error).__name__})"
         raise BackendError(f"{setting}: {python} is not a Python that runs: {reason}; give its path") from error
     return result.stdout.strip() or None
+
+
+def language_config(model: Path) -> dict[str, Any]:
+    """Return the configuration of the language model in a folder."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return dict(config.get("text_config", config))
 
 
 def _switch(key: str, value: Any, field: Mapping[str, Any]) -> Iterator[str]:

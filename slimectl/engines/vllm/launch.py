@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
-from slimectl.engines.supervisor.bootstrap.hidden_keys import FLAGS, KEYS
-from slimectl.engines.supervisor.installed import InstalledServer
+from slimectl.engines.supervisor.installed import InstalledServer, language_config
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError, SettingsError
-from slimectl.redaction import is_secret_name
 from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import request
 
@@ -46,11 +43,9 @@ VLLM = InstalledServer(
     on_gpu="vllm==0.32.0",
 )
 
-interpreter, flags = VLLM.interpreter, VLLM.flags
 
-
-STREAM_INTERVAL = 16
-"""Tokens per chunk of a stream: chunks of one token cost a CPU its speed, and no user reads them live."""
+DEFAULTS = {"stream_interval": "--stream-interval=16"}
+"""Chunks of one token cost a CPU its speed, and no user reads them live."""
 
 HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes that attention of vLLM 0.32.0 computes on a CPU; with another one the server starts and dies later."""
@@ -100,32 +95,26 @@ def vllm_server(
     With `keep_weights` checksums cover packed weights on a CPU too. Raises BackendError if `python` has no vLLM,
     SettingsError for `args` that it rejects. Keys, and other secrets in `args`, are passed through its environment.
     """
-    interpreter_path = interpreter(python)
-    config = _config(model)
+    interpreter_path = VLLM.interpreter(python)
+    config = language_config(model)
     if device == "cpu" and (head_dim := _head_dim(config)) not in HEAD_DIMS_ON_CPU:
         sizes = ", ".join(map(str, HEAD_DIMS_ON_CPU))
         raise SettingsError(f"{model}: head_dim {head_dim}: vLLM on a CPU takes {sizes}; use another engine.backend")
-    options = dict(args or {})
-    public = {field: value for field, value in options.items() if not is_secret_name(field)}
-    secret = {field: value for field, value in options.items() if is_secret_name(field)}
+    defaults = DEFAULTS | (ON_CPU if device == "cpu" else {})
+    own_flags, hidden = VLLM.launch_flags(args or {}, interpreter_path, defaults=defaults, keys=keys)
     arguments = [
         f"--model={model}", f"--tensor-parallel-size={tensor_parallel}", f"--dtype={dtype}",
         f"--max-model-len={max_context or config['max_position_embeddings']}",
         "--generation-config=vllm", "--enable-scale-out", "--middleware=access.KeyGuard",
         "--worker-extension-cls=worker_extension.Extension", '--weight-transfer-config={"backend": "slimectl"}',
-        *([] if "stream_interval" in options else [f"--stream-interval={STREAM_INTERVAL}"]),
-        *([flag for field, flag in ON_CPU.items() if field not in options] if device == "cpu" else []),
-        *flags(public, interpreter_path),
+        *own_flags,
     ]  # fmt: skip
-    environment = ALWAYS | {
-        FLAGS: json.dumps(flags(secret, interpreter_path)),
-        KEYS: json.dumps([keys.api_key, keys.admin_api_key]),
-    }
+    environment = ALWAYS | hidden
     if device == "cpu":
         environment |= CPU_ENV | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= {"SLIMECTL_VLLM_KEEP_WEIGHTS": "1"} if keep_weights else {}
     return ServerProcess(
-        partial(_command, interpreter_path, arguments),
+        partial(VLLM.command, interpreter_path, arguments),
         name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
         prepare=partial(_name_weights, version=weight_version, keys=keys), own_tmp=True,
     )  # fmt: skip
@@ -138,16 +127,6 @@ def _name_weights(url: str, *, version: str, keys: Keys) -> None:
     reply = run_coroutine(request("POST", url + path, timeout_s=60, body=body, headers=headers))
     if reply.status != 200:
         raise BackendError(f"engine at {url}: {path} was refused ({reply.status}): {reply.words}")
-
-
-def _command(python: str, arguments: Sequence[str], host: str, port: int) -> list[str]:
-    # -E: our PYTHONPATH is not meant for another Python.
-    return [python, "-E", str(BOOTSTRAP / "launch_server.py"), *arguments, f"--host={host}", f"--port={port}"]
-
-
-def _config(model: Path) -> dict[str, Any]:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return dict(config.get("text_config", config))
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

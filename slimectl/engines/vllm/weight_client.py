@@ -32,18 +32,13 @@ class VllmWorkers(HttpWorkers):
     Their workers have our extension and transfer engine (bootstrap/worker_extension.py).
     """
 
+    shares_memory = True
+    adapter_transports = ("tensor", "distributed")
+
     @property
     def ranks(self) -> list[int]:
         answers = self._request_all("/get_world_size", {}, method="GET")
         return [int(answer.body["world_size"]) for answer in answers]
-
-    @property
-    def shares_memory(self) -> bool:
-        return True
-
-    @property
-    def adapter_transports(self) -> Sequence[str]:
-        return ("tensor", "distributed")
 
     # --- around an update ------------------------------------------------------------------------------------------
 

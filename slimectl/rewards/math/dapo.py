@@ -67,13 +67,11 @@ class Dapo(Verifier):
     of the line. Without an answer `pred` is "".
     """
 
+    bounds = (-1.0, 1.0)
+
     BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {"source": "boxed"}
 
     source: Literal["answer_line", "boxed"] = "answer_line"
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return -1.0, 1.0
 
     @any_label
     def explain(self, sample: Sample) -> Grade:

@@ -36,11 +36,9 @@ class Math(Verifier):
     Equality is exact (1/3 is not 0.333333, \pi is not 3.14159), by `equal`. A label that is itself boxed is unpacked.
     """
 
-    BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {}
+    slow = True
 
-    @property
-    def slow(self) -> bool:
-        return True
+    BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {}
 
     def prepare(self) -> None:
         same_answer(r"\sqrt{2}", r"\frac{2}{\sqrt{2}}")  # imports mpmath
@@ -94,11 +92,9 @@ class Deepscaler(Verifier):
     </think>, and reads on if a new thought was opened. Here thoughts end as for every verifier.
     """
 
-    BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {}
+    slow = True
 
-    @property
-    def slow(self) -> bool:
-        return True
+    BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {}
 
     def prepare(self) -> None:
         Math().prepare()

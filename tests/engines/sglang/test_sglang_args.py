@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import serving
 
-from slimectl.engines.sglang.launch import flags, interpreter, router_interpreter, sglang_server
+from slimectl.engines.sglang.launch import SGLANG, router_interpreter, sglang_server
 from slimectl.errors import BackendError, SettingsError
 
 
@@ -22,7 +22,7 @@ def test_values_become_flags(python: str):
         "mem_fraction_static": 0.8, "max_running_requests": 16, "disable_radix_cache": True, "sleep_on_idle": False,
         "lora_paths": ["a=x", "b=y"], "json_model_override_args": {"rope_theta": 1.0},
     }  # fmt: skip
-    assert flags(args, python) == [
+    assert SGLANG.flags(args, python) == [
         "--mem-fraction-static", "0.8", "--max-running-requests", "16", "--disable-radix-cache",
         "--lora-paths", "a=x", "b=y", "--json-model-override-args", '{"rope_theta": 1.0}',
     ]  # fmt: skip
@@ -40,14 +40,14 @@ def test_values_become_flags(python: str):
 )
 def test_what_sglang_does_not_take_is_refused_before_it_starts(python: str, args: dict[str, object], words: str):
     with pytest.raises(SettingsError) as refused:
-        flags(args, python)
+        SGLANG.flags(args, python)
     assert str(refused.value).startswith(f"sglang.args.{next(iter(args))}: ")
     assert words in str(refused.value)
 
 
 def test_a_python_that_is_not_there_is_named():
     with pytest.raises(BackendError, match=r"sglang\.python: /no/such/python is not a Python that runs: No such file"):
-        interpreter("/no/such/python")
+        SGLANG.interpreter("/no/such/python")
 
 
 @pytest.fixture
@@ -70,4 +70,4 @@ def test_an_sglang_of_another_age_is_refused(bare: Path):
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.4.9\n")
     with pytest.raises(BackendError, match=r"has sglang 0\.4\.9, and 0\.5\.18 to 0\.5\.21 are supported; run: "):
-        interpreter(str(bare / "bin" / "python"))
+        SGLANG.interpreter(str(bare / "bin" / "python"))

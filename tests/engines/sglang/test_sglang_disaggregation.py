@@ -17,7 +17,6 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.launch import router_server
-from slimectl.engines.sglang.router import Router
 from slimectl.engines.sglang.topology import groups_of
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.transport.http import get
@@ -34,7 +33,7 @@ class Disaggregated:
             serving.sglang(folder, logs, preloaded=True, log=logs / f"{spec.name}.log", **spec.options())
             for spec in specs
         ]
-        self.router = Router(router_server("cache_aware", log=logs / "router.log", python=python, disaggregated=True))
+        self.router = router_server("cache_aware", log=logs / "router.log", python=python, disaggregated=True)
         self.engine: HttpEngine = serving.client([], folder)
         self.pool = ServerPool(
             self.servers.__getitem__, 2, router=self.router, kinds=[spec.router_kind() for spec in specs],

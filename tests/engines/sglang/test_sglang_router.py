@@ -15,7 +15,6 @@ import serving
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.launch import router_server
-from slimectl.engines.sglang.router import Router
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.errors import BackendError
@@ -40,7 +39,7 @@ class Routed:
             self.start(logs)
 
     def start(self, logs: Path) -> None:
-        self.router = Router(router_server("cache_aware", log=logs / "router.log", python=serving.python_of("sglang")))
+        self.router = router_server("cache_aware", log=logs / "router.log", python=serving.python_of("sglang"))
         self.engine: HttpEngine = serving.client([], self.folder)
         self.fleet = ServerPool(
             self.servers.__getitem__, 2, router=self.router, interval_s=600.0, announce=self.engine.set_urls,
@@ -135,22 +134,16 @@ def test_a_worker_killed_in_mid_answer_is_replaced_behind_the_router(routed: Rou
 
 def test_a_router_that_dies_is_started_again(routed: Routed):
     undisturbed = tokens(asyncio.run(routed.ask(10)))
-    pid = routed.router._server.pid()
+    pid = routed.router.pid()
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     assert tokens(asyncio.run(routed.ask(10))) == undisturbed
     assert routed.behind() == sorted(routed.fleet.urls)
 
 
-def test_a_worker_that_is_not_there_is_refused_in_one_line(routed: Routed):
+def test_a_worker_that_is_not_there_is_refused_in_one_line(routed: Routed, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(routed.router, "register_timeout_s", 1.0)
     with pytest.raises(BackendError, match=r"sglang-router at http://\S+ (refuses|has not found) http://127.0.0.1:9"):
-        Router.add(_patient(routed.router), "http://127.0.0.1:9")
+        routed.router.add("http://127.0.0.1:9")
     routed.router.remove("http://127.0.0.1:9")
     assert routed.behind() == sorted(routed.fleet.urls)
-
-
-def _patient(router: Router) -> Router:
-    """The same router, asked for less long."""
-    again = Router(router._server, register_timeout_s=1.0)
-    again._url = router._url
-    return again

@@ -25,6 +25,7 @@ from slimectl.engines.http.api import Refused
 from slimectl.engines.http.request import NO_WEIGHTS, PendingRequest, Unavailable
 from slimectl.engines.sglang.api import SglangApi
 from slimectl.engines.supervisor import bootstrap, installed
+from slimectl.engines.supervisor.bootstrap import hidden_keys
 from slimectl.engines.supervisor.bootstrap.describe import describe
 from slimectl.engines.vllm import launch
 from slimectl.engines.vllm.api import VllmApi
@@ -151,7 +152,7 @@ def test_the_admin_key_is_asked_for_where_vllm_asks_for_none(
 ):
     monkeypatch.syspath_prepend(bootstrap.__path__[0])
     monkeypatch.syspath_prepend(launch.BOOTSTRAP)
-    monkeypatch.setenv(launch.KEYS, json.dumps(["user", "admin"]))
+    monkeypatch.setenv(hidden_keys.KEYS, json.dumps(["user", "admin"]))
     statuses: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -216,6 +217,6 @@ def test_another_version_is_refused_with_the_way_to_the_right_one(tmp_path: Path
 def test_without_a_python_of_its_own_the_remedy_leaves_this_one_as_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(installed, "installed_version", lambda *_, **__: None)
     with pytest.raises(BackendError) as refused:
-        launch.interpreter(None)
+        launch.VLLM.interpreter(None)
     commands = r"python3 -m venv \.venv-vllm && \.venv-vllm/bin/pip install --no-deps -r \S+/requirements-cpu\.txt"
     assert re.search(rf"run: {commands}; then set vllm\.python=\.venv-vllm/bin/python$", str(refused.value))
