@@ -321,6 +321,27 @@ def test_a_damaged_delta_is_refused(change: Path, kind: str):
         DeltaFile(change)
 
 
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_damaged_byte_of_the_numbers_is_found_by_bounds_or_checksum(base: Path, tmp_path: Path, encoding: str):
+    weights = {"a": torch.arange(100, dtype=torch.float32).sqrt(), "b": torch.ones(50, dtype=torch.bfloat16) * 2}
+    change = delta(tmp_path, base, weights, encoding=encoding)
+    whole, regions = change.read_bytes(), tensor_ranges(base)
+    spans = [span for each in DeltaFile(change).changes.values() for span in (each.gaps, each.values)]
+    for byte in (place for start, size, _ in spans for place in range(start, start + size, 5)):
+        change.write_bytes(whole[:byte] + bytes([whole[byte] ^ 255]) + whole[byte + 1 :])
+        delta_file, matches = DeltaFile(change), []
+        for name, region in regions.items():
+            try:
+                gaps_C, bits_C = delta_file.gaps(name, region.width)
+            except CheckpointError:
+                matches.append(False)
+                continue
+            numbers_N = region.mapped({}).copy().view(bits_C.dtype)
+            deltas.change_numbers(numbers_N, gaps_C, bits_C, is_xor=delta_file.is_xor)
+            matches.append(delta_file.matches(name, numbers_N))
+        assert matches.count(False) == 1, byte
+
+
 def test_no_delta_is_written_for_other_tensors_than_the_base_has(tmp_path: Path, base: Path):
     for weights, words in [
         ({"a": torch.zeros(100)}, "b is not among the new weights"),
