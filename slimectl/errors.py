@@ -25,9 +25,9 @@ EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def first_line(error: BaseException, longest: int | None = None) -> str:
+    """Return the first line of an error's message, or its type if it has none, up to `longest` characters."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest]
 
 
 class Terminated(KeyboardInterrupt):

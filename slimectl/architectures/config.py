@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from slimectl.architectures.config_checks import check_config
 from slimectl.architectures.config_defaults import STAND_INS, with_known_defaults
 from slimectl.architectures.mapping import ParamMapping
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, first_line
 from slimectl.model_files import MAX_CONFIG_BYTES, adapter_remedy, open_file, read_json
 
 Config = dict[str, Any]
@@ -144,7 +144,7 @@ def with_defaults(raw: Config) -> Config:
     try:
         complete = AutoConfig.for_model(**{**raw, "model_type": STAND_INS.get(model_type, model_type)}).to_dict()
     except Exception as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise CheckpointError(f"config.json: model_type {model_type!r} cannot be used ({line})") from error
     return {**complete, "model_type": model_type}
 

@@ -158,7 +158,7 @@ class EmbeddedBackend(EngineBackend):
         except SlimectlError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error):.300}") from error
+            raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error, 300)}") from error
         if settings.train.use_rollout_routing_replay and not embedded.has_experts:
             raise SettingsError(NO_EXPERTS)
         if load:

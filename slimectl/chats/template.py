@@ -27,7 +27,7 @@ from slimectl.chats.messages import (
     normalized_chat,
     normalized_tools,
 )
-from slimectl.errors import RecordError, SettingsError
+from slimectl.errors import RecordError, SettingsError, first_line
 from slimectl.stdio import logger
 from slimectl.types import Chat, Prompt
 
@@ -190,7 +190,7 @@ class Template:
         try:
             text: str = self._tokenizer.apply_chat_template(chat, add_generation_prompt=header, **arguments)
         except Exception as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            line = first_line(error)
             raise RecordError(f"prompt: the chat template refuses this chat: {line}") from error
         return text
 

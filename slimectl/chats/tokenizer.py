@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, first_line
 from slimectl.model_files import policy_folder, read_json
 from slimectl.stdio import logger
 
@@ -57,7 +57,7 @@ def load_tokenizer(folder: Path) -> Any:
             if (folder / name).is_file():
                 read_json(folder / name)  # names the file that is broken
         raise CheckpointError(
-            f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}. Download its files again"
+            f"{folder}: the tokenizer cannot be loaded: {first_line(error, 300)}. Download its files again"
         ) from error
     if not tokenizer.chat_template and (folder / TEMPLATE).is_file():
         template = read_json(folder / TEMPLATE).get("chat_template")
@@ -111,7 +111,7 @@ def _loaded(folder: Path, transformers: Any) -> Any:
             return by_class  # a class without an own constructor takes the file as it is
     except BaseException as error:  # a class of the model's own code, or one that cannot read the file
         _pass_on_interrupts(error)
-        logger.debug(f"{folder}: {_first_line(error)}")
+        logger.debug(f"{folder}: {first_line(error, 300)}")
     named = {} if by_class is None else by_class.special_tokens_map
     by_file = transformers.PreTrainedTokenizerFast.from_pretrained(folder, **options)
     vocabulary = by_file.get_vocab()
@@ -238,7 +238,3 @@ def without_panics() -> Iterator[None]:
                 if text := captured.read():
                     with suppress(OSError):  # stderr is on a full disk
                         os.write(2, text)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

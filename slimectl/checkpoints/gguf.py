@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slimectl.architectures.config_checks import check_config
 from slimectl.checkpoints.gguf_metadata import changed_keys
-from slimectl.errors import CheckpointError, MissingExtraError
+from slimectl.errors import CheckpointError, MissingExtraError, first_line
 from slimectl.model_files import open_file
 
 MAX_FIELDS = 10_000
@@ -129,7 +129,7 @@ class GGUFFile:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"{path}: cannot be read as GGUF ({_first_line(error)}); download it again"
+                f"{path}: cannot be read as GGUF ({first_line(error, 200)}); download it again"
             ) from error
         parts = self._reader.fields.get("split.count")
         if parts is not None and parts.contents() > 1:
@@ -152,7 +152,7 @@ class GGUFFile:
                     str(self.path), return_tensors=True, model_to_load=model, torch_dtype=dtype
                 )
         except Exception as error:
-            raise CheckpointError(f"{self.path}: dequantizing failed: {_first_line(error)}") from error
+            raise CheckpointError(f"{self.path}: dequantizing failed: {first_line(error, 200)}") from error
         tensors: dict[str, Tensor] = loaded["tensors"]
         self._check_tensors(tensors, model)
         for name in model.state_dict():
@@ -214,7 +214,7 @@ class GGUFFile:
             with self._read_once():
                 fields: dict[str, Any] = load_gguf_checkpoint(str(self.path))["config"]
         except Exception as error:
-            raise CheckpointError(f"{self.path}: its architecture cannot be read: {_first_line(error)}") from error
+            raise CheckpointError(f"{self.path}: its architecture cannot be read: {first_line(error, 200)}") from error
         fields.pop("_model_name_or_path", None)
         return {key: _rounded(value) for key, value in fields.items()}
 
@@ -248,7 +248,7 @@ class GGUFFile:
         try:
             return AutoConfig.for_model(**fields)
         except Exception as error:
-            raise CheckpointError(f"{self.path}: its architecture cannot be read: {_first_line(error)}") from error
+            raise CheckpointError(f"{self.path}: its architecture cannot be read: {first_line(error, 200)}") from error
 
     def write_companions(self, into: Path, dtype: torch.dtype = torch.float32) -> None:
         """Write config, generation config, tokenizer and chat template into the folder `into`."""
@@ -261,7 +261,7 @@ class GGUFFile:
         try:
             tokenizer = tokenizer_of(self.path, self._reader)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: its tokenizer cannot be read: {_first_line(error)}") from error
+            raise CheckpointError(f"{self.path}: its tokenizer cannot be read: {first_line(error, 200)}") from error
         tokenizer.save_pretrained(into)
         ends = [tokenizer.eos_token_id, *self._turn_ends]
         GenerationConfig(
@@ -281,10 +281,6 @@ class GGUFFile:
 def _rounded(value: Any) -> Any:
     """Return a float with the digits of float32, which GGUF holds: 1e-5 is written as 9.999999747378752e-06."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def _first_line(error: Exception) -> str:
-    return f"{(str(error).strip().splitlines() or [type(error).__name__])[0]:.200}"
 
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slimectl.checkpoints.safetensors_io import CODE, TensorSpec
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, first_line
 from slimectl.model_files import check_file
 
 
@@ -29,7 +29,7 @@ class PickleFile:
         try:
             loaded = _load(self.path)
         except (RuntimeError, ValueError, EOFError, OSError, LookupError, pickle.UnpicklingError) as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            line = first_line(error)
             raise CheckpointError(f"{self.path}: cannot be read as pickled weights ({line:.200})") from error
         if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
             loaded = loaded["state_dict"]  # as Lightning writes it

@@ -14,7 +14,7 @@ from torch import Tensor
 from slimectl.checkpoints.safetensors_io import TensorMemory
 from slimectl.checkpoints.torch_dist.archive import load_tensor
 from slimectl.checkpoints.torch_dist.metadata import newest, read_metadata
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, first_line
 from slimectl.model_files import open_file
 
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -109,7 +109,7 @@ class TorchDistReader:
         except CheckpointError:
             raise
         except Exception as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
+            line = first_line(error)
             raise CheckpointError(f"{path}: cannot be read ({line}); copy or save it again") from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from slimectl.chats.messages import MessageError
-from slimectl.errors import BackendError, SlimectlError
+from slimectl.errors import BackendError, SlimectlError, first_line
 from slimectl.stdio import logger
 
 QUIET_S = 30.0
@@ -94,7 +94,7 @@ def body(status: int, message: str, *, field: str | None = None, kind: str | Non
 
 def line(error: Exception) -> str:
     """Return the first line of an error, or its type if it has no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:LONGEST]
+    return first_line(error, LONGEST)
 
 
 def _http_message(error: web.HTTPException, request: web.Request) -> str:

@@ -24,7 +24,7 @@ from slimectl.architectures.mapping import Shape
 from slimectl.architectures.qwen_vl import published_name
 from slimectl.architectures.registry import FAMILIES, family_of
 from slimectl.checkpoints.validate import Model
-from slimectl.errors import CheckpointError, RecordError
+from slimectl.errors import CheckpointError, RecordError, first_line
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.vision import decoder_input, decoder_of, tower_of
@@ -112,7 +112,7 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
     except Exception as error:
         if isinstance(error, KeyError) and config._attn_implementation in error.args:
             raise _refusal(model_dir, config.model_type, "does not accept another attention") from error
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise CheckpointError(
             f"{model_dir}: transformers cannot build this model ({line:.300}); upgrade transformers,"
             " or give a checkpoint of a known architecture"

@@ -34,7 +34,7 @@ from slimectl.architectures.mapping import ParamMapping
 from slimectl.checkpoints.torch_dist.archive import FileRange, check_stored
 from slimectl.checkpoints.torch_dist.mapping import CARRIED
 from slimectl.checkpoints.torch_dist.metadata import read_metadata
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, first_line
 from slimectl.model_files import check_file, check_model_files, open_file, trainer_folder
 from slimectl.policies.checkpoint import (
     MOMENTS,
@@ -111,7 +111,7 @@ def load_torch_dist(
         step, updates = (int(loaded["slimectl"][name]) for name in ("step", "updates"))
     except (Exception, CheckpointException) as error:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        line = first_line(cause)
         raise CheckpointError(
             f"{path}: cannot be resumed from as a torch_dist checkpoint ({line}); convert its weights instead: slimectl"
             f" convert {path} DIR --to hf"
