@@ -17,7 +17,7 @@ from slimectl.cli.terminal import has_colours, one_line, paint, safe_json, spark
 from slimectl.errors import SettingsError
 from slimectl.settings.keys import toml_value
 from slimectl.viewer import queries
-from slimectl.viewer.library import RunSource, SamplesFile, read_settings, read_view
+from slimectl.viewer.library import RunSource, SamplesFile, is_run_folder, read_settings, read_view
 
 MAX_WORDS = 3000
 """Most words of a response whose difference is looked for word by word, as in the page."""
@@ -31,7 +31,7 @@ MIN_CURVE = 4
 
 def show_comparison(before: Path, after: Path, selection: Selection) -> None:
     """Print how two runs differ, or two files of samples. Raises SettingsError for a run and another thing."""
-    are_runs = [(path / "run.toml").exists() for path in (before, after)]
+    are_runs = [is_run_folder(path) for path in (before, after)]
     if not any(are_runs):
         show_difference(before, after, selection)
         return

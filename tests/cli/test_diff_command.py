@@ -63,8 +63,11 @@ def test_equal_runs_and_json():
 @pytest.mark.usefixtures("runs")
 def test_what_cannot_be_compared_is_one_line():
     Path("s.jsonl").write_text("{}\n")
+    Path("project").mkdir()
+    Path("project/run.toml").write_text("[train]\nlr = 1\n")  # settings, not a run
     for words, line in (
         (("diff", "runs/a", "s.jsonl"), "runs/a and s.jsonl: one is a run and the other is not. Compare two runs"),
+        (("diff", "runs/a", "project"), "runs/a and project: one is a run and the other is not. Compare two runs"),
         (("diff", "runs/a", "runs/z"), "runs/z: no such file or folder"),
         (("inspect", "runs/a", "runs/b", "--explain"), "runs/b: one path is shown at a time"),
     ):
