@@ -11,7 +11,18 @@ from typing import Annotated
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import SETTINGS, CommonOptions, answer_tokens, print_settings, sends_plain_text, with_options
+from slimectl.cli.options import (
+    SETTINGS,
+    CommonOptions,
+    MaxTokens,
+    SamplingSeed,
+    SystemMessage,
+    Temperature,
+    answer_tokens,
+    print_settings,
+    sends_plain_text,
+    with_options,
+)
 from slimectl.errors import RecordError, SettingsError
 
 
@@ -21,16 +32,11 @@ def ask(
     text: Annotated[
         list[str] | None, typer.Argument(metavar="TEXT", help="The question. Text from stdin is appended")
     ] = None,
-    system: Annotated[str | None, typer.Option("--system", help="System message")] = None,
+    system: SystemMessage = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text without the chat template")] = False,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", help="Maximum tokens of a response: 1024, or what the model's run had", min=1),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="Softmax temperature. 0 is greedy", min=0.0)
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampling", min=0)] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: SamplingSeed = None,
 ) -> None:
     """Ask a model one question and stream the response to stdout.
 
@@ -54,7 +60,7 @@ def ask(
     with ChatModel(resolution.settings) as model:
         prompt = question if raw else messages(question, system=system, chat_model=model)
         if isinstance(prompt, str) and not raw:
-            stdio.note(f"{model.folder}: no chat template; the model continues the text as it stands (--raw)")
+            stdio.note(f"{model.folder}: no chat template, so the model continues the text (--raw)")
         params = model.params(max_tokens=answer_tokens(resolution, max_tokens), temperature=temperature, seed=seed)
         try:
             completion = model.answer(prompt, params, show=output.write)

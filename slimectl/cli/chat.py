@@ -6,33 +6,37 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from slimectl import stdio
-from slimectl.cli.options import SETTINGS, CommonOptions, answer_tokens, print_settings, sends_plain_text, with_options
+from slimectl.cli.options import (
+    SETTINGS,
+    CommonOptions,
+    MaxTokens,
+    SamplingSeed,
+    SystemMessage,
+    Temperature,
+    answer_tokens,
+    print_settings,
+    sends_plain_text,
+    with_options,
+)
 from slimectl.errors import SettingsError, SlimectlError
 
 if TYPE_CHECKING:
     from slimectl.api.models import ChatModel
     from slimectl.types import Chat, SamplingParams
 
-COMMANDS = "/reset begins anew, /retry answers again, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
+COMMANDS = "/reset starts over, /retry responds again, /exit or Ctrl-D quits, Ctrl-C stops a response"
 
 
 @with_options("model system max_tokens temperature seed engine_url", SETTINGS, "dry_run")
 def chat(
     options: CommonOptions,
-    system: Annotated[str | None, typer.Option("--system", help="System message")] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", help="Maximum tokens of a response: 1024, or what the model's run had", min=1),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="Softmax temperature. 0 is greedy", min=0.0)
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampling", min=0)] = None,
+    system: SystemMessage = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: SamplingSeed = None,
 ) -> None:
     """Chat with a model. /reset starts over, /exit quits, Ctrl-C stops a response.
 

@@ -29,6 +29,13 @@ def output_name(out: str | None) -> str | None:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line for a list")]
+SystemMessage = Annotated[str | None, typer.Option("--system", help="System message")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", help="Maximum tokens of a response. Default: that of the model's run, or 1024", min=1),
+]
+Temperature = Annotated[float | None, typer.Option("--temperature", help="Softmax temperature. 0 is greedy", min=0.0)]
+SamplingSeed = Annotated[int | None, typer.Option("--seed", help="Seed of sampling", min=0)]
 CLUSTER = "executor ray_address"
 ENGINES = "engine engines engine_url"
 SETTINGS = "config assign"
