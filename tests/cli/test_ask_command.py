@@ -139,4 +139,4 @@ def test_a_chat_keeps_its_turns_until_it_is_reset(workshop: Workshop):
     said = workshop.stderr.splitlines()
     assert said.count("cut after 8 tokens") == 3
     assert sum("/retry answers again" in line for line in said) == 2  # at the beginning, and for /what
-    assert "the conversation begins anew" in said
+    assert "the conversation starts over" in said
