@@ -87,7 +87,7 @@ class Conversation:
             return
         if command == "/reset":
             self._turns = []
-            stdio.note("the conversation begins anew")
+            stdio.note("the conversation starts over")
         elif command == "/retry" and self._turns:
             self._answer(self._turns[:-1])
         elif command.startswith("/"):

@@ -138,5 +138,5 @@ def test_a_chat_keeps_its_turns_until_it_is_reset(workshop: Workshop):
     assert out.decode() == "".join(text.removesuffix("\n") + "\n" for text in (one, two, one))
     said = workshop.stderr.splitlines()
     assert said.count("cut after 8 tokens") == 3
-    assert sum("/retry answers again" in line for line in said) == 2  # at the beginning, and for /what
+    assert sum("/retry responds again" in line for line in said) == 2  # at the beginning, and for /what
     assert "the conversation starts over" in said
