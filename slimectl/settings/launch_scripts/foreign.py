@@ -12,7 +12,7 @@ SAMPLED = "The nearest is algorithm.name = grpo, which learns from rewards of sa
 GRADED = "The nearest is algorithm.name = reward_model, which grades whole responses"
 DEMONSTRATED = "The nearest is algorithm.name = sft, which learns from responses to prompts"
 BEST = "Sample with `slimectl rollout`, keep the best, and train with algorithm.name = sft"
-TOKENS = "The nearest is algorithm.name = gspo, whose ratio is that of the whole response"
+TOKENS = "The nearest is algorithm.name = gspo, which takes the ratio of the whole response"
 
 
 def _named(**purposes: tuple[str, str]) -> dict[str, str]:
@@ -26,7 +26,7 @@ def _named(**purposes: tuple[str, str]) -> dict[str, str]:
 ALGORITHMS: Mapping[str, str] = _named(
     kto__bco=("learns from responses that are marked good or bad one by one", PAIRS),
     orpo__cpo__simpo__alphapo__robust_dpo=("learns from pairs without a reference model", PAIRS),
-    ipo__odpo__mpo__ncapair__exo=("learns from pairs by another loss than that of dpo", PAIRS),
+    ipo__odpo__mpo__ncapair__exo=("learns from pairs with a loss other than dpo's", PAIRS),
     tpo=("learns from three responses to each prompt", PAIRS),
     prm=("trains a reward model that grades single steps", GRADED),
     gkd__minillm__gold__kd__knowledge_distillation=("distils from a teacher", TEACHER),
@@ -148,7 +148,7 @@ LIBRARIES = {
 }
 """Libraries that say what a Python file without a trainer does."""
 GENERAL = (
-    f"trains with the Trainer of transformers, whose loss is that of the model. {DEMONSTRATED} (docs/algorithms.md)"
+    f"trains with the Trainer of transformers, which uses the model's own loss. {DEMONSTRATED} (docs/algorithms.md)"
 )
 READ = "Set algorithm.name to the nearest algorithm (docs/algorithms.md), and the rest by hand"
 """The remedy for a trainer whose name says nothing."""

@@ -61,7 +61,7 @@ ARGUMENTS = (
         "distributed-optimizer-overlap", text=FREE),
     Row("fp8-format fp8", "megatron.args.fp8", "with transformer_impl; for dense models", typed),
     Row("fp8-param-gather", text="parameters are gathered in train.dtype"),
-    Row("fp4-format fp4-recipe fp4-param-gather", text="there is no training in 4 bits"),
+    Row("fp4-format fp4-recipe fp4-param-gather", text="slimectl does not train in 4 bits"),
     Row("use-mcore-models use-megatron-fsdp use-dist-ckpt ckpt-format dist-ckpt-format auto-detect-ckpt-format "
         "ckpt-fully-parallel-save dist-ckpt-strictness no-ckpt-fully-parallel-save ckpt-convert-format",
         text="megatron.save_format is the layout of checkpoints"),

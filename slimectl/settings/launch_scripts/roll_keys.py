@@ -67,7 +67,7 @@ ROLLOUT = (
     Row("global_template validation.data_args.NAME", text="the chat template is the model's"),
     Row("validation.eval_steps", text="eval_steps is eval.interval"),
     Row("is_num_return_sequences_expand val_batch_size", text="requests are sent one by one to the engines"),
-    Row("async_generation_ratio", "run.async_level", "rounds, rounded up; 0 is none", ahead),
+    Row("async_generation_ratio", "run.async_level", "rounds, rounded up. 0 turns it off", ahead),
     Row("use_additional_prompts dynamic_sampling_cfg", text="set rollout.dynamic_sampling_filter_path"),
     Row("pretrain actor_train.model_args.model_name_or_path", "model.path"),
     Row("critic.model_args.model_name_or_path reward_pretrain", "algorithm.critic_load"),
@@ -170,7 +170,7 @@ TRAINING = (
         choice(vision_model=True)),
     Row("lora_rank lora_alpha lora_target", text="actor_train takes them over by ${…}: train.lora_rank"),
     Row(f"{TRAIN}model_args.lora_dropout {TRAIN}model_args.autocast_adapter_dtype", text="adapters are in float32"),
-    Row(f"{TRAIN}model_args.model_config_kwargs.NAME", text="the model's shape is that of its config.json"),
+    Row(f"{TRAIN}model_args.model_config_kwargs.NAME", text="the model's shape comes from its config.json"),
     Row(prefixed(TRAIN, "model_args.NAME use_remove_padding offload_nccl logits_in_fp32 infer_batch_size "
                  "use_sequence_packing name"), text=KERNELS),
     Row(f"{TRAIN}use_dynamic_batching_in_train", "train.use_dynamic_batch_size", convert=on),
@@ -183,7 +183,7 @@ TRAINING = (
         text="the chat template is the model's; rollout.data_weights mixes sources"),
     Row(f"{TRAIN}strategy_args.strategy_name", "train.backend",
         convert=choice(megatron_train="megatron", deepspeed_train="fsdp", fsdp2_train="fsdp", fsdp_train="fsdp")),
-    *(Row(f"{TRAIN}strategy_args.strategy_config.{size}", f"megatron.{size}", "1 is none" if "virtual" in size else "",
+    *(Row(f"{TRAIN}strategy_args.strategy_config.{size}", f"megatron.{size}", "1 turns it off" if "virtual" in size else "",
           (lambda flag: max(2, integer(flag)) if integer(flag) > 1 else None) if "virtual" in size else None)
       for size in SIZES),
     Row(f"{TRAIN}strategy_args.strategy_config.use_distributed_optimizer", "megatron.use_distributed_optimizer",

@@ -129,7 +129,7 @@ ROLLOUT = (
     Row("buffer-sort-by-staleness", text="unfinished responses resume in the order of their prompts"),
     Row("rollout-data-dir rollout-storage-profile rollout-storage-declaration rollout-queue-NAME "
         "rollout-io-concurrency rollout-session-id rollout-cleanup-timeout",
-        text="there is no sample queue on disk; the executor sends samples to the ranks"),
+        text="slimectl keeps no sample queue on disk. The executor sends samples to the ranks"),
     Row("max-turns", "custom.max_turns", "your function reads args.max_turns", typed),
 )  # fmt: skip
 FAULTS = (
@@ -263,7 +263,7 @@ REWARD = (
 )  # fmt: skip
 BUFFER = (
     Row("rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type",
-        text="there is no buffer server; run your agent with rollout.agent (docs/agents.md)"),
+        text="slimectl has no buffer server. Run your agent with rollout.agent (docs/agents.md)"),
     Row("loss-mask-type", text="the chat template of the model decides the mask"),
     Row("data-pad-size-multiplier", text="packed sequences are not padded"),
     *namesakes("rollout", "sample-filter-path all-samples-process-path", function_path, flag="rollout-"),

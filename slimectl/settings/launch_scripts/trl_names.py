@@ -24,7 +24,7 @@ from slimectl.settings.launch_scripts.values import (
 )
 
 HUB = "nothing is sent to the hub. Upload a checkpoint: `hf upload ORG/NAME runs/NAME/latest/policy`"
-LOADING = "the tokenizer and the weights are those of model.path, in train.dtype"
+LOADING = "tokenizer and weights come from model.path, in train.dtype"
 REPORTS = "every step is reported; records are in the run's folder"
 PARALLEL = "processes are started by slimectl: cluster.actor_num_gpus_per_node and actor_num_nodes"
 TOOLS = "an agent is rollout.custom_generate_function_path or a program, rollout.agent (docs/agents.md)"
@@ -39,7 +39,7 @@ MODEL = (
         "processing_class chat_template_path chat_template cast_lm_head_to_fp32 disable_dropout device_map use_cache",
         text=LOADING),
     Row("use_peft peft_class", text="train.lora_rank switches adapters on; without it lora_r has no effect there"),
-    Row("lora_r lora_rank peft_config.r", "train.lora_rank", "0 is none", positive),
+    Row("lora_r lora_rank peft_config.r", "train.lora_rank", "0 turns it off", positive),
     Row("lora_alpha peft_config.lora_alpha", "train.lora_alpha", "times the root of the rank with use_rslora", number),
     Row("lora_target_modules peft_config.target_modules", "train.lora_targets",
         "all-linear is the default here; q_proj and v_proj there where it is not given",
@@ -173,7 +173,7 @@ TRAINING = (
         "eval_use_gather_object include_for_metrics label_names",
         text="prompts of an evaluation are sampled all at once"),
     Row("num_train_epochs", "run.num_epoch", convert=lambda flag: max(1, round(number(flag))), default=3),
-    Row("max_steps", "run.num_rollout", "steps divided by those of a round; negative is none", positive),
+    Row("max_steps", "run.num_rollout", "all steps divided by the steps of a round. Negative turns it off", positive),
     Row("bf16", "train.dtype", convert=lambda flag: "bfloat16" if on(flag) else "float32", default="bfloat16"),
     Row("fp16 tf32", text="training is in bfloat16 or float32: train.dtype"),
     Row("gradient_checkpointing", "train.gradient_checkpointing", convert=on, default=True),
@@ -207,12 +207,12 @@ RUNNING = (
     Row("push_to_hub hub_model_id hub_strategy hub_private_repo hub_token hub_model_revision push_to_hub_revision "
         "hub_revision trackio_static_space_id callbacks benchmarks project hub_always_push", text=HUB),
     Row("env.NAME", text="export variables before `slimectl run`; ranks inherit them"),
-    Row("config", text="its keys are read before those of the command"),
+    Row("config", text="its keys are read first, and the command's arguments override them"),
     Row("max_staleness", "run.max_staleness", "of AsyncGRPOConfig; 4 there"),
     Row("request_timeout weight_sync_timeout weight_sync_steps max_inflight_tasks queue_maxsize token_budget "
         "heartbeat_stale_after_s fork_threshold_tokens",
         text="of AsyncGRPOConfig; rounds are sampled ahead by run.async_level"),
-    Row("trainer.args trainer.callbacks args", text="the configuration is read beside it"),
+    Row("trainer.args trainer.callbacks args", text="the configuration is read instead"),
 )  # fmt: skip
 
 
