@@ -31,7 +31,14 @@ class RunCurves {
     this.evaluations = new Set();
   }
 
-  async read(naming) {
+  /** Read the lines that are new, after any reading under way: two readings from one offset would add the lines twice. */
+  read(naming) {
+    const next = (this.reading ?? Promise.resolve()).catch(() => {}).then(() => this.readNew(naming));
+    this.reading = next;
+    return next;
+  }
+
+  async readNew(naming) {
     if (naming !== this.naming) this.reset(naming);
     let more = true;
     let changed = false;
@@ -131,11 +138,11 @@ export async function curvesPage(context, _, query) {
   let entries = [];
 
   function choose() {
-    const named = new Set(state.runs.split(",").filter(Boolean).map(context.runOf).filter(Boolean));
+    const named = new Set(state.runs.split(",").map(context.runOf).filter(Boolean).map((run) => run.id));
     entries = entriesOf(runs, groups, state.seeds);
     const last = (entry) => Math.max(...entry.runs.map((run) => changed.get(run.run.id) ?? 0));
     const latest = new Set(named.size ? [] : [...entries].sort((one, two) => last(two) - last(one)).slice(0, DRAWN));
-    for (const entry of entries) for (const run of entry.runs) run.shown = named.has(run.run) || latest.has(entry);
+    for (const entry of entries) for (const run of entry.runs) run.shown = named.has(run.run.id) || latest.has(entry);
   }
 
   async function ticked(entry, checked) {
