@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from slimectl.cli.app import app
@@ -59,3 +61,20 @@ def test_on_a_cpu_ranks_are_processes():
     code, lines, err = plan(words=("--device", "cpu"))
     assert (code, len(lines)) == (0, 1 + 8)
     assert err == "1 machine: 8 ranks; 1 engine beside, where there is room\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "ranks", "engines"), [("one_gpu", "qwen3-1.7B", 1, 1), ("eight_gpus", "qwen3-4B", 8, 8)]
+)
+def test_the_gpu_examples_fit_their_machines(
+    name: str, card: str, ranks: int, engines: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    file = str(Path(__file__).parents[2] / "examples" / "gpu" / f"{name}.toml")
+    estimate = CliRunner().invoke(app, ["plan", "-c", file, "--card", card])
+    assert estimate.exit_code == 0, estimate.output
+    assert "fits 90% of 80 GiB a GPU" in estimate.output
+    placement = CliRunner().invoke(app, ["plan", "--placement", "-c", file, "--card", card, "--json"])
+    places = json.loads(placement.stdout)["places"]
+    assert sorted(place["rank"] for place in places if place["rank"] is not None) == list(range(ranks))
+    assert sorted(place["engine"] for place in places if place["engine"] is not None) == list(range(engines))
