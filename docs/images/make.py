@@ -1,4 +1,11 @@
-"""Make the screenshots of docs/view.md from a folder of runs, with Chromium.
+"""Make the screenshots of README.md and docs/view.md with Chromium.
+
+README.md, from a folder of finished quickstart runs:
+
+for seed in 1 2 3; do slimectl run quickstart --name grpo-s$seed --seed $seed -s run.dir=quickstart; done
+python docs/images/make.py quickstart
+
+docs/view.md, from a folder of runs that keep their samples:
 
 for seed in 1 2 3; do for lr in 2e-4 5e-4; do
   slimectl run quickstart --name grpo-$lr-s$seed -s train.lr=$lr -s run.seed=$seed -s rollout.seed=$seed \\
@@ -23,7 +30,7 @@ from urllib.request import urlopen
 from playwright.sync_api import sync_playwright
 
 FOLDER = Path(__file__).parent
-SIGNS = {"curves": ".u-wrap", "sample": ".token", "branches": ".tree"}
+SIGNS = {"curves": ".u-wrap", "quickstart": ".u-wrap", "sample": ".token", "branches": ".tree"}
 """What a page has when it is drawn."""
 SIZE = {"width": 1200, "height": 720}
 
@@ -47,7 +54,10 @@ def pages(address: str) -> dict[str, str]:
     """Return the address of every page, with the last round and the evaluations of the run that has the most files."""
     with urlopen(f"{address}api/catalogue") as answer:
         run = max(json.load(answer)["runs"], key=lambda run: len(run["files"]))
-    last = [file for file in run["files"] if file["kind"] == "round"][-1]["id"]
+    rounds = [file["id"] for file in run["files"] if file["kind"] == "round"]
+    if not rounds:
+        return {"quickstart": "curves"}
+    last = rounds[-1]
     with urlopen(f"{address}api/groups?file={last}&sort=spread&order=down&limit=1") as answer:
         group = json.load(answer)["groups"][0]
     first, *_, newest = [file["id"] for file in run["files"] if file["kind"] == "evaluation"]
