@@ -183,7 +183,8 @@ TRAINING = (
         text="the chat template is the model's; rollout.data_weights mixes sources"),
     Row(f"{TRAIN}strategy_args.strategy_name", "train.backend",
         convert=choice(megatron_train="megatron", deepspeed_train="fsdp", fsdp2_train="fsdp", fsdp_train="fsdp")),
-    *(Row(f"{TRAIN}strategy_args.strategy_config.{size}", f"megatron.{size}", "1 turns it off" if "virtual" in size else "",
+    *(Row(f"{TRAIN}strategy_args.strategy_config.{size}", f"megatron.{size}",
+          "1 turns it off" if "virtual" in size else "",
           (lambda flag: max(2, integer(flag)) if integer(flag) > 1 else None) if "virtual" in size else None)
       for size in SIZES),
     Row(f"{TRAIN}strategy_args.strategy_config.use_distributed_optimizer", "megatron.use_distributed_optimizer",
