@@ -273,7 +273,7 @@ class EmbeddedEngine:
     def submit(self, sequence: Running) -> None:
         """Queue a sequence, and drive the engine in the running event loop.
 
-        Raises BackendError if there are no weights.
+        Raises BackendError if the engine has no weights.
         """
         with self._lock:
             if not self._intake.usable:
@@ -289,7 +289,7 @@ class EmbeddedEngine:
         """Compute log p(token) at temperature 1 for the tokens after position `start` of each sequence, in one pass.
 
         With `top`, also return the `top` likeliest tokens at each position. Raises SettingsError for a sequence that
-        the model cannot read, and BackendError if there are no weights.
+        the model cannot read, and BackendError if the engine has no weights.
         """
         for tokens in sequences:
             check_tokens(tokens, vocabulary=self._model.vocabulary, max_tokens=self.max_context)
@@ -352,9 +352,10 @@ class EmbeddedEngine:
             self._runner.forget_prefixes()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
-        """Replace all weights in place, by Hugging Face name. Raises CheckpointError for a missing, extra or misshapen tensor.
+        """Replace all weights in place, by Hugging Face name.
 
-        Responses in flight continue with the new weights but keep the keys and values computed with the old ones.
+        Raises CheckpointError for a missing, extra or misshapen tensor. Responses in flight continue with the new
+        weights but keep the keys and values computed with the old ones.
         """
         self._apply_weights(lambda: self._intake.load(tensors, version=version))
 

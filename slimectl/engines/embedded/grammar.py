@@ -253,7 +253,7 @@ def token_table(tokenizer: Any, *, size: int, device: torch.device) -> Vocabular
     missing = {chr(byte) for byte in range(0x20, 0x7F)} - {text.decode("latin-1") for text in vocabulary.texts.values()}
     if missing:
         raise SettingsError(
-            f"grammar: the tokenizer has no token for the single character {min(missing)!a}, so grammars are not supported"
+            f"grammar: the tokenizer has no token for the character {min(missing)!a}, so grammars are not supported"
         )
     return vocabulary
 

@@ -78,7 +78,7 @@ def compiled(grammar: JsonGrammar | RegexGrammar | ChoiceGrammar | AnyGrammar) -
 
 
 def json_grammar(schema: Any) -> Node:
-    """Compile a JSON Schema; None allows any JSON object. Raises SettingsError for anything it cannot enforce."""
+    """Compile a JSON Schema, or any JSON object for None. Raises SettingsError for anything it cannot enforce."""
     if schema is None:
         return OBJECT
     compiler = _Compiler(schema)

@@ -319,7 +319,8 @@ class Model:
 def _check(model_type: str, config: Any) -> None:
     if model_type not in FAMILIES:
         raise CheckpointError(
-            f"config.json: the embedded engine does not support model_type {model_type!r}. Supported: {', '.join(FAMILIES)}"
+            f"config.json: the embedded engine does not support model_type {model_type!r}. "
+            f"Supported: {', '.join(FAMILIES)}"
         )
     if config.hidden_act != "silu":
         raise CheckpointError(

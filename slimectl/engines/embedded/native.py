@@ -262,7 +262,7 @@ class Kernels:
 
 @functools.cache
 def load_kernels(dtype: torch.dtype) -> Kernels | None:
-    """Return the kernels for a dtype, or None without a compiler or on an untested platform."""
+    """Return the kernels for a dtype, or None without a compiler or on an unsupported platform."""
     if dtype not in DTYPES:
         return None
     without = "the embedded engine runs without its own kernels"

@@ -236,7 +236,7 @@ class Batch:
 
 
 def _state(sequence: RunningSequence) -> tuple[int, int, int, int, int]:
-    """Return last token, its position, number of drawn tokens, seed, and minimum number of tokens before an end token."""
+    """Return the last token, its position, the number of drawn tokens, the seed, and the minimum number of tokens."""
     tokens = sequence.tokens
     drawn = len(tokens)
     last = tokens[-1] if tokens else sequence.prompt[-1]

@@ -60,7 +60,7 @@ class Layer:
 
     @property
     def addresses(self) -> list[int] | None:
-        """Addresses for `Block` in kernels.c, or None unless the block is dense and the kernels compute its products."""
+        """Addresses for `Block` in kernels.c, or None unless the block is dense and the kernels compute it."""
         if not isinstance(self.mlp, Mlp):
             return None
         qkv, o, gate_up, down = (each.addresses for each in (self.qkv, self.o, self.mlp.gate_up, self.mlp.down))

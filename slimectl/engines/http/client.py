@@ -79,8 +79,8 @@ class HttpEngine:
             raise SettingsError("top_log_probs requires engine.backend = embedded")
         if params.grammar is not None:
             raise SettingsError(
-                "a grammar requires engine.backend = embedded: servers return log-probabilities after applying its mask, "
-                "which trainers do not compute"
+                "a grammar requires engine.backend = embedded. Servers return log-probabilities after its mask, "
+                "which trainers do not compute."
             )
         check_prompt(tokens, params, vocabulary=self.vocabulary, max_context=self.max_context)
         params = self._stops.added_to(params)

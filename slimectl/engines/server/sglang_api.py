@@ -51,10 +51,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
     reported = _reports_experts(fields, service)
     options = [replace(generation, top_log_probs=top, routed_experts=reported) for generation in params]
     generations = list(zip(prompts, options, strict=True))
-    if sum(generation.n for _, generation in generations) > MOST_ANSWERS:
-        raise RequestError(
-            f"{sum(generation.n for _, generation in generations)} responses in one request are too many. The maximum is {MOST_ANSWERS}."
-        )
+    total = sum(generation.n for generation in params)
+    if total > MOST_ANSWERS:
+        raise RequestError(f"{total} responses in one request are too many. The maximum is {MOST_ANSWERS}.")
     await service.prepare_grammars(generation for _, generation in generations)
     rid, rids = _rids(fields, len(prompts), many)
     input_scores = await prompt_log_probs(service, prompts, start_positions(fields, prompts), top=top)
