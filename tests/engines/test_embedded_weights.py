@@ -80,7 +80,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(make_engine: Make, tensor
 
 def test_a_family_that_is_not_known_is_refused_with_those_that_are(model_dir: Callable[[str], Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir("llama"))
-    with pytest.raises(CheckpointError, match=r"'gpt2'; it runs llama, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match=r"'gpt2'\. Supported: llama, qwen2, qwen3"):
         EmbeddedEngine(AutoConfig.for_model("gpt2"), tokenizer)
 
 

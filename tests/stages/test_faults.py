@@ -155,7 +155,7 @@ def test_restarts_are_bounded(workshop: Workshop):
     permit(workshop, 4)
     assert process.wait(timeout=300) == 4
     last = words(workshop).splitlines()[-1]
-    assert "all 0 restarts are used (engine.max_restarts)" in last
+    assert "all 0 restarts have been used (engine.max_restarts)" in last
 
 
 def test_a_lost_machine_is_survived(workshop: Workshop, ray_machines: Any, undisturbed: list[dict]):

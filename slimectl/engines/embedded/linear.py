@@ -26,11 +26,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         return False
     try:
         _product(torch.zeros(2, 8, dtype=dtype), _pack(torch.zeros(8, 8, dtype=dtype)), None)
-    except (
-        AttributeError,
-        NotImplementedError,
-        RuntimeError,
-    ):  # a different torch version, or no kernel for this dtype
+    except (AttributeError, NotImplementedError, RuntimeError):  # another torch, or no kernel for this dtype
         return False
     return True
 

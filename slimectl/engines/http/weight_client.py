@@ -288,7 +288,7 @@ class HttpWorkers:
         except aiohttp.ClientConnectorError as error:
             code = error.errno or 0
             reason = os.strerror(code) if code > 0 else str(error.os_error)  # an unresolved host has no code
-            raise BackendError(f"cannot connect to the engine at {url}: {reason}. Check its log.") from error
+            raise BackendError(f"engine at {url} cannot be reached: {reason}. See its log.") from error
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise BackendError(f"engine at {url} died during {path} ({reason}). See its log.") from error

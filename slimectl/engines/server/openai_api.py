@@ -110,7 +110,7 @@ def _shown(fields: RequestBody, *, log_probs: bool) -> Shown:
     streamed = fields.flag("stream")
     options = fields.inner("stream_options")
     if fields.raw("stream_options") and not streamed:
-        raise fields.refuse("stream_options", "requires stream: true. Add it, or leave stream_options out.")
+        raise fields.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
     options.check(STREAM_OPTIONS)
     if "prompt_logprobs" in fields and streamed:
         raise fields.refuse("prompt_logprobs", "is not available in a stream. Leave out stream.")
@@ -131,7 +131,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     shown = _shown(fields, log_probs=fields.flag("logprobs"))
     top = fields.whole("top_logprobs", 0, high=MOST_TOP)
     if top and not shown.log_probs:
-        raise fields.refuse("top_logprobs", "requires logprobs: true")
+        raise fields.refuse("top_logprobs", "needs logprobs: true")
     messages = refuse_empty(normalized_chat(fields.objects("messages") or []))
     tools, choice = read_tools(fields), fields.raw("tool_choice")
     forced, tools = forced_tool(choice, tools), [] if choice == "none" else tools
@@ -204,7 +204,7 @@ def _with_calls(
     if generation.restricted_by not in (
         "",
         "response_format",
-    ):  # response_format restricts content, which a call does not have
+    ):  # about content
         raise fields.refuse("tool_choice", f"cannot be combined with {generation.restricted_by}. Set only one.")
     if generation.params.min_tokens:
         raise fields.refuse("min_tokens", "cannot be combined with tool_choice, which decides where a response may end")

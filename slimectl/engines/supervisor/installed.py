@@ -117,7 +117,7 @@ class InstalledServer:
             return f"{python} -m pip install {packages}"
         folder = f".venv-{self.section}"
         return (
-            f"python3 -m venv {folder} && {folder}/bin/pip install {packages}. Then set "
+            f"python3 -m venv {folder} && {folder}/bin/pip install {packages}, then set "
             f"{self.section}.python={folder}/bin/python"
         )
 
