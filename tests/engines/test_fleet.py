@@ -147,7 +147,7 @@ def test_when_no_restart_is_left_whoever_waits_hears_of_it(at: Scene):
         at.fleet.settle()
     for server in at.servers:
         strike(server, signal.SIGKILL)
-    words = rf"engine \d at http://.* died \(killed; out of memory\?.*\) and all {RESTARTS} restarts have been used"
+    words = rf"engine \d at http://.* died \(killed; out of memory\?.*\), and all {RESTARTS} restarts have been used"
     with pytest.raises(BackendError, match=words):
         asyncio.run(at.ask())
     with pytest.raises(BackendError, match="restarts have been used"):

@@ -201,10 +201,7 @@ def _with_calls(
     grammar = None if notation is None else notation.call_grammar(tools, forced)
     if grammar is None:
         raise fields.refuse("tool_choice", "cannot be forced: the chat template does not write calls as JSON objects")
-    if generation.restricted_by not in (
-        "",
-        "response_format",
-    ):  # about content
+    if generation.restricted_by not in ("", "response_format"):  # which is about content, not calls
         raise fields.refuse("tool_choice", f"cannot be combined with {generation.restricted_by}. Set only one.")
     if generation.params.min_tokens:
         raise fields.refuse("min_tokens", "cannot be combined with tool_choice, which decides where a response may end")
