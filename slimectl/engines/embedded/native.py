@@ -241,7 +241,8 @@ class Kernels:
     def product(self, rows_NI: Tensor, panels: Panels, residual_NO: Tensor | None = None) -> Tensor:
         """Return rows · weightᵀ + bias + residual.
 
-        Gated panels return silu(first half) * second half of rows · weightᵀ + bias."""
+        Gated panels return silu(first half) * second half of rows · weightᵀ + bias.
+        """
         rows, inputs = rows_NI.shape
         out = panels.numbers.new_empty(rows, panels.outputs // 2 if panels.gated else panels.outputs)
         rows_NI = rows_NI.to(self._input_dtype, memory_format=torch.contiguous_format)

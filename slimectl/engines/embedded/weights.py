@@ -330,7 +330,8 @@ class WeightLoader:
     def load(self, tensors: NamedTensors, *, version: str) -> None:
         """Load all tensors as they arrive.
 
-        Raises CheckpointError for a missing, extra or misshapen tensor, which leaves the engine without weights."""
+        Raises CheckpointError for a missing, extra or misshapen tensor, which leaves the engine without weights.
+        """
         all_names = set(self._weights.places)
 
         def mark_incomplete() -> Iterator[tuple[str, Tensor | FileTensor]]:
@@ -368,7 +369,8 @@ class WeightLoader:
     def change(self, write: Callable[[], None], *, start: str, version: str) -> None:
         """Update the weights from `start` to `version` with `write`.
 
-        Raises CheckpointError if they are not at `start`. An error in `write` leaves the engine without weights."""
+        Raises CheckpointError if they are not at `start`. An error in `write` leaves the engine without weights.
+        """
         if not self.whole or self._session_open or self.version != start:
             raise CheckpointError(
                 f"weights: the delta applies to version {start}, but the engine has {self.version or 'none'}"

@@ -48,10 +48,7 @@ SGLANG = InstalledServer(
 
 
 def router_interpreter(python: str | None) -> str:
-    """Return the Python that runs sglang-router:
-
-    `python`, else this one. Raises BackendError if it is not installed.
-    """
+    """Return the Python that runs sglang-router: `python`, else this one. Raises BackendError if that is missing."""
     path = python or sys.executable
     if installed_version(path, "sglang-router", setting="sglang.python") is None:
         raise BackendError(
@@ -62,12 +59,9 @@ def router_interpreter(python: str | None) -> str:
 
 
 EVERY_HOST = "*,0.0.0.0/0,::/0"
-"""Value of NO_PROXY for every host. sglang-router (reqwest 0.12) matches addresses only with networks, and names with
-*.
-"""
+"""Value of NO_PROXY that matches every host. sglang-router (reqwest 0.12) needs networks for addresses, * for names."""
 LEAVES = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
-"""Prefixes of shared memory that SGLang 0.5.21 leaves behind: the first always, the second (between ranks) if killed.
-"""
+"""Prefixes of shared memory that SGLang 0.5.21 leaves behind: the first always, the second only if it is killed."""
 
 SLACK = 8
 """Number of context tokens that SGLang 0.5.21 reserves. The client enforces the real limit."""
