@@ -23,7 +23,6 @@ from slimectl.engines.embedded.model import Model, TokenScores
 from slimectl.engines.embedded.pictures import Pictures
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
 from slimectl.engines.embedded.scheduler import RunningSequence
-from slimectl.engines.embedded.scheduler import RunningSequence as Running
 from slimectl.engines.embedded.weight_delta import Delta, check_delta, write_delta
 from slimectl.engines.embedded.weights import FileTensor, WeightLoader
 from slimectl.engines.limits import check_ids, check_prompt, check_tokens
@@ -228,7 +227,7 @@ class EmbeddedEngine:
         top_count: int = 0,
         images: Sequence[ImageSource] = (),
         reports_experts: bool | None = None,
-    ) -> Running:
+    ) -> RunningSequence:
         """Create the sequence of a request, to be awaited in the running event loop. Raises SettingsError.
 
         The default of `reports_experts` is the engine's setting.
@@ -270,7 +269,7 @@ class EmbeddedEngine:
                 self._grammars[grammar] = TokenGrammar(node, self._tokens)
             return self._grammars[grammar]
 
-    def submit(self, sequence: Running) -> None:
+    def submit(self, sequence: RunningSequence) -> None:
         """Queue a sequence, and drive the engine in the running event loop.
 
         Raises BackendError if the engine has no weights.
@@ -313,7 +312,7 @@ class EmbeddedEngine:
         for sequence in ended:
             self.end(sequence)
 
-    def end(self, sequence: Running) -> None:
+    def end(self, sequence: RunningSequence) -> None:
         """End one request, which returns its tokens so far. Call it in the event loop that drives the engine."""
         sequence.finish = sequence.finish or "abort"
         self._deliver(sequence)
@@ -430,12 +429,12 @@ class EmbeddedEngine:
             # Locks are not fair: without a sleep the loop would take this one again before a waiting thread wakes up.
             await asyncio.sleep(0.001 if self._loader_waits else 0)
 
-    def _step(self) -> list[Running]:
+    def _step(self) -> list[RunningSequence]:
         if not self._intake.whole:
             raise BackendError("the embedded engine lost its weights in a failed update. Load all weights again.")
         return self._runner.step(self._intake.version)
 
-    def _deliver(self, sequence: Running) -> None:
+    def _deliver(self, sequence: RunningSequence) -> None:
         scanner = sequence.scanner
         if sequence.error is not None:
             sequence.fail(sequence.error)

@@ -12,7 +12,7 @@ from typing import Any
 from slimectl.data.growing_text import before_stop
 from slimectl.data.token_bytes import TokenBytes
 from slimectl.engines.embedded.detokenizer import Detokenizer
-from slimectl.engines.embedded.scheduler import RunningSequence as Running
+from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.server.engine_thread import EngineThread, LoopNotifier
 from slimectl.engines.server.errors import PAUSED, RequestError
 from slimectl.engines.server.sampling_params import GenerationRequest
@@ -32,7 +32,13 @@ class RunningAnswer:
     """One sequence, and the part that has been sent (`told` tokens, `told_text` characters)."""
 
     def __init__(
-        self, sequence: Running, generation: GenerationRequest, detokenizer: Detokenizer, *, rid: str, index: int
+        self,
+        sequence: RunningSequence,
+        generation: GenerationRequest,
+        detokenizer: Detokenizer,
+        *,
+        rid: str,
+        index: int,
     ) -> None:
         self.sequence = sequence
         self.rid = rid
