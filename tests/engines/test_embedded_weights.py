@@ -96,7 +96,7 @@ def test_weights_that_are_not_numbers_fail_the_request_with_a_reason(
     engine = make_engine()
     broken = tensors | {"model.norm.weight": tensors["model.norm.weight"] * float("nan")}
     engine.load_weights(broken.items(), version="13")
-    with pytest.raises(SlimectlError, match=r"weight version '13' are not numbers"):
+    with pytest.raises(SlimectlError, match=r"weight version '13' are not finite"):
         asyncio.run(engine.generate(PROMPT, params=SamplingParams(temperature=temperature)))
     engine.load_weights(tensors.items(), version="14")
     assert answer(engine).weight_versions == ["14"]

@@ -144,7 +144,7 @@ def test_the_tokens_that_may_follow_are_those_whose_bytes_may():
         place = walked(automaton, place, piece)
     state.advance(PIECES.index("abc"))  # as a stranger's token, or one after the end
     assert state.mask_V().nonzero()[:, 0].tolist() == [end]
-    with pytest.raises(SettingsError, match="has no token for '!' alone"):
+    with pytest.raises(SettingsError, match="has no token for the character '!'"):
         token_table(SimpleNamespace(backend_tokenizer=backend), size=20, device=CPU)
 
 
@@ -160,15 +160,15 @@ def test_the_tokens_that_may_follow_are_those_whose_bytes_may():
         ({"pattern": "(a*)*"}, "repetitions of a part that may be empty"),
         ({"pattern": "("}, "missing"),
         ({"pattern": 3}, "pattern is not a string of at most 1000 characters"),
-        ({"pattern": "a", "maxLength": 3}, "'maxLength' beside pattern is not supported"),
+        ({"pattern": "a", "maxLength": 3}, "'maxLength' next to pattern is not supported"),
         ({"minLength": -1}, "minLength and maxLength are not valid bounds"),
         ({"maxLength": 10**6}, "above 1000 characters are not supported"),
         ({"type": "number", "minimum": 0.5}, "minimum 0.5 is not a whole number"),
         ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, "no number is within exclusiveMaximum, minimum"),
         ({"type": "string", "minimum": 3}, "'minimum' is not supported"),
         ({"oneOf": [{}, {}]}, "'oneOf' is not supported"),
-        ({"anyOf": [{}], "properties": {}}, "'properties' beside anyOf is not supported"),
-        ({"type": "text"}, "type 'text' is none of string, integer"),
+        ({"anyOf": [{}], "properties": {}}, "'properties' next to anyOf is not supported"),
+        ({"type": "text"}, "type 'text' is not one of string, integer"),
         ({"$ref": "http://x/y"}, "points outside the schema"),
         ({"$ref": "#/$defs/x"}, "points to nothing"),
         ({"enum": ["a"], "type": "integer"}, "no value fits"),

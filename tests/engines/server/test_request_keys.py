@@ -119,7 +119,7 @@ REFUSED = [
         )
     ],
     *[
-        ("/generate", {name: 1}, f"{name}: is a sampling parameter. Put it into sampling_params")
+        ("/generate", {name: 1}, f"{name}: is a sampling parameter. Put it in sampling_params")
         for name in ("max_new_tokens", "top_k", "stop_token_ids", "temperature", "regex", "n", "max_tokens", "seed")
     ],
     ("/generate", {"messages": MESSAGES}, "messages: .* /v1/chat/completions"),

@@ -198,7 +198,7 @@ def test_flags_are_checked_and_keys_are_not_among_them(tmp_path: Path):
     assert "--max-num-seqs 4" in command
     assert "--max-model-len=128" in command
     assert "hunter" not in command
-    with pytest.raises(SettingsError, match=r"max_num_sqs: unknown .*; did you mean vllm\.args\.max_num_seqs"):
+    with pytest.raises(SettingsError, match=r"max_num_sqs: unknown .*\. Did you mean vllm\.args\.max_num_seqs"):
         launch.vllm_server(model(tmp_path), args={"max_num_sqs": 4}, **options)
     with pytest.raises(SettingsError, match=r"vllm\.args\.dtype: is set by slimectl\. Change engine\.dtype instead"):
         launch.vllm_server(model(tmp_path), args={"dtype": "half"}, **options)
@@ -210,7 +210,7 @@ def test_a_model_that_would_kill_the_server_later_is_refused_before_it_starts(tm
 
 
 def test_another_version_is_refused_with_the_way_to_the_right_one(tmp_path: Path):
-    with pytest.raises(BackendError, match=r"has vllm 0\.31\.2, and 0\.32\.0 is supported; run: .* pip install"):
+    with pytest.raises(BackendError, match=r"has vllm 0\.31\.2, but slimectl supports 0\.32\.0\. Run: .* pip install"):
         launch.vllm_server(model(tmp_path), python=python(tmp_path, "0.31.2"), log=tmp_path / "log")
 
 
