@@ -111,7 +111,7 @@ def test_a_server_killed_in_mid_answer_loses_nothing_and_comes_back_with_the_wei
     assert [answer.tokens for answer in asyncio.run(at.ask())] == undisturbed
     said = [line for line in caplog.messages if line.startswith("engine 0")]
     assert said[0].startswith(f"engine 0 at {first} died (killed; out of memory?")
-    assert said[0].endswith(f"restart {before + 1} of {RESTARTS}")
+    assert said[0].endswith(f"Restart {before + 1} of {RESTARTS}")
     assert said[1].startswith(f"engine 0 is back at {at.restored[-1]} after ")
 
 

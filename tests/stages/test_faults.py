@@ -119,7 +119,7 @@ def test_two_killed_engines_cost_no_answer_and_change_no_metric(workshop: Worksh
     until(lambda: words(workshop).count("is back at") == 2, process=process)
     permit(workshop, 4)
     assert process.wait(timeout=300) == 0, words(workshop)
-    assert "restart 2 of 10" in words(workshop)
+    assert "Restart 2 of 10" in words(workshop)
     alike(undisturbed, workshop.metrics("shot-at"))
     samples = (workshop.folder / "runs/shot-at/step_000004/samples.jsonl").read_text().splitlines()
     addresses = [json.loads(line) for line in (workshop.folder / "addresses.jsonl").read_text().splitlines()]

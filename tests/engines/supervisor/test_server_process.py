@@ -112,7 +112,7 @@ def test_a_server_that_dies_at_its_start_says_why_in_one_line(tmp_path: Path, be
 
 def test_a_server_that_never_answers_is_ended_after_its_time(tmp_path: Path):
     made = server(tmp_path, "time.sleep(1000)", start_timeout_s=1.0)
-    with pytest.raises(BackendError, match="small server did not answer within 1 s"):
+    with pytest.raises(BackendError, match="small server did not respond within 1 s"):
         made.start()
     assert gone(made.pid())
 

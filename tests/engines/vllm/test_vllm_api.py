@@ -67,7 +67,7 @@ def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
     api.add_event(event([1]), request)
     api.add_event(event([2], "length", routed_experts=base64.b64encode(file.getvalue()).decode()), request)
     np.testing.assert_array_equal(decoded(request.completion().extras["routed_experts"]), experts)
-    with pytest.raises(Refused, match="routed_experts: none\. Start vLLM with --enable-return-routed-experts"):
+    with pytest.raises(Refused, match=r"routed_experts: none\. Start vLLM with --enable-return-routed-experts"):
         api.add_event(event([3], "length"), pending())
 
 
