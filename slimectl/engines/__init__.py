@@ -1,1 +1,1 @@
-"""Engines: sample text from prompts."""
+"""Engines that generate text from prompts."""

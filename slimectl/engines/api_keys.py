@@ -1,4 +1,4 @@
-"""Keys of servers: selects the key of a request, and stores a server's own key for its user."""
+"""Chooses the API key of each request, and stores the key of a local server."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ASKING = (
     "/health",
     "/ping",
 )
-"""Prefixes of paths that take the API key; all others take the admin key."""
+"""Paths with these prefixes need the API key. All others need the admin key."""
 KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of servers, as in SGLang: `api_key` for generation, `admin_api_key` for everything that changes state.
+    """API keys for servers, as in SGLang: `api_key` for generation, `admin_api_key` for everything that changes state.
 
-    The first alone opens both; `by_url` are admin keys of single servers, which go first.
+    If only `api_key` is set, it is used for both. `by_url` holds admin keys of individual servers and takes precedence.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -43,12 +43,12 @@ class Keys:
     def headers(self, url: str, path: str) -> dict[str, str]:
         """Return the headers of a request for `path` of the server at `url`."""
         if "@" in urlsplit(url).netloc:
-            return {}  # the address has the credentials
+            return {}  # the URL contains the credentials
         key = self.api_key if path.startswith(ASKING) else self._admin(url)
         return {"Authorization": f"Bearer {key}"} if key else {}
 
     def with_local(self, urls: Sequence[str]) -> Keys:
-        """Add the keys that servers of this machine have stored for this user."""
+        """Return these keys and the admin keys that servers on this machine have stored for this user."""
         if self.admin_api_key:
             return self
         pairs = [(url.rstrip("/"), local_key(url)) for url in urls]
@@ -67,12 +67,15 @@ def new_key() -> str:
 
 
 def key_file(port: int) -> Path:
-    """Return the file in which the server at a port leaves its admin key; several machines may share a home."""
+    """Return the admin key file of the server at a port.
+
+    It includes the host name because machines may share a home.
+    """
     return Path.home() / ".cache" / "slimectl" / "keys" / f"{socket.gethostname()}-{port}"
 
 
 def leave_key(key: str, port: int) -> Path:
-    """Write the key where only this user can read it. Raises OSError, RuntimeError where there is no home."""
+    """Write the key where only this user can read it. Raises OSError, or RuntimeError without a home directory."""
     path = key_file(port)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     staged = path.with_name(f".tmp-{path.name}-{os.getpid()}")
@@ -84,7 +87,7 @@ def leave_key(key: str, port: int) -> Path:
 
 
 def local_key(url: str) -> str | None:
-    """Return the key that a server of this machine has stored for this user; None without one."""
+    """Return the key that a server on this machine has stored for this user, or None."""
     parts = urlsplit(url)
     try:
         if not parts.hostname or not parts.port or not _is_here(parts.hostname):
@@ -99,7 +102,7 @@ def local_key(url: str) -> str | None:
 
 
 def _is_here(host: str) -> bool:
-    """Return whether a host is this machine: only then an address can be bound."""
+    """Return whether a host is this machine. Only local addresses can be bound."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         try:

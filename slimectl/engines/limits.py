@@ -1,4 +1,4 @@
-"""Checks of prompts and sampling parameters, for every engine."""
+"""Checks prompts and sampling parameters for every engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from slimectl.errors import SettingsError
 from slimectl.types import SamplingParams
 
 MOST = 2**63
-"""Limit of every number, because engines hold counts in 64 bits."""
+"""Upper limit of every number, because engines store counts in 64 bits."""
 
 
 def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: int, max_context: int) -> None:
-    """Refuse prompts that an engine would refuse, or crash on: SGLang 0.5.21 crashes on an unknown token.
+    """Reject prompts that an engine would reject or crash on. SGLang 0.5.21 crashes on an unknown token.
 
     Raises SettingsError.
     """
@@ -21,18 +21,20 @@ def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: i
     if len(tokens) == max_context and params.max_tokens:
         raise _too_long(tokens, max_context)
     for name, value in _numbers(params):
-        if not abs(value) < MOST:  # also refuses NaN
+        if not abs(value) < MOST:  # also false for NaN
             raise SettingsError(f"{name}: {str(value)[:40]} is not a number below 2^63")
     if params.max_tokens < 0:
-        raise SettingsError(f"max_tokens: {params.max_tokens} is not a length; ask for at least 0")
+        raise SettingsError(f"max_tokens: {params.max_tokens} is not a length. Use 0 or more.")
     if params.temperature < 0:
-        raise SettingsError(f"temperature: {params.temperature} is negative; give 0 (greedy) or more")
+        raise SettingsError(f"temperature: {params.temperature} is negative. Use 0 (greedy) or more.")
     if params.repetition_penalty <= 0:
-        raise SettingsError(f"repetition_penalty: {params.repetition_penalty} is not above 0; 1 is none")
+        raise SettingsError(f"repetition_penalty: {params.repetition_penalty} is not above 0. Use 1 for no penalty.")
     if params.top_p <= 0:
         raise SettingsError(f"top_p: {params.top_p} is not above 0. Use 1 to keep all tokens.")
     if params.grammar is not None and params.min_tokens > 0:
-        raise SettingsError("min_tokens: excludes a grammar, which decides where a response may end. Set it to 0.")
+        raise SettingsError(
+            "min_tokens: cannot be combined with a grammar, which decides where a response may end. Set it to 0."
+        )
     check_ids("logit_bias", [token for token, _ in params.logit_bias], vocabulary=vocabulary)
     check_ids("stop_token_ids", params.stop_token_ids, vocabulary=vocabulary)
 
@@ -58,7 +60,7 @@ def _numbers(params: SamplingParams) -> Iterator[tuple[str, float]]:
 def check_tokens(tokens: Sequence[int], *, vocabulary: int, max_tokens: int) -> None:
     """Raise SettingsError for an empty prompt, more than `max_tokens` tokens, or one outside the vocabulary."""
     if not tokens:
-        raise SettingsError("prompt: is empty; give at least one token")
+        raise SettingsError("prompt: is empty. Give at least one token.")
     outlier = min(tokens) if min(tokens) < 0 else max(tokens)
     if not 0 <= outlier < vocabulary:
         raise SettingsError(
@@ -70,6 +72,6 @@ def check_tokens(tokens: Sequence[int], *, vocabulary: int, max_tokens: int) -> 
 
 def _too_long(tokens: Sequence[int], max_tokens: int) -> SettingsError:
     return SettingsError(
-        f"prompt: {len(tokens)} tokens leave no room in a context of {max_tokens}; "
-        f"shorten the prompt or raise rollout.max_context_len"
+        f"prompt: {len(tokens)} tokens leave no room in a context of {max_tokens}. "
+        f"Shorten the prompt or raise rollout.max_context_len."
     )

@@ -1,4 +1,4 @@
-"""Stop tokens that servers do not know of: special tokens among stop strings, and ends of turns."""
+"""Stop tokens that servers do not know: special tokens in stop strings, and end-of-turn tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from slimectl.types import SamplingParams
 
 @dataclass(frozen=True)
 class StopTokens:
-    """The tokens of `special` texts, and the `ends` of turns that the model's files do not list.
+    """Special tokens by text, and end-of-turn tokens (`ends`) that the model's files do not list.
 
-    The text that servers search for stop strings has no special tokens. So a stop string that is one special token is
-    sent as a stop token too.
+    Servers search for stop strings in text without special tokens. A stop string that is one special token is therefore
+    also sent as a stop token.
 
     >>> StopTokens({"<|im_end|>": 7}).added_to(SamplingParams(stop=("<|im_end|>", "\\n"))).stop_token_ids
     (7,)
@@ -24,7 +24,7 @@ class StopTokens:
     ends: Sequence[int] = ()
 
     def added_to(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters with the stop tokens of their stop strings and the ends of turns."""
+        """Return sampling parameters with the stop tokens for their stop strings and the end-of-turn tokens."""
         tokens = [self.special[text] for text in params.stop if text in self.special]
         tokens += [] if params.ignore_eos else self.ends
         if not tokens:
@@ -33,6 +33,6 @@ class StopTokens:
 
 
 def special_tokens(tokenizer: Any, *, vocabulary: int) -> dict[str, int]:
-    """Return the special tokens of a tokenizer that are in the model's vocabulary, by their text."""
+    """Return the tokenizer's special tokens that are in the model's vocabulary, by text."""
     added = tokenizer.added_tokens_decoder.items()
     return {token.content: number for number, token in added if token.special and number < vocabulary}

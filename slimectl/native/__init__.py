@@ -1,1 +1,1 @@
-"""C sources that a machine's own compiler makes faster than torch's operators, and their equals without a compiler."""
+"""C code that is faster than torch's operators, compiled on the user's machine, with fallbacks in Python."""

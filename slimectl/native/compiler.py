@@ -1,4 +1,4 @@
-"""Compiles C sources once, by the machine's own compiler, into the cache folder."""
+"""Compiles C sources once with the system compiler, and stores the libraries in the cache folder."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = logging.getLogger("slimectl")
 def load_library(
     source: Path, signatures: Mapping[str, Sequence[Any]], *, flags: Sequence[str] = (), without: str
 ) -> ctypes.CDLL | None:
-    """Return the library of a C file with the parameters of its functions; None where it cannot be compiled.
+    """Compile a C file and return the library with its function signatures, or None if it cannot be compiled.
 
-    The file may include headers of its folder. It was tried on Linux on x86-64 only. `without` begins the log's line
-    about a missing compiler: who computes slower.
+    The file may include headers from its folder. Only Linux on x86-64 is supported. `without` is the start of the log
+    message about a missing compiler, and describes the consequence.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
         return None
@@ -47,9 +47,9 @@ def load_library(
 
 
 def compiled(source: Path, flags: tuple[str, ...] = ()) -> Path:
-    """Return a compiled file, which is compiled if the cache folder does not have it for this processor.
+    """Return the library of a C file, compiling it unless the cache folder has it for this CPU.
 
-    Raises OSError or SubprocessError where that fails, RuntimeError for a user without a home.
+    Raises OSError or SubprocessError if that fails, and RuntimeError if the user has no home directory.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -61,11 +61,11 @@ def compiled(source: Path, flags: tuple[str, ...] = ()) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} belongs to another user, or others may write to it")
+        raise PermissionError(f"{folder} belongs to another user or is writable by others")
     if (folder / name).is_file():
         return folder / name
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        # Renamed into place when it is whole: other processes may compile the same at the same time.
+        # Renamed into place when complete, because other processes may compile the same file at the same time.
         target = Path(scratch) / name
         command = [compiler, *FLAGS, *flags, str(source), "-o", str(target)]
         subprocess.run(command, check=True, timeout=TIMEOUT_S, capture_output=True)
@@ -74,6 +74,6 @@ def compiled(source: Path, flags: tuple[str, ...] = ()) -> Path:
 
 
 def _processor() -> str:
-    """Return model and instructions of the processor, for which code is compiled."""
+    """Return the model and instruction sets of the CPU."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))

@@ -1,4 +1,4 @@
-/* Compares weights with earlier ones, and changes some numbers of them; deltas.py compiles and calls it. */
+/* Compares weights with earlier ones, and changes some of their numbers. deltas.py compiles and calls it. */
 
 #include <emmintrin.h>
 #include <stdint.h>
@@ -8,7 +8,7 @@ typedef uint32_t UInt8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint16_t Short8 __attribute__((vector_size(16), aligned(2), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
-/* float32 to bfloat16: to the nearest, ties to even; a NaN becomes 0xffff, as torch's operators make it. */
+/* Rounds float32 to the nearest bfloat16, ties to even. A NaN becomes 0xffff, as in torch. */
 INLINE Short8 rounded8(const float *from) {
     Float8 x = *(const Float8 *)from;
     UInt8 bits = (UInt8)x;
@@ -23,7 +23,7 @@ INLINE uint16_t rounded(float x) {
     return x != x ? 0xffff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-#define BLOCK 2048 /* numbers that stay in the nearest cache between the two passes over them */
+#define BLOCK 2048 /* so many numbers stay in the L1 cache between two passes */
 #define AHEAD 512
 #define FETCHED 4096 /* bytes */
 
@@ -32,12 +32,12 @@ INLINE uint64_t differing(Short8 left, Short8 right, const uint16_t *old) {
     return (unsigned)_mm_movemask_epi8(_mm_packs_epi16((__m128i)left, (__m128i)right));
 }
 
-/* Rounds numbers and returns how many differ from the old ones: their places, and what they were. */
+/* Rounds numbers. Returns how many differ from the old ones, with their places and the bits before and after. */
 long round_and_compare(const float *from, const uint16_t *old, uint16_t *to, long count, int64_t first,
                        int64_t *places, uint16_t *before, uint16_t *after) {
     long found = 0;
     for (long start = 0; start < count; start += BLOCK) {
-        uint64_t masks[BLOCK / 64] = {0}; /* a bit for every number that differs; branches would stall the reading */
+        uint64_t masks[BLOCK / 64] = {0}; /* one bit per differing number, because branches would stall reads */
         long end = count - start < BLOCK ? count : start + BLOCK, i = start;
         for (; i + 16 <= end; i += 16) {
             __builtin_prefetch(from + i + AHEAD);
@@ -62,8 +62,8 @@ long round_and_compare(const float *from, const uint16_t *old, uint16_t *to, lon
     return found;
 }
 
-/* Changes the numbers between which `gaps` others lie, to `bits` or by xor with them; their indices are returned.
-   All lines ahead are fetched, as the checksum of all numbers comes next. */
+/* Changes numbers to `bits`, or by xor with them, and returns their indices. `gaps` counts the unchanged numbers before each.
+   Prefetches all cache lines ahead, because a checksum of all numbers follows. */
 #define CHANGE(NUMBER, GAP)                                                                   \
     for (long c = 0, at = -1; c < count; c++) {                                               \
         at += (long)((const GAP *)gaps)[c] + 1;                                               \

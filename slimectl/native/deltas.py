@@ -1,6 +1,6 @@
-"""Passes over weights for deltas, in C where a compiler is: comparison with rounding, and changes in place.
+"""Passes over weights for deltas, in C if there is a compiler: compare with rounding, and change in place.
 
-N numbers · C changed ones.
+N numbers · C changed numbers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _SIGNATURES = {
     "change_numbers": [POINTER, LONG, POINTER, LONG, POINTER, LONG, LONG, POINTER],
 }
 WIDTHS, GAP_WIDTHS = (2, 4), (1, 2, 4)
-"""Bytes of the numbers and of the gaps that change_numbers takes."""
+"""Element sizes in bytes that change_numbers supports in C."""
 
 
 class RoundingComparer:
     """Rounds up to `most` float32 numbers at a time, and compares them with bfloat16 numbers.
 
-    `exists` is False without a compiler, and where the function was never tried: nothing can be compared then.
+    `exists` is False without a compiler or on an unsupported platform. Then `compare` cannot be called.
     """
 
     def __init__(self, most: int) -> None:
@@ -37,9 +37,10 @@ class RoundingComparer:
             self._pointers = [array.ctypes.data for array in self._arrays]
 
     def compare(self, numbers_N: Tensor, old_N: Any, *, first: int) -> tuple[Any, Any, Any, Any]:
-        """Return new bits [N], the indices [C] of those that differ, and the bits [C] of these before and after.
+        """Return the new bits [N], the indices [C] of changed numbers, and their bits [C] before and after.
 
-        `numbers_N` is contiguous and on the CPU, `first` the index of its first number. The next call overwrites all.
+        `numbers_N` must be contiguous and on the CPU. `first` is the index of its first number. The next call
+        overwrites all returned arrays.
         """
         count = numbers_N.numel()
         new, indices, before, after = self._arrays
@@ -50,10 +51,10 @@ class RoundingComparer:
 
 
 def change_numbers(numbers_N: Any, gaps_C: Any, bits_C: Any, *, is_xor: bool) -> Any:
-    """Change numbers in place to `bits_C`, or by xor with them; returns their indices [C].
+    """Change numbers in place to `bits_C`, or by xor with them. Return their indices [C].
 
-    `gaps_C` says how many others lie before each; they must not lead beyond the end. All arrays are contiguous, of
-    unsigned integers, `numbers_N` and `bits_C` of one width.
+    `gaps_C` counts the unchanged numbers before each one, and must not lead past the end. All arrays are contiguous and
+    of unsigned integers. `numbers_N` and `bits_C` have the same element size.
     """
     library = _library()
     width, gap_width = numbers_N.itemsize, gaps_C.itemsize
@@ -68,7 +69,7 @@ def change_numbers(numbers_N: Any, gaps_C: Any, bits_C: Any, *, is_xor: bool) ->
 
 
 def indices(gaps_C: Any) -> Any:
-    """Return the indices [C] of numbers between which so many others lie."""
+    """Return the indices [C] of the numbers that the gaps precede."""
     indices_C = np.add(gaps_C, 1, dtype=np.int64)
     np.cumsum(indices_C, out=indices_C)
     indices_C -= 1
@@ -77,8 +78,8 @@ def indices(gaps_C: Any) -> Any:
 
 @functools.cache
 def _library() -> Any:
-    """Return the compiled functions; None without a compiler, and where they were never tried."""
-    library = load_library(SOURCE, _SIGNATURES, without="deltas are computed without kernels of slimectl's own")
+    """Return the compiled functions, or None without a compiler or on an unsupported platform."""
+    library = load_library(SOURCE, _SIGNATURES, without="deltas are computed without slimectl's kernels")
     if library is not None:
         library.round_and_compare.restype = LONG
     return library

@@ -61,7 +61,7 @@ def test_a_missing_library_that_hands_over_the_cache_is_named_before_anything_st
         check_transfer({"disaggregation_transfer_backend": "mori"}, sys.executable, device="cpu", roles=["prefill"])
     assert str(refused.value) == (
         f"sglang.args.disaggregation_transfer_backend: mori: {sys.executable} cannot import mori.io "
-        f"(ModuleNotFoundError: No module named 'mori'); run: {sys.executable} -m pip install --no-deps mori"
+        f"(ModuleNotFoundError: No module named 'mori'). Run: {sys.executable} -m pip install --no-deps mori"
     )
     check_transfer({}, sys.executable, device="cpu", roles=["regular"])
 

@@ -139,7 +139,7 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
     assert len(key) > 40
     assert key not in Path(f"/proc/{process.pid}/cmdline").read_text()
     SglangWorkers([f"http://127.0.0.1:{port}"], keys=Keys(admin_api_key=key)).sleep()
-    with pytest.raises(BackendError, match=r"401.*give its key by engine\.admin_api_key"):
+    with pytest.raises(BackendError, match=r"401.*Set its key in engine\.admin_api_key"):
         SglangWorkers([f"http://127.0.0.1:{port}"]).wake()
     # As `--engine-url` does: a server of this user on this machine is opened without a word.
     settings = Settings.model_validate({"engine": {"url": f"http://127.0.0.1:{port}"}})

@@ -169,7 +169,7 @@ def test_a_schema_is_kept_with_the_log_probabilities_of_the_policy_or_refused(en
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}
     params = dataclasses.replace(GREEDY, max_tokens=60, ignore_eos=False, grammar=JsonGrammar(json.dumps(schema)))
     if hasattr(engine, "api"):  # of a server
-        with pytest.raises(SettingsError, match=r"a grammar needs engine\.backend = embedded"):
+        with pytest.raises(SettingsError, match=r"a grammar requires engine\.backend = embedded"):
             answers(engine, (PROMPT, params))
         return
     [answer] = answers(engine, (PROMPT, params))

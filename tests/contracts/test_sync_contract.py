@@ -361,7 +361,7 @@ def test_an_interrupted_push_leaves_the_engine_going_with_what_it_had(
 def test_a_push_that_fails_where_the_weights_are_leaves_the_policy_usable(policy: Policy, served: str):
     sync = TensorSync(policy, serving.workers([served], timeout_s=5), buffer_bytes=MESSAGE_BYTES)
     nobody = serving.workers(["http://127.0.0.1:9"], timeout_s=5)
-    with pytest.raises(BackendError, match=r"engine at http://127\.0\.0\.1:9 is not there"):
+    with pytest.raises(BackendError, match=r"engine at http://127\.0\.0\.1:9 cannot be reached"):
         policy.consume_weights(partial(memory._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
     assert len(list(policy.weights())) > 10
     assert sync.push()["bytes"] > 0
@@ -419,8 +419,8 @@ def test_an_adapter_that_does_not_fit_is_refused_in_a_line_and_the_next_one_take
     elsewhere = {"model.layers.9.self_attn.q_proj.lora_A.weight": parts[a]}
     for wrong, message in [
         (parts | {a: parts[a][:3]}, r"q_proj\.lora_A\.weight has shape \[3, 64\]"),
-        (parts | elsewhere, "is no adapter of a layer of"),
-        ({name: part for name, part in parts.items() if name != a}, "5 of the adapter's 6 layers have come"),
+        (parts | elsewhere, "is not an adapter of a layer of"),
+        ({name: part for name, part in parts.items() if name != a}, "5 of the adapter's 6 layers are complete"),
     ]:
         with pytest.raises(BackendError, match=message) as refusal:
             push_parts(sync, policy, wrong)
@@ -499,9 +499,9 @@ def test_a_push_to_an_engine_that_hangs_or_died_ends_in_time_and_the_others_go_o
                 sync.push()
 
     spare.strike(signal.SIGSTOP)
-    push_in_vain("has not answered within 1 s")
+    push_in_vain("did not respond within 1 s")
     die_in_a_broadcast(spare, broadcasting)
-    push_in_vain("(is not there|went away)")
+    push_in_vain("(cannot be reached|died during)")
     syncs["tensor"].workers.set_urls([served])
     syncs["tensor"].push()
     assert answers([served], model_dir())[0].weight_versions == ["52"]

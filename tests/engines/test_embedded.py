@@ -173,7 +173,9 @@ def test_max_tokens_and_the_end_of_the_context_end_with_length(make_engine: Make
 
 def test_requests_that_cannot_be_answered_are_refused(make_engine: Make, answers: Ask) -> None:
     engine = make_engine(max_context=40)
-    with pytest.raises(SettingsError, match=r"40 tokens leave no room in a context of 40; shorten the prompt or raise"):
+    with pytest.raises(
+        SettingsError, match=r"40 tokens leave no room in a context of 40\. Shorten the prompt or raise"
+    ):
         answers(engine, (PROMPTS[3], GREEDY))
     with pytest.raises(SettingsError, match="empty"):
         answers(engine, ([], GREEDY))
@@ -182,7 +184,7 @@ def test_requests_that_cannot_be_answered_are_refused(make_engine: Make, answers
     every = dataclasses.replace(GREEDY, stop_token_ids=tuple(range(259)), min_tokens=1)
     with pytest.raises(SettingsError, match="min_tokens: every token is a stop token"):
         answers(engine, (PROMPTS[0], every))
-    with pytest.raises(SettingsError, match="min_tokens: excludes a grammar"):
+    with pytest.raises(SettingsError, match="min_tokens: cannot be combined with a grammar"):
         answers(engine, (PROMPTS[0], dataclasses.replace(GREEDY, min_tokens=1, grammar=JsonGrammar("{}"))))
 
 

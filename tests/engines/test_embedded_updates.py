@@ -96,7 +96,7 @@ def test_a_delta_that_does_not_fit_changes_nothing_and_one_that_lies_leaves_no_w
     engine.load_weights(tensors.items(), version="7")
     before = engine.checksums(tensor_checksum)
     delta = delta_between(tmp_path / "0", tensors, changed)
-    with pytest.raises(CheckpointError, match="the engine has 7, the delta begins from 0"):
+    with pytest.raises(CheckpointError, match="the delta applies to version 0, but the engine has 7"):
         engine.apply_delta(delta, version="1")
     narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     with pytest.raises(CheckpointError, match=r"is torch\.float32 on cpu here, and BF16 in the delta"):
@@ -107,7 +107,7 @@ def test_a_delta_that_does_not_fit_changes_nothing_and_one_that_lies_leaves_no_w
     assert engine.checksums(tensor_checksum) == before
     assert answer(engine).weight_versions == ["7"]
     engine.load_weights(changed.items(), version="0")  # other weights under the version that the delta begins from
-    with pytest.raises(CheckpointError, match="does not become what the delta says"):
+    with pytest.raises(CheckpointError, match="does not match the delta's checksum"):
         engine.apply_delta(delta, version="1")
     assert not engine.has_weights
     engine.load_weights(tensors.items(), version="0")

@@ -80,7 +80,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(make_engine: Make, tensor
 
 def test_a_family_that_is_not_known_is_refused_with_those_that_are(model_dir: Callable[[str], Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir("llama"))
-    with pytest.raises(CheckpointError, match=r"'gpt2'; it runs llama, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match=r"'gpt2'\. Supported: llama, qwen2, qwen3"):
         EmbeddedEngine(AutoConfig.for_model("gpt2"), tokenizer)
 
 
@@ -96,7 +96,7 @@ def test_weights_that_are_not_numbers_fail_the_request_with_a_reason(
     engine = make_engine()
     broken = tensors | {"model.norm.weight": tensors["model.norm.weight"] * float("nan")}
     engine.load_weights(broken.items(), version="13")
-    with pytest.raises(SlimectlError, match=r"weight version '13' are not numbers"):
+    with pytest.raises(SlimectlError, match=r"weight version '13' are not finite"):
         asyncio.run(engine.generate(PROMPT, params=SamplingParams(temperature=temperature)))
     engine.load_weights(tensors.items(), version="14")
     assert answer(engine).weight_versions == ["14"]

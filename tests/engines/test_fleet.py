@@ -111,7 +111,7 @@ def test_a_server_killed_in_mid_answer_loses_nothing_and_comes_back_with_the_wei
     assert [answer.tokens for answer in asyncio.run(at.ask())] == undisturbed
     said = [line for line in caplog.messages if line.startswith("engine 0")]
     assert said[0].startswith(f"engine 0 at {first} died (killed; out of memory?")
-    assert said[0].endswith(f"restart {before + 1} of {RESTARTS}")
+    assert said[0].endswith(f"Restart {before + 1} of {RESTARTS}")
     assert said[1].startswith(f"engine 0 is back at {at.restored[-1]} after ")
 
 
@@ -147,10 +147,10 @@ def test_when_no_restart_is_left_whoever_waits_hears_of_it(at: Scene):
         at.fleet.settle()
     for server in at.servers:
         strike(server, signal.SIGKILL)
-    words = rf"engine \d at http://.* died \(killed; out of memory\?.*\) and all {RESTARTS} restarts are used"
+    words = rf"engine \d at http://.* died \(killed; out of memory\?.*\), and all {RESTARTS} restarts have been used"
     with pytest.raises(BackendError, match=words):
         asyncio.run(at.ask())
-    with pytest.raises(BackendError, match="restarts are used"):
+    with pytest.raises(BackendError, match="restarts have been used"):
         at.fleet.settle()
 
 

@@ -119,7 +119,7 @@ def test_two_killed_engines_cost_no_answer_and_change_no_metric(workshop: Worksh
     until(lambda: words(workshop).count("is back at") == 2, process=process)
     permit(workshop, 4)
     assert process.wait(timeout=300) == 0, words(workshop)
-    assert "restart 2 of 10" in words(workshop)
+    assert "Restart 2 of 10" in words(workshop)
     alike(undisturbed, workshop.metrics("shot-at"))
     samples = (workshop.folder / "runs/shot-at/step_000004/samples.jsonl").read_text().splitlines()
     addresses = [json.loads(line) for line in (workshop.folder / "addresses.jsonl").read_text().splitlines()]
@@ -155,7 +155,7 @@ def test_restarts_are_bounded(workshop: Workshop):
     permit(workshop, 4)
     assert process.wait(timeout=300) == 4
     last = words(workshop).splitlines()[-1]
-    assert "all 0 restarts are used (engine.max_restarts)" in last
+    assert "all 0 restarts have been used (engine.max_restarts)" in last
 
 
 def test_a_lost_machine_is_survived(workshop: Workshop, ray_machines: Any, undisturbed: list[dict]):

@@ -1,1 +1,1 @@
-"""The engine inside this process: continuous batching on a CPU or one GPU."""
+"""The embedded engine: continuous batching on a CPU or one GPU, inside this process."""

@@ -1,6 +1,6 @@
 """Rotary position embeddings with every scaling that transformers implements, and attention over the cache.
 
-N rows · D head dimension · P positions · B sequences · K key-value heads · G query heads of each · T tokens.
+N rows · D head dimension · P positions · B sequences · K key-value heads · G query heads per key-value head · T tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 INTERLEAVED = ("qwen3_vl_text",)
-"""Model types whose frequencies take turns among time, height and width; in others each has a section of its own."""
+"""Model types that interleave the frequencies of time, height and width. Others use one section for each."""
 SECTIONS = (24, 20, 20)
-"""Sections of those model types where config.json states none."""
+"""Default sections of those model types, for a config.json without them."""
 
 
 def axes(sections: Sequence[int], *, interleaved: bool) -> Tensor:
@@ -46,10 +46,10 @@ def axes(sections: Sequence[int], *, interleaved: bool) -> Tensor:
 
 
 class Rope:
-    """Cosines and signed sines by position; tables grow with the longest sequence seen.
+    """Cosines and signed sines by position. The tables grow with the longest sequence seen.
 
-    For scalings that depend on the length, a decoded token is rotated for the length that it ends, and a prompt for its
-    own length, as transformers does with a single sequence.
+    Some scalings depend on the sequence length. A decoded token is then rotated for the length up to and including it,
+    and a prompt for its own length. transformers does the same for a single sequence.
     """
 
     def __init__(self, config: Any, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -68,17 +68,17 @@ class Rope:
         if sections and (self._kind != "default" or 2 * sum(sections) != head_dim):
             raise CheckpointError(
                 f"config.json: mrope_section {sections} with rope_type {self._kind!r} and heads of {head_dim}:"
-                " the embedded engine knows it with rope_type default and a sum of half a head"
+                " the embedded engine needs rope_type default and sections that sum to half the head dimension"
             )
         self._axis_D = None if sections is None else axes(sections, interleaved=interleaved)
 
     @property
     def reusable_tokens(self) -> float:
-        """Length up to which a token's keys do not depend on the prompt that it was computed in."""
+        """Number of leading tokens whose keys do not depend on the length of their prompt."""
         return self._native_length if self._kind in BY_LENGTH else math.inf
 
     def rows(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [N, 1, D] for tokens that each end their sequence; all positions are below `longest`."""
+        """Return cos and sin [N, 1, D] for the last token of each sequence. All positions are below `longest`."""
         if longest > self._cos_P1D.shape[0]:
             self._grow(max(longest, 2 * self._cos_P1D.shape[0], 256))
         return self._cos_P1D[positions_N], self._sin_P1D[positions_N]
@@ -92,7 +92,7 @@ class Rope:
         return cos, sin
 
     def prompt_rows(self, positions_N: Tensor, lengths: list[int], longest: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [N, 1, D] for prompts, concatenated; each lacks at most its first `reusable_tokens`."""
+        """Return cos and sin [N, 1, D] for concatenated prompts, each without at most its first `reusable_tokens`."""
         cos_N1D, sin_N1D = self.rows(positions_N, longest)
         if self._kind in BY_LENGTH:
             start = 0
@@ -117,7 +117,7 @@ class Rope:
     def _table(self, positions_P: Tensor, inverse_D2: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         angles_PD2 = positions_P.float()[:, None] * inverse_D2
         cos_PD2, sin_PD2 = angles_PD2.cos() * scale, angles_PD2.sin() * scale
-        # x * cos + roll(x, D/2) * sin is the rotation when the first half of the sines carries the minus.
+        # x * cos + roll(x, D/2) * sin is the rotation if the first half of the sines is negated.
         cos_PD, sin_PD = torch.cat((cos_PD2, cos_PD2), -1), torch.cat((-sin_PD2, sin_PD2), -1)
         return (
             cos_PD[:, None].to(self._device, self._dtype),
@@ -133,23 +133,23 @@ class Rope:
 
         if self._kind not in ROPE_INIT_FUNCTIONS:
             types = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
-            raise CheckpointError(f"config.json: rope_type {self._kind!r} is not known; known are {types}")
+            raise CheckpointError(f"config.json: rope_type {self._kind!r} is not supported. Supported types: {types}")
         inverse_D2, scale = ROPE_INIT_FUNCTIONS[self._kind](self._config, torch.device("cpu"), seq_len=length)
         return inverse_D2.float(), float(scale)
 
 
 DENSE_SCORES = 2**24
-"""Most scores of prompts that are in memory at once: 32 MiB in bfloat16."""
+"""Maximum number of attention scores in memory at once: 32 MiB in bfloat16."""
 
 FEW = 16
-"""Key-value heads times rows from which batched products beat the fused kernel, which works head by head."""
+"""Minimum of key-value heads times rows at which batched products beat the fused kernel, which works head by head."""
 
 
 class Decode:
     """Attention of one new token for each of the first B slots of the cache.
 
-    A slot has the tokens behind those that its sequence reads from `spans`, and `positions_B` are places in it.
-    `kernels` compute it if they are given.
+    A sequence first reads tokens from `spans`, and then from its own slot. `positions_B` are positions in the slot. If
+    `kernels` are given, they do the computation.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Decode:
         self._rows = cache.rows(positions_B)
         device = positions_B.device
         hidden_BT = torch.arange(self._tokens, device=device) > positions_B[:, None]
-        # Additive and of the dtype of the scores: a boolean mask is converted again in every layer.
+        # Additive and in the dtype of the scores, because a boolean mask would be converted again in every layer.
         mask_BT = torch.zeros(hidden_BT.shape, dtype=dtype, device=device).masked_fill_(hidden_BT, float("-inf"))
         self._fused = not spans and (device.type != "cpu" or self._slots * cache.heads < FEW)
         if self._fused:
@@ -185,7 +185,7 @@ class Decode:
         if spans:
             self._shared_tokens = max(span.end for span in spans)
             shape = (self._slots, cache.heads, heads // cache.heads, self._shared_tokens + self._tokens)
-            # Rows that do not read a span keep a score of minus infinity for its tokens, in every layer.
+            # Rows that do not read a span keep a score of minus infinity for its tokens in every layer.
             self._scores_BKGT = torch.full(shape, float("-inf"), dtype=dtype, device=device)
 
     def __call__(self, layer: int, qkv_NHD: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class Decode:
         return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(rows, heads * head_dim)
 
     def _with_spans(self, layer: int, query_BKGD: Tensor, scores: Tensor, values: Tensor) -> Tensor:
-        """Attend to the spans, each with one product for all its rows, and to the slots, in one softmax."""
+        """Attend to spans and slots in one softmax. Each span takes one product for all its rows."""
         rows, kv_heads, group, head_dim = query_BKGD.shape
         for span in self._spans:
             query = query_BKGD[span.rows].transpose(0, 1).flatten(1, 2)
@@ -233,10 +233,10 @@ class Decode:
 
 
 class Prefill:
-    """Attention of prompts, concatenated; stores their keys and values in `keys_values` [L, N, 2, K, D].
+    """Attention of concatenated prompts. Stores their keys and values in `keys_values` [L, N, 2, K, D].
 
-    `lengths` are the tokens to compute, and `prefixes` what each prompt has before them: keys and values
-    [L, 2, K, T, D] from its beginning on, in any number of parts.
+    `lengths` counts the tokens to compute for each prompt. `prefixes` holds the keys and values [L, 2, K, T, D] of the
+    tokens before them, in any number of parts.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Prefill:
             if prefix
         ]
         even = min(lengths) == max(lengths)
-        # Padding repeats a prompt's last token: behind every real one, so that a causal mask hides it.
+        # Padding repeats a prompt's last token. It comes after every real token, so the causal mask hides it.
         padded_BT = starts_B[:, None] + torch.minimum(columns_T, lengths_B[:, None] - 1)
         self._padded = None if even else padded_BT.flatten().to(device)
         self._present = None if even else present_BT.flatten().nonzero().squeeze(1).to(device)
@@ -287,7 +287,7 @@ class Prefill:
         return rows_NHX if self._present is None else rows_NHX.index_select(0, self._present)
 
     def _with_prefixes(self, layer: int, qkv_NHD: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend to the new tokens and to what is before them, and merge the two by their log-sum-exp."""
+        """Attend to the new tokens and to their prefixes, and merge the two by log-sum-exp."""
         heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
         group = heads // kv_heads
         out, lse = _attention(query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), causal=True)
@@ -306,8 +306,8 @@ class Prefill:
 def _causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor) -> Tensor:
     """Return causal attention [B, H, T, D].
 
-    In bfloat16 on a CPU by products with all scores in memory, where these are few: torch's (2.13) fused kernel takes
-    three to nine times as long.
+    In bfloat16 on a CPU, uses plain products if all scores fit in memory. torch's (2.13) fused kernel takes three to
+    nine times as long.
     """
     batch, heads, tokens, head_dim = query_BHTD.shape
     kv_heads = key_BKTD.shape[1]
@@ -326,7 +326,7 @@ def _causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor) 
 
 
 def _lacks_bfloat16(tensor: Tensor) -> bool:
-    """Whether a tensor is in bfloat16 on a processor that multiplies float32 up to a hundred times faster."""
+    """Whether a tensor is in bfloat16 on a CPU that multiplies float32 up to a hundred times faster."""
     is_cpu = tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
     return is_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2"
 

@@ -7,13 +7,13 @@ from typing import Any
 from slimectl.data.growing_text import UNFINISHED, GrowingText, response_text
 
 LONGEST_WAIT = 16
-"""Tokens after which text that still ends in a broken character is accepted: the model wrote broken bytes."""
+"""Number of tokens to wait for the end of an incomplete character. After that, the model has written broken bytes."""
 
 
 class Detokenizer:
-    """Decodes whole answers; special tokens are skipped, unless `keep_special`.
+    """Decodes whole responses. Skips special tokens unless `keep_special`.
 
-    Calls the tokenizer's backend: transformers' wrapper around it is several times slower.
+    Calls the tokenizer's backend because the wrapper in transformers is several times slower.
     """
 
     def __init__(self, tokenizer: Any, *, keep_special: bool = False) -> None:
@@ -23,27 +23,27 @@ class Detokenizer:
         self._special = {token.content: number for number, token in added if token.special}
 
     def special_tokens(self, texts: tuple[str, ...]) -> dict[int, str]:
-        """Return the texts that are one special token, by that token."""
+        """Return those `texts` that are a single special token, keyed by its id."""
         return {self._special[text]: text for text in texts if text in self._special}
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._backend.decode(tokens, skip_special_tokens=self._skip_special))
 
     def response_text(self, tokens: list[int], *, keep_special: bool = False, ended: bool = False) -> str:
-        """Return the text of a finished answer (data.growing_text.response_text)."""
+        """Return the text of a finished response (data.growing_text.response_text)."""
         return response_text(self._backend.decode, tokens, keep_special=keep_special, ended=ended)
 
     def growing_text(self) -> GrowingText:
-        """Return the text of a new answer, which is decoded as its tokens come."""
+        """Return a decoder for one new response that adds text as tokens arrive."""
         return GrowingText(self._backend, keep_special=not self._skip_special)
 
 
 class StopScanner:
-    """Extends the text of one answer token by token and searches the new part for stop strings.
+    """Extends the text of one response token by token and searches the new part for stop strings.
 
-    Decodes a window only: the tokens not yet in `text`, after those of the piece before them, because a decoder may
-    treat the first token of a string differently. Tokens wait while they end inside a multi-byte character. A stop
-    string that is one special token is found by the token, because the text may have no special tokens.
+    Decodes only a window: the tokens not yet in `text` and the piece before them, because a decoder may treat the first
+    token of a string differently. Tokens are held back while they end inside a multi-byte character. A stop string that
+    is one special token is matched by its id, because the text may omit special tokens.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
@@ -55,10 +55,10 @@ class StopScanner:
         self._consumed = 0  # tokens before this one are in the text
         self._window_text = ""  # text of the window's tokens before `_consumed`
         self.text = ""
-        self.matched = ""  # the stop string that ended it
+        self.matched = ""  # the stop string that ended the text
 
     def scan(self, tokens: list[int], *, stopping: bool) -> bool:
-        """Append the new tokens to the text; with `stopping`, cut it at the first stop string in the new part."""
+        """Append the new tokens to the text. With `stopping`, cut the text at the first stop string in the new part."""
         stop_token = self._stop_tokens.get(tokens[-1]) if stopping else None
         if stop_token is not None:
             tokens = tokens[:-1]
@@ -67,7 +67,8 @@ class StopScanner:
             return False
         search_start = max(0, len(self.text) - self._stop_overlap)
         self.text += text[len(self._window_text) :]
-        # The next window begins with text: the blank of a first piece is dropped, also behind a skipped special token.
+        # The next window must begin with text: decoders drop the space before a first piece, even after a skipped
+        # special token.
         newest_text = self._decode(tokens[self._consumed :])
         if newest_text:
             self._window, text = self._consumed, newest_text

@@ -1,4 +1,4 @@
-"""Creates the sequence of a request, or refuses the request."""
+"""The embedded engine: requests, pauses, weight updates, and the loop that steps it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from slimectl.engines.embedded.model import Model, TokenScores
 from slimectl.engines.embedded.pictures import Pictures
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
 from slimectl.engines.embedded.scheduler import RunningSequence
-from slimectl.engines.embedded.scheduler import RunningSequence as Running
 from slimectl.engines.embedded.weight_delta import Delta, check_delta, write_delta
 from slimectl.engines.embedded.weights import FileTensor, WeightLoader
 from slimectl.engines.limits import check_ids, check_prompt, check_tokens
@@ -32,7 +31,7 @@ from slimectl.protocols import OnTokens
 from slimectl.types import AllowedTokens, Completion, Grammar, ImageSource, SamplingParams
 
 MOST_GRAMMARS = 8
-"""Grammars that an engine keeps, with the masks of their states."""
+"""Maximum number of grammars that an engine caches, with the masks of their states."""
 
 
 def make_sequence(
@@ -49,9 +48,9 @@ def make_sequence(
     pictures: Pictures | None = None,
     images: Sequence[Patches] = (),
 ) -> RunningSequence:
-    """Create the sequence that continues `tokens`; its answer is awaited in the running loop. Raises SettingsError.
+    """Create the sequence that continues `tokens`, to be awaited in the running event loop. Raises SettingsError.
 
-    `images` are those of the placeholder tokens, in their order; they need the `pictures` of the model.
+    `images` belong to the placeholder tokens, in the same order. They require the model's `pictures`.
     """
     check_prompt(tokens, params, vocabulary=vocabulary, max_context=max_context)
     prompt, rope_shift = tuple(tokens), 0
@@ -78,14 +77,14 @@ def make_sequence(
 
 
 class EmbeddedEngine:
-    """Samples text with weights loaded as a whole (`load_weights`) or in parts (`update_weights`).
+    """Generates text with weights that are loaded as a whole (`load_weights`) or in parts (`update_weights`).
 
-    `max_running` answers are generated at once, `max_context` (default: the model's) bounds prompt plus answer. Memory
-    for keys and values grows with the running sequences; at most `prefix_cache_gib` more holds those of earlier
-    prompts and answers, with which later ones may begin. `generate` may be called from successive event loops; the one
-    that awaits drives the engine. Another thread may load weights: it waits for the current step. With
-    `reports_experts` the extras of an answer have the "routed_experts" of its tokens (data/routed_experts.py), if the
-    model has any.
+    Up to `max_running` responses are generated at once. `max_context` (default: the model's) limits prompt plus
+    response. Memory for keys and values grows with the running sequences. The prefix cache adds at most
+    `prefix_cache_gib` for earlier prompts and responses that later prompts may start with. `generate` may be called
+    from successive event loops, and the loop that awaits it drives the engine. Another thread may load weights, which
+    waits for the current step. With `reports_experts`, the extras of a completion include the "routed_experts" of its
+    tokens (data/routed_experts.py) if the model is a mixture of experts.
     """
 
     def __init__(
@@ -103,7 +102,10 @@ class EmbeddedEngine:
         images: Callable[[ImageSource], Patches] | None = None,
         compile_kernels: bool = True,
     ) -> None:
-        """`images` processes an image for a model that reads some; `compile_kernels` takes those of native.py."""
+        """Create the engine.
+
+        `images` prepares an image for a vision model. `compile_kernels` enables the kernels of native.py.
+        """
         text_config = config.get_text_config()
         self.max_context = max_context or int(text_config.max_position_embeddings)
         self.device = device
@@ -119,7 +121,7 @@ class EmbeddedEngine:
         self._detokenizers = {skip: Detokenizer(tokenizer, keep_special=not skip) for skip in (True, False)}
         self._process_image = images if self._model.pictures is not None else None
         end_tokens = _ids(text_config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
-        # A tokenizer may have more tokens than the model, which never draws these.
+        # A tokenizer may have more tokens than the model, which never samples the extra ones.
         self._end_tokens = frozenset(token for token in end_tokens if 0 <= token < self._model.vocabulary)
         self._tokenizer = tokenizer
         self._tokens: Vocabulary | None = None
@@ -127,14 +129,14 @@ class EmbeddedEngine:
         self._grammar_lock = threading.Lock()
         self._intake = WeightLoader(self._model.weights)
         self._reports_experts = reports_experts
-        self._pauses: dict[str, float] = {}  # since when
+        self._pauses: dict[str, float] = {}  # reason -> start time
         self._loader_waits = False
         self._lock = threading.RLock()
         self._driver: asyncio.Task[None] | None = None
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that were sampled since the start."""
+        """Number of tokens sampled since the engine was created."""
         return self.stats.decode_tokens
 
     @property
@@ -152,12 +154,12 @@ class EmbeddedEngine:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the weights are complete: no update has left them partial."""
+        """Whether the weights are complete. A failed update leaves them incomplete."""
         return self._intake.whole
 
     @property
     def accepts(self) -> bool:
-        """Whether requests may queue: there are weights, or were when the current update began."""
+        """Whether requests may queue: the engine has weights, or had them when the current update began."""
         return self._intake.usable
 
     @property
@@ -166,12 +168,12 @@ class EmbeddedEngine:
 
     @property
     def paused_since(self) -> float | None:
-        """Start of the longest pause, by time.monotonic; None without one."""
+        """Start of the longest current pause (time.monotonic), or None."""
         return min(list(self._pauses.values()), default=None)
 
     @property
     def pause_reasons(self) -> list[str]:
-        """Reasons why no step is taken."""
+        """Reasons for the current pauses."""
         return list(self._pauses)
 
     @property
@@ -190,11 +192,10 @@ class EmbeddedEngine:
         images: Sequence[ImageSource] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Continue `tokens`, in which each of the `images` has its placeholder tokens.
+        """Continue `tokens`, which contain the placeholder tokens of each of the `images`.
 
-        `on_tokens` is called with every new token.
-
-        Raises SettingsError if they leave no room in the context, BackendError while there are no weights.
+        Calls `on_tokens` with every new token. Raises SettingsError if the prompt leaves no room in the context, and
+        BackendError if the engine has no weights.
         """
         if params.grammar is not None:
             await asyncio.to_thread(self.grammar, params.grammar)
@@ -215,7 +216,7 @@ class EmbeddedEngine:
 
     @property
     def reads_images(self) -> bool:
-        """Whether `generate` takes images."""
+        """Whether `generate` accepts images."""
         return self._process_image is not None
 
     def request(
@@ -226,10 +227,10 @@ class EmbeddedEngine:
         top_count: int = 0,
         images: Sequence[ImageSource] = (),
         reports_experts: bool | None = None,
-    ) -> Running:
-        """Create the sequence of a request, whose answer is awaited in the running event loop. Raises SettingsError.
+    ) -> RunningSequence:
+        """Create the sequence of a request, to be awaited in the running event loop. Raises SettingsError.
 
-        Without `reports_experts` the engine's own decides.
+        The default of `reports_experts` is the engine's setting.
         """
         return make_sequence(
             tokens,
@@ -247,13 +248,13 @@ class EmbeddedEngine:
 
     def _patches(self, image: ImageSource) -> Patches:
         if self._process_image is None:
-            raise SettingsError(f"engine: this model reads no images; give one of {', '.join(MODEL_TYPES)}")
+            raise SettingsError(f"engine: this model does not read images. Use one of {', '.join(MODEL_TYPES)}")
         return self._process_image(image)
 
     def grammar(self, grammar: Grammar) -> TokenGrammar | TokenSet:
-        """Return a grammar over this model's tokens. Raises SettingsError for one that it cannot keep.
+        """Compile a grammar for this model's tokens. Raises SettingsError if the grammar is not supported.
 
-        The first one takes a second, for a large vocabulary; the last ones are kept. May be called from any thread.
+        With a large vocabulary the first call takes about a second. Recent grammars are cached. Thread-safe.
         """
         if isinstance(grammar, AllowedTokens):
             check_ids("allowed_token_ids", grammar.tokens, vocabulary=self._model.vocabulary)
@@ -268,11 +269,14 @@ class EmbeddedEngine:
                 self._grammars[grammar] = TokenGrammar(node, self._tokens)
             return self._grammars[grammar]
 
-    def submit(self, sequence: Running) -> None:
-        """Queue a sequence, and drive the engine in the running event loop. Raises BackendError without weights."""
+    def submit(self, sequence: RunningSequence) -> None:
+        """Queue a sequence, and drive the engine in the running event loop.
+
+        Raises BackendError if the engine has no weights.
+        """
         with self._lock:
             if not self._intake.usable:
-                raise BackendError("the embedded engine has no weights; call load_weights before generate")
+                raise BackendError("the embedded engine has no weights. Call load_weights before generate.")
             if sequence.limit:
                 self._runner.scheduler.add(sequence)
         if not sequence.limit:  # nothing to generate
@@ -281,23 +285,25 @@ class EmbeddedEngine:
         self._ensure_driver()
 
     def scores(self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0) -> list[TokenScores]:
-        """Compute log p(token), at temperature 1, of the tokens after position `start` of each sequence, in one pass.
+        """Compute log p(token) at temperature 1 for the tokens after position `start` of each sequence, in one pass.
 
-        With `top`, also the likeliest tokens in place of each. Raises SettingsError for a sequence that the model
-        cannot read, BackendError while there are no weights.
+        With `top`, also return the `top` likeliest tokens at each position. Raises SettingsError for a sequence that
+        the model cannot read, and BackendError if the engine has no weights.
         """
         for tokens in sequences:
             check_tokens(tokens, vocabulary=self._model.vocabulary, max_tokens=self.max_context)
         with self._lock, torch.inference_mode():
             if not self._intake.whole:
-                raise BackendError("the embedded engine has no whole weights; load them, or wait for the update's end")
+                raise BackendError(
+                    "the embedded engine has incomplete weights. Load them, or wait until the update ends."
+                )
             values = self._model.sequence_scores([tuple(tokens) for tokens in sequences], list(starts), top=top)
         if not all(map(math.isfinite, itertools.chain.from_iterable(score.log_probs for score in values))):
             raise non_finite_error(self.weight_version)
         return values
 
     async def abort(self) -> None:
-        """End every request in flight; each returns its tokens so far, with finish "abort"."""
+        """End every request in flight. Each returns its tokens so far with finish "abort"."""
         self.end_all()
 
     def end_all(self) -> None:
@@ -306,64 +312,65 @@ class EmbeddedEngine:
         for sequence in ended:
             self.end(sequence)
 
-    def end(self, sequence: Running) -> None:
-        """End one request; it returns its tokens so far. Called in the event loop that drives the engine."""
+    def end(self, sequence: RunningSequence) -> None:
+        """End one request, which returns its tokens so far. Call it in the event loop that drives the engine."""
         sequence.finish = sequence.finish or "abort"
         self._deliver(sequence)
 
     async def close(self) -> None:
-        """Abort, and free the memory of the cache; the engine may be used again."""
+        """Abort all requests and free the cache memory. The engine can be used again."""
         await self.abort()
         self.free()
 
     def pause(self, reason: str, *, retract: bool = False) -> None:
-        """Take no step until `resume(reason)`; running sequences keep their keys and values, unless `retract`."""
+        """Stop stepping until `resume(reason)`. Running sequences keep their keys and values unless `retract`."""
         self._pauses.setdefault(reason, time.monotonic())
         if retract:
             with self._lock:
                 self._runner.retract()
 
     def resume(self, reason: str) -> None:
-        """End the pause of this reason; called in the event loop that is to drive the engine."""
+        """End the pause for this reason. Call it in the event loop that is to drive the engine."""
         self._pauses.pop(reason, None)
         self._ensure_driver()
 
     def free(self) -> None:
-        """Free the memory of the cache; running sequences will be recomputed."""
+        """Free the cache memory. Running sequences are recomputed later."""
         with self._lock:
             self._runner.retract()
             self._runner.free()
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes of keys and values that are kept for later prompts."""
+        """Size in bytes of the keys and values cached for later prompts."""
         return self._runner.tree.bytes
 
     def forget_prefixes(self) -> None:
-        """Discard the keys and values of prompts and answers that have ended."""
+        """Discard the cached keys and values of finished requests."""
         with self._lock:
             self._runner.forget_prefixes()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
-        """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor.
+        """Replace all weights in place, by Hugging Face name.
 
-        Answers in flight continue with the new weights and the keys and values of the old ones.
+        Raises CheckpointError for a missing, extra or misshapen tensor. Responses in flight continue with the new
+        weights but keep the keys and values computed with the old ones.
         """
         self._apply_weights(lambda: self._intake.load(tensors, version=version))
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor | FileTensor]], *, version: str | None = None) -> None:
-        """Replace some tensors, all of them or none. Raises CheckpointError on an extra or misshapen one."""
+        """Replace some tensors atomically. Raises CheckpointError for an extra or misshapen one."""
         self._apply_weights(lambda: self._intake.update(list(tensors), version=version))
 
     def replace_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
-        """Replace some tensors, streamed; without weights after an error, as `load_weights`."""
+        """Replace some tensors as they arrive. As with `load_weights`, an error leaves the engine without weights."""
         self._apply_weights(lambda: self._intake.replace(tensors, version=version))
 
     def apply_delta(self, delta: Delta, *, version: str) -> None:
         """Change the weights in place from the delta's first version to `version`.
 
-        Raises CheckpointError where the delta does not fit. If that shows by a checksum only, after the weights have
-        been changed, the engine has none until they are loaded whole.
+        Raises CheckpointError if the delta does not fit. If only the checksum shows this, the weights have already
+        changed, and the engine is unusable until all weights are loaded again.
         """
 
         def change() -> None:
@@ -373,19 +380,19 @@ class EmbeddedEngine:
         self._apply_weights(change)
 
     def begin_update(self) -> None:
-        """Open an update session: tensors until `end_update` are one version; no step is taken between the two."""
+        """Open an update session. All tensors until `end_update` are one version, and generation pauses until then."""
         self._apply_weights(self._intake.begin)
         self.pause("update")
 
     def end_update(self) -> None:
-        """Close the session. Raises CheckpointError if tensors are missing: the engine then has no weights."""
+        """Close the session. Raises CheckpointError if tensors are missing, which leaves the engine without weights."""
         try:
             self._apply_weights(self._intake.end)
         finally:
             self.resume("update")
 
     def checksums(self, checksum: Callable[[Tensor], str]) -> dict[str, str]:
-        """Return a checksum of every tensor as it is stored."""
+        """Return the checksum of every tensor as stored."""
         with self._lock:
             return {name: checksum(tensor) for name, tensor in self._model.weights.tensors()}
 
@@ -405,7 +412,7 @@ class EmbeddedEngine:
             self._driver = loop.create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Step while there is work; other tasks of the loop run between steps."""
+        """Step while there is work. Other tasks of the event loop run between steps."""
         while self._runner.scheduler.has_work() and not self._pauses:
             try:
                 with self._lock:
@@ -419,15 +426,15 @@ class EmbeddedEngine:
                 return
             for sequence in finished:
                 self._deliver(sequence)
-            # Locks are not fair: the loop would take this one again before a waiting thread has woken up.
+            # Locks are not fair: without a sleep the loop would take this one again before a waiting thread wakes up.
             await asyncio.sleep(0.001 if self._loader_waits else 0)
 
-    def _step(self) -> list[Running]:
+    def _step(self) -> list[RunningSequence]:
         if not self._intake.whole:
-            raise BackendError("the embedded engine has lost its weights to a failed update; load whole ones")
+            raise BackendError("the embedded engine lost its weights in a failed update. Load all weights again.")
         return self._runner.step(self._intake.version)
 
-    def _deliver(self, sequence: Running) -> None:
+    def _deliver(self, sequence: RunningSequence) -> None:
         scanner = sequence.scanner
         if sequence.error is not None:
             sequence.fail(sequence.error)
@@ -440,5 +447,5 @@ class EmbeddedEngine:
 
 
 def _ids(ids: int | Sequence[int] | None) -> frozenset[int]:
-    """Normalize one token id, several or none to a set."""
+    """Return one token id, several or None as a set."""
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,7 +1,8 @@
-"""Grammars over bytes that restrict which token may come next.
+"""Grammars over bytes that restrict the next token.
 
-A grammar is made of sets of bytes, sequences, alternatives, repetitions and rules. Its automaton keeps every way in
-which the text so far may go on, as a stack of nodes each; states and transitions are computed once and kept.
+A grammar consists of byte sets, sequences, alternatives, repetitions and rules. A state of its automaton is the set of
+all possible continuations of the text so far, each a stack of nodes. States and transitions are computed on first use
+and cached.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Repeat:
-    """`low` to `high` times a node that matches at least one byte; None is without bound."""
+    """`low` to `high` repetitions of a node that matches at least one byte. None means unbounded."""
 
     node: Node
     low: int = 0
@@ -49,7 +50,7 @@ class Repeat:
 
 @dataclass(eq=False)
 class Rule:
-    """A node that is defined later, so that grammars may be recursive."""
+    """A node that is defined later, so that grammars can be recursive."""
 
     node: Node = field(default_factory=lambda: Sequential(()))
 
@@ -58,13 +59,13 @@ Node = Bytes | Sequential | Choice | Repeat | Rule
 EMPTY: Sequential = Sequential(())
 
 Stack = tuple[Node, "Stack"] | None
-"""What has to follow, the next first; None is the end of the text."""
+"""The nodes that must follow, the next one first. None is the end of the text."""
 
 State = frozenset[Stack]
-"""Stacks whose first node is a set of bytes, or the end."""
+"""Stacks whose first node is a byte set, or that are at the end."""
 
 DEAD = -1
-"""Number of the state in which the text is none of the grammar."""
+"""Number of the state in which the text does not match the grammar."""
 
 
 PLAIN_ASCII = frozenset(range(0x20, 0x80)) - frozenset(b'"\\')
@@ -72,7 +73,7 @@ PLAIN_ASCII = frozenset(range(0x20, 0x80)) - frozenset(b'"\\')
 
 
 def has_text(grammar: Node) -> bool:
-    """Whether a grammar has any text of finite length: rules that need one another have none."""
+    """Whether a grammar matches any finite text. Rules that require each other match none."""
     reached: dict[int, tuple[Node, Sequence[Node]]] = {}
     pending = [grammar]
     while pending:
@@ -101,7 +102,7 @@ def literal(text: str) -> Node:
 
 
 class Automaton:
-    """States of a grammar by number, computed when they are first reached."""
+    """Numbered states of a grammar, computed when they are first reached."""
 
     def __init__(self, grammar: Node) -> None:
         self._states: list[State] = []
@@ -114,7 +115,7 @@ class Automaton:
         return state != DEAD and None in self._states[state]
 
     def step(self, state: int, byte: int) -> int:
-        """Return the state after one more byte; DEAD if the grammar has no such text."""
+        """Return the state after one more byte, or DEAD if no text of the grammar has it here."""
         following = self._steps[state].get(byte)
         if following is None:
             stacks = [
@@ -126,7 +127,7 @@ class Automaton:
         return following
 
     def plain_length(self, state: int) -> float:
-        """Return how many plain characters may follow, whichever they are; infinity in an unbounded repetition."""
+        """Return how many arbitrary plain characters may follow: infinity in an unbounded repetition."""
         return max(map(_plain_length, self._states[state]), default=0)
 
     def _number(self, state: State) -> int:
@@ -138,7 +139,7 @@ class Automaton:
 
 
 def _plain_length(stack: Stack) -> float:
-    """Return how many plain characters a stack takes that begins inside a repetition of them; 0 for another one."""
+    """Return how many plain characters a stack accepts if it is inside a repetition of them, else 0."""
     if stack is None or stack[1] is None:
         return 0
     first, repeat = stack[0], stack[1][0]
@@ -150,7 +151,7 @@ def _plain_length(stack: Stack) -> float:
 
 
 def _expanded(stacks: Iterable[Stack]) -> State:
-    """Replace first nodes by what they are made of, until all are sets of bytes."""
+    """Expand the first node of each stack until all are byte sets."""
     pending, seen, expanded = list(stacks), set[Stack](), set[Stack]()
     while pending:
         stack = pending.pop()
@@ -185,7 +186,7 @@ def _repeated(node: Repeat, following: Stack) -> list[Stack]:
 
 
 class TokenList:
-    """Tokens in alphabetical order of their bytes, with what each has in common with the one before it."""
+    """Tokens sorted by their bytes, with the length of the prefix that each shares with the one before it."""
 
     def __init__(self, tokens: Iterable[tuple[bytes, int]]) -> None:
         self._tokens = sorted(tokens)
@@ -193,7 +194,7 @@ class TokenList:
         self._shared = [0, *map(_shared, texts, texts[1:])]
 
     def allowed(self, automaton: Automaton, state: int) -> list[int]:
-        """Return the tokens that may follow; those that share a beginning share its steps, or its end if it is one."""
+        """Return the tokens that may follow. Each shared prefix is walked only once."""
         tokens, shared, step = self._tokens, self._shared, automaton.step
         allowed: list[int] = []
         states, i = [state], 0
@@ -236,7 +237,7 @@ class Vocabulary:
 
 
 def _is_plain(text: bytes) -> bool:
-    """Whether a text is whole characters without quotes, backslashes and controls."""
+    """Whether a text consists of whole characters, none of them quotes, backslashes or control characters."""
     if any(byte < 0x80 and byte not in PLAIN_ASCII for byte in text):
         return False
     try:
@@ -247,11 +248,13 @@ def _is_plain(text: bytes) -> bool:
 
 
 def token_table(tokenizer: Any, *, size: int, device: torch.device) -> Vocabulary:
-    """Return the vocabulary of a tokenizer. Raises SettingsError if its tokens cannot write every JSON."""
+    """Return the vocabulary of a tokenizer. Raises SettingsError if its tokens cannot spell every JSON text."""
     vocabulary = Vocabulary(TokenBytes(tokenizer), size=size, device=device)
     missing = {chr(byte) for byte in range(0x20, 0x7F)} - {text.decode("latin-1") for text in vocabulary.texts.values()}
     if missing:
-        raise SettingsError(f"grammar: the tokenizer has no token for {min(missing)!a} alone, so it has no grammar")
+        raise SettingsError(
+            f"grammar: the tokenizer has no token for the character {min(missing)!a}, so grammars are not supported"
+        )
     return vocabulary
 
 
@@ -261,11 +264,11 @@ def _shared(first: bytes, second: bytes) -> int:
 
 
 MOST_MASKS = 256
-"""Masks that a grammar keeps; each has a byte for every token."""
+"""Maximum number of masks that a grammar caches. A mask takes one byte per token."""
 
 
 class TokenGrammar:
-    """A grammar over the tokens of a vocabulary; the last masks of its states are kept."""
+    """A grammar over the tokens of a vocabulary. Caches the masks of recent states."""
 
     def __init__(self, grammar: Node, vocabulary: Vocabulary) -> None:
         self.automaton = Automaton(grammar)
@@ -273,11 +276,11 @@ class TokenGrammar:
         self._masks: dict[int, tuple[Tensor, int]] = {}
 
     def state(self, end_tokens: Sequence[int]) -> GrammarState:
-        """Return the start of a response, which one of `end_tokens` ends."""
+        """Return the state at the start of a response that ends with one of `end_tokens`."""
         return GrammarState(self, end_tokens)
 
     def mask_V(self, state: int) -> tuple[Tensor, int]:
-        """Return which tokens may follow, end tokens aside [V], and their number."""
+        """Return which tokens may follow [V], without end tokens, and their number."""
         if state not in self._masks:
             while len(self._masks) >= MOST_MASKS:
                 del self._masks[next(iter(self._masks))]
@@ -287,13 +290,13 @@ class TokenGrammar:
         return self._masks[state]
 
     def _allowed(self, state: int) -> list[int]:
-        # Where a free string goes on, most tokens need no walk.
+        # Inside a free string, most tokens need no walk.
         plain, others = self.vocabulary.split(self.automaton.plain_length(state))
         return [*plain, *others.allowed(self.automaton, state)]
 
 
 class GrammarState:
-    """The place of one answer in a grammar."""
+    """The position of one response in a grammar."""
 
     def __init__(self, grammar: TokenGrammar, end_tokens: Sequence[int]) -> None:
         self._grammar = grammar
@@ -301,18 +304,18 @@ class GrammarState:
         self._state = grammar.automaton.start
 
     def advance(self, token: int) -> None:
-        """Go on by a token; an end token changes nothing."""
+        """Advance by one token. An end token changes nothing."""
         for byte in b"" if token in self._ends else self._grammar.vocabulary.bytes.of(token):
             self._state = DEAD if self._state == DEAD else self._grammar.automaton.step(self._state, byte)
 
     @property
     def is_over(self) -> bool:
-        """Whether no token may follow but an end token."""
+        """Whether only an end token may follow."""
         return self._mask_V()[1] == 0
 
     @property
     def is_forced(self) -> bool:
-        """Whether only one token may follow, so the policy chooses nothing."""
+        """Whether only one token may follow, so that the policy has no choice."""
         _, count = self._mask_V()
         return count == 1 if count and not self._may_end else int(self.mask_V().sum()) == 1
 
@@ -321,14 +324,17 @@ class GrammarState:
         return self._grammar.automaton.accepts(self._state)
 
     def _mask_V(self) -> tuple[Tensor, int]:
-        """Return which tokens may follow, end tokens aside [V], and their number."""
+        """Return which tokens may follow [V], without end tokens, and their number."""
         vocabulary = self._grammar.vocabulary
         if self._state == DEAD:
             return torch.zeros(vocabulary.size, dtype=torch.bool, device=vocabulary.device), 0
         return self._grammar.mask_V(self._state)
 
     def mask_V(self) -> Tensor:
-        """Return which tokens may follow [V]; an end token where the text may end, or nothing else may follow."""
+        """Return which tokens may follow [V].
+
+        Includes end tokens if the text may end here or nothing else may follow.
+        """
         mask_V, count = self._mask_V()
         if self._may_end or not count:
             mask_V = mask_V.clone()
@@ -337,7 +343,7 @@ class GrammarState:
 
 
 class TokenSet:
-    """A restriction to some tokens, the same in every place, with the interface of a grammar and of its states."""
+    """A restriction to the same tokens at every position, with the interface of a grammar and of its states."""
 
     is_over = False
 
@@ -348,11 +354,11 @@ class TokenSet:
         self._mask_V = self._mask_V.to(device)
 
     def state(self, end_tokens: Sequence[int]) -> TokenSet:
-        """Return itself: an end token is allowed where it is one of the tokens."""
+        """Return itself. An end token is allowed only if it is one of the tokens."""
         return self
 
     def advance(self, token: int) -> None:
-        """Take a token, which changes nothing."""
+        """Do nothing: the allowed tokens never change."""
 
     def mask_V(self) -> Tensor:
         """Return which tokens may follow [V]."""

@@ -1,8 +1,8 @@
-"""JSON Schema as a grammar: every text of the grammar is JSON that the schema accepts.
+"""Compiles JSON Schema to a grammar whose every text is valid under the schema.
 
-Not every such JSON is a text of the grammar: properties come in the order of the schema, others than the declared ones
-only where none is declared, whitespace is bounded, numbers have at most 20 digits. A keyword whose meaning the grammar
-cannot keep is refused.
+The grammar does not accept every valid JSON. Properties must come in the order of the schema, and undeclared ones are
+allowed only if none is declared. Whitespace is bounded, and numbers have at most 20 digits. Keywords that the grammar
+cannot enforce raise SettingsError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format", "$comment",
     "$schema", "$id", "$defs", "definitions", "$anchor", "discriminator",
 }  # fmt: skip
-"""Keywords that restrict nothing."""
+"""Keywords that do not restrict anything."""
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
@@ -34,7 +34,7 @@ KEYWORDS = {
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 MOST_NODES = 20_000
 MOST_ITEMS = 1000
-"""Largest count of items or characters: every count is a state of its own."""
+"""Largest count of items or characters. Every count is a separate state."""
 DEEPEST = 64
 
 
@@ -43,7 +43,7 @@ VALUE = Rule()
 
 
 def _listed(opening: str, item: Node, closing: str, low: int = 0, high: int | None = None) -> Node:
-    """Return `low` to `high` items between brackets, divided by commas."""
+    """Return the grammar of `low` to `high` comma-separated items between brackets."""
     empty = series(opening, SPACE, closing)
     if high == 0:
         return empty
@@ -63,7 +63,7 @@ VALUE.node = Choice(
 
 
 def compiled(grammar: JsonGrammar | RegexGrammar | ChoiceGrammar | AnyGrammar) -> Node:
-    """Return the grammar that a request asks for. Raises SettingsError for what it cannot keep."""
+    """Compile the grammar of a request. Raises SettingsError for anything it cannot enforce."""
     if isinstance(grammar, RegexGrammar):
         return regex_grammar(grammar.pattern)
     if isinstance(grammar, ChoiceGrammar):
@@ -73,23 +73,23 @@ def compiled(grammar: JsonGrammar | RegexGrammar | ChoiceGrammar | AnyGrammar) -
     try:
         schema = json.loads(grammar.schema)
     except (ValueError, RecursionError):
-        raise SettingsError("json_schema: is not JSON") from None
+        raise SettingsError("json_schema: not valid JSON") from None
     return series(grammar.prefix, json_grammar(schema), grammar.suffix)
 
 
 def json_grammar(schema: Any) -> Node:
-    """Return the grammar of a JSON Schema; of JSON objects for None. Raises SettingsError for what it cannot keep."""
+    """Compile a JSON Schema, or any JSON object for None. Raises SettingsError for anything it cannot enforce."""
     if schema is None:
         return OBJECT
     compiler = _Compiler(schema)
     node = compiler.node(schema, "$", 0)
     if compiler.rules and not has_text(node):
-        raise SettingsError("json_schema: requires itself without end; make the inner part optional")
+        raise SettingsError("json_schema: the schema requires itself endlessly. Make the inner part optional.")
     return node
 
 
 class _Compiler:
-    """Compiles one schema; `$ref` points into it."""
+    """Compiles one schema, in which `$ref` is resolved."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -103,7 +103,7 @@ class _Compiler:
         if schema is True or schema == {}:
             return VALUE
         if not isinstance(schema, Mapping):
-            raise SettingsError(f"json_schema: {at}: {str(schema)[:40]} is no schema that anything fits")
+            raise SettingsError(f"json_schema: {at}: {str(schema)[:40]} is not a schema that any value fits")
         keywords = set(schema) - ANNOTATIONS
         for keyword, compile_keyword in self._compilers().items():
             if keyword in keywords:
@@ -123,20 +123,20 @@ class _Compiler:
 
     def _refuse(self, keywords: set[str], at: str, *, beside: str = "") -> None:
         if keywords:
-            place = f" beside {beside}" if beside else ""
-            raise SettingsError(f"json_schema: {at}: {min(keywords)[:60]!a}{place} is not supported; leave it out")
+            place = f" next to {beside}" if beside else ""
+            raise SettingsError(f"json_schema: {at}: {min(keywords)[:60]!a}{place} is not supported. Leave it out.")
 
     def _ref(self, schema: Mapping[str, Any], at: str, depth: int) -> Node:
         name = schema["$ref"]
         if not isinstance(name, str) or not name.startswith("#"):
-            raise SettingsError(f"json_schema: {at}: $ref {str(name)[:60]!a} leads out of the schema")
+            raise SettingsError(f"json_schema: {at}: $ref {str(name)[:60]!a} points outside the schema")
         if name not in self.rules:
             target = self._root
             for key in name[1:].split("/")[1:]:
                 key = key.replace("~1", "/").replace("~0", "~")
                 target = target.get(key) if isinstance(target, Mapping) else None
             if target is None:
-                raise SettingsError(f"json_schema: {at}: $ref {name[:60]!a} leads to nothing")
+                raise SettingsError(f"json_schema: {at}: $ref {name[:60]!a} points to nothing")
             rule = self.rules[name] = Rule()
             rule.node = self.node(target, name, depth + 1)
         return self.rules[name]
@@ -160,7 +160,7 @@ class _Compiler:
     def _all_of(self, schema: Mapping[str, Any], at: str, depth: int) -> Node:
         options = schema["allOf"]
         if not isinstance(options, list) or len(options) != 1:
-            raise SettingsError(f"json_schema: {at}: allOf of several schemas is not supported; write them as one")
+            raise SettingsError(f"json_schema: {at}: allOf with several schemas is not supported. Merge them into one.")
         return self.node(options[0], f"{at}.allOf[0]", depth + 1)
 
     def _typed(self, schema: Mapping[str, Any], keywords: set[str], at: str, depth: int) -> Node:
@@ -179,7 +179,7 @@ class _Compiler:
             "number": self._number,
             "integer": self._number,
         }
-        kinds = [kind for kind in types if kind != "integer" or "number" not in types]  # which has integers
+        kinds = [kind for kind in types if kind != "integer" or "number" not in types]  # "number" includes integers
         return Choice(tuple(plain[kind] if kind in plain else compilers[kind](schema, at, depth) for kind in kinds))
 
     def _string(self, schema: Mapping[str, Any], at: str, depth: int) -> Node:
@@ -216,7 +216,7 @@ class _Compiler:
             (_pair(literal(json.dumps(name, ensure_ascii=False)), self.node(value, f"{at}.{name}", depth + 1)), name)
             for name, value in declared.items()
         ]
-        after: Node = EMPTY  # the properties from here on: after others, and as the first
+        after: Node = EMPTY  # the remaining properties: after other ones, and as the first
         first: Node = EMPTY
         for pair, name in reversed(pairs):
             with_comma, alone = series(SPACE, ",", SPACE, pair, after), series(pair, after)
@@ -231,7 +231,7 @@ def _types(schema: Mapping[str, Any], at: str) -> list[str] | None:
     if listed is None:
         return None
     if not isinstance(listed, list) or not listed or not all(kind in TYPES for kind in listed):
-        raise SettingsError(f"json_schema: {at}: type {str(types)[:60]!a} is none of {', '.join(TYPES)}")
+        raise SettingsError(f"json_schema: {at}: type {str(types)[:60]!a} is not one of {', '.join(TYPES)}")
     return listed
 
 
@@ -254,11 +254,13 @@ def _listed_types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _check_counts(low: Any, high: Any, at: str, names: str, what: str) -> None:
-    """Raise SettingsError for bounds that are no counts, or that are larger than are counted."""
+    """Raise SettingsError for bounds that are not counts or that exceed MOST_ITEMS."""
     if not (_is_count(low) and (high is None or (_is_count(high) and low <= high))):
-        raise SettingsError(f"json_schema: {at}: {names} are no bounds")
+        raise SettingsError(f"json_schema: {at}: {names} are not valid bounds")
     if max(low, high or 0) > MOST_ITEMS:
-        raise SettingsError(f"json_schema: {at}: more than {MOST_ITEMS} {what} are not counted; leave the bound out")
+        raise SettingsError(
+            f"json_schema: {at}: bounds above {MOST_ITEMS} {what} are not supported. Leave the bound out."
+        )
 
 
 def _is_count(value: Any) -> bool:

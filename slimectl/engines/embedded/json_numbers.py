@@ -1,4 +1,4 @@
-"""Numbers of a JSON Schema between bounds, as grammars over their digits."""
+"""Grammars for JSON Schema numbers between bounds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ANY_FRACTION = optional(series(".", Repeat(DIGIT, 1, MOST_DIGITS)))
 
 
 def bounded_number(bounds: Mapping[str, Any], at: str, *, whole: bool) -> Node:
-    """Return the grammar of the numbers within minimum, maximum, exclusiveMinimum and exclusiveMaximum.
+    """Return the grammar of numbers within minimum, maximum, exclusiveMinimum and exclusiveMaximum.
 
-    They are written without exponents. Raises SettingsError for bounds that are no whole numbers, or that nothing fits.
+    The numbers have no exponents. Raises SettingsError for bounds that are not whole numbers or that no number fits.
     """
     for name, value in bounds.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-            raise SettingsError(f"json_schema: {at}: {name} {str(value)[:40]} is no whole number; leave it out")
+            raise SettingsError(f"json_schema: {at}: {name} {str(value)[:40]} is not a whole number. Leave it out.")
     low, open_low = _bound(bounds, "minimum", "exclusiveMinimum", -LARGEST, max)
     high, open_high = _bound(bounds, "maximum", "exclusiveMaximum", LARGEST, min)
     if whole:
@@ -40,7 +40,7 @@ def bounded_number(bounds: Mapping[str, Any], at: str, *, whole: bool) -> Node:
 
 
 def _bound(bounds: Mapping[str, Any], closed: str, opened: str, default: int, tighter: Any) -> tuple[int, bool]:
-    """Return the tighter of two bounds, and whether it is excluded itself."""
+    """Return the tighter of two bounds, and whether it is exclusive."""
     values = [(int(bounds[name]), name == opened) for name in (closed, opened) if name in bounds]
     if not values:
         return default, False
@@ -58,7 +58,7 @@ def _negative(node: Node | None) -> list[Node]:
 
 
 def integers(low: int, high: int) -> Node | None:
-    """Return the grammar of the integers from `low`, which is not negative, to `high`; None if there is none."""
+    """Return the grammar of the integers from `low` >= 0 to `high`, or None if there are none."""
     if low > high:
         return None
     options = []
@@ -70,7 +70,7 @@ def integers(low: int, high: int) -> Node | None:
 
 
 def _digits(low: str, high: str) -> Node:
-    """Return the texts of digits between two of one length."""
+    """Return the grammar of the digit strings between two of the same length."""
     if not low:
         return EMPTY
     if set(low) == {"0"} and set(high) == {"9"}:
@@ -85,7 +85,7 @@ def _digits(low: str, high: str) -> Node:
 
 
 def numbers(low: int, high: int, *, open_low: bool, open_high: bool) -> Node | None:
-    """Return the grammar of the numbers from `low`, which is not negative, to `high`; None if there is none."""
+    """Return the grammar of the numbers from `low` >= 0 to `high`, or None if there are none."""
     if low > high or (low == high and (open_low or open_high)):
         return None
     options: list[Node] = []

@@ -1,4 +1,4 @@
-"""Regular expressions as grammars: of plain texts, and of texts inside a JSON string."""
+"""Compiles regular expressions to grammars, for plain text and for text inside a JSON string."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NEGATED = {
     codes.CATEGORY_NOT_SPACE: codes.CATEGORY_SPACE,
 }
 _WRITTEN = {ord(character): character.encode() for character in '"\\\t\n\f\r'}
-"""Characters with a meaning in JSON strings, and line breaks, as a plain text has them."""
+"""Characters that are special in JSON strings, and line breaks, as written in plain text."""
 _ESCAPED = {ord('"'): b'\\"', ord("\\"): b"\\\\", 8: b"\\b", 9: b"\\t", 10: b"\\n", 12: b"\\f", 13: b"\\r"}
-"""The same inside a JSON string."""
+"""The same characters as written inside a JSON string."""
 _AT_BEGIN, _AT_END = (codes.AT, codes.AT_BEGINNING), (codes.AT, codes.AT_END)
 
 
@@ -38,15 +38,15 @@ class _Unsupported(Exception):
 
 
 def regex_grammar(pattern: str) -> Node:
-    """Return the grammar of the texts that a pattern matches as a whole. Raises SettingsError as `pattern_grammar`."""
+    """Return the grammar of the texts that a pattern matches in full. Raises SettingsError like `pattern_grammar`."""
     return _Compiler(_WRITTEN).whole(pattern, "regex:")
 
 
 def pattern_grammar(pattern: Any, at: str) -> Node:
-    """Return the grammar of the texts in which a pattern occurs, all of them where it is anchored by ^ and $.
+    """Return the grammar of the texts that contain a match of a pattern. ^ and $ anchor it.
 
-    They are written as inside a JSON string. \\d, \\w and \\s match ASCII only, as in ECMA-262. Raises SettingsError
-    for a pattern with back references, lookarounds, boundaries or flags.
+    The texts are escaped as inside a JSON string. \\d, \\w and \\s match ASCII only, as in ECMA-262. Raises
+    SettingsError for a pattern with back references, lookarounds, boundaries or flags.
     """
     return _Compiler(_ESCAPED).whole(pattern, f"json_schema: {at}:", around=Repeat(CHARACTER))
 
@@ -58,7 +58,7 @@ class _Compiler:
         self._written = written
 
     def whole(self, pattern: Any, at: str, *, around: Node = EMPTY) -> Node:
-        """Return the grammar of a pattern, with `around` before and after it where it has no anchor."""
+        """Return the grammar of a pattern, with `around` on each side that has no anchor."""
         if not isinstance(pattern, str) or len(pattern) > LONGEST:
             raise SettingsError(f"{at} pattern is not a string of at most {LONGEST} characters")
         try:
@@ -105,7 +105,7 @@ class _Compiler:
                 chosen.add(value)
             elif code is codes.RANGE:
                 if value[1] - value[0] > 0x3000:
-                    raise _Unsupported("a class of very many characters")
+                    raise _Unsupported("a class of too many characters")
                 chosen |= set(range(value[0], value[1] + 1))
             elif value in _CLASSES:
                 chosen |= _CLASSES[value]
@@ -129,7 +129,7 @@ class _Compiler:
         return Choice(tuple(options))
 
     def _others(self, excluded: Iterable[int]) -> Node:
-        """Return the grammar of every character but these, which are ASCII."""
+        """Return the grammar of every character except these, which must be ASCII."""
         if any(character >= 0x80 for character in excluded):
             raise _Unsupported("a negated class of characters beyond ASCII")
         others = (PLAIN_ASCII | self._written.keys()) - frozenset(excluded)
@@ -137,11 +137,11 @@ class _Compiler:
 
 
 def _repeat(node: Node, low: int, high: int | None) -> Node:
-    """Return repetitions of a node; those of one that may be empty are not counted."""
+    """Return repetitions of a node. Raises _Unsupported if the node may be empty."""
     if max(low, high or 0) > MOST_REPEATS:
         raise _Unsupported(f"more than {MOST_REPEATS} repetitions")
     if _may_be_empty(node):
-        raise _Unsupported("repetitions of what may be empty")
+        raise _Unsupported("repetitions of a part that may be empty")
     return Repeat(node, low, high)
 
 

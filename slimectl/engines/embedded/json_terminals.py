@@ -1,4 +1,4 @@
-"""Terminals of JSON as grammars over bytes: blanks, characters, strings, numbers."""
+"""Grammars for the terminals of JSON: whitespace, characters, strings and numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def optional(node: Node) -> Node:
 
 
 SPACE = optional(Choice((literal(" "), series("\n", Repeat(Bytes(frozenset(b" \t")), 0, 24)))))
-"""Whitespace between two parts: none, a blank, or a new line and its indentation; a model cannot write it for ever."""
+"""Whitespace between two parts: none, a space, or a line break with indentation. Bounded, so that it always ends."""
 DIGIT, TAIL = ranges((0x30, 0x39)), ranges((0x80, 0xBF))
 HEX = ranges((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
 MULTIBYTE = (
@@ -30,13 +30,13 @@ MULTIBYTE = (
     series(ranges((0xF1, 0xF3)), TAIL, TAIL, TAIL),
     series(ranges((0xF4, 0xF4)), ranges((0x80, 0x8F)), TAIL, TAIL),
 )
-"""The characters beyond ASCII in UTF-8."""
+"""Non-ASCII characters in UTF-8."""
 CHARACTER = Choice(
     (
         ranges((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F)),
         series("\\", Bytes(frozenset(b'"\\/bfnrt'))),
         series("\\u", ranges((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66)), HEX, HEX, HEX),
-        series("\\u", Bytes(frozenset(b"dD")), ranges((0x30, 0x37)), HEX, HEX),  # no half of a surrogate pair
+        series("\\u", Bytes(frozenset(b"dD")), ranges((0x30, 0x37)), HEX, HEX),  # half a surrogate pair is not allowed
         *MULTIBYTE,
     ),
     takes_plain=True,

@@ -1,4 +1,4 @@
-"""KV cache of the running sequences, one slot each.
+"""The KV cache of the running sequences, with one slot per sequence.
 
 L layers · S slots · T tokens · K key-value heads · D head dimension · N rows.
 """
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class Cache:
-    """Tensor [L, 2, S, K, T, D] that grows and shrinks on demand; slots 0, 1, 2 … are the running sequences.
+    """Tensor [L, 2, S, K, T, D] that grows and shrinks on demand. Slots 0, 1, 2 … are the running sequences.
 
-    The tokens of a head are contiguous: attention reads memory in long runs, twice as fast as token by token. So are
-    the slots that it reads, of which it reads the whole token capacity: the product of a part of every slot copies that
-    part first, which takes as long as the product.
+    The tokens of a head are contiguous, so that attention reads memory in long runs, twice as fast as token by token.
+    The slots are contiguous too, and attention reads their whole token capacity. A product with a part of every slot
+    would copy that part first, which takes as long as the product.
     """
 
     def __init__(self, layers: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Cache:
 
     @property
     def slab(self) -> Tensor:
-        """All keys and values [L, 2, S, K, T, D], in one piece of memory."""
+        """All keys and values [L, 2, S, K, T, D], contiguous."""
         return self._slab
 
     @property
@@ -38,11 +38,11 @@ class Cache:
         return self._slab.shape[4]
 
     def reserve(self, *, slots: int, tokens: int, used: int, max_slots: int, max_tokens: int) -> None:
-        """Make room for `tokens` tokens in `slots` slots, of which the first `used` are kept.
+        """Make room for `tokens` tokens in `slots` slots. The content of the first `used` slots is kept.
 
-        The token capacity is a function of `tokens` alone, for it decides how attention rounds: a resumed run, whose
-        cache has not seen the sequences before, gets the numbers of an undisturbed one. Slots at least double, up to
-        `max_slots`.
+        The token capacity depends only on `tokens`, because it affects rounding in attention. A resumed run must get
+        the same numbers as an uninterrupted one, although its cache has a different history. Slots at least double, up
+        to `max_slots`.
         """
         _, _, old_slots, _, old_tokens, _ = self._slab.shape
         new_slots = old_slots if slots <= old_slots else min(max(slots, 2 * old_slots), max_slots)
@@ -52,23 +52,23 @@ class Cache:
             self._resize(new_slots, new_tokens, used)
 
     def _resize(self, slots: int, tokens: int, used: int) -> None:
-        """Lay the cache out anew, in the same memory where that suffices: new pages cost more than copies."""
+        """Change the layout, in the same memory if it is large enough: new pages cost more than copies."""
         old = self._slab
         shape = (*old.shape[:2], slots, old.shape[3], tokens, old.shape[5])
         if math.prod(shape) > self._storage.numel():
-            # Zeros: masked positions are still multiplied by their zero weight, and must be finite.
+            # Zeros, because masked positions are still multiplied by their zero weight and must be finite.
             self._storage = old.new_zeros(math.prod(shape))
         self._slab = self._storage[: math.prod(shape)].view(shape)
         if not used:
             return
-        # Keys or values of a layer move away from those that are still to be moved.
+        # The order ensures that no move overwrites keys or values that have yet to be moved.
         moves = list(zip(old.flatten(0, 1), self._slab.flatten(0, 1), strict=True))
         for source, target in reversed(moves) if self._slab.numel() > old.numel() else moves:
             region = (slice(used), slice(None), slice(min(old.shape[4], tokens)))
             target[region] = source[region].clone()
 
     def put(self, first: int, count: int, keys_values_L2KTD: Tensor, *, at: int) -> None:
-        """Copy keys and values into `count` slots from `first` on, as the tokens from `at` on."""
+        """Copy keys and values into `count` slots starting at `first`, as the tokens starting at `at`."""
         end = at + keys_values_L2KTD.shape[3]
         self._slab[:, :, first : first + count, :, at:end] = keys_values_L2KTD[:, :, None]
 
@@ -77,11 +77,11 @@ class Cache:
         return self._slab[:, :, slot, :, start:end].clone(memory_format=torch.contiguous_format)
 
     def move(self, source: int, target: int, *, tokens: int) -> None:
-        """Copy a slot onto another one, its first `tokens` tokens."""
+        """Copy the first `tokens` tokens of a slot to another slot."""
         self._slab[:, :, target, :, :tokens] = self._slab[:, :, source, :, :tokens]
 
     def rows(self, positions_N: Tensor) -> Tensor:
-        """Return the indices [N, 2K] for `append` of tokens at `positions_N` in slots 0, 1, 2 …"""
+        """Return the indices [N, 2K] that `append` needs for tokens at `positions_N` in slots 0, 1, 2 …"""
         _, _, slots, heads, tokens, _ = self._slab.shape
         device = positions_N.device
         slot_N1 = torch.arange(positions_N.shape[0], device=device)[:, None] * (heads * tokens)
@@ -94,9 +94,9 @@ class Cache:
         self._slab[layer].view(-1, keys_values_N2KD.shape[-1]).index_put_((rows,), keys_values_N2KD)
 
     def layer(self, layer: int) -> Tensor:
-        """Return a view of a layer's keys, then values [2, S, K, T, D], in one piece of memory."""
+        """Return a contiguous view of a layer's keys and values [2, S, K, T, D]."""
         return self._slab[layer]
 
     def views(self, layer: int, *, slots: int) -> Tensor:
-        """Return views of keys, then values [2, S, K, T, D] of the first slots, each in one piece of memory."""
+        """Return the keys and the values [2, S, K, T, D] of the first slots, each a contiguous view."""
         return self._slab[layer, :, :slots]

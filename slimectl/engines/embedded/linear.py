@@ -1,6 +1,6 @@
-"""Linear layers with weights that are packed for the CPU.
+"""Linear layers whose weights are packed for the CPU.
 
-N rows · O outputs · I inputs · R outputs of a part of the weight · C numbers of it.
+N rows · O outputs · I inputs · R outputs of a part of the weight · C changed numbers in that part.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from slimectl.engines.embedded.native import Kernels, Panels
 
 SMALL = 1 << 18
-"""Weights of fewer elements are multiplied with a single float32 row faster unpacked."""
+"""Weights with fewer elements are faster unpacked when multiplied by a single float32 row."""
 
 SPARSE = 16
-"""A weight is packed anew where at least one number in so many has changed."""
+"""A weight is repacked as a whole if more than one in this many numbers changed."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN's packed products exist here: 1.2 to 2.4 times faster at 8 to 64 rows."""
+    """Whether oneDNN's packed products are available. They are 1.2 to 2.4 times faster at 8 to 64 rows."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     try:
@@ -40,11 +40,11 @@ def _product(rows_NI: Tensor, packed_OI: Tensor, bias_O: Tensor | None) -> Tenso
 
 
 class Linear:
-    """One product for several stacked weights (q, k and v; gate and up), whose outputs follow one another.
+    """One product for several stacked weights (q, k and v, or gate and up) with concatenated outputs.
 
-    Weights are written and read by rows, each the inputs of an output; `refresh` ends a change of them or of
-    `bias_parts`, which are views of the bias. If the `kernels` multiply, the weights are in their panels alone. Else
-    they are in one tensor, of which oneDNN has a packed copy if `packs`. One that `gates` is called by `gated` only.
+    Weights are written and read by rows, one row per output. `bias_parts` are views of the bias. Call `refresh` after
+    changing weights or bias. If the `kernels` multiply, the weights exist only in their panels. Otherwise they are in
+    one tensor, and `packs` adds a packed copy for oneDNN. A layer that `gates` must be called through `gated`.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class Linear:
 
     @property
     def count(self) -> int:
-        """Number of tensors that the layer consists of."""
+        """Number of tensors in the layer."""
         return len(self.starts) + len(self.bias_parts)
 
     @property
     def addresses(self) -> tuple[int, int] | None:
-        """Fixed addresses of panels and bias, 0 without one; None if the kernels do not compute the layer."""
+        """Fixed addresses of panels and bias (0 without one), or None if the kernels do not compute the layer."""
         if self._panels is None or self._panels.gated != self._gates:
             return None
         bias = 0 if self._panels.bias is None else self._panels.bias.data_ptr()
         return self._panels.numbers.data_ptr(), bias
 
     def write(self, first: int, rows_RI: Tensor) -> None:
-        """Write the weights of R outputs from `first` on."""
+        """Write the weights of R outputs starting at `first`."""
         if self._panels is None:
             self._weight_OI[first : first + len(rows_RI)].copy_(rows_RI)
             return
@@ -97,14 +97,14 @@ class Linear:
         self._panels.kernels.pack(rows_RI.cpu(), self._panels, first)
 
     def read(self, first: int, rows: int) -> Tensor:
-        """Return the weights [R, I] of so many outputs from `first` on, a copy or a view."""
+        """Return the weights [R, I] of `rows` outputs starting at `first`, as a copy or a view."""
         if self._panels is None:
             return self._weight_OI[first : first + rows]
         return self._panels.kernels.unpack(self._panels, first, rows)
 
     def change(self, first: int, rows_RI: Tensor, places_C: Tensor) -> None:
-        """Write back rows that `read` returned, in which the numbers at `places_C`, ascending, have changed since."""
-        if self._panels is None:  # they are a view
+        """Write back rows from `read` after changing the numbers at `places_C`, which are ascending."""
+        if self._panels is None:  # the rows are a view
             return
         if len(places_C) * SPARSE > rows_RI.numel():
             self._panels.kernels.pack(rows_RI, self._panels, first)
@@ -112,16 +112,16 @@ class Linear:
             self._panels.kernels.repack(rows_RI, places_C, self._panels, first)
 
     def refresh(self) -> None:
-        """Bring up to date what is made of the weights and the bias."""
+        """Update everything derived from weights and bias."""
         if self._panels is not None:
             if self.bias_O is not None:
                 self._panels.kernels.pack_bias(self.bias_O, self._panels)
         elif self._packs:
-            self._packed = None  # freed before its successor is allocated
+            self._packed = None  # free it before allocating the next one
             self._packed = _pack(self._weight_OI)
 
     def rows(self, outputs_N: Tensor) -> Tensor:
-        """Return the weights [N, I] of some outputs of a layer that does not gate."""
+        """Return the weights [N, I] of some outputs. The layer must not gate."""
         if self._panels is None:
             return F.embedding(outputs_N, self._weight_OI)
         return self._panels.kernels.gather(self._panels, outputs_N)

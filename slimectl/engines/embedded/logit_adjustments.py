@@ -1,4 +1,4 @@
-"""Adjusts the logits of sequences: penalties on what they have written, a bias on single tokens.
+"""Adjusts logits: penalties for tokens already generated, and biases for individual tokens.
 
 B rows · P rows with a penalty · V vocabulary.
 """
@@ -15,12 +15,12 @@ from slimectl.types import SamplingParams
 
 
 class LogitAdjustments:
-    """Penalties and biases of the rows of a batch, in the order and with the arithmetic of SGLang 0.5.21.
+    """Penalties and biases for the rows of a batch, with the order and arithmetic of SGLang 0.5.21.
 
-    The presence penalty is subtracted from the logit of every token of the answer so far, the frequency penalty once
-    for each of its occurrences (OpenAI's definition); then positive logits of these tokens are divided by the
-    repetition penalty and negative ones multiplied with it (Keskar et al. 2019, arXiv:1909.05858, eq. 1); then biases
-    are added. Tokens of the prompt do not count.
+    First, the presence penalty is subtracted from the logit of every token in the response so far, and the frequency
+    penalty once per occurrence (OpenAI's definition). Then positive logits of these tokens are divided by the
+    repetition penalty, and negative ones multiplied by it (Keskar et al. 2019, arXiv:1909.05858, eq. 1). Then biases
+    are added. Prompt tokens do not count.
     """
 
     def __init__(self, sequences: Sequence[RunningSequence], *, device: torch.device, vocabulary: int) -> None:
@@ -38,7 +38,7 @@ class LogitAdjustments:
         self._biases = torch.tensor([bias for *_, bias in biases], dtype=torch.float32, device=device)
 
     def apply(self, logits_BV: Tensor) -> Tensor:
-        """Return the adjusted logits, float32; the given ones stay as they are."""
+        """Return adjusted float32 logits. The input is not modified."""
         adjusted_BV = logits_BV.to(torch.float32, copy=True)
         if len(self._rows_P):
             adjusted_BV[self._rows_P] = self._penalised(adjusted_BV[self._rows_P])
@@ -54,7 +54,7 @@ class LogitAdjustments:
         return torch.where(written_PV, scaled_PV, logits_PV)
 
     def advance(self, tokens_B: Tensor) -> None:
-        """Count the tokens that were sampled."""
+        """Count newly sampled tokens."""
         if len(self._rows_P):
             self._counts_PV.scatter_add_(
                 1, tokens_B[self._rows_P].unsqueeze(1), torch.ones_like(self._counts_PV[:, :1])
@@ -64,7 +64,7 @@ class LogitAdjustments:
 def adjustments(
     sequences: Sequence[RunningSequence], *, device: torch.device, vocabulary: int
 ) -> LogitAdjustments | None:
-    """Return the adjustments of a batch; None if no row has any."""
+    """Return the adjustments of a batch, or None if no row has any."""
     if not any(map(_is_adjusted, sequences)):
         return None
     return LogitAdjustments(sequences, device=device, vocabulary=vocabulary)

@@ -1,6 +1,6 @@
-"""The second half of a block: a dense gated MLP, or a mixture of experts.
+"""The MLP of a transformer block: dense and gated, or a mixture of experts.
 
-N rows (one a token) · H hidden size · E experts · k experts of a token · F width of an expert.
+N rows (one per token) · H hidden size · E experts · k experts per token · F width of an expert.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slimectl.engines.embedded.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A gated MLP; `gate_up` stacks its first two matrices."""
+    """A gated MLP. `gate_up` stacks its first two matrices."""
 
     gate_up: Linear
     down: Linear
@@ -28,9 +28,9 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: a token's output is the weighted sum of its k experts'.
+    """A mixture of experts. A token's output is the weighted sum of the outputs of its k experts.
 
-    `gate_EH` scores the experts; `gate_up_EIH` (I is 2 F) and `down_EHF` are their matrices. `normalizes` says that the
+    `gate_EH` scores the experts. `gate_up_EIH` (I is 2 F) and `down_EHF` are their matrices. With `normalizes`, the
     weights of a token's experts sum to 1.
     """
 
@@ -41,7 +41,7 @@ class Experts:
     normalizes: bool
 
     def route(self, rows_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights [N, k] and experts [N, k] of every row; the softmax is in float32 at every precision."""
+        """Return weights [N, k] and experts [N, k] of every row. The softmax is always in float32."""
         probs_NE = torch.softmax(F.linear(rows_NH, self.gate_EH), -1, dtype=torch.float32)
         weights_Nk, experts_Nk = probs_NE.topk(self.choices)
         if self.normalizes:
@@ -49,7 +49,7 @@ class Experts:
         return weights_Nk.to(rows_NH.dtype), experts_Nk
 
     def added_to(self, stream_NH: Tensor, rows_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return stream + self(rows), and the experts [N, k] of the rows; each expert reads its rows at once."""
+        """Return stream + self(rows) and the rows' experts [N, k]. Each expert computes all its rows at once."""
         weights_Nk, experts_Nk = self.route(rows_NH)
         order = experts_Nk.flatten().argsort(stable=True)
         counts = experts_Nk.flatten().bincount(minlength=len(self.gate_EH)).tolist()

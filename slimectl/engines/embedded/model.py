@@ -1,7 +1,7 @@
 """The forward pass of the llama, qwen2, qwen3, qwen3_moe, qwen2_5_vl and qwen3_vl families.
 
-N rows (one a token) · C of them · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L layers ·
-T tokens · k experts of a token.
+N rows (one per token) · C rows of a chunk · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L
+layers · T tokens · k experts per token.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from slimectl.types import TopTokens
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl")
 ROWS = 16
-"""A decoding step of more packed rows computes a multiple of this: oneDNN builds kernels for each number of rows."""
+"""Above this, packed decoding steps pad rows to a multiple: oneDNN builds kernels for each number of rows."""
 CHUNK_LOGITS = 2**23
-"""Logits in memory at once when token log-probabilities are computed: 32 MiB in float32."""
+"""Maximum number of logits in memory at once when scoring tokens: 32 MiB in float32."""
 
 
 @dataclass(slots=True)
 class Prefix:
-    """Computed prompt: its beginning in the prefix tree, keys and values of the rest, and the logits after it.
+    """A computed prompt: its start in the prefix tree, keys and values of the rest, and the logits after it.
 
-    `node` ends the beginning, None without one; `keys_values` is [L, 2, K, T, D], and `logits_V` [V].
-    `cached_tokens` were not computed for it; `used` is set when the first sequence takes it. `experts_TLk` are those of
-    the whole prompt, its beginning included, in a model that has experts.
+    `node` is the last node of the cached start, or None. `keys_values` is [L, 2, K, T, D], and `logits_V` [V].
+    `cached_tokens` counts the tokens taken from the cache. `used` is set when the first sequence takes the prompt.
+    `experts_TLk` covers the whole prompt, including its start, in a mixture of experts.
     """
 
     node: Node | None
@@ -54,24 +54,24 @@ class Prefix:
         return 0 if self.node is None else self.node.end
 
     def tail(self, start: int) -> Tensor:
-        """Return a copy of the keys and values from a token on."""
+        """Return a copy of the keys and values from token `start` on."""
         return self.keys_values[:, :, :, start:].clone(memory_format=torch.contiguous_format)
 
     def own_storage(self) -> None:
-        """Copy what views a whole pass, so that this one outlives the other prompts of that pass."""
+        """Copy the tensors that are views of a whole pass, so that keeping this prompt does not keep the others."""
         self.keys_values, self.logits_V = self.keys_values.clone(), self.logits_V.clone()
         self.experts_TLk = None if self.experts_TLk is None else self.experts_TLk.clone()
 
     def experts_from(self, start: int) -> Tensor | None:
-        """Return a copy of the experts of the prompt's tokens from one on."""
+        """Return a copy of the experts from token `start` on."""
         return None if self.experts_TLk is None else self.experts_TLk[start:].clone()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Log-probabilities of the tokens of a text, and the likeliest tokens in place of each, if they were asked for.
+    """Log-probabilities of the tokens of a text and, if requested, the likeliest tokens at each position.
 
-    `ranks` then has the rank of each token: how many tokens are at least as likely, itself included.
+    `ranks` then has the rank of each token: the number of tokens that are at least as likely, including itself.
     """
 
     log_probs: list[float]
@@ -80,10 +80,11 @@ class TokenScores:
 
 
 class Inputs(NamedTuple):
-    """Last token of each sequence and its position; `longest` bounds their lengths.
+    """The last token of each sequence and its position. `longest` is an upper bound of the sequence lengths.
 
-    `offsets_B` are the tokens that a sequence reads from `spans`; None if none reads any. `rope_shift_B` is added to
-    positions for the rotary embedding: images take fewer positions than tokens; None without images.
+    `offsets_B` counts the tokens that each sequence reads from `spans`, or is None if no sequence reads any.
+    `rope_shift_B` is added to positions for the rotary embedding, because images take fewer positions than tokens. It
+    is None without images.
     """
 
     tokens_B: Tensor
@@ -95,11 +96,11 @@ class Inputs(NamedTuple):
 
     @property
     def slot_positions_B(self) -> Tensor:
-        """Positions of the tokens in their slots, which have those behind the spans."""
+        """Positions within the slots, which hold only the tokens after the spans."""
         return self.positions_B if self.offsets_B is None else self.positions_B - self.offsets_B
 
     def padded(self, rows: int) -> Inputs:
-        """Return the inputs with further rows at position 0."""
+        """Return the inputs with `rows` additional rows at position 0."""
         if not rows:
             return self
 
@@ -115,7 +116,7 @@ class Inputs(NamedTuple):
 
 
 class Model:
-    """Weights and forward pass; the caller owns the cache."""
+    """Weights and forward pass. The caller owns the cache."""
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device, compile_kernels: bool = True) -> None:
         whole, config = config, config.get_text_config()
@@ -136,7 +137,7 @@ class Model:
         self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
         mixtures = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
         self.expert_choices = mixtures[0].choices if mixtures else 0
-        """Experts of a token; 0 in a dense model."""
+        """Number of experts per token. 0 in a dense model."""
         self.pictures: Pictures | None = None
         tokens = ImageTokens.of(whole)
         if tokens is not None and self.weights.vision is not None:
@@ -154,11 +155,11 @@ class Model:
 
     @property
     def reusable_tokens(self) -> float:
-        """Length up to which prompts can share keys and values."""
+        """Maximum prompt length at which prompts can share keys and values."""
         return self._rope.reusable_tokens
 
     def prefill(self, prompts: list[tuple[int, ...]], nodes: Sequence[Node | None]) -> list[Prefix]:
-        """Compute prompts in one pass, each from the end of its node of the prefix tree on."""
+        """Compute prompts in one pass, each starting after its node of the prefix tree."""
         starts = [0 if node is None else node.end for node in nodes]
         rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         before = [[] if node is None else [part.keys_values for part in node.path()] for node in nodes]
@@ -204,7 +205,7 @@ class Model:
         prefixes: Sequence[Sequence[Tensor]],
         pictures: PictureInputs | None = None,
     ) -> tuple[Prefill, Tensor, Tensor, Tensor | None]:
-        """Run concatenated prompts; returns attention, tokens [N], residual stream [N, E] and experts [N, L, k]."""
+        """Run concatenated prompts. Return attention, tokens [N], residual stream [N, E] and experts [N, L, k]."""
         lengths = [len(prompt) for prompt in prompts]
         layers = len(self.weights.layers)
         attend = Prefill(lengths, layers=layers, heads=self.heads, device=self._device, prefixes=prefixes)
@@ -219,13 +220,13 @@ class Model:
         return attend, tokens_N, *self._hidden(stream_NE, rope, attend, pictures)
 
     def padded_rows(self, rows: int) -> int:
-        """Return the number of rows with which a step of `rows` rows costs least."""
+        """Return the cheapest number of rows for a step of at least `rows` rows."""
         return -(-rows // ROWS) * ROWS if self.weights.packs and rows > ROWS else rows
 
     def decode(self, inputs: Inputs, cache: Cache, *, rows: int) -> tuple[Tensor, Tensor | None]:
         """Return logits [B, V] after one more token in each of the first B slots, and the tokens' experts [B, L, k].
 
-        `rows` slots are computed, those behind B for nothing: they must be free.
+        The step computes `rows` slots. The slots after B are padding and must be free.
         """
         count = len(inputs.tokens_B)
         inputs = inputs.padded(rows - count)
@@ -253,7 +254,7 @@ class Model:
 
     @cached_property
     def _blocks_LA(self) -> Tensor | None:
-        """Addresses of the blocks' weights; None if the kernels do not run whole blocks."""
+        """Addresses of the blocks' weights, or None if the kernels do not run whole blocks."""
         return self.weights.block_addresses()
 
     def _embedded(self, tokens_N: Tensor) -> Tensor:
@@ -266,10 +267,10 @@ class Model:
         attend: Callable[[int, Tensor], Tensor],
         pictures: PictureInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream [N, E] after the last block, from that before the first, and the experts.
+        """Run all blocks on the residual stream [N, E]. Return the stream after the last block, and the experts.
 
-        Features of `pictures` join the stream after the first blocks, in a model whose tower has any for them.
-        The experts are [N, L, k] in a model that has them; the part of a dense layer is zeros.
+        Deepstack features of `pictures` are added after the first blocks if the vision tower has them. The experts are
+        [N, L, k] with zeros for dense layers, or None in a dense model.
         """
         cos_N1D, sin_N1D = rope
         rows = stream_NE.shape[0]
@@ -293,7 +294,7 @@ class Model:
         return stream_NE, experts_NLk
 
     def _rotate(self, qkv_NHD: Tensor, norm_HD: Tensor | None, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
-        """Normalize the heads of queries and keys, in families that do so, and rotate them, in place."""
+        """Rotate the heads of queries and keys in place, after normalizing them in families that do so."""
         rotated_heads = self.heads + self.kv_heads
         if self._kernels is not None:
             if norm_HD is not None:
@@ -318,11 +319,12 @@ class Model:
 def _check(model_type: str, config: Any) -> None:
     if model_type not in FAMILIES:
         raise CheckpointError(
-            f"config.json: the embedded engine does not know model_type {model_type!r}; it runs {', '.join(FAMILIES)}"
+            f"config.json: the embedded engine does not support model_type {model_type!r}. "
+            f"Supported: {', '.join(FAMILIES)}"
         )
     if config.hidden_act != "silu":
         raise CheckpointError(
-            f"config.json: the embedded engine does not know hidden_act {config.hidden_act!r}, only silu"
+            f"config.json: the embedded engine does not support hidden_act {config.hidden_act!r}, only silu"
         )
     if getattr(config, "use_sliding_window", False):
-        raise CheckpointError("config.json: the embedded engine does not do use_sliding_window; set it to false")
+        raise CheckpointError("config.json: the embedded engine does not support use_sliding_window. Set it to false.")

@@ -1,4 +1,4 @@
-"""Kernels in C for a CPU: compiled once by the machine's own compiler, kept in the cache folder, called by ctypes.
+"""CPU kernels in C: compiled once by the system compiler, stored in the cache folder, and called through ctypes.
 
 N rows · I inputs · O outputs · E hidden size · H query heads · K key-value heads · D head dimension · T tokens.
 """
@@ -38,7 +38,7 @@ _SIGNATURES = {
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Sizes of a dense block, and the epsilon of its norms."""
+    """Sizes of a dense block and the epsilon of its norms."""
 
     heads: int
     kv_heads: int
@@ -49,9 +49,9 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A weight [O, I], and its bias if there is one, as the `product` of its kernels reads them.
+    """A weight [O, I] and its optional bias in the layout that the `product` of the kernels reads.
 
-    Of one that is `gated` the first half of the outputs gates the second.
+    If `gated`, the first half of the outputs gates the second half.
     """
 
     kernels: Kernels
@@ -63,7 +63,7 @@ class Panels:
 
 
 class SpanTable:
-    """The spans that rows read before their slots, ascending for each row, as `Spans` in attention.h has them."""
+    """The spans that each row reads before its slot, in ascending order. The layout is `Spans` in attention.h."""
 
     def __init__(self, spans: Sequence[Span], rows: int) -> None:
         spans_of: list[list[list[int]]] = [[] for _ in range(rows if spans else 0)]
@@ -78,16 +78,16 @@ class SpanTable:
         self._first = torch.tensor(list(ends))
         self._entries = torch.tensor([entry for entries in spans_of for entry in entries])
         self.tokens = max((span.end for span in spans), default=0)
-        """Most tokens that a row reads from spans."""
+        """Largest number of tokens that a row reads from spans."""
         addresses = (self._entries.data_ptr(), self._first.data_ptr()) if spans else (0, 0)
         self.numbers = torch.tensor([*addresses, self.tokens])
 
 
 class Kernels:
-    """The kernels for one dtype; all tensors are contiguous and on the CPU.
+    """The kernels for one dtype. All tensors must be contiguous and on the CPU.
 
-    `multiplies` says that products of packed weights are faster than oneDNN's, as they are but for bfloat16 where the
-    processor has AMX. A panel has `panel_outputs` outputs; a layer's inputs must be a multiple of `step`.
+    `multiplies` is true if packed products are faster than oneDNN's: always, except for bfloat16 on a CPU with AMX. A
+    panel has `panel_outputs` outputs. A layer's inputs must be a multiple of `step`.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -108,14 +108,14 @@ class Kernels:
         return out_NE
 
     def norm_heads(self, qkv_NHD: Tensor, weight_HD: Tensor, eps: float) -> None:
-        """Normalize in place the first heads of every row, as many as the weight has."""
+        """Normalize in place the first heads of every row, one for each head of the weight."""
         rows, heads, head_dim = qkv_NHD.shape
         self._library.norm_heads(
             qkv_NHD.data_ptr(), weight_HD.data_ptr(), rows, weight_HD.shape[0], heads, head_dim, eps
         )
 
     def rotate(self, qkv_NHD: Tensor, rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
-        """Rotate in place the first `rotated` heads of every row; the first half of the sines carries the minus."""
+        """Rotate in place the first `rotated` heads of every row. The first half of the sines is negated."""
         rows, heads, head_dim = qkv_NHD.shape
         self._library.rotate(qkv_NHD.data_ptr(), cos_N1D.data_ptr(), sin_N1D.data_ptr(), rows, rotated, heads, head_dim)
 
@@ -129,7 +129,7 @@ class Kernels:
     def attend(
         self, layer: int, qkv_NHD: Tensor, cache_2SKTD: Tensor, positions_N: Tensor, shared: SpanTable, scratch: Tensor
     ) -> Tensor:
-        """Write keys and values of each row into its slot, and return attention [N, H * D] to its spans and slot."""
+        """Write the keys and values of each row to its slot. Return attention [N, H * D] over its spans and slot."""
         rows, all_heads, head_dim = qkv_NHD.shape
         _, slots, kv_heads, tokens, _ = cache_2SKTD.shape
         heads = all_heads - 2 * kv_heads
@@ -163,7 +163,7 @@ class Kernels:
         shared: SpanTable,
         rope: tuple[Tensor, Tensor],
     ) -> None:
-        """Run dense blocks, whose addresses are those of `Block` in kernels.c, on the residual stream, in place."""
+        """Run dense blocks on the residual stream, in place. `blocks_LA` has the addresses of `Block` in kernels.c."""
         cos_N1D, sin_N1D = rope
         rows, width = stream_NE.shape
         layers, _, slots, kv_heads, tokens, head_dim = slab_L2SKTD.shape
@@ -190,7 +190,7 @@ class Kernels:
         )
 
     def attention_scratch(self, cache_2SKTD: Tensor, heads: int, shared: SpanTable) -> Tensor:
-        """Allocate the memory that `attend` computes in."""
+        """Allocate scratch memory for `attend`."""
         kv_heads, tokens, head_dim = cache_2SKTD.shape[2:]
         return torch.empty(torch.get_num_threads() * (heads // kv_heads) * (head_dim + shared.tokens + tokens + 8))
 
@@ -201,7 +201,7 @@ class Kernels:
         return Panels(self, torch.zeros(padded * inputs, dtype=self._dtype), bias_O, outputs, inputs, gated)
 
     def pack(self, rows_RI: Tensor, panels: Panels, first: int = 0) -> None:
-        """Write rows of a weight, that of output `first` first, which are in this dtype or float32."""
+        """Write rows of a weight, starting at output `first`. The rows are in this dtype or float32."""
         rows_RI = rows_RI.contiguous()
         rows, inputs = rows_RI.shape
         wide, cells = rows_RI.dtype != self._dtype, inputs // self.step
@@ -209,14 +209,14 @@ class Kernels:
         self._library.pack(source, wide, target, first, rows, panels.outputs, cells, panels.gated)
 
     def unpack(self, panels: Panels, first: int, rows: int) -> Tensor:
-        """Return rows [R, I] of a weight, that of output `first` first."""
+        """Return rows [R, I] of a weight, starting at output `first`."""
         rows_RI = panels.numbers.new_empty(rows, panels.inputs)
         source, target, cells = panels.numbers.data_ptr(), rows_RI.data_ptr(), panels.inputs // self.step
         self._library.unpack(source, target, first, rows, panels.outputs, cells, panels.gated)
         return rows_RI
 
     def gather(self, panels: Panels, outputs_N: Tensor) -> Tensor:
-        """Return the weights [N, I] of some outputs of panels that are not gated."""
+        """Return the weights [N, I] of some outputs. The panels must not be gated."""
         rows_NI = panels.numbers.new_empty(len(outputs_N), panels.inputs)
         cells = panels.inputs // self.step
         source, target = panels.numbers.data_ptr(), rows_NI.data_ptr()
@@ -224,13 +224,13 @@ class Kernels:
         return rows_NI
 
     def repack(self, rows_RI: Tensor, places_C: Tensor, panels: Panels, first: int = 0) -> None:
-        """Write the numbers of rows at `places_C`, ascending; the first row is that of output `first`."""
+        """Write only the numbers at `places_C`, ascending. The first row belongs to output `first`."""
         numbers, count, inputs = panels.numbers.data_ptr(), len(places_C), panels.inputs
         places = places_C.data_ptr()
         self._library.repack(rows_RI.data_ptr(), numbers, places, count, first, panels.outputs, inputs, panels.gated)
 
     def pack_bias(self, bias_O: Tensor, panels: Panels) -> None:
-        """Write a bias in the order of the panels."""
+        """Write a bias in panel order."""
         half = self.panel_outputs // 2
         assert panels.bias is not None
         if panels.gated:
@@ -239,7 +239,10 @@ class Kernels:
             panels.bias[: len(bias_O)] = bias_O
 
     def product(self, rows_NI: Tensor, panels: Panels, residual_NO: Tensor | None = None) -> Tensor:
-        """Return rows · weightᵀ + bias + residual; gated: silu(first half) * second half of rows · weightᵀ + bias."""
+        """Return rows · weightᵀ + bias + residual.
+
+        Gated panels return silu(first half) * second half of rows · weightᵀ + bias.
+        """
         rows, inputs = rows_NI.shape
         out = panels.numbers.new_empty(rows, panels.outputs // 2 if panels.gated else panels.outputs)
         rows_NI = rows_NI.to(self._input_dtype, memory_format=torch.contiguous_format)
@@ -260,9 +263,9 @@ class Kernels:
 
 @functools.cache
 def load_kernels(dtype: torch.dtype) -> Kernels | None:
-    """Return the kernels for a dtype; None without a compiler, and where they were never tried."""
+    """Return the kernels for a dtype, or None without a compiler or on an unsupported platform."""
     if dtype not in DTYPES:
         return None
-    without = "the embedded engine computes without its own kernels"
+    without = "the embedded engine runs without its own kernels"
     library = load_library(SOURCE, _SIGNATURES, flags=DTYPES[dtype], without=without)
     return None if library is None else Kernels(library, dtype)

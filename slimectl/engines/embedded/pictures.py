@@ -1,6 +1,6 @@
-"""Images in the prompts of the engine: their ids among the tokens, and their share of a prefill.
+"""Images in prompts: marks their placeholder tokens, and prepares their inputs for a prefill.
 
-N rows (one a token) · R rows of images · E hidden size.
+N rows (one per token) · R rows of images · E hidden size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from slimectl.engines.embedded.vision import Features, VisionTower
 
 
 class PictureInputs(NamedTuple):
-    """What a pass computes otherwise because of its images: positions [3, N], and the features of rows."""
+    """Inputs of a pass with images: positions [3, N], and the features of the image rows."""
 
     positions_3N: Tensor
     rows_R: Tensor
     features: Features
-    """Embeddings [R, E] of the rows, and what joins them after the first layers; empty without rows."""
+    """Embeddings [R, E] of the image rows, and the deepstack features for the first layers. Empty without rows."""
 
 
 class Pictures:
     """The images of prompts in flight.
 
-    A prompt has the id of an image, a negative number that stands for its content, in place of each of its placeholder
-    tokens: prompts are then equal, and begin alike, exactly where tokens and images do. An image is kept as long as a
-    sequence holds its patches.
+    Each placeholder token of an image is replaced by the image's id, a negative number derived from its content. Two
+    prompts then share a prefix only where both tokens and images are equal. An image is kept as long as a sequence
+    holds its patches.
     """
 
     def __init__(self, tokens: ImageTokens, tower: VisionTower, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -42,13 +42,13 @@ class Pictures:
         self._patches: WeakValueDictionary[int, Patches] = WeakValueDictionary()
 
     def shared(self, images: Sequence[Patches]) -> tuple[Patches, ...]:
-        """Return the images that a sequence holds: of equal content the same objects as other sequences."""
+        """Return the images for a sequence to hold. Images with equal content are the same object in all sequences."""
         return tuple(self._patches.setdefault(_id(image), image) for image in images)
 
     def marked(self, tokens: Sequence[int], images: Sequence[Patches]) -> tuple[tuple[int, ...], int]:
-        """Return the tokens with the ids of `shared` images, and by how much rotary positions after them are shifted.
+        """Return the tokens with the ids of `shared` images, and the shift of rotary positions after them.
 
-        Raises RecordError if tokens and images do not fit.
+        Raises RecordError if tokens and images do not match.
         """
         grids = [image.grid for image in images]
         spans = self.tokens.spans(tokens, grids)
@@ -59,7 +59,7 @@ class Pictures:
         return tuple(marked), int(positions_3T.max()) + 1 - len(tokens) if images else 0
 
     def inputs(self, prompts: Sequence[tuple[int, ...]], starts: Sequence[int]) -> PictureInputs | None:
-        """Return the images of a pass over the prompts from `starts` on; None if no prompt has any."""
+        """Return the image inputs of a pass over the prompts from `starts` on, or None if no prompt has images."""
         if not any(min(prompt) < 0 for prompt in prompts):
             return None
         positions: list[np.ndarray] = []
@@ -90,7 +90,7 @@ class Pictures:
         return features.rows(torch.tensor(cells, device=self._device))
 
     def _images(self, prompt: tuple[int, ...]) -> tuple[list[Patches], list[tuple[int, int]]]:
-        """Return the images of a prompt and their places."""
+        """Return the images of a prompt and their token ranges."""
         images, spans, place = [], [], 0
         while place < len(prompt):
             if prompt[place] < 0:

@@ -1,6 +1,6 @@
-"""Radix tree of computed keys and values: a prompt takes from it what an earlier one, or an answer, began with.
+"""A radix tree of computed keys and values, so that prompts reuse the start of earlier prompts and responses.
 
-L layers · K key-value heads · T tokens · D head dimension · k experts of a token.
+L layers · K key-value heads · T tokens · D head dimension · k experts per token.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ import torch
 from torch import Tensor
 
 MIN_TOKENS = 16
-"""Fewer tokens in common are computed again, and fewer new ones are not stored: a small model is as fast."""
+"""Shorter matches are recomputed, and shorter additions are not stored, because computing them is as fast."""
 
 MERGE_RATIO = 4
-"""A node grows by what follows it, unless it is that many times longer: long ones would be copied at every turn."""
+"""New tokens are merged into their node unless it is this many times longer.
+
+A long node would be copied at every turn.
+"""
 
 SHARED_BYTES = 1 << 20
-"""Keys and values of a layer that a decoding step must read less before sequences read one copy of them."""
+"""Bytes per layer that a decoding step must save before sequences read a shared prefix in place."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Tokens that follow those of the parent, with their keys and values [L, 2, K, T, D], and experts if there are any.
+    """Tokens that follow the parent's tokens, with their keys and values [L, 2, K, T, D] and optional experts.
 
-    `end` is the position behind the last one. Nobody evicts a node that has `users` or children. A detached one has
-    left the tree, and is freed by its last user.
+    `end` is the position after the last token. A node with `users` or children is never evicted. A detached node has
+    left the tree, and its last user frees it.
     """
 
     tokens: tuple[int, ...]
@@ -48,7 +51,7 @@ class Node:
         return self.keys_values.nbytes + (0 if self.experts_TLk is None else self.experts_TLk.nbytes)
 
     def path(self, start: int = 0) -> list[Node]:
-        """Return the nodes from position `start`, at which one begins, to this one."""
+        """Return the nodes from position `start` to this one. A node must begin at `start`."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None and node.end > start:
@@ -58,7 +61,7 @@ class Node:
 
 
 class PrefixTree:
-    """Nodes by their tokens, of at most `capacity` bytes; the least recently used ones make room for new ones."""
+    """Nodes by their tokens, limited to `capacity` bytes. The least recently used nodes are evicted first."""
 
     def __init__(self, *, capacity: int, token_bytes: int, layers: int) -> None:
         self.bytes = 0
@@ -72,12 +75,12 @@ class PrefixTree:
         return len(self._recent)
 
     def matched(self, tokens: tuple[int, ...]) -> int:
-        """Return how many tokens of this beginning the tree has; 0 if they are too few to be of use."""
+        """Return how many leading tokens the tree has, or 0 if they are too few to reuse."""
         _, length = self._walk(tokens)
         return length if length >= MIN_TOKENS else 0
 
     def match(self, tokens: tuple[int, ...]) -> Node | None:
-        """Return the node at which the longest stored beginning of `tokens` ends; None if that is too short."""
+        """Return the last node of the longest stored prefix of `tokens`, or None if it is too short."""
         node, length = self._walk(tokens)
         if node is None or length < MIN_TOKENS:
             return None
@@ -91,10 +94,10 @@ class PrefixTree:
         keys_values: Callable[[int], Tensor],
         experts: Callable[[int], Tensor | None] = lambda position: None,
     ) -> Node | None:
-        """Store the end of `tokens` that the tree lacks; None if that is too short, or there is no room for it.
+        """Store the part of `tokens` that is not in the tree. Return None if it is too short or does not fit.
 
-        `keys_values(position)` returns [L, 2, K, T, D] of the tokens from this position on, as a tensor of their own,
-        and `experts(position)` [T, L, k] likewise.
+        `keys_values(position)` returns a new tensor [L, 2, K, T, D] for the tokens from this position on, and
+        `experts(position)` likewise [T, L, k].
         """
         node, length = self._walk(tokens)
         missing = len(tokens) - length
@@ -109,9 +112,9 @@ class PrefixTree:
         return node
 
     def shared(self, node: Node | None, sequences: int) -> Node | None:
-        """Return the end of the beginning that sequences should read in place, rather than copy it to their slots.
+        """Return the last node of the prefix that sequences should read in place instead of copying it to their slots.
 
-        `sequences` are those that begin with the whole path of `node`; at a fork each branch is one more.
+        `sequences` counts the sequences that start with the whole path of `node`. At a fork, each branch counts as one.
         """
         while node is not None:
             readers = max(sequences, len(node.children))
@@ -121,7 +124,7 @@ class PrefixTree:
         return None
 
     def use(self, node: Node | None) -> None:
-        """Keep a node, and with it its path, until `release`."""
+        """Keep a node and its path until `release`."""
         if node is not None:
             node.users += 1
 
@@ -133,7 +136,7 @@ class PrefixTree:
             node = node.parent
 
     def clear(self) -> None:
-        """Drop every node, because the weights have changed; those in use stay readable until they are released."""
+        """Drop every node, because the weights changed. Nodes in use stay readable until they are released."""
         self._roots = {}
         for node in list(self._recent):
             node.detached = True
@@ -141,7 +144,7 @@ class PrefixTree:
                 self._remove(node)
 
     def _walk(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
-        """Return how many tokens the tree has of this beginning, and the node in which they end."""
+        """Return the last node of the stored prefix of `tokens`, and the prefix length."""
         node, length, children = None, 0, self._roots
         while length < len(tokens) and (child := children.get(tokens[length])) is not None:
             common = _common(child.tokens, tokens[length : length + len(child.tokens)])
@@ -151,11 +154,11 @@ class PrefixTree:
         return node, length
 
     def _split(self, node: Node, position: int) -> Node:
-        """Return the node that ends at this position of `node`; its users keep the part behind it, too."""
+        """Split `node` at a position and return the node that ends there. Users of `node` keep both parts."""
         if position == node.end:
             return node
         at = position - node.start
-        # Copies: views of one storage would not be freed one by one.
+        # Copies, because views of one storage could not be freed separately.
         parts = node.keys_values.tensor_split([at], dim=3)
         head, tail = (part.clone(memory_format=torch.contiguous_format) for part in parts)
         upper = Node(node.tokens[:at], head, position, node.parent, children={node.tokens[at]: node})
@@ -211,7 +214,7 @@ class PrefixTree:
 
 
 class Span(NamedTuple):
-    """Keys and values that rows of a batch read in place: [L, 2, K, T, D] of the positions from `start` to `end`."""
+    """Keys and values [L, 2, K, T, D] of positions `start` to `end` that rows of a batch read in place."""
 
     keys_values: Tensor
     rows: slice | Tensor
@@ -220,7 +223,7 @@ class Span(NamedTuple):
 
 
 def shared_spans(ends: Sequence[Node | None], *, device: torch.device) -> list[Span]:
-    """Return the spans of a batch; `ends` has the last node that each row reads in place."""
+    """Return the spans of a batch. `ends` has the last node that each row reads in place."""
     rows_of: dict[Node, list[int]] = {}
     for row, end in enumerate(ends):
         for node in [] if end is None else end.path():
@@ -238,7 +241,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Return the length of the common beginning."""
+    """Return the length of the common prefix."""
     if first == second:
         return len(first)
     pairs = zip(first, second, strict=False)

@@ -1,6 +1,6 @@
-"""The vision tower of Qwen2.5-VL: RMSNorms, gated MLPs, attention within windows in most blocks.
+"""The vision tower of Qwen2.5-VL: RMSNorm, gated MLPs, and window attention in most blocks.
 
-P patches · C cells of merge by merge patches, each one token · W values of a patch · E width of the tower · H heads ·
+P patches · C cells of merge by merge patches (one token each) · W values of a patch · E width of the tower · H heads ·
 D head dimension · O width of the decoder.
 """
 
@@ -21,7 +21,7 @@ from slimectl.engines.embedded.vision import Features, NewLinear, NewTensor, att
 from slimectl.errors import CheckpointError
 
 EPS = 1e-6
-"""Epsilon of the norms, which config.json does not state."""
+"""Epsilon of the norms. It is not in config.json."""
 
 
 @dataclass(slots=True)
@@ -37,16 +37,16 @@ class Block:
 
 
 class WindowedTower:
-    """Storage of the tower's weights, and its forward pass."""
+    """Storage of the tower's weights and its forward pass."""
 
     def __init__(self, config: Any, prefix: str, *, tensor: NewTensor, linear: NewLinear) -> None:
-        """`tensor` and `linear` allocate named storage, as Weights does; names begin with `prefix`.
+        """Allocate named storage with `tensor` and `linear`, as Weights does. Names begin with `prefix`.
 
-        Raises CheckpointError for an activation that is not computed.
+        Raises CheckpointError for an unsupported activation.
         """
         if config.hidden_act != "silu":
             raise CheckpointError(
-                f"config.json: the embedded engine does not know hidden_act {config.hidden_act!r} of a vision tower"
+                f"config.json: the embedded engine does not support hidden_act {config.hidden_act!r} in a vision tower"
             )
         width, inner = config.hidden_size, config.intermediate_size
         self._heads, self._merge = int(config.num_heads), int(config.spatial_merge_size)
@@ -103,7 +103,7 @@ def _norm(stream_PE: Tensor, weight_E: Tensor) -> Tensor:
 
 
 def _attention_order(grids: Sequence[Grid], *, merge: int, window: int) -> tuple[np.ndarray, list[int], list[int]]:
-    """Return the cells in the order of their windows, and the patches of each frame and of each window.
+    """Return the cells in window order, and the number of patches in each frame and in each window.
 
     >>> order, frames, windows = _attention_order([(1, 4, 6)], merge=2, window=2)
     >>> order.tolist(), frames, windows

@@ -1,6 +1,6 @@
-"""The vision tower of Qwen3-VL: learned positions, attention within frames, features of its middle blocks too.
+"""The vision tower of Qwen3-VL: learned positions, attention within frames, and features from middle blocks.
 
-P patches · C cells of merge by merge patches, each one token · W values of a patch · E width of the tower · H heads ·
+P patches · C cells of merge by merge patches (one token each) · W values of a patch · E width of the tower · H heads ·
 D head dimension · O width of the decoder.
 """
 
@@ -29,7 +29,7 @@ from slimectl.engines.embedded.vision import (
 from slimectl.errors import CheckpointError
 
 EPS = 1e-6
-"""Epsilon of the norms, which config.json does not state."""
+"""Epsilon of the norms. It is not in config.json."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -60,7 +60,7 @@ class Block:
 
 @dataclass(slots=True)
 class Merger:
-    """Cells of patches [P, E] to the decoder's width [C, O]; `norm` is of a patch, or of a whole cell."""
+    """Maps cells of patches [P, E] to the decoder's width [C, O]. `norm` applies to a patch, or to a whole cell."""
 
     norm: LayerNorm
     up: Linear
@@ -73,17 +73,17 @@ class Merger:
 
 
 class DeepstackTower:
-    """Storage of the tower's weights, and its forward pass."""
+    """Storage of the tower's weights and its forward pass."""
 
     def __init__(self, config: Any, prefix: str, *, tensor: NewTensor, linear: NewLinear) -> None:
-        """`tensor` and `linear` allocate named storage, as Weights does; names begin with `prefix`.
+        """Allocate named storage with `tensor` and `linear`, as Weights does. Names begin with `prefix`.
 
-        Raises CheckpointError for an activation that is not computed.
+        Raises CheckpointError for an unsupported activation.
         """
         if config.hidden_act not in ACTIVATIONS:
             raise CheckpointError(
-                f"config.json: the embedded engine does not know hidden_act {config.hidden_act!r} of a vision tower;"
-                f" it computes {', '.join(ACTIVATIONS)}"
+                f"config.json: the embedded engine does not support hidden_act {config.hidden_act!r} in a vision tower."
+                f" Supported: {', '.join(ACTIVATIONS)}"
             )
         self._activation = ACTIVATIONS[config.hidden_act]
         self._tensor, self._linear = tensor, linear
@@ -103,7 +103,7 @@ class DeepstackTower:
             for i in range(len(layers))
         ]
         self._deepstack = {index: mergers[layers.index(index)] for index in range(config.depth) if index in layers}
-        """Mergers by the index of the block whose output they read."""
+        """Mergers, keyed by the index of the block whose output they read."""
 
     def embed(self, pixels_PW: Tensor, grids: Sequence[Grid]) -> Features:
         """Return the features of every cell of all images, image by image, row by row."""
@@ -126,7 +126,7 @@ class DeepstackTower:
         return Features(self._merger(stream_PE), tuple(deepstack))
 
     def _positions(self, grids: Sequence[Grid]) -> Tensor:
-        """Return learned positions [P, E]: those of a square table, interpolated to the size of each image."""
+        """Return learned positions [P, E], interpolated from a square table to the size of each image."""
         table_GE, last = self._positions_GE, self._side - 1
         pieces = []
         for (_, *sides), places_P2 in zip(grids, patch_places(grids, merge=self._merge), strict=True):

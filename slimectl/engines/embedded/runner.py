@@ -1,4 +1,4 @@
-"""Runs the steps of the engine: schedule sequences, run the model, sample the next tokens.
+"""Runs the engine's steps: schedules sequences, runs the model, and samples the next tokens.
 
 B rows · V vocabulary.
 """
@@ -19,7 +19,7 @@ from slimectl.errors import SettingsError, SlimectlError
 from slimectl.types import TopTokens
 
 AHEAD = 512
-"""Prompt tokens, padding included, that one pass computes with prompts that are still in the queue."""
+"""Maximum number of prompt tokens, with padding, in a pass that includes prompts still in the queue."""
 
 OVERFLOW = "temperature, penalties or logit_bias: the probabilities overflow. Use less extreme values."
 
@@ -29,7 +29,10 @@ Admitted = dict[tuple[int, ...], list[RunningSequence]]
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the start; a prompt that siblings share counts once, and not what the prefix tree had of it."""
+    """Counters since the start.
+
+    A prompt shared by siblings counts once, and tokens from the prefix tree do not count.
+    """
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -37,7 +40,7 @@ class Stats:
 
 
 class Runner:
-    """Steps the sequences of its scheduler, whose slots are those of the cache."""
+    """Steps the sequences of its scheduler. Scheduler slots are cache slots."""
 
     def __init__(
         self, model: Model, *, max_running: int, max_context: int, prefix_cache_bytes: int, device: torch.device
@@ -49,15 +52,15 @@ class Runner:
         self._max_context = max_context
         self._device = device
         self._cache = model.new_cache()
-        self._prefixes: dict[tuple[int, ...], Prefix] = {}  # computed prompts that siblings in the queue will use
-        self._batch: Batch | None = None  # None: the set of running sequences has changed
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}  # computed prompts for siblings in the queue
+        self._batch: Batch | None = None  # None if the set of running sequences has changed
 
     @torch.inference_mode()
     def step(self, weight_version: str) -> list[RunningSequence]:
-        """Sample one more token for every running sequence, newly admitted ones included; returns the finished ones."""
+        """Sample a token for every running sequence, including newly admitted ones. Return the finished ones."""
         admitted = self.scheduler.admit()
         if not self.scheduler.running:
-            return []  # those who waited were cancelled
+            return []  # the waiting ones were cancelled
         if admitted:
             self._compute([prompt for prompt in admitted if prompt not in self._prefixes])
             self._share(admitted)
@@ -67,7 +70,7 @@ class Runner:
         if not math.isfinite(sum(log_probs)):
             self._fail_rows(logits_BV, log_probs, batch, weight_version)
         for sequence, token, log_prob, top in zip(batch.sequences, tokens_B.tolist(), log_probs, tops, strict=True):
-            if not sequence.finish:  # else it was aborted, and its answer is delivered already
+            if not sequence.finish:  # else it was aborted, and its response has been delivered
                 try:
                     sequence.append(token, log_prob, weight_version, top)
                 except Exception as error:  # from a function that follows the response
@@ -77,9 +80,9 @@ class Runner:
         return self._retire()
 
     def _sample(self, logits_BV: Tensor, batch: Batch) -> tuple[Tensor, list[float], list[TopTokens]]:
-        """Return a token for each row [B], its log-probability, and the likeliest tokens in its place.
+        """Return a token for each row [B], its log-probability, and the likeliest tokens at its position.
 
-        If that fails, each row is sampled separately, so an error ends only the sequence of its row.
+        If sampling fails, each row is sampled separately, so that an error ends only its own sequence.
         """
         try:
             parts = [sample_tokens(logits_BV, batch)]
@@ -98,7 +101,7 @@ class Runner:
             return Sampled(torch.zeros(1, dtype=torch.long, device=self._device), torch.zeros(1))
 
     def _fail_rows(self, logits_BV: Tensor, log_probs: list[float], batch: Batch, weight_version: str) -> None:
-        """End the sequences without probabilities, because of their parameters or of weights with NaN."""
+        """End the sequences whose probabilities are not finite because of their parameters or of weights with NaN."""
         finite_B = logits_BV.isfinite().all(-1).tolist()
         for sequence, log_prob, finite in zip(batch.sequences, log_probs, finite_B, strict=True):
             if not math.isfinite(log_prob) and not sequence.finish:
@@ -107,23 +110,23 @@ class Runner:
             self.forget_prefixes()
 
     def _work(self, prompt: tuple[int, ...]) -> int:
-        """Return how many tokens of a prompt the prefix tree lacks; the last one is always computed, for its logits."""
+        """Return how many tokens of a prompt must be computed. The last one always is, for its logits."""
         return len(prompt) - (self.tree.matched(prompt[:-1]) if self._is_reusable(prompt) else 0)
 
     def _is_reusable(self, tokens: tuple[int, ...]) -> bool:
         return len(tokens) <= self.model.reusable_tokens
 
     def _rows(self, *, changed: bool) -> Batch:
-        """Return the running sequences as a batch: the last one, unless some have joined or left."""
+        """Return the running sequences as a batch. Reuses the last batch unless sequences joined or left."""
         if self._batch is None or changed:
             running = list(self.scheduler.running)
             self._batch = Batch(running, device=self._device, vocabulary=self.model.vocabulary)
         return self._batch
 
     def _logits(self, batch: Batch, admitted: Admitted) -> Tensor:
-        """Return logits of the next token: decoded for running sequences, then those after the new prompts."""
+        """Return logits of the next token, first for running sequences and then for new prompts."""
         decoding = len(batch.sequences) - sum(map(len, admitted.values()))
-        rows = decoding if admitted else self.model.padded_rows(decoding)  # else the slots behind are not free
+        rows = decoding if admitted else self.model.padded_rows(decoding)  # else the next slots are not free
         slots = max(len(batch.sequences), rows)
         self._cache.reserve(
             slots=slots,
@@ -151,7 +154,7 @@ class Runner:
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _compute(self, prompts: list[tuple[int, ...]]) -> None:
-        """Compute prompts, and short ones next in the queue in the same pass: a pass over few tokens costs as much."""
+        """Compute prompts, together with short queued ones: a pass over few tokens costs just as much."""
         if not prompts:
             return
         ahead = self.scheduler.upcoming(prompts, tokens=AHEAD)
@@ -165,7 +168,7 @@ class Runner:
             self._store(prompt, self._prefixes[prompt])
 
     def _store(self, prompt: tuple[int, ...], prefix: Prefix) -> None:
-        """Move what was computed of a prompt into the prefix tree, if it has room."""
+        """Move the computed part of a prompt to the prefix tree if there is room."""
         start, node = prefix.offset, prefix.node
         self.tree.release(node)
         if self._is_reusable(prompt):
@@ -177,7 +180,7 @@ class Runner:
         self.tree.use(prefix.node)
 
     def _share(self, admitted: Admitted) -> None:
-        """Decide what new sequences read from the prefix tree, and what their slots get."""
+        """Decide what new sequences read from the prefix tree in place. The rest goes to their slots."""
         for prompt, siblings in admitted.items():
             node = self._prefixes[prompt].node
             shared = self.tree.shared(node, len(siblings) + self.scheduler.awaits(prompt))
@@ -186,7 +189,7 @@ class Runner:
                 self.tree.use(shared)
 
     def _admit(self, admitted: Admitted, *, slot: int) -> Tensor:
-        """Copy new prompts to the slots of their siblings, from `slot` on; returns the logits [B, V] after them."""
+        """Copy new prompts to the slots of their siblings, starting at `slot`. Return the logits [B, V] after them."""
         logits = []
         for prompt, siblings in admitted.items():
             prefix, offset, count = self._prefixes[prompt], siblings[0].offset, len(siblings)
@@ -209,7 +212,7 @@ class Runner:
             self.tree.release(self._prefixes.pop(prompt).node)
 
     def _retire(self) -> list[RunningSequence]:
-        """Remove finished sequences and close the gaps that they leave in the cache."""
+        """Remove finished sequences and close the gaps in the cache."""
         for slot, sequence in enumerate(self.scheduler.running):
             if sequence.finish:
                 self._keep(slot, sequence)
@@ -222,7 +225,7 @@ class Runner:
         return finished
 
     def _keep(self, slot: int, sequence: RunningSequence) -> None:
-        """Store what a finished sequence has computed, which is all but its last token, in the prefix tree."""
+        """Store a finished sequence in the prefix tree, except for its last token, which was never computed."""
         offset = sequence.offset
         self._release(sequence)
         if sequence.reusable:
@@ -239,21 +242,21 @@ class Runner:
         sequence.shared = None
 
     def forget_prefixes(self) -> None:
-        """Discard computed prompts and the prefix tree; running sequences go on with the keys and values they have."""
+        """Discard computed prompts and the prefix tree. Running sequences keep their keys and values."""
         self._drop_prefixes(list(self._prefixes))
         for sequence in self.scheduler.running:
             sequence.reusable = False
         self.tree.clear()
 
     def retract(self) -> None:
-        """Stop running sequences without ending them; keys and values will be recomputed."""
+        """Return running sequences to the queue. Their keys and values are recomputed later."""
         self._batch = None
         self.forget_prefixes()
         self._release_all()
         self.scheduler.retract()
 
     def clear(self) -> list[RunningSequence]:
-        """Drop all sequences in flight, and return them."""
+        """Drop all sequences in flight and return them."""
         self._batch = None
         self._drop_prefixes(list(self._prefixes))
         self._release_all()
@@ -264,12 +267,12 @@ class Runner:
             self._release(sequence)
 
     def free(self) -> None:
-        """Free the memory of the cache; no sequence may run."""
+        """Free the cache memory. No sequence may be running."""
         self._cache = self.model.new_cache()
 
 
 def non_finite_error(weight_version: str) -> SlimectlError:
     return SlimectlError(
-        f"the logits of weight version {weight_version!r} are not numbers: training has diverged, or the checkpoint "
-        f"is damaged; go back to an earlier one"
+        f"the logits of weight version {weight_version!r} are not finite: training has diverged or the checkpoint "
+        f"is damaged. Use an earlier checkpoint."
     )

@@ -1,4 +1,4 @@
-"""Sequence in generation: its tokens, and the conditions that end it."""
+"""Running sequences, and the scheduler that admits and retires them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RunningSequence:
-    """Prompt and the tokens sampled after it.
+    """A prompt and the tokens sampled after it.
 
-    `limit` is the number of tokens it may grow to: max_tokens, or the rest of the context. `end_tokens` end it from
-    `min_tokens` on. `scanner` searches for stop strings. `finish` is "" while it runs, and "error" if it ends with
-    `error` instead of a response. `prefix` has the tokens to compute before the next one: the prompt, and for a
-    retracted sequence its response so far. `spans` has each weight version with the index of its first token. `grown`
-    is called after every token, in the engine's thread. `grammar` restricts the tokens. `loss_mask` then has 0 for
-    tokens that it forced. `top` has the `top_count` likeliest tokens in place of each token.
+    `limit` is the maximum response length: max_tokens, or the rest of the context. `end_tokens` end the sequence once
+    it has `min_tokens`. `scanner` searches for stop strings. `finish` is "" while the sequence runs, and "error" if it
+    ends with `error` instead of a response. `prefix` has the tokens to compute before the next one: the prompt, plus
+    the response so far if the sequence was retracted. `spans` lists each weight version with the index of its first
+    token. `grown` is called after every token, in the engine's thread. `grammar` restricts the tokens, and `loss_mask`
+    then has 0 for tokens that it forced. `top` has the `top_count` likeliest tokens at the position of each token.
 
     The sequence reads the prefix tree up to `shared`, and its slot has the later tokens. `reusable` is true if all its
     keys and values come from the current weights. `images` are the prompt's images. The prompt has their ids in place
-    of their tokens, and `rope_shift` is added to later rotary positions. `experts` has the experts of the tokens that
-    were read, [T, L, k] in parts. A token that is computed again keeps its first experts. The response has them if
+    of their tokens, and `rope_shift` is added to later rotary positions. `experts` has the experts of the computed
+    tokens, in parts of [T, L, k]. A token that is recomputed keeps its first experts. The response includes them if
     `reports_experts` is true.
     """
 
@@ -75,7 +75,7 @@ class RunningSequence:
 
     @property
     def offset(self) -> int:
-        """Number of tokens that it reads from the prefix tree."""
+        """Number of tokens that the sequence reads from the prefix tree."""
         return 0 if self.shared is None else self.shared.end
 
     def append(self, token: int, log_prob: float, version: str, top: TopTokens) -> None:
@@ -90,21 +90,21 @@ class RunningSequence:
             self.grammar.advance(token)
         count = len(self.tokens)
         matched = self.scanner is not None and self.scanner.scan(self.tokens, stopping=count >= self.params.min_tokens)
-        # The sampler draws no end token before min_tokens; a text that is complete needs none.
+        # The sampler never draws an end token before min_tokens. A complete text needs no end token.
         if matched or token in self.end_tokens or (self.grammar is not None and self._is_complete(self.grammar)):
             self.finish = "stop"
         elif count >= self.limit:
             self.finish = "length"
-        self.log_probs.append(log_prob)  # last: readers in other threads count by it
+        self.log_probs.append(log_prob)  # last, because readers in other threads use its length
         if self.grown is not None:
             self.grown()
 
     def end_with(self, error: Exception) -> None:
-        """End it with an error. Its keys and values are not used again."""
+        """End the sequence with an error. Its keys and values are not reused."""
         self.error, self.finish, self.reusable = error, "error", False
 
     def follow(self, on_tokens: OnTokens) -> None:
-        """Call `on_tokens` with the new tokens after each token, in the engine's thread."""
+        """Call `on_tokens` with the unreported tokens after each new token, in the engine's thread."""
         reported = 0
 
         def report() -> None:
@@ -115,18 +115,18 @@ class RunningSequence:
         self.grown = report
 
     def _is_complete(self, grammar: GrammarState | TokenSet) -> bool:
-        """Whether nothing may follow, and no end token would end the text."""
+        """Whether nothing may follow and the sequence has no end tokens."""
         return not self.end_tokens and grammar.is_over
 
     @property
     def matched(self) -> str | int | None:
-        """Stop string, or token, that ended the sequence."""
+        """The stop string or token that ended the sequence, or None."""
         if self.scanner is not None and self.scanner.matched:
             return self.scanner.matched
         return self.tokens[-1] if self.finish == "stop" and self.tokens[-1] in self.end_tokens else None
 
     def deliver(self, text: str) -> None:
-        """Resolve the future with the answer, in the event loop that awaits it."""
+        """Resolve the future with the completion, in the event loop that awaits it."""
         versions, starts = [version for version, _ in self.spans], [start for _, start in self.spans]
         answer = Completion(
             self.tokens, self.log_probs, text, self.finish, versions, self.cached_tokens, version_starts=starts
@@ -139,7 +139,7 @@ class RunningSequence:
         self._resolve(answer)
 
     def experts_between(self, start: int, end: int) -> Tensor | None:
-        """Return the experts [T, L, k] of the tokens [start, end); None in a dense model, or if none was read."""
+        """Return the experts [T, L, k] of the tokens [start, end), or None in a dense model or without tokens."""
         if len(self.experts) > 1:
             self.experts = [torch.cat(self.experts)]
         return self.experts[0][start:end].clone() if self.experts and end > start else None
@@ -149,7 +149,7 @@ class RunningSequence:
 
     def _resolve(self, outcome: Completion | Exception) -> None:
         def settle() -> None:
-            if self.future.done():  # its task was cancelled meanwhile
+            if self.future.done():  # its task was cancelled
                 return
             if isinstance(outcome, Exception):
                 self.future.set_exception(outcome)
@@ -161,15 +161,15 @@ class RunningSequence:
             return
         if loop is asyncio.get_running_loop():
             settle()
-        else:  # requested in a loop that rests while another one drives the engine
+        else:  # the request came from another loop than the one that drives the engine
             loop.call_soon_threadsafe(settle)
 
 
 class Scheduler:
-    """Admits sequences first come, first served; running sequences fill slots 0, 1, 2 … without gaps.
+    """Admits sequences first come, first served. Running sequences fill slots 0, 1, 2 … without gaps.
 
-    `max_prefill` bounds the padded area (prompts times the longest) of one prefill, unless a single prompt is larger;
-    `work` returns how many tokens of a prompt are to be computed.
+    `max_prefill` bounds the padded area (number of prompts times longest) of one prefill. A larger single prompt is
+    still admitted. `work` returns how many tokens of a prompt must be computed.
     """
 
     def __init__(
@@ -190,11 +190,11 @@ class Scheduler:
         self._waiting_for[sequence.prefix] += 1
 
     def awaits(self, prompt: tuple[int, ...]) -> int:
-        """Return how many siblings of this prompt have not been admitted yet."""
+        """Return how many siblings of this prompt are still in the queue."""
         return self._waiting_for[prompt]
 
     def admit(self) -> dict[tuple[int, ...], list[RunningSequence]]:
-        """Move sequences from the queue into the free slots, siblings side by side, and return them by prompt."""
+        """Move queued sequences to free slots, siblings next to each other, and return them by prompt."""
         admitted: dict[tuple[int, ...], list[RunningSequence]] = {}
         free = self.max_running - len(self.running)
         longest = 0
@@ -205,7 +205,7 @@ class Scheduler:
                 if admitted and (len(admitted) + 1) * longest > self.max_prefill:
                     break
             sequence = self._next()
-            if not sequence.finish:  # else its task was cancelled while it waited
+            if not sequence.finish:  # else its task was cancelled while it was queued
                 admitted.setdefault(prompt, []).append(sequence)
                 free -= 1
         for siblings in admitted.values():
@@ -213,7 +213,7 @@ class Scheduler:
         return admitted
 
     def upcoming(self, prompts: list[tuple[int, ...]], *, tokens: int) -> list[tuple[int, ...]]:
-        """Return prompts next in the queue, as many as fit with `prompts` into a padded area of `tokens`."""
+        """Return the next queued prompts that fit, together with `prompts`, in a padded area of `tokens`."""
         longest, ahead = max(map(self._work, prompts)), dict.fromkeys(prompts)
         for sequence in self._waiting:
             if sequence.prefix in ahead:
@@ -225,7 +225,10 @@ class Scheduler:
         return list(ahead)[len(prompts) :]
 
     def retire(self) -> tuple[list[RunningSequence], list[tuple[int, int]]]:
-        """Drop finished sequences; the last ones move into their slots. Returns (finished, moves from slot to slot)."""
+        """Drop finished sequences and fill their slots with the last ones.
+
+        Return (finished, moves from slot to slot).
+        """
         finished = [sequence for sequence in self.running if sequence.finish]
         if not finished:
             return [], []
@@ -239,7 +242,7 @@ class Scheduler:
         return finished, moves
 
     def retract(self) -> None:
-        """Put running sequences back in front of the queue: prompt and answer so far will be recomputed."""
+        """Put running sequences back at the front of the queue. Prompt and response so far are recomputed later."""
         for sequence in reversed(self.running):
             if not sequence.finish:
                 sequence.prefix = (*sequence.prompt, *sequence.tokens)
@@ -252,7 +255,7 @@ class Scheduler:
         return len(self._waiting)
 
     def clear(self) -> list[RunningSequence]:
-        """Drop all waiting and running sequences, and return them."""
+        """Drop all waiting and running sequences and return them."""
         dropped = [*self.running, *self._waiting]
         self.running.clear()
         self._waiting.clear()

@@ -1,6 +1,6 @@
 """Samples tokens and their log-probabilities from logits.
 
-B rows · V vocabulary · W window of the likeliest tokens.
+B rows · V vocabulary · W likeliest tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.types import SamplingParams, TopTokens
 
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Lower bound of a token's probability, so that the log of a drawn token stays finite after an underflow."""
+"""Lower bound of a token's probability, so that its log stays finite after an underflow."""
 
 BLOCK, BLOCKS = 128, 32
-"""Tokens of a block that is drawn first, and the number of blocks from which that is faster."""
+"""Block size for drawing a block before a token, and the number of blocks from which that is faster."""
 
 WINDOW = 1024
-"""Number of likeliest tokens that are examined before the whole vocabulary is sorted."""
+"""Number of likeliest tokens to examine before sorting the whole vocabulary."""
 
 
 class Sampled(NamedTuple):
-    """Tokens of a step, their log_softmax(logits / temperature), float32, and the likeliest tokens N of each row."""
+    """Tokens of a step, their float32 log_softmax(logits / temperature), and the N likeliest tokens of each row."""
 
     tokens_B: Tensor
     log_probs_B: Tensor
@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
     top_log_probs_BN: Tensor | None = None
 
     def top_tokens(self) -> list[TopTokens]:
-        """Return the likeliest tokens of each row; empty lists if no row asks for them."""
+        """Return the likeliest tokens of each row, or empty lists if no row requests them."""
         if self.top_ids_BN is None or self.top_log_probs_BN is None:
             return [[]] * len(self.tokens_B)
         rows = zip(self.top_ids_BN.tolist(), self.top_log_probs_BN.tolist(), strict=True)
@@ -45,9 +45,9 @@ class Sampled(NamedTuple):
 def sample_tokens(logits_BV: Tensor, batch: Batch) -> Sampled:
     """Sample one token per row.
 
-    Tokens are drawn by inverting the cumulative distribution: one pass over the vocabulary and one random number per
-    row, so that a row's token is independent of other rows. Filters and grammars restrict the tokens that can be drawn,
-    and never change the log-probability; penalties and biases do.
+    Tokens are drawn by inverting the cumulative distribution. This takes one pass over the vocabulary and one random
+    number per row, so that a row's token does not depend on other rows. Filters and grammars restrict which tokens can
+    be drawn but do not change log-probabilities. Penalties and biases do.
     """
     if batch.adjustments is not None:
         logits_BV = batch.adjustments.apply(logits_BV)
@@ -73,9 +73,9 @@ def _log(probs: Tensor) -> Tensor:
 
 
 def _mask_excluded(logits_BV: Tensor, probs_BV: Tensor, batch: Batch) -> Tensor:
-    """Return the probabilities without the tokens that a row may not draw, even if no other token was likely.
+    """Return the probabilities renormalized over the tokens that each row may draw.
 
-    These are end tokens before the minimum length, and tokens that a grammar does not have at this place.
+    Excluded are end tokens before the minimum length, and tokens that the grammar does not allow at this position.
     """
     banned = batch.banned()
     if banned is None and not batch.grammars:
@@ -92,15 +92,15 @@ def _draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     """Return the first token whose cumulative weight exceeds u times the total."""
     if weights_BV.device.type == "cpu" and weights_BV.shape[1] >= BLOCKS * BLOCK and weights_BV.shape[1] % BLOCK == 0:
         return _draw_by_block(weights_BV, uniforms_B1)
-    # A parallel float32 scan (CUDA) need not be monotone; on the CPU sums are carried in float64 already.
+    # A parallel float32 scan (CUDA) may not be monotone. On the CPU, sums are already accumulated in float64.
     exact = torch.float64 if weights_BV.is_cuda else torch.float32
     cumulative_BV = weights_BV.cumsum(-1, dtype=exact)
     tokens_B1 = torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:], right=True)
-    return tokens_B1.clamp_(max=weights_BV.shape[1] - 1)  # beyond the end only where the weights are not numbers
+    return tokens_B1.clamp_(max=weights_BV.shape[1] - 1)  # beyond the end only if the weights are NaN
 
 
 def _draw_by_block(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
-    """Draw a block of tokens by its sum, then a token of the block: a scan of the whole vocabulary has no vectors."""
+    """Draw a block of tokens by its sum, then a token in it. A scan of the whole vocabulary is not vectorized."""
     rows, vocabulary = weights_BV.shape
     blocks_BNK = weights_BV.reshape(rows, -1, BLOCK)
     ends_BN = blocks_BNK.sum(-1).cumsum(-1)
@@ -108,14 +108,14 @@ def _draw_by_block(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     block_B1 = torch.searchsorted(ends_BN, wanted_B1, right=True).clamp_(max=ends_BN.shape[1] - 1)
     scan_BK = blocks_BNK.gather(1, block_B1[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1)
     rest_B1 = wanted_B1 - F.pad(ends_BN, (1, 0)).gather(1, block_B1)
-    # Rounding must lead neither before the first nor behind the last token of the block that has a weight.
+    # Rounding must not lead past the first or last token of the block with a nonzero weight.
     rest_B1 = torch.minimum(rest_B1.clamp_(min=0), scan_BK[:, -1:] * (1 - 2.0**-23))
     token_B1 = block_B1 * BLOCK + torch.searchsorted(scan_BK, rest_B1, right=True)
     return token_B1.clamp_(max=vocabulary - 1)
 
 
 def _filter(probs_BV: Tensor, batch: Batch) -> Tensor:
-    """Set the probabilities of filtered tokens to zero; returns the same tensor if no row has a filter."""
+    """Set the probabilities of filtered tokens to zero. Return the same tensor if no row has a filter."""
     if batch.top_k_B1 is None and batch.top_p_B1 is None and batch.min_p_B1 is None:
         return probs_BV
     rows, vocabulary = probs_BV.shape
@@ -130,9 +130,10 @@ def _filter(probs_BV: Tensor, batch: Batch) -> Tensor:
 
 
 def _filter_rows(probs_BV: Tensor, *, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor, window: int) -> Tensor:
-    """Apply top-k, then top-p of the remaining tokens, then min-p relative to the likeliest; zeros elsewhere.
+    """Apply top-k, then top-p to the remaining tokens, then min-p relative to the likeliest. Zero the rest.
 
-    Rows without a filter stay bit-identical. If `window` tokens do not decide a row, its whole vocabulary is sorted.
+    Rows without a filter stay bit-identical. If the `window` likeliest tokens do not settle a row, its whole vocabulary
+    is sorted.
     """
     vocabulary = probs_BV.shape[1]
     sorted_BW, order_BW = probs_BV.topk(window)
@@ -146,7 +147,7 @@ def _filter_rows(probs_BV: Tensor, *, top_k_B1: Tensor, top_p_B1: Tensor, min_p_
     filtered_BV = torch.where(free_B1, probs_BV, filtered_BV)
     if window == vocabulary:
         return filtered_BV
-    # The last of the window survived: there may be more behind it. top_k beyond the window needs its total, too.
+    # If the last token of the window is kept, later ones may be, too. top_k beyond the window also needs its total.
     unsettled_B = ((keep_BW[:, -1:] & (top_k_B1 > window)) | ((top_k_B1 > window) & (top_k_B1 < vocabulary))) & ~free_B1
     rows = unsettled_B.squeeze(1).nonzero().squeeze(1)
     if rows.numel():
@@ -165,14 +166,14 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Batch:
-    """Inputs of the model and sampling parameters, one row per sequence."""
+    """Model inputs and sampling parameters, one row per sequence."""
 
     def __init__(self, sequences: list[RunningSequence], *, device: torch.device, vocabulary: int) -> None:
         self.sequences = sequences
         self._device = device
         state_BC = np.array([_state(sequence) for sequence in sequences])
         self.tokens_B, self.positions_B = torch.from_numpy(state_BC[:, :2].T.copy()).to(device)
-        self.longest = int(state_BC[:, 1].max()) + 1  # tokens, those that the step feeds included
+        self.longest = int(state_BC[:, 1].max()) + 1  # in tokens, including the one that this step feeds
         offsets_B = np.array([sequence.offset for sequence in sequences])
         self.offsets_B = torch.from_numpy(offsets_B).to(device) if offsets_B.any() else None
         self.longest_slot = int((state_BC[:, 1] - offsets_B).max()) + 1
@@ -195,7 +196,7 @@ class Batch:
         self.grammars = [(row, each.grammar) for row, each in enumerate(sequences) if each.grammar is not None]
 
     def _column(self, values_B: Array, *, neutral: float) -> Tensor | None:
-        """Return a column of one value per row; None if all rows have the neutral value."""
+        """Return a column with one value per row, or None if all rows have the neutral value."""
         if (values_B == neutral).all():
             return None
         return torch.from_numpy(values_B.copy()).to(self._device).unsqueeze(1)
@@ -227,15 +228,15 @@ class Batch:
         return rows, tokens
 
     def uniforms_B1(self) -> Tensor:
-        """Return a number in [0, 1) for each row, a function of its seed and number of drawn tokens alone."""
+        """Return a number in [0, 1) for each row. It depends only on the row's seed and number of drawn tokens."""
         bits = _mix_bits(self._seeds_B + GOLDEN * (self._drawn_B + np.uint64(1)))
-        # 24 bits: every value and its product with a total near 1 is exact enough in float32 to stay below the total.
+        # With 24 bits, a value times a total near 1 is exact enough in float32 to stay below the total.
         values = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return torch.from_numpy(values).to(self._device).unsqueeze(1)
 
 
 def _state(sequence: RunningSequence) -> tuple[int, int, int, int, int]:
-    """Return last token, its position, tokens drawn, seed, minimum tokens before an end token."""
+    """Return the last token, its position, the number of drawn tokens, the seed, and the minimum number of tokens."""
     tokens = sequence.tokens
     drawn = len(tokens)
     last = tokens[-1] if tokens else sequence.prompt[-1]

@@ -1,6 +1,6 @@
-"""Parts that vision towers share: rotary embedding of patches, attention within frames, the tower's outputs.
+"""Shared parts of vision towers: rotary embedding of patches, attention within frames, and the tower's outputs.
 
-P patches of images · C cells of merge by merge patches, each one token · W values of a patch · H heads · D head
+P patches of images · C cells of merge by merge patches (one token each) · W values of a patch · H heads · D head
 dimension · O width of the decoder.
 """
 
@@ -18,18 +18,18 @@ from slimectl.architectures.image_tokens import Grid
 from slimectl.engines.embedded.linear import Linear
 
 THETA = 10000.0
-"""Base of the rotary embedding, which config.json does not state."""
+"""Base of the rotary embedding. It is not in config.json."""
 
 NewTensor = Callable[..., Tensor]
 NewLinear = Callable[..., Linear]
 
 
 class Features(NamedTuple):
-    """Outputs of a tower: embeddings [C, O], and what joins the stream after each of the first decoder layers."""
+    """Outputs of a tower: embeddings [C, O], and features to add after each of the first decoder layers."""
 
     embeddings_CO: Tensor
     deepstack: tuple[Tensor, ...] = ()
-    """A tensor [C, O] for a layer (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
+    """One tensor [C, O] per layer (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
 
     def rows(self, cells: Tensor) -> Features:
         """Return the features of some cells."""
@@ -37,7 +37,7 @@ class Features(NamedTuple):
 
 
 class VisionTower(Protocol):
-    """Storage of the tower's weights, and its forward pass."""
+    """Storage of the tower's weights and its forward pass."""
 
     def embed(self, pixels_PW: Tensor, grids: Sequence[Grid]) -> Features:
         """Return the features of every cell of all images, image by image, row by row."""
@@ -59,7 +59,7 @@ def patch_places(grids: Sequence[Grid], *, merge: int) -> list[np.ndarray]:
 
 
 def rotary_angles(grids: Sequence[Grid], *, merge: int, head: int) -> np.ndarray:
-    """Return rotary angles [P, head / 2] of patches, cell by cell: those of the row, then those of the column."""
+    """Return rotary angles [P, head / 2] of patches, cell by cell: first for the row, then for the column."""
     inverse = (1.0 / THETA ** (np.arange(0, head // 2, 2, dtype=np.float32) / np.float32(head // 2))).astype(np.float32)
     places = np.concatenate(patch_places(grids, merge=merge))
     angles: np.ndarray = places[:, :, None].astype(np.float32) * inverse
@@ -73,7 +73,7 @@ def rotated(states_PHD: Tensor, cos_P1D: Tensor, sin_P1D: Tensor) -> Tensor:
 
 
 def attend(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Attention [P, H, D] within consecutive stretches; those of one length side by side are one call."""
+    """Return attention [P, H, D] within consecutive segments. Adjacent segments of equal length take one call."""
     outputs, start, index = [], 0, 0
     while index < len(lengths):
         count = 1

@@ -1,6 +1,6 @@
-"""Changes a model's weights in place by a delta, so that neither unchanged numbers nor their panels are written.
+"""Applies a delta to a model's weights in place, writing only changed numbers and their panels.
 
-C changed numbers of a tensor · N numbers of it.
+C changed numbers of a tensor · N numbers of a tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slimectl.errors import CheckpointError
 from slimectl.native.deltas import change_numbers
 
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Codes of safetensors for an engine's dtypes."""
+"""safetensors codes of an engine's dtypes."""
 
 
 class Delta(Protocol):
@@ -23,33 +23,33 @@ class Delta(Protocol):
 
     @property
     def start(self) -> str:
-        """Weight version that the changes begin from."""
+        """The weight version that the delta applies to."""
         ...
 
     @property
     def is_xor(self) -> bool:
-        """Whether bits are the xor of old and new ones, rather than the new ones."""
+        """Whether `gaps` returns the xor of old and new bits instead of the new bits."""
         ...
 
     @property
     def forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Code of safetensors and shape of every tensor of the checkpoint."""
+        """safetensors code and shape of every tensor of the checkpoint."""
         ...
 
     def gaps(self, name: str, width: int) -> tuple[Any, Any]:
-        """Return how many equal numbers lie before each that changes [C], and their bits [C] of `width` bytes.
+        """Return how many unchanged numbers precede each changed one [C], and the bits [C] of `width` bytes.
 
         Raises CheckpointError if they are damaged.
         """
         ...
 
     def matches(self, name: str, data: Any) -> bool:
-        """Whether these are the bytes of the tensor after the changes."""
+        """Whether `data` has the bytes of the tensor after the changes."""
         ...
 
 
 def check_delta(weights: Weights, delta: Delta) -> dict[str, TensorSlot]:
-    """Return the targets of the delta's tensors. Raises CheckpointError if these weights cannot be changed by it."""
+    """Return the targets of the delta's tensors. Raises CheckpointError if the delta does not fit these weights."""
     slots: dict[str, TensorSlot] = {}
     names = set()
     for name, (code, shape) in delta.forms.items():
@@ -69,7 +69,7 @@ def check_delta(weights: Weights, delta: Delta) -> dict[str, TensorSlot]:
 
 
 def write_delta(slots: Mapping[str, TensorSlot], delta: Delta) -> None:
-    """Change the numbers that changed. Raises CheckpointError, in the middle, for a tensor of another checksum."""
+    """Write the changed numbers. Raises CheckpointError, after partial changes, if a checksum does not match."""
     for name, slot in slots.items():
         _change_tensor(slot, delta, name)
     for linear in {slot.linear for slot in slots.values() if slot.linear is not None}:
@@ -77,7 +77,7 @@ def write_delta(slots: Mapping[str, TensorSlot], delta: Delta) -> None:
 
 
 def _change_tensor(slot: TensorSlot, delta: Delta, name: str) -> None:
-    """Change a tensor, and its copies where the model spreads it over heads."""
+    """Change a tensor, and its copies if the model repeats it for every head."""
     tensor = slot.read() if slot.view is None else slot.view
     gaps_C, bits_C = delta.gaps(name, tensor.element_size())
     indices_C = None
@@ -85,6 +85,6 @@ def _change_tensor(slot: TensorSlot, delta: Delta, name: str) -> None:
         numbers_N = part.view(-1).view(torch.uint8).numpy().view(bits_C.dtype)
         indices_C = change_numbers(numbers_N, gaps_C, bits_C, is_xor=delta.is_xor)
         if not delta.matches(name, numbers_N):
-            raise CheckpointError(f"weights: {name} does not become what the delta says")
+            raise CheckpointError(f"weights: {name} does not match the delta's checksum after the change")
     if slot.view is None and slot.linear is not None:
         slot.linear.change(slot.first, tensor, torch.from_numpy(indices_C))

@@ -1,4 +1,4 @@
-"""Storage of every weight of a model, by its Hugging Face name.
+"""Storage of a model's weights by Hugging Face name, and the loader that tracks whether they are complete.
 
 V vocabulary · E hidden size · H heads · D head dimension.
 """
@@ -25,12 +25,12 @@ from slimectl.engines.embedded.vision import VisionTower
 from slimectl.errors import CheckpointError
 
 BIASED = ("qwen2", "qwen2_5_vl_text")
-"""Model types with a bias on query, key and value without a key for it in config.json."""
+"""Model types that always have a bias on query, key and value, without a key for it in config.json."""
 NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text")
 """Model types that normalize queries and keys, head by head."""
 BLOCK_BYTES = 2**20
 BLOCK_ROWS = 64
-"""A matrix is read in blocks of about so many bytes, and of a multiple of so many rows."""
+"""A matrix is read in blocks of about BLOCK_BYTES and of a multiple of BLOCK_ROWS rows."""
 TOWERS: dict[str, type[WindowedTower] | type[DeepstackTower]] = {
     "qwen2_5_vl": WindowedTower,
     "qwen3_vl": DeepstackTower,
@@ -46,7 +46,10 @@ def has_experts(config: Any, index: int) -> bool:
 
 @dataclass(slots=True)
 class Layer:
-    """The weights of one block; `qk_norm_HD` is the query norm for every query head, then the key norm."""
+    """The weights of one block.
+
+    `qk_norm_HD` repeats the query norm for every query head, then the key norm likewise.
+    """
 
     input_norm_E: Tensor
     qkv: Linear
@@ -57,7 +60,7 @@ class Layer:
 
     @property
     def addresses(self) -> list[int] | None:
-        """Addresses that `Block` in kernels.c has, of a dense block whose products the kernels compute; else None."""
+        """Addresses for `Block` in kernels.c, or None unless the block is dense and the kernels compute it."""
         if not isinstance(self.mlp, Mlp):
             return None
         qkv, o, gate_up, down = (each.addresses for each in (self.qkv, self.o, self.mlp.gate_up, self.mlp.down))
@@ -70,7 +73,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in an open file: to read it straight to its place costs less than to map its pages and to copy them."""
+    """A tensor in an open file. Reading it directly to its target costs less than mapping and copying its pages."""
 
     file: FileIO
     offset: int
@@ -78,9 +81,9 @@ class FileTensor:
     shape: tuple[int, ...]
 
     def copy_to(self, target: Tensor) -> None:
-        """Read the tensor into `target`, which may be wider in its first dimensions, of another dtype or device.
+        """Read the tensor into `target`, which may have a broadcastable shape or another dtype or device.
 
-        Raises CheckpointError if the file is cut short.
+        Raises CheckpointError if the file is truncated.
         """
         is_same = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
         is_same = is_same and tuple(target.shape) == self.shape
@@ -90,9 +93,9 @@ class FileTensor:
             target.copy_(memory)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows of a matrix in blocks, with the index of each one's first row; a block is good until the next.
+        """Yield (first row, block of rows) of a matrix. A block is valid until the next one is read.
 
-        Raises CheckpointError if the file is cut short.
+        Raises CheckpointError if the file is truncated.
         """
         rows, width = self.shape
         count = max(BLOCK_ROWS, BLOCK_BYTES // (width * self.dtype.itemsize) // BLOCK_ROWS * BLOCK_ROWS)
@@ -116,9 +119,9 @@ class FileTensor:
 
 @dataclass(slots=True)
 class TensorSlot:
-    """Target of a named tensor: a view of the storage, or outputs of a linear layer from `first` on.
+    """Target of a named tensor: a view of the storage, or the outputs of a linear layer starting at `first`.
 
-    A view may be part of a linear layer, too, as a bias is.
+    A view may also be part of a linear layer, such as its bias.
     """
 
     shape: tuple[int, ...]
@@ -127,7 +130,7 @@ class TensorSlot:
     first: int = 0
 
     def write(self, tensor: Tensor | FileTensor) -> None:
-        """Store a tensor, in the storage's dtype. Raises CheckpointError if its file is cut short."""
+        """Store a tensor in the storage's dtype. Raises CheckpointError if its file is truncated."""
         if self.view is not None:
             if isinstance(tensor, FileTensor):
                 tensor.copy_to(self.view)
@@ -139,7 +142,7 @@ class TensorSlot:
             self.linear.write(self.first + first, rows)
 
     def read(self) -> Tensor:
-        """Return the tensor as it is stored, a copy or a view."""
+        """Return the tensor as stored, as a copy or a view."""
         if self.view is None:
             assert self.linear is not None
             return self.linear.read(self.first, self.shape[0])
@@ -165,7 +168,7 @@ class Weights:
         self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._kernels = kernels
         self.packs = not (kernels is not None and kernels.multiplies) and can_pack(dtype, device)
-        """Whether linear layers have copies that oneDNN packed."""
+        """Whether linear layers keep a copy packed by oneDNN."""
         self.places: dict[str, TensorSlot] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self._embedding = embedding = f"{decoder}embed_tokens.weight"
@@ -180,15 +183,15 @@ class Weights:
         self.head = self._linear(hidden, {head: vocabulary}, bias=False)
 
     def embed(self, tokens_N: Tensor) -> Tensor:
-        """Return the embeddings [N, E] of tokens, a new tensor."""
+        """Return the embeddings [N, E] of tokens as a new tensor."""
         return self.head.rows(tokens_N) if self._embedding_VE is None else F.embedding(tokens_N, self._embedding_VE)
 
     def place(self, name: str, tensor: Tensor | FileTensor) -> TensorSlot | None:
-        """Return the target of a tensor; None for one that this model does not store.
+        """Return the target of a tensor, or None if this model does not store it.
 
-        Raises CheckpointError if it is not part of the model, or misshapen.
+        Raises CheckpointError if the tensor is not part of the model or has the wrong shape.
         """
-        # Old checkpoints carry the table that config.json defines; a tied head is the embedding.
+        # Old checkpoints include a table that config.json already defines. A tied head is the embedding.
         if name.endswith("rotary_emb.inv_freq"):
             return None
         name = self.published_name(name)
@@ -202,14 +205,14 @@ class Weights:
         return None if tied_head else place
 
     def published_name(self, name: str) -> str:
-        """Return a tensor's name in published checkpoints; transformers' modules may have others in a vision model."""
+        """Return a tensor's name in published checkpoints. In vision models, transformers may use other names."""
         return published_name(name, self._model_type) if self._model_type in PUBLISHED else name
 
     @torch.no_grad()
     def write(self, tensors: NamedTensors) -> set[str]:
-        """Copy tensors into the storage, in any order; returns the names of those written. Raises as `place` does."""
+        """Copy tensors to the storage in any order, and return the written names. Raises like `place`."""
         names: set[str] = set()
-        incomplete: dict[Linear, int] = {}  # how many of the tensors of a layer are still to come
+        incomplete: dict[Linear, int] = {}  # number of outstanding tensors by layer
         for name, tensor in tensors:
             place = self.place(name, tensor)
             if place is None:
@@ -220,19 +223,19 @@ class Weights:
                 missing = incomplete.pop(place.linear, place.linear.count) - 1
                 if missing:
                     incomplete[place.linear] = missing
-                else:  # at once, while the weights are in the processor's cache
+                else:  # now, while the weights are in the CPU cache
                     place.linear.refresh()
         for linear in incomplete:
             linear.refresh()
         return names
 
     def block_addresses(self) -> Tensor | None:
-        """Return the addresses [L, A] of all blocks, if all are dense and computed by the kernels. They stay."""
+        """Return the fixed addresses [L, A] of all blocks, or None unless the kernels compute all of them."""
         rows = [layer.addresses for layer in self.layers]
         return None if None in rows else torch.tensor(rows)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor as it is stored, with its name."""
+        """Yield (name, tensor as stored) for every tensor."""
         for name, place in self.places.items():
             yield name, place.read()
 
@@ -242,7 +245,7 @@ class Weights:
         return storage
 
     def _linear(self, inputs: int, outputs: dict[str, int], *, bias: bool, gates: bool = False) -> Linear:
-        """Create one linear layer for the projections named in `outputs`, each with its width."""
+        """Create one linear layer for the projections in `outputs`, a map from name to width."""
         linear = Linear(
             inputs,
             list(outputs.values()),
@@ -284,7 +287,7 @@ class Weights:
         )
 
     def _experts(self, prefix: str) -> Experts:
-        """Create the experts of a layer; checkpoints have a tensor for each matrix of each."""
+        """Create the experts of a layer. Checkpoints have a separate tensor for each matrix of each expert."""
         config = self._config
         count, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
         gate_up_EIH = torch.empty(count, 2 * inner, hidden, **self._tensor_options)
@@ -297,7 +300,7 @@ class Weights:
         return Experts(gate_EH, gate_up_EIH, down_EHF, config.num_experts_per_tok, bool(config.norm_topk_prob))
 
     def _qk_norm(self, prefix: str, queries: int, keys: int) -> Tensor:
-        """Create one table of both norms, head by head; a [D] tensor written to a view of it spreads over the heads."""
+        """Create one table of both norms by head. Writing a [D] tensor to a view repeats it for every head."""
         table_HD = torch.empty(queries + keys, self._head_dim, **self._tensor_options)
         for name, view in (("q_norm", table_HD[:queries]), ("k_norm", table_HD[queries:])):
             self.places[f"{prefix}{name}.weight"] = TensorSlot((self._head_dim,), view)
@@ -305,10 +308,10 @@ class Weights:
 
 
 class WeightLoader:
-    """Tracks whether an engine's weights are complete. Parts of two versions are not a complete set.
+    """Loads weights and tracks whether they are complete. Parts of two versions are not complete.
 
-    `whole` means that no tensor is missing; `usable` that requests may queue: the weights are whole, or were when the
-    current update began. `version` changes with the last tensor.
+    `whole` means that no tensor is missing. `usable` means that requests may queue: the weights are whole, or were when
+    the current update began. `version` changes when the last tensor arrives.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -325,11 +328,14 @@ class WeightLoader:
         return not self._missing
 
     def load(self, tensors: NamedTensors, *, version: str) -> None:
-        """Load all tensors, streamed. Raises CheckpointError, without weights, on a missing, extra or misshapen one."""
+        """Load all tensors as they arrive.
+
+        Raises CheckpointError for a missing, extra or misshapen tensor, which leaves the engine without weights.
+        """
         all_names = set(self._weights.places)
 
         def mark_incomplete() -> Iterator[tuple[str, Tensor | FileTensor]]:
-            for item in tensors:  # a source that cannot be opened leaves the old weights whole
+            for item in tensors:  # if the source cannot be opened, the old weights stay whole
                 self.usable, self._missing = False, all_names
                 yield item
 
@@ -340,7 +346,7 @@ class WeightLoader:
         self._complete()
 
     def update(self, tensors: Sequence[tuple[str, Tensor | FileTensor]], *, version: str | None) -> None:
-        """Load some tensors, checked before any is written. Outside a session the others stay unchanged."""
+        """Load some tensors. All are checked before any is written. Outside a session, the others stay unchanged."""
         for name, tensor in tensors:
             self._weights.place(name, tensor)
         if self._session_open and not self._received_any:
@@ -351,9 +357,9 @@ class WeightLoader:
             self._complete()
 
     def replace(self, tensors: NamedTensors, *, version: str) -> None:
-        """Replace some tensors of a whole set, streamed; the others stay, and together they are `version`.
+        """Replace some tensors as they arrive. Together with the unchanged ones, they form `version`.
 
-        Raises CheckpointError, as other errors without weights: some tensors may be of the new version.
+        Raises CheckpointError. Any error leaves the engine without weights, because they may be a mix of two versions.
         """
         previous, self._missing = self._missing, set(self._weights.places)
         self._weights.write(tensors)
@@ -361,24 +367,29 @@ class WeightLoader:
         self._complete()
 
     def change(self, write: Callable[[], None], *, start: str, version: str) -> None:
-        """Bring the weights from `start` to `version`. Raises CheckpointError; without weights if `write` does."""
+        """Update the weights from `start` to `version` with `write`.
+
+        Raises CheckpointError if they are not at `start`. An error in `write` leaves the engine without weights.
+        """
         if not self.whole or self._session_open or self.version != start:
-            raise CheckpointError(f"weights: the engine has {self.version or 'none'}, the delta begins from {start}")
+            raise CheckpointError(
+                f"weights: the delta applies to version {start}, but the engine has {self.version or 'none'}"
+            )
         self.usable, self._missing = False, set(self._weights.places)
         write()
         self._missing, self._next = set(), version
         self._complete()
 
     def begin(self) -> None:
-        """Open a session: a whole set will be loaded in parts. Raises CheckpointError if one is open."""
+        """Open a session, in which all weights are loaded in parts. Raises CheckpointError if one is already open."""
         if self._session_open:
-            raise CheckpointError("a weight-update session is already open; end it before another begins")
+            raise CheckpointError("a weight-update session is already open. End it before you begin another one.")
         self._session_open, self._received_any = True, False
 
     def end(self) -> None:
-        """Close the session. Raises CheckpointError if it received some tensors and not all."""
+        """Close the session. Raises CheckpointError if it received only some of the tensors."""
         if not self._session_open:
-            raise CheckpointError("no weight-update session is open; begin one first")
+            raise CheckpointError("no weight-update session is open. Begin one first.")
         self._session_open = False
         if not self._received_any:
             return
@@ -393,4 +404,4 @@ class WeightLoader:
 
 
 def _missing_message(missing: set[str]) -> str:
-    return f"weights: no tensor for {min(missing)} ({len(missing)} missing); give the whole model"
+    return f"weights: no tensor for {min(missing)} ({len(missing)} missing). Send the whole model."

@@ -1,1 +1,1 @@
-"""HTTP clients of inference servers: transport, dispatch, generation, weight updates, log-probabilities."""
+"""HTTP clients for inference servers: generation, load balancing, weight updates and log-probabilities."""

@@ -1,4 +1,4 @@
-"""Dialect of the HTTP API of one kind of server, and the stream of one answer in it."""
+"""The interface of a server's HTTP API, and streaming of one response through it."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ from slimectl.errors import BackendError, SettingsError
 from slimectl.transport.http import PASSING, error_message, parsed
 
 GetJson = Callable[[str], Awaitable[Any]]
-"""Sends GET for a path of one server; returns the parsed body, None where the server refuses."""
+"""Sends a GET request for a path to one server. Returns the parsed body, or None if the server refuses."""
 
 PostJson = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
-"""Sends POST of a path and a body to one server, with retries; returns the parsed body. Raises BackendError."""
+"""Sends a POST request with a path and a body to one server, with retries.
+
+Returns the parsed body. Raises BackendError.
+"""
 
 
 class ServerApi(Protocol):
-    """Requests and answers of one kind of server; stateless and picklable."""
+    """Request and response formats of one kind of server. Stateless and picklable."""
 
     @property
     def name(self) -> str:
-        """The servers that speak it, for messages."""
+        """Name of the server for messages."""
         ...
 
     @property
     def generate_path(self) -> str: ...
 
     def generate_body(self, request: PendingRequest) -> dict[str, Any]:
-        """Return the body of a request for a stream of tokens with log-probabilities, under `request.request_id`."""
+        """Return the request body for a stream of tokens with log-probabilities. Its id is `request.request_id`."""
         ...
 
     def add_event(self, event: Mapping[str, Any], request: PendingRequest) -> None:
-        """Add one event of the stream to the answer.
+        """Add one event of the stream to the response.
 
-        Raises Refused for an error in the stream, Unavailable if the tokens were not sampled with pushed weights.
+        Raises Refused for an error in the stream, and Unavailable if the tokens come from weights that were not pushed.
         """
         ...
 
     def is_paused(self, status: int, body: Any) -> bool:
-        """Whether a refusal says that the server is paused: this is no failure."""
+        """Whether a refusal means that the server is paused, which is not a failure."""
         ...
 
     def abort_requests(self, ids: Sequence[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
-        """Return path and body of each request that ends the answers with these ids, or all answers without `ids`."""
+        """Return path and body of each request that aborts the responses with these ids, or all if `ids` is None."""
         ...
 
     async def model_info(self, get: GetJson) -> Mapping[str, Any] | None:
-        """Return model_type, vocab_size and context_length, as far as the server tells; None if its API is another."""
+        """Return model_type, vocab_size and context_length if the server reports them, or None if its API differs."""
         ...
 
     async def prompt_log_probs(
@@ -58,17 +61,17 @@ class ServerApi(Protocol):
     ) -> list[list[tuple[int, float]]]:
         """Return (token, log-probability) of each row's tokens after position `start`, at temperature 1.
 
-        Raises UnexpectedAnswer for an answer of another form.
+        Raises UnexpectedAnswer if the response has another form.
         """
         ...
 
     async def tokenize(self, post: PostJson, text: str) -> list[int]:
-        """Return the server's tokens of a text, special tokens included or not."""
+        """Return the tokens that the server makes of a text, with or without special tokens."""
         ...
 
 
 class Refused(Exception):
-    """Error in the middle of a stream, with the HTTP status that it would have had at its beginning."""
+    """An error in the middle of a stream, with the HTTP status that it would have had at the start."""
 
     def __init__(self, status: int, body: Any) -> None:
         super().__init__(status, body)
@@ -76,10 +79,10 @@ class Refused(Exception):
 
 
 class UnexpectedAnswer(Exception):
-    """Error: a server answered in a form that its API does not have."""
+    """Raised if a server's response does not have the form that its API defines."""
 
 
-MENDED_BY_ASKING_OTHERWISE = {400, 413, 422}
+BAD_REQUEST_STATUSES = {400, 413, 422}
 
 
 async def generate(
@@ -90,9 +93,9 @@ async def generate(
     api: ServerApi,
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Stream an answer into `request`.
+    """Stream a response into `request`.
 
-    Raises Unavailable or aiohttp's errors if a retry may succeed, SettingsError or BackendError if none will.
+    Raises Unavailable or an aiohttp error if a retry may succeed, else SettingsError or BackendError.
     """
     async with session.post(url + api.generate_path, json=api.generate_body(request), headers=headers) as reply:
         if reply.status != 200:
@@ -104,7 +107,7 @@ async def generate(
                 _refuse(url, refused.status, refused.body, api)
             if request.finish is not None:
                 return
-    raise Unavailable("it broke off in the middle of an answer")
+    raise Unavailable("the connection broke in the middle of a response")
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
@@ -122,7 +125,7 @@ def _refuse(url: str, status: int, body: Any, api: ServerApi) -> None:
         raise Paused(error_message(body))
     if status in PASSING:
         raise Unavailable(f"{status} {error_message(body)}")
-    if status in MENDED_BY_ASKING_OTHERWISE:
-        raise SettingsError(f"engine at {url} refuses the request: {error_message(body)}")
-    hint = "; give its key by engine.api_key" if status == 401 else ""
-    raise BackendError(f"engine at {url} answers {status}: {error_message(body)}{hint}")
+    if status in BAD_REQUEST_STATUSES:
+        raise SettingsError(f"engine at {url} rejects the request: {error_message(body)}")
+    hint = ". Set its key in engine.api_key." if status == 401 else ""
+    raise BackendError(f"engine at {url} responds with status {status}: {error_message(body)}{hint}")

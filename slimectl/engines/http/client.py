@@ -1,4 +1,4 @@
-"""Engine of HTTP servers, or of a router in front of them."""
+"""An engine over HTTP: one or more servers, or a router in front of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from slimectl.types import Completion, SamplingParams
 class HttpEngine:
     """protocols.Engine over HTTP, for any event loop and thread.
 
-    `api` is the dialect of the servers. `urls` take generation requests (one router, or servers, among which requests
-    are balanced here); `workers` are the servers themselves, if they differ. A request whose server fails is retried
-    from its beginning, on a server of the latest `set_urls`: one server gives the whole answer. `vocabulary` and
-    `max_context` bound prompts; `decode` converts tokens to text (without it the server's text is used). `troubled` is
-    called with every server that failed, so that its monitor checks it now. `keys` authenticate the requests. Servers
-    that are `shared` have requests of other clients too, which an abort leaves alone. `stops` are added to the stop
-    tokens of each request.
+    `api` is the API of the servers. `urls` accept generation requests: one router, or servers among which the client
+    balances requests. `workers` are the servers themselves, if they differ. If a server fails, its requests restart
+    from the beginning on a server of the latest `set_urls`, so that one server generates the whole response.
+    `vocabulary` and `max_context` limit prompts. `decode` converts tokens to text. Without it, the server's text is
+    used. `troubled` is called with every server that failed, so that its monitor checks it at once. `keys` authenticate
+    requests. If servers are `shared` with other clients, an abort does not touch their requests. `stops` are added to
+    the stop tokens of each request.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class HttpEngine:
         self._keys, self._shared = keys, shared
         self._urls, self._workers = list(urls), list(workers or urls)
         self.addresses = list(urls)
-        """The last addresses that took requests, in one list for the life of the engine."""
+        """The latest request addresses. The list object stays the same."""
         self.generated_tokens = 0
-        """Tokens of all completions."""
+        """Number of tokens in all completions."""
         self._failure: BaseException | None = None
         self._background = Background("slimectl-engine-client")
         self._dispatch: Dispatch | None = None
@@ -70,17 +70,17 @@ class HttpEngine:
     async def generate(
         self, tokens: list[int], *, params: SamplingParams, on_tokens: OnTokens | None = None
     ) -> Completion:
-        """Continue `tokens`; `on_tokens` is called with those of every packet, in another thread.
+        """Continue `tokens`. `on_tokens` is called with the tokens of every packet, in another thread.
 
-        Raises SettingsError if they leave no room in the context, and for a grammar or top_log_probs. Raises
-        BackendError if no server answers.
+        Raises SettingsError if the prompt leaves no room in the context, and for a grammar or top_log_probs. Raises
+        BackendError if no server responds.
         """
         if params.top_log_probs:
-            raise SettingsError("the likeliest tokens in place of each token need engine.backend = embedded")
+            raise SettingsError("top_log_probs requires engine.backend = embedded")
         if params.grammar is not None:
             raise SettingsError(
-                "a grammar needs engine.backend = embedded: the log-probabilities of servers are those after its mask, "
-                "which no trainer computes"
+                "a grammar requires engine.backend = embedded. Servers return log-probabilities after its mask, "
+                "which trainers do not compute."
             )
         check_prompt(tokens, params, vocabulary=self.vocabulary, max_context=self.max_context)
         params = self._stops.added_to(params)
@@ -98,45 +98,48 @@ class HttpEngine:
         return completion
 
     async def abort(self) -> None:
-        """End every request in flight; each returns its tokens so far, with finish "abort"."""
+        """End every request in flight. Each returns its tokens so far with finish "abort"."""
         if self._background.runs:
             await asyncio.wrap_future(self._background.submit(self._abort()))
 
     async def close(self) -> None:
-        """Abort, and close all connections; the engine may be used again."""
+        """Abort all requests and close all connections. The engine can be used again."""
         if self._background.runs:
             await asyncio.wrap_future(self._background.submit(self._close_dispatch()))
             self._background.stop()
 
     def set_urls(self, urls: Sequence[str], workers: Sequence[str] | None = None) -> None:
-        """Replace the servers; waiting requests go there. An empty list makes requests wait for the next call."""
+        """Replace the servers.
+
+        Waiting requests go to the new ones. With an empty list, requests wait for the next call.
+        """
         self._urls, self._workers = list(urls), list(urls if workers is None else workers)
         self.addresses[:] = urls or self.addresses
         if self._background.runs:
             self._background.submit(self._announce()).result()
 
     def fail(self, error: BaseException) -> None:
-        """Fail all waiting requests with this error: no server will come back."""
+        """Fail all waiting requests with this error, because no server will come back."""
         self._failure = error
         if self._background.runs:
             self._background.submit(self._announce()).result()
 
     def check_model(self, expected: Mapping[str, Any]) -> None:
-        """Check the model of every worker: `expected` may have model_type, architectures, vocab_size and the like.
+        """Check the model of every worker against `expected`: model_type, architectures, vocab_size and so on.
 
-        Must not be called within an event loop. Raises BackendError if one does not answer or serves another model.
+        Do not call it within an event loop. Raises BackendError if a worker does not respond or serves another model.
         """
         for url in self._workers:
             info = run_coroutine(self.api.model_info(partial(self._get, url)))
             if info is None:
-                raise BackendError(f"engine at {url}: tells nothing of its model; is it {self.api.name}?")
+                raise BackendError(f"engine at {url} does not report its model. Is it {self.api.name}?")
             for name, value in expected.items():
                 served = info.get(name)
                 if served is not None and value is not None and served != value:
                     raise BackendError(
-                        f"engine at {url} serves another model: its {name} is {served}, that of model.path {value}"
+                        f"engine at {url} serves another model: its {name} is {served}, but model.path has {value}"
                     )
-            length = info.get("context_length")  # it may have been started with less than the model's
+            length = info.get("context_length")  # may be less than the model's
             if isinstance(length, int) and length > 0:
                 self.max_context = min(self.max_context, length)
 
@@ -144,9 +147,9 @@ class HttpEngine:
         try:
             reply = await get(url + path, timeout_s=CONNECT_S, headers=self._keys.headers(url, path))
         except BackendError as error:
-            raise BackendError(f"engine at {url} is not answering; start one with `slimectl serve`") from error
+            raise BackendError(f"engine at {url} is not answering. Start one with `slimectl serve`.") from error
         if reply.status in (401, 403):
-            raise BackendError(f"engine at {url}: {path}: {reply.words}; give its key by engine.api_key")
+            raise BackendError(f"engine at {url}: {path}: {reply.words}. Set its key in engine.api_key.")
         return reply.body if reply.status == 200 else None
 
     # The methods below run in the background loop.

@@ -1,4 +1,4 @@
-"""Dispatch of requests to servers: a load balancer selects the server, failed requests are retried elsewhere."""
+"""Sends requests to servers through a load balancer, and retries failed requests on other servers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from slimectl.transport.http import backoff_s, request
 from slimectl.types import Completion
 
 COOLDOWN_S = 1.0
-"""Seconds that a failed server is skipped while others answer."""
+"""Seconds to skip a failed server while others are available."""
 
 REMEMBERED = 8192
-"""Maximum number of keys whose server is remembered."""
+"""Maximum number of keys whose server is remembered for affinity."""
 
 
 class LoadBalancer:
-    """Selects the server with the fewest requests in flight, at most `concurrency` on each.
+    """Selects the server with the fewest requests in flight, up to `concurrency` per server.
 
-    With `affinity`, equal keys go to the same server while it is available. Belongs to one event loop.
+    With `affinity`, equal keys go to the same server while it is available. Use it in one event loop only.
     """
 
     def __init__(self, urls: Sequence[str], *, concurrency: int, affinity: bool) -> None:
@@ -42,7 +42,7 @@ class LoadBalancer:
         self._changed = asyncio.Event()
 
     async def acquire(self, key: int) -> str:
-        """Wait for a server with a free slot and take the slot; `release` returns it.
+        """Wait for a server with a free slot and take the slot. `release` returns it.
 
         Raises the error that was passed to `fail`.
         """
@@ -71,7 +71,7 @@ class LoadBalancer:
         return url in self._urls
 
     def fail(self, error: BaseException) -> None:
-        """Fail all waiting and future `take` calls: no server will come back."""
+        """Fail all waiting and future `acquire` calls, because no server will come back."""
         self._failure = error
         self._changed.set()
 
@@ -97,19 +97,19 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """Bounds of the backoff between tries."""
 
 PAUSED_S = 2.0
-"""Maximum seconds before a paused server is asked again."""
+"""Maximum seconds between requests to a paused server."""
 
 CONNECT_S = 10.0
 ABORT_GRACE_S = 5.0
-"""Seconds that servers may take to return the tokens of an aborted request; then those received so far count."""
+"""Seconds to wait for the tokens of an aborted request. After that, the tokens received so far are used."""
 
 ABORT_REPLY_S, ABORT_AGAIN_S = 2.0, 0.25
 
 
 class Dispatch:
-    """Retries requests until a server gives a whole answer. `troubled` is called with failed (not paused) servers.
+    """Retries requests until a server completes them. Calls `troubled` with failed (not paused) servers.
 
-    Servers that are `shared` have requests of other clients too, which an abort leaves alone.
+    If servers are `shared` with other clients, an abort does not touch their requests.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Dispatch:
         )
 
     async def complete(self, flight: PendingRequest) -> Completion:
-        """Return the completion of a request. Raises SettingsError or BackendError if there will be none."""
+        """Return the completion of a request. Raises SettingsError or BackendError if it cannot be completed."""
         task = asyncio.current_task()
         assert task is not None
         self._flights[id(flight)] = flight, task
@@ -149,7 +149,7 @@ class Dispatch:
             del self._flights[id(flight)]
 
     async def abort(self, workers: Sequence[str]) -> None:
-        """Abort all requests: servers return their tokens so far; requests without an answering server end at once."""
+        """Abort all requests. Those without a server end at once. The others return their tokens so far."""
         pending = set()
         for flight, task in list(self._flights.values()):
             flight.aborted = True
@@ -159,7 +159,7 @@ class Dispatch:
         deadline = time.monotonic() + ABORT_GRACE_S
         while pending and time.monotonic() < deadline:
             await asyncio.gather(*(self._abort_at(url, workers) for url in workers))
-            # Repeated: a request that had not reached its server yet was not among those it ended.
+            # Repeat, because a request may reach its server after the previous abort.
             _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
         for task in pending:
             task.cancel()
@@ -167,7 +167,7 @@ class Dispatch:
             await asyncio.wait(pending)
 
     async def _abort_at(self, url: str, workers: Sequence[str]) -> None:
-        """Ask one of the workers to end the requests in flight; those that a router passed on may be at any."""
+        """Abort the requests at one of the workers. A request behind a router may be at any worker."""
         ids = None
         if self._shared:
             places = ((flight, self._asking.get(id(flight), (None,))[0]) for flight, _ in self._flights.values())
@@ -176,7 +176,10 @@ class Dispatch:
         await asyncio.gather(*(_post(url, path, body, self._keys) for path, body in requests))
 
     def announce(self, urls: Sequence[str]) -> None:
-        """Replace the servers; requests on removed servers are retried: a machine that is lost reports nothing."""
+        """Replace the servers.
+
+        Requests on removed servers are retried, because a lost machine does not report errors.
+        """
         self.balance.announce(urls)
         for url, limit in self._asking.values():
             if url not in urls and not limit.expired():
@@ -186,10 +189,9 @@ class Dispatch:
         await self._session.close()
 
     async def _ask_until_answered(self, flight: PendingRequest) -> None:
-        """Retry a request until it is answered.
+        """Retry a request until it is complete.
 
-        Raises BackendError once no server has answered for `connect_timeout_s`; waiting for a server to be announced is
-        not counted.
+        Raises BackendError if no server responds for `connect_timeout_s`, not counting the wait for new servers.
         """
         tries, silent_s, started = 0, 0.0, time.monotonic()
         while True:
@@ -199,7 +201,8 @@ class Dispatch:
             if failure is None:
                 return
             if isinstance(failure, Paused):
-                # It is alive, and continues when weights are loaded or the trainer yields the GPU: this is no silence.
+                # The server is alive and continues once weights are loaded or the GPU is free, so its pause does not
+                # count.
                 if time.monotonic() - started > self._request_timeout_s:
                     raise BackendError(f"engine at {url}: {failure} (engine.request_timeout_s)") from failure
                 await asyncio.sleep(random.uniform(FIRST_PAUSE_S, PAUSED_S))
@@ -211,15 +214,15 @@ class Dispatch:
             silent_s += time.monotonic() - try_started
             if silent_s >= self._connect_timeout_s:
                 raise BackendError(
-                    f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {first_line(failure)}; "
-                    f"start one with `slimectl serve`"
+                    f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {first_line(failure)}. "
+                    f"Start one with `slimectl serve`."
                 ) from failure
             pause_s = backoff_s(tries, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
             silent_s += pause_s
             await asyncio.sleep(pause_s)
 
     async def _try_server(self, url: str, flight: PendingRequest) -> Exception | None:
-        """Try one server; returns None with an answer, else the error after which another try may succeed."""
+        """Try one server. Return None if it completes the request, else an error after which a retry may succeed."""
         failure: Exception | None = None
         flight.restart()
         flight.asking = True
@@ -231,7 +234,7 @@ class Dispatch:
         except (aiohttp.ClientError, TimeoutError, OSError, Unavailable) as error:
             if limit.expired() and self.balance.knows(url):
                 raise BackendError(
-                    f"engine at {url}: no whole answer within {self._request_timeout_s:.0f} s "
+                    f"engine at {url} did not complete the request within {self._request_timeout_s:.0f} s "
                     f"(engine.request_timeout_s)"
                 ) from error
             failure = error
@@ -243,6 +246,6 @@ class Dispatch:
 
 
 async def _post(url: str, path: str, body: Mapping[str, Any], keys: Keys) -> None:
-    """Send a request whose answer does not matter."""
+    """Send a request and ignore errors."""
     with contextlib.suppress(BackendError):
         await request("POST", url + path, timeout_s=ABORT_REPLY_S, body=body, headers=keys.headers(url, path))

@@ -1,4 +1,4 @@
-"""Client of a remote model that only computes log-probabilities of tokens."""
+"""Client of a remote model that only computes token log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ROWS, TOKENS = 16, 16384
 """Maximum rows and tokens of one request."""
 
 PROBE = "The quick brown fox\n\tdef f(x): return x**2 + 3.14159  # naïve café, 北京, здравствуй 🙂 [[1, 20, 300]]"
-"""Text of every kind, which two vocabularies tokenise alike only if they are the same."""
+"""Varied text, which two tokenizers split alike only if they have the same vocabulary."""
 
 
 class RemoteLogProbModel:
-    """protocols.LogProbModel of the model behind `urls`, servers that speak `api`.
+    """protocols.LogProbModel over HTTP, for the model served at `urls` through `api`.
 
-    Requests go to the servers round-robin, concurrently. One that a server does not answer goes to the others, once
-    each, and then up to `tries` times to the first, within `timeout_s` seconds. `setting` names the setting of the
-    addresses. Log-probabilities are those of temperature 1.
+    Requests go to the servers round-robin and concurrently. If a server fails, the request goes to each of the others
+    once, and then up to `tries` times to the first one, within `timeout_s` seconds. `setting` is the setting that lists
+    the addresses, for messages. Log-probabilities are at temperature 1.
     """
 
     def __init__(self, urls: Sequence[str], *, api: ServerApi, setting: str, timeout_s: float, tries: int = 5) -> None:
@@ -33,77 +33,79 @@ class RemoteLogProbModel:
         self._setting = setting
         self._patience = RetryPolicy(timeout_s, tries)
         self._failed_urls: set[str] = set()
-        """Servers of which a warning has told; cleared by their next answer."""
+        """Servers that a warning has been logged for. Their next response clears them."""
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        """Return log p(token) of every response token, R floats per row. Raises BackendError if the servers fail."""
-        with HttpClient() as asker:
+        """Return log p(token) of every response token, R floats per row. Raises BackendError if all servers fail."""
+        with HttpClient() as http:
             futures = [
-                asker.submit(self._score(i % len(self._urls), batch, asker)) for i, batch in enumerate(_batches(rows))
+                http.submit(self._score(i % len(self._urls), batch, http)) for i, batch in enumerate(_batches(rows))
             ]
             return [log_probs for future in futures for log_probs in future.result()]
 
     def check_vocabulary(self, tokenizer: Any, *, of: object) -> None:
-        """Raise SettingsError if a server tokenises text differently than `tokenizer`, that of the model `of`."""
+        """Raise SettingsError if a server tokenizes text differently than `tokenizer` of the model `of`."""
         expected = list(tokenizer.encode(PROBE, add_special_tokens=False))
         for url in self._urls:
-            with HttpClient() as asker:
-                server_tokens = asker.submit(self._tokenize(url, asker)).result()
+            with HttpClient() as http:
+                server_tokens = http.submit(self._tokenize(url, http)).result()
             # The teacher's tokenizer may add special tokens around the text.
             if not any(
                 server_tokens[i : i + len(expected)] == expected for i in range(len(server_tokens) - len(expected) + 1)
             ):
-                message = f"the model at {url} has another vocabulary than {of}; give a teacher that shares it"
+                message = (
+                    f"the model at {url} has a different vocabulary than {of}. Use a teacher with the same vocabulary."
+                )
                 raise SettingsError(f"{self._setting}: {message}")
 
     def close(self) -> None:
-        """Do nothing: connections end with each request."""
+        """Do nothing, because connections close after each call."""
 
-    async def _score(self, first: int, rows: Sequence[TrainingSample], asker: HttpClient) -> list[list[float]]:
-        """Ask for the log-probabilities of rows, beginning with the server at `first`."""
+    async def _score(self, first: int, rows: Sequence[TrainingSample], http: HttpClient) -> list[list[float]]:
+        """Return the log-probabilities of rows. Tries the server at index `first` first."""
         url, starts = self._urls[first], [len(row.tokens) - row.response_length - 1 for row in rows]
         try:
             answers = await self._api.prompt_log_probs(
-                partial(self._post_to_any, first, asker), [list(row.tokens) for row in rows], starts
+                partial(self._post_to_any, first, http), [list(row.tokens) for row in rows], starts
             )
         except UnexpectedAnswer as answer:
             raise self._unexpected_answer(url, str(answer)) from None
         for row, start, pairs in zip(rows, starts, answers, strict=True):
             if [token for token, _ in pairs] != list(row.tokens[start + 1 :]):
-                raise self._unexpected_answer(url, "log-probabilities of other tokens than were asked about")
+                raise self._unexpected_answer(url, "with log-probabilities of other tokens than requested")
         return [[float(log_prob) for _, log_prob in pairs] for pairs in answers]
 
-    async def _tokenize(self, url: str, asker: HttpClient) -> list[int]:
+    async def _tokenize(self, url: str, http: HttpClient) -> list[int]:
         try:
-            return await self._api.tokenize(partial(self._post, url, asker), PROBE)
+            return await self._api.tokenize(partial(self._post, url, http), PROBE)
         except UnexpectedAnswer as answer:
             raise self._unexpected_answer(url, str(answer)) from None
 
-    async def _post_to_any(self, first: int, asker: HttpClient, path: str, body: Mapping[str, Any]) -> Any:
-        """Post to the first server that answers. Raises BackendError if none does while there is patience."""
+    async def _post_to_any(self, first: int, http: HttpClient, path: str, body: Mapping[str, Any]) -> Any:
+        """Post to the first server that responds. Raises BackendError if none does within the retry policy."""
         once = RetryPolicy(self._patience.timeout_s, tries=1)
         urls = [*self._urls[first:], *self._urls[:first]]
         for url in urls if len(urls) > 1 else ():
             try:
-                answer = await asker.post(url + path, body, patience=once, wanted_by="the teacher")
+                answer = await http.post(url + path, body, patience=once, wanted_by="the teacher")
             except BackendError as error:
                 if url not in self._failed_urls:
                     self._failed_urls.add(url)
-                    logger.warning(f"{error}; the other servers of {self._setting} are asked")
+                    logger.warning(f"{error}. Trying the other servers of {self._setting}.")
             else:
                 self._failed_urls.discard(url)
                 return answer
-        return await self._post(urls[0], asker, path, body)
+        return await self._post(urls[0], http, path, body)
 
-    async def _post(self, url: str, asker: HttpClient, path: str, body: Mapping[str, Any]) -> Any:
-        return await asker.post(url + path, body, patience=self._patience, wanted_by="the teacher")
+    async def _post(self, url: str, http: HttpClient, path: str, body: Mapping[str, Any]) -> Any:
+        return await http.post(url + path, body, patience=self._patience, wanted_by="the teacher")
 
     def _unexpected_answer(self, url: str, description: str) -> BackendError:
-        return BackendError(f"the teacher at {url}: answered {description}; is it {self._api.name}?")
+        return BackendError(f"the teacher at {url} answered {description}. Is it {self._api.name}?")
 
 
 def _batches(rows: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
-    """Split rows into batches of at most one request, in order."""
+    """Split rows into batches, one per request, in order."""
     batch: list[TrainingSample] = []
     tokens = 0
     for row in rows:

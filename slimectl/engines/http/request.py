@@ -1,4 +1,4 @@
-"""Generation request in flight: the answer so far, whichever server gives it."""
+"""A generation request in flight, with its response so far."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
 NO_WEIGHTS = "unpushed"
-"""Weight version of a server that waits for its first push: no answer under this name is ever used."""
+"""Weight version of a server that waits for its first push. Its responses are never used."""
 
 
 class Unavailable(Exception):
-    """Error: the server could not answer now; it, or another, may later."""
+    """Raised if a server cannot respond now. A retry, perhaps on another server, may succeed."""
 
 
 class Paused(Unavailable):
-    """Error: the server is alive but paused, and reported so after a while."""
+    """Raised if the server is alive but has been paused for a while."""
 
 
 @dataclass(slots=True)
 class PendingRequest:
-    """Request in flight, retried on other servers if needed; its answer comes from the last server alone.
+    """A request in flight. It may be retried on other servers, and its response comes only from the last one.
 
-    `key` selects a server: equal prompts have equal keys, and go to the same server, whose prefix cache has them.
-    `stop_tokens` end the answer here: not every server heeds them under ignore_eos.
+    `key` selects a server. Equal prompts have equal keys, so that they go to the server that has them in its prefix
+    cache. `stop_tokens` end the response in the client, because not every server respects them with ignore_eos.
     """
 
     prompt: list[int]
     params: SamplingParams
     limit: int
-    """Maximum number of tokens of the answer: params.max_tokens, or less where the context ends earlier."""
+    """Maximum number of response tokens: params.max_tokens, or less if the context ends earlier."""
 
     key: int
     stop_tokens: frozenset[int] = frozenset()
@@ -48,7 +48,7 @@ class PendingRequest:
     log_probs: list[float] = field(default_factory=list)
     text: str = ""
     text_is_cut: bool = False
-    """Whether the server cut a stop string from the text, which the tokens still have."""
+    """Whether the server removed a stop string from the text that is still in the tokens."""
 
     versions: list[str] = field(default_factory=list)
     version_starts: list[int] = field(default_factory=list)
@@ -57,13 +57,13 @@ class PendingRequest:
     finish: str | None = None
 
     def restart(self) -> None:
-        """Drop the answer of a failed server, and draw a new request id: the old one may still be running there."""
+        """Discard the response and set a new request id, because the old request may still be running."""
         self.tokens, self.log_probs, self.text, self.text_is_cut = [], [], "", False
         self.versions, self.version_starts, self.cached_tokens, self.extras, self.finish = [], [], 0, {}, None
         self.request_id = f"slimectl-{uuid.uuid4().hex}"
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Append new tokens, and end the answer at the first stop token among them."""
+        """Append new tokens, and end the response at the first stop token among them."""
         count_before = len(self.tokens)
         first = max(count_before, self.params.min_tokens - 1)
         self.tokens += tokens
@@ -77,14 +77,14 @@ class PendingRequest:
             self.on_tokens(count_before, self.tokens[count_before:])
 
     def add_versions(self, spans: Sequence[Mapping[str, Any] | str]) -> None:
-        """Note the weight versions of the answer so far, before its new tokens: spans of each, or the present one.
+        """Record the weight versions of the response, before adding new tokens: all spans, or the current version.
 
-        Raises Unavailable if they are none that was pushed.
+        Raises Unavailable if no weights have been pushed.
         """
         versions = [str(span["version"]) if isinstance(span, Mapping) else span for span in spans]
         if NO_WEIGHTS in versions:
-            self.restart()  # or its tokens would pass for progress
-            raise Unavailable("it has no weights yet")
+            self.restart()  # or its tokens would count as progress
+            raise Unavailable("the server has no weights yet")
         if len(versions) > 1:
             self.versions = versions
             self.version_starts = [
@@ -114,14 +114,14 @@ class PendingRequest:
 
 
 def text_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of a request about the text of its response, which SGLang and vLLM share."""
+    """Return the request fields for the response text. SGLang and vLLM share them."""
     if params.skip_special_tokens:
         return {}
     return {"skip_special_tokens": False, "spaces_between_special_tokens": False}
 
 
 def penalty_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the penalties and biases that have an effect, under the names of SGLang, vLLM and OpenAI alike."""
+    """Return the penalties and biases that have an effect. SGLang, vLLM and OpenAI share the field names."""
     neutral = SamplingParams()
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     fields = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(neutral, name)}

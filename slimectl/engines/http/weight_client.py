@@ -1,6 +1,6 @@
-"""Engines' side of a weight push over HTTP: requests to all workers at once, and memory that they share with us.
+"""Pushes weights to engines over HTTP: requests to all workers, and shared memory for the tensors.
 
-What one kind of server makes of each step is its subclass's, e.g. engines.sglang.weight_client.
+Subclasses implement the steps for each kind of server, for example engines.sglang.weight_client.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Body = Json | Callable[[str], Json]
 
 CONNECT_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 10.0
-"""Seconds that a paused engine may take to end its last answers before its prefix cache is flushed."""
+"""Seconds to wait until a paused engine has ended its last responses and its prefix cache can be flushed."""
 UPDATE_PATH = "/update_weights"
-"""A path that takes the admin key, as every request of a push does."""
+"""A path that requires the admin key, like every request of a push."""
 RESERVED_BYTES = 16 * 2**20
-"""Bytes of shared memory that are allocated at once."""
+"""Bytes of shared memory to allocate at a time."""
 
 
 def aligned(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
-    """Sort tensors by element width, widest first, so that each begins at a multiple of its width when concatenated."""
+    """Sort tensors by element size, largest first, so that each is aligned when they are concatenated."""
     return sorted(tensors, key=lambda named: -named[1].element_size())
 
 
@@ -57,7 +57,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer(Reply):
-    """Response of a worker to a request for `path`."""
+    """A worker's response to a request for `path`."""
 
     url: str
     path: str
@@ -67,14 +67,14 @@ class Answer(Reply):
         return self.status >= 400 or (isinstance(self.body, dict) and self.body.get("success") is False)
 
     def error(self) -> BackendError:
-        hint = "; give its key by engine.admin_api_key and engine.api_key" if self.status == 401 else ""
+        hint = ". Set its key in engine.admin_api_key and engine.api_key." if self.status == 401 else ""
         return BackendError(f"engine at {self.url}: {self.path} was refused ({self.status}): {self.words}{hint}")
 
 
 class HttpWorkers:
-    """protocols.WeightUpdateClient over HTTP; `set_urls` replaces the workers, from any thread.
+    """protocols.WeightUpdateClient over HTTP. `set_urls` replaces the workers and is thread-safe.
 
-    A response may take `timeout_s`. Picklable; must not be used inside a running event loop.
+    A response may take `timeout_s`. Picklable. Do not use it inside a running event loop.
     """
 
     def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: Keys = NO_KEYS) -> None:
@@ -90,12 +90,12 @@ class HttpWorkers:
         self.set_urls(urls)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the shared-memory blocks: a copy allocates its own."""
+        """Return the state without shared-memory blocks. A copy allocates its own."""
         return self.__dict__ | {"_block": None, "_lent": None}
 
     def set_urls(self, urls: Sequence[str]) -> None:
         workers = tuple(url.rstrip("/") for url in urls)
-        # Added, not replaced: another thread may be sending to the workers of before.
+        # Added, not replaced, because another thread may still be sending to the old workers.
         self._update_headers |= {url: self._keys.headers(url, UPDATE_PATH) for url in workers}
         self.urls = workers
 
@@ -111,24 +111,24 @@ class HttpWorkers:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether `load_tensors` goes through shared memory on a CPU too, faster than any other transport."""
+        """Whether `load_tensors` uses shared memory on a CPU too, where it is the fastest transport."""
         return False
 
     @property
     def adapter_transports(self) -> Sequence[str]:
-        """Transports by which all workers take an adapter alone."""
+        """Transports that all workers support for sending only an adapter."""
         return ()
 
     def _pause(self, mode: str) -> None:
-        """Pause generation; answers in flight continue afterwards (in_place, retract) or end (abort)."""
+        """Pause generation. Responses in flight continue afterwards (in_place, retract) or end (abort)."""
         raise NotImplementedError
 
     async def _resume(self, session: aiohttp.ClientSession, url: str) -> None:
-        """End the update of one worker, flush its prefix cache and continue, whatever failed. Raises BackendError."""
+        """End one worker's update, flush its prefix cache and resume it, even after errors. Raises BackendError."""
         raise NotImplementedError
 
     def _open_session(self) -> None:
-        """Prepare for tensors, before the first of them."""
+        """Prepare for the first tensor."""
         raise NotImplementedError
 
     def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
@@ -138,7 +138,7 @@ class HttpWorkers:
         raise NotImplementedError
 
     def _join(self, group: dict[str, Any], offsets: dict[str, int]) -> None:
-        """Join a process group; `offsets` has the first rank of every worker."""
+        """Join a process group. `offsets` has the first rank of every worker."""
         raise NotImplementedError
 
     def load_broadcast(
@@ -160,7 +160,7 @@ class HttpWorkers:
         raise NotImplementedError
 
     def wake(self) -> None:
-        """Allocate the memory again; a push brings the weights and continues generation."""
+        """Allocate the memory again. The next push restores the weights and resumes generation."""
         raise NotImplementedError
 
     # --- around an update ------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class HttpWorkers:
             raise
 
     def end(self, *, within_s: float | None = None) -> None:
-        """End the update and continue. Flushes the prefix cache, except `in_place` with answers in flight."""
+        """End the update and resume. Flushes the prefix cache, except in mode `in_place` with responses in flight."""
         for failure in self._end(within_s=within_s):
             raise failure
 
@@ -184,7 +184,7 @@ class HttpWorkers:
         return [result for result in results if isinstance(result, BaseException)]
 
     def expect_adapter(self, adapter: Adapter) -> None:
-        """Announce an adapter; its session says so to the engines."""
+        """Announce that the next tensors are an adapter. Opening the session sends this to the engines."""
         self._adapter = {
             "base": str(adapter.base),
             "fingerprint": adapter.fingerprint(adapter.base),
@@ -194,16 +194,16 @@ class HttpWorkers:
         }
 
     def _begin_update(self) -> None:
-        """Begin the update session before the first tensor."""
+        """Open the update session before the first tensor."""
         if not self._session_open:
             self._open_session()
             self._session_open = True
 
     @contextmanager
     def message_memory(self, most_bytes: int) -> Iterator[SharedMemoryBlock | None]:
-        """Lend a block for messages of at most `most_bytes`, less where less is free; None if not all workers read it.
+        """Lend a block for messages of up to `most_bytes`, or None if not all workers can read it.
 
-        The process keeps the block for its next push.
+        The block is smaller if less memory is free. The process keeps the block for its next push.
         """
         if not self.shares_memory:
             yield None
@@ -219,11 +219,11 @@ class HttpWorkers:
             _UNUSED[most_bytes] = block
 
     def release_memory(self) -> None:
-        """Release the block that this process keeps for its next push."""
+        """Release the block kept for the next push."""
         _UNUSED.clear()
 
     def _shared_block(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
-        """Write tensors into shared memory that all workers of this machine read; returns its name and table."""
+        """Write tensors to shared memory for all workers on this machine. Return its name and table."""
         size = sum(tensor.nbytes for _, tensor in tensors)
         if self._lent is not None and size <= self._lent.size:
             return self._lent.hold(tensors)
@@ -246,7 +246,7 @@ class HttpWorkers:
     def _request_all(
         self, path: str, body: Body, *, urls: Sequence[str] | None = None, method: str = "POST"
     ) -> list[Answer]:
-        """Send a request to every worker; returns their answers. Raises BackendError if one refuses."""
+        """Send a request to every worker and return the responses. Raises BackendError if a worker refuses."""
         answers = self._ask_all(path, body, urls=urls, method=method)
         for answer in answers:
             if answer.refused:
@@ -275,8 +275,8 @@ class HttpWorkers:
     async def _ask(
         self, session: aiohttp.ClientSession, url: str, path: str, body: Json, *, method: str = "POST"
     ) -> Answer:
-        """Send a request to one worker. Raises BackendError if it is gone."""
-        # Not as bytes: aiohttp would send a large body in one piece and block the loop.
+        """Send a request to one worker. Raises BackendError if the worker is gone."""
+        # Not bytes, because aiohttp would send a large body in one piece and block the loop.
         payload = body if isinstance(body, bytes) else json.dumps(body).encode()
         data = io.BytesIO(payload) if method == "POST" else None
         keys = self._update_headers[url] if method == "POST" else self._keys.headers(url, path)
@@ -287,20 +287,20 @@ class HttpWorkers:
                 text = await response.text()
         except aiohttp.ClientConnectorError as error:
             code = error.errno or 0
-            reason = os.strerror(code) if code > 0 else str(error.os_error)  # no address has none
-            raise BackendError(f"engine at {url} is not there: {reason}; has it died? see its log") from error
+            reason = os.strerror(code) if code > 0 else str(error.os_error)  # an unresolved host has no code
+            raise BackendError(f"engine at {url} cannot be reached: {reason}. See its log.") from error
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
-            raise BackendError(f"engine at {url} went away in {path} ({reason}): it has died; see its log") from error
+            raise BackendError(f"engine at {url} died during {path} ({reason}). See its log.") from error
         return Answer(response.status, parsed(text), url, path.partition("?")[0])
 
 
 def ask_all(
     question: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, Any]], urls: Sequence[str], *, limit_s: float
 ) -> list[Any]:
-    """Run `question` for every URL concurrently; returns all results, exceptions in their places.
+    """Run `question` for every URL concurrently. Return all results, with exceptions in place.
 
-    A server that is not running, or takes longer than `limit_s`, gives a BackendError.
+    A server that is not running or takes longer than `limit_s` results in a BackendError.
     """
 
     async def ask_one(session: aiohttp.ClientSession, url: str) -> Any:
@@ -308,7 +308,7 @@ def ask_all(
             return await asyncio.wait_for(question(session, url), limit_s)
         except TimeoutError:
             raise BackendError(
-                f"engine at {url} has not answered within {limit_s:g} s; look at its log, or raise sync.timeout_s"
+                f"engine at {url} did not respond within {limit_s:g} s. See its log, or raise sync.timeout_s."
             ) from None
 
     async def ask_each() -> list[Any]:
@@ -320,10 +320,10 @@ def ask_all(
 
 
 class SharedMemoryBlock:
-    """Shared memory that successive messages reuse: to touch pages for the first time costs more than to fill them.
+    """Shared memory that successive messages reuse, because first touching a page costs more than filling it.
 
-    A message has at most `size` bytes of tensors, which are created here (`empty`) or copied (`hold`). Released with
-    this object: its tensors must not be used afterwards. Raises StorageError if there is no room for it.
+    A message has at most `size` bytes of tensors, which are created here (`empty`) or copied (`hold`). The memory is
+    released with this object, and its tensors must not be used afterwards. Raises StorageError if memory is short.
     """
 
     def __init__(self, size: int) -> None:
@@ -331,7 +331,7 @@ class SharedMemoryBlock:
         if free_bytes() < size:  # containers often have 64 MiB
             raise _no_room(size)
         self.size = size
-        # Twice the size, of which only what is used is allocated: alignment takes less than the tensors' bytes.
+        # Twice the size leaves room for alignment. Only the used part is allocated.
         try:
             self._file = SharedMemoryFile(2 * size)
         except OSError as error:
@@ -341,11 +341,11 @@ class SharedMemoryBlock:
         self.free = weakref.finalize(self, self._file.close)
 
     def clear(self) -> None:
-        """Begin a message; the tensors of the last one will be overwritten."""
+        """Begin a new message, which overwrites the tensors of the last one."""
         self._used = self._end = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the message that `hold` completes; elsewhere if the message is larger than `size`."""
+        """Return a tensor in the current message, or outside the block if the message exceeds `size`."""
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
         if not nbytes or self._used + nbytes > self.size:
@@ -356,7 +356,7 @@ class SharedMemoryBlock:
         return torch.frombuffer(self._memory.buf, dtype=dtype, count=count, offset=start).view(shape)
 
     def hold(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
-        """Complete a message by copying those of its tensors that are not here yet; then another one may begin.
+        """Complete the message by copying tensors that are not in the block yet. Then the next message may begin.
 
         Returns the block's name and a table of [name, dtype, shape, offset].
         """
@@ -374,7 +374,7 @@ class SharedMemoryBlock:
         return {"name": self._memory.name, "tensors": places}
 
     def _reserve(self, end: int) -> None:
-        """Allocate the pages up to `end`: a write without room for its page would kill the process, by SIGBUS."""
+        """Allocate the pages up to `end`, because a write to an unavailable page would kill the process (SIGBUS)."""
         if end <= self._reserved:
             return
         goal = min(-(-end // RESERVED_BYTES) * RESERVED_BYTES, self._memory.size)
@@ -386,10 +386,10 @@ class SharedMemoryBlock:
 
 
 _UNUSED: dict[int, SharedMemoryBlock] = {}
-"""The block of this process's last push, by the bytes that were asked for, until the next push takes it."""
+"""The block of the last push by requested bytes, kept for the next push."""
 
 
 def _no_room(size: int) -> StorageError:
-    room = f"{free_bytes() / 2**20:.0f} MiB are free, a message of weights takes {size / 2**20:.0f}"
-    remedy = "give the container more shared memory, or lower sync.update_weight_buffer_size"
-    return StorageError(f"{shared_memory.FOLDER}: {room}; {remedy}")
+    room = f"{free_bytes() / 2**20:.0f} MiB free, but a weight message needs {size / 2**20:.0f} MiB"
+    remedy = "Give the container more shared memory, or lower sync.update_weight_buffer_size."
+    return StorageError(f"{shared_memory.FOLDER}: {room}. {remedy}")

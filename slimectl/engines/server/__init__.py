@@ -1,1 +1,1 @@
-"""The embedded engine behind HTTP: SGLang's API for rollouts and weights, OpenAI's for agents and judges."""
+"""The embedded engine over HTTP, with SGLang's API for rollouts and weights and OpenAI's for agents and judges."""

@@ -1,9 +1,8 @@
-"""Access control of a server: its host names, cross-site requests, and the two keys.
+"""Access control of a server: host names, cross-site requests, and the two keys.
 
-- Host names one of the server's own names: a page whose name was made to resolve to this machine (DNS rebinding) sends
-  its own name there.
-- Origin, which a browser sends along, is the server's own: a page of another site may not even ask.
-- What changes state takes the admin key, the rest the API key where there is one: SGLang's two keys, and its header.
+- The Host header must be one of the server's own names. A page that uses DNS rebinding sends its own name instead.
+- The Origin header, if a browser sends one, must be the server's own. Pages of other sites are rejected.
+- Endpoints that change state require the admin key. The others require the API key, if set. As in SGLang.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from aiohttp import web
 from slimectl.engines.server.errors import Handler, RequestError
 
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::\d{1,5})?")
-"""Pattern of a Host header: a name or an address, IPv6 in brackets, an optional port."""
+"""Pattern of a Host header: a name or address (IPv6 in brackets) and an optional port."""
 
 SAME_SITE = ("same-origin", "none")
-"""Values of Sec-Fetch-Site that a browser sends for a page of this server, or for a typed address."""
+"""Values of Sec-Fetch-Site that browsers send for pages of this server and for typed addresses."""
 
 
 class Access(Enum):
-    """Key that an endpoint requires."""
+    """The key that an endpoint requires."""
 
     OPEN = "open"
     API_KEY = "API key"
@@ -38,44 +37,44 @@ class Access(Enum):
 
 @dataclass(frozen=True)
 class Guard:
-    """Names of a server and its keys; without `api_key`, generation is open."""
+    """A server's names and keys. Without `api_key`, generation is open."""
 
     admin_key: str = field(repr=False)
     api_key: str | None = field(default=None, repr=False)
     names: frozenset[str] = frozenset({"localhost"})
-    """Host names that requests may use, beside addresses."""
+    """Host names that requests may use, in addition to addresses."""
     loopback_only: bool = True
-    """Whether it listens on the loopback only, so that no other address is its own."""
+    """Whether the server listens only on the loopback, so that no other address is its own."""
 
     def check(self, request: web.Request, access: Access) -> None:
-        """Raise Refused for a request that may not be answered."""
+        """Raise RequestError for a request without access."""
         host = self._check_host(request)
         _check_origin(request, host)
         self._check_key(request, access)
 
     def _check_host(self, request: web.Request) -> str:
-        """Return the Host header, which names this server."""
+        """Return the Host header after checking that it is a name of this server."""
         hosts = request.headers.getall("Host", [])
         if len(hosts) != 1:
-            raise RequestError(f"Host: {len(hosts)} headers where one is needed", status=400)
+            raise RequestError(f"Host: {len(hosts)} headers instead of one", status=400)
         target = request.raw_path
-        # A proxy's form of request names the host in its target too.
+        # The request target has the host too if the request came through a proxy.
         candidates = [hosts[0], *([] if target.startswith("/") else [urlsplit(target).netloc])]
         for host in candidates:
             match = HOST.fullmatch(host)
             if match is None:
-                raise RequestError(f"Host: {host[:100]!a} is no host", status=400)
+                raise RequestError(f"Host: {host[:100]!a} is not a valid host", status=400)
             name = match[1].strip("[]").rstrip(".").lower()
             if not self._is_own(name):
                 raise RequestError(
-                    f"Host: {name[:100]!a} is no name of this server; ask it by its address, or start it with "
+                    f"Host: {name[:100]!a} is not a name of this server. Use its address, or start it with "
                     f"--allow-host {name[:100]}",
                     status=403,
                 )
         return hosts[0].lower()
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a request may name this host. No page can make a browser send a foreign address as Host."""
+        """Return whether a request may use this host. No page can make a browser send another address as Host."""
         if name in self.names:
             return True
         try:
@@ -89,16 +88,16 @@ class Guard:
             return
         keys = [self.admin_key, *([self.api_key] if access is Access.API_KEY and self.api_key else [])]
         sent = request.headers.getall("Authorization", [])
-        # Anthropic's clients send the key alone, in a header of its own.
+        # Anthropic clients send the key in a separate header, without a scheme.
         sent = sent or [f"bearer {key}" for key in request.headers.getall("x-api-key", [])]
         scheme, _, token = (sent[0] if len(sent) == 1 else "").partition(" ")
         bearer = token.encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
-        # Every key is compared: the duration reveals nothing about them.
+        # Every key is compared, so that the duration reveals nothing about them.
         matches = [hmac.compare_digest(bearer, key.encode()) for key in keys]
         if not any(matches):
             raise RequestError(
-                f"{request.path[:100]}: needs the {access.value} of this server; send the header "
-                f'"Authorization: Bearer KEY" (docs/serving.md says where the key is)',
+                f"{request.path[:100]}: needs the {access.value} of this server. Send the header "
+                f'"Authorization: Bearer KEY" (docs/serving.md tells where to find the key)',
                 status=401,
             )
 
@@ -106,14 +105,18 @@ class Guard:
 def _check_origin(request: web.Request, host: str) -> None:
     for origin in request.headers.getall("Origin", []):
         if urlsplit(origin).netloc.lower() != host:
-            raise RequestError(f"Origin: {origin[:100]!a} is another site, which may not use this server", status=403)
+            raise RequestError(
+                f"Origin: {origin[:100]!a} is another site, which is not allowed to use this server", status=403
+            )
     site = request.headers.get("Sec-Fetch-Site", "none")
     if site not in SAME_SITE:
-        raise RequestError(f"Sec-Fetch-Site: {site[:100]!a}: another site may not use this server", status=403)
+        raise RequestError(
+            f"Sec-Fetch-Site: {site[:100]!a}: another site is not allowed to use this server", status=403
+        )
 
 
 def own_names(host: str, allowed: Collection[str] = ()) -> tuple[frozenset[str], bool]:
-    """Return the names of a server that listens on `host`, and whether only this machine reaches it."""
+    """Return the names of a server that listens on `host`, and whether only this machine can reach it."""
     name = host.strip("[]").lower()
     try:
         loopback = ipaddress.ip_address(name).is_loopback
@@ -125,12 +128,12 @@ def own_names(host: str, allowed: Collection[str] = ()) -> tuple[frozenset[str],
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
 ACCESS: web.AppKey[dict[object, Access]] = web.AppKey("access", dict)
-"""Access that each handler requires."""
+"""The access that each handler requires."""
 
 
 @web.middleware
 async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse requests without access, before their body is read."""
+    """Reject requests without access before reading their body."""
     access = request.app[ACCESS].get(request.match_info.handler, Access.OPEN)
     request.app[GUARD].check(request, access)
     return await handler(request)

@@ -1,4 +1,4 @@
-"""LoRA adapters that a trainer pushes: checked as they come, and merged into the base model of the server's files.
+"""LoRA adapters pushed by a trainer: checks them, and merges them into the base model on disk.
 
 K rank · I inputs · O outputs of a layer.
 """
@@ -21,11 +21,11 @@ from slimectl.engines.server.request_keys import ADAPTER
 from slimectl.errors import CheckpointError
 
 MOST_LAYERS, HIGHEST_RANK = 2**20, 2**16
-REMEDY = 'push whole weights: sync.lora = "merged"'
+REMEDY = 'push whole weights with sync.lora = "merged"'
 
 
 class BaseModel(Protocol):
-    """Base model of adapters: checkpoints.base_model.BaseModel."""
+    """The base model of an adapter, implemented by checkpoints.base_model.BaseModel."""
 
     @property
     def folder(self) -> Path: ...
@@ -41,7 +41,7 @@ class BaseModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MergedAdapter:
-    """Weights of an engine: those of a base model, but for `layers`."""
+    """The weights of an engine: a base model with adapters merged into `layers`."""
 
     base: BaseModel
     layers: frozenset[str] = frozenset()
@@ -49,7 +49,7 @@ class MergedAdapter:
 
 @dataclass
 class AdapterUpdate:
-    """An adapter of `layers` layers: the parts that have come so far, in float32."""
+    """An adapter of `layers` layers, with the float32 parts received so far."""
 
     base: BaseModel
     rank: int
@@ -59,7 +59,10 @@ class AdapterUpdate:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, tensors: Iterable[tuple[str, Tensor | FileTensor]], version: str | None) -> None:
-        """Copy a message. Raises CheckpointError, without any of it, for a tensor that is no part of the adapter."""
+        """Add all tensors of a message, or none.
+
+        Raises CheckpointError for a tensor that is not part of the adapter.
+        """
         message = list(tensors)
         for name, tensor in message:
             self._check(name, tuple(tensor.shape), tensor.dtype)
@@ -75,7 +78,7 @@ class AdapterUpdate:
     def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         weight_shape = self.base.shapes.get(f"{layer_of(name)}.weight", ())
         if not is_adapter(name) or len(weight_shape) != 2:
-            raise CheckpointError(f"weights: {name[:200]} is no adapter of a layer of {self.base.folder}")
+            raise CheckpointError(f"weights: {name[:200]} is not an adapter of a layer of {self.base.folder}")
         outputs, inputs = weight_shape
         expected = (self.rank, inputs) if name == halves(layer_of(name))[0] else (outputs, self.rank)
         if shape != expected or not dtype.is_floating_point:
@@ -86,20 +89,20 @@ class AdapterUpdate:
             )
 
     def check_complete(self) -> None:
-        """Raise CheckpointError for an adapter that lacks parts."""
+        """Raise CheckpointError if parts are missing."""
         layers = {layer_of(name) for name in self.parts}
         complete_layers = [layer for layer in layers if self.parts.keys() >= set(halves(layer))]
         if not len(complete_layers) == len(layers) == self.layers:
             raise CheckpointError(
-                f"weights: {len(complete_layers)} of the adapter's {self.layers} layers have come; push it again"
+                f"weights: {len(complete_layers)} of the adapter's {self.layers} layers are complete. Push it again."
             )
 
     def apply(self, engine: EmbeddedEngine, merged: MergedAdapter | None) -> MergedAdapter:
-        """Give the engine, whose weights are `merged`, the base model with this adapter; returns what they are then."""
+        """Load the base model with this adapter merged. `merged` is the state of the engine's current weights."""
         layers = {layer_of(name) for name in self.parts}
         version = self.version or engine.weight_version
         if merged is not None and engine.has_weights and merged.base.folder == self.base.folder:
-            # In the order of the base model, whose layers then are read, merged and packed one after another.
+            # In the order of the base model, so that layers are read, merged and packed one after another.
             weights = {f"{layer}.weight" for layer in layers | merged.layers}
             engine.replace_weights(self._merged(name for name in self.base.shapes if name in weights), version=version)
         else:
@@ -116,9 +119,9 @@ class AdapterUpdate:
 
 
 def announced(fields: RequestBody, folder: Path, open_base: Callable[[Path], BaseModel]) -> AdapterUpdate | None:
-    """Read the field `adapter` of a request, and open its base model; None without the field.
+    """Read the field `adapter` of a request and open its base model. Return None without the field.
 
-    The base model is that of the trainer's folder where this machine has it, else of the server's own `folder`. Raises
+    The base model is in the trainer's folder if this machine has it, else in the server's own `folder`. Raises
     CheckpointError if its fingerprint is not the trainer's.
     """
     if "adapter" not in fields:
@@ -128,10 +131,12 @@ def announced(fields: RequestBody, folder: Path, open_base: Callable[[Path], Bas
     base_folder = Path(adapter.text("base", longest=4096) or folder)
     base = open_base(base_folder if base_folder.is_dir() else folder)
     if base.fingerprint != adapter.needed("fingerprint"):
-        raise CheckpointError(f"weights: {base.folder} is not the model that the adapter was trained on; {REMEDY}")
+        raise CheckpointError(
+            f"weights: {base.folder} is not the model that the adapter was trained on. To avoid this, {REMEDY}."
+        )
     rank = adapter.whole("rank", 0, low=1, high=HIGHEST_RANK)
     alpha = adapter.number("alpha", 0.0, low=0.0, high=float("inf"))
     layers = adapter.whole("layers", 0, low=1, high=MOST_LAYERS)
     if not (rank and alpha and layers):
-        raise adapter.refuse("rank", "rank, alpha and layers are not all given")
+        raise adapter.refuse("rank", "rank, alpha and layers are all required")
     return AdapterUpdate(base, rank, alpha / rank, layers)

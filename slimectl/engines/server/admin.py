@@ -1,4 +1,4 @@
-"""Admin endpoints: health, server info, load, abort, pause, memory."""
+"""Endpoints for health, server information, load, aborts, pauses and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAUSES = ("abort", "retract", "in_place")
 
 
 async def ping(request: web.Request) -> web.Response:
-    """Answer while the process is alive, with weights or without."""
+    """Answer 200 while the process is alive, with or without weights."""
     return web.json_response({"status": request.app[SERVICE].state})
 
 
@@ -36,9 +36,9 @@ async def health_generate(request: web.Request) -> web.Response:
     service.check_ready()
     engine = service.thread.engine
     if not (engine.paused or engine.running):
-        wish = GenerationRequest(SamplingParams(temperature=0.0, max_tokens=1))
+        generation = GenerationRequest(SamplingParams(temperature=0.0, max_tokens=1))
         rid = f"health-{id(request)}"
-        with service.desk.ask([([0], wish)], [rid], rid=rid) as pending:
+        with service.requests.ask([([0], generation)], [rid], rid=rid) as pending:
             await pending.finished()
     return web.json_response({"status": service.state})
 
@@ -76,7 +76,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     service, name = request.app[SERVICE], request.match_info["name"]
     if name != service.served.folder.name:
-        raise RequestError(f"model {name[:100]!r} is not served here; {service.served.folder.name!r} is", status=404)
+        raise RequestError(f"model {name[:100]!r} is not served here. Use {service.served.folder.name!r}.", status=404)
     return web.json_response(_card(service))
 
 
@@ -87,18 +87,18 @@ async def loads(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End one request, or all; each returns its tokens so far."""
+    """End one request or all. Each returns its tokens so far."""
     service, fields = request.app[SERVICE], await read(request)
     rid = fields.text("rid", "")
     if fields.flag("abort_all"):
         await service.thread.call(service.thread.engine.end_all)
     elif rid:
-        service.desk.abort(rid)
+        service.requests.abort(rid)
     return web.json_response({"success": True, "message": "Success"})
 
 
 async def pause_generation(request: web.Request) -> web.Response:
-    """Take no step until continue_generation; sequences in flight end, keep their keys and values, or lose them."""
+    """Pause until continue_generation. Sequences in flight end, or they keep or lose their keys and values."""
     service, fields = request.app[SERVICE], await read(request)
     mode = fields.choice("mode", "abort", PAUSES)
     engine = service.thread.engine
@@ -117,12 +117,12 @@ async def continue_generation(request: web.Request) -> web.Response:
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    """Discard the prefix cache; running sequences keep their keys and values."""
+    """Discard the prefix cache. Running sequences keep their keys and values."""
     return await _between_steps(request, lambda service: service.thread.engine.forget_prefixes(), "Cache flushed.")
 
 
 async def release_memory_occupation(request: web.Request) -> web.Response:
-    """Free the keys and values, and generate nothing until resume_memory_occupation; weights stay."""
+    """Free the keys and values, and pause until resume_memory_occupation. Weights stay in memory."""
 
     def release(service: Service) -> None:
         engine = service.thread.engine

@@ -1,4 +1,4 @@
-"""HTTP server around an engine: routes, startup and shutdown."""
+"""The HTTP server around an engine: routes, startup and shutdown."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
 GRACE_S = 0.5
-"""Seconds that open connections get at shutdown."""
+"""Seconds that open connections get to finish at shutdown."""
 LOOK_S = 0.25
-"""Seconds between checks for requests that wait too long."""
+"""Seconds between checks for requests that have waited too long."""
 
 
 class Generate(Protocol):
-    """Continues tokens; `on_tokens` is called with new ones, in the engine's thread."""
+    """Continues tokens. `on_tokens` is called with new tokens, in the engine's thread."""
 
     def __call__(
         self, tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None
@@ -78,18 +78,18 @@ ROUTES = {
 
 
 Score = Callable[[list[int], int], Awaitable[Sequence[TokenLogProb]]]
-"""Returns the log-probabilities of a prompt's tokens, with so many of the likeliest ones in the place of each."""
+"""Returns the log-probabilities of a prompt's tokens, with the given number of likeliest tokens at each position."""
 
 
 class ApiExtension(Protocol):
-    """Further APIs over the engine; a path of theirs replaces the server's own."""
+    """Additional APIs over the engine. Their paths replace the server's own."""
 
     def routes(self, generate: Generate, score: Score) -> Iterable[tuple[str, str, Handler]]:
-        """Return method, path and handler of each route."""
+        """Return the method, path and handler of each route."""
         ...
 
     def close(self) -> None:
-        """Finish, after the last request."""
+        """Clean up after the last request."""
         ...
 
 
@@ -104,7 +104,7 @@ async def running(
     pause_timeout_s: float = 60.0,
     extension: ApiExtension | None = None,
 ) -> AsyncIterator[Service]:
-    """Run the server within the block."""
+    """Run the server inside the `async with` block."""
     thread, notices = EngineThread(engine), Notices()
     service = Service(served, thread, RequestTable(thread, served.tokenizer), streaming=streaming)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: notices.tell("loop", _describe(context)))
@@ -125,14 +125,14 @@ async def running(
         for method in methods:
             if (method, path) not in replaced:
                 app.router.add_route(method, path, handler)
-    # A client that disconnects cancels its handler, and its sequences end.
+    # If a client disconnects, its handler is cancelled and its sequences end.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S)
     await runner.setup()
     assert runner.server is not None
-    door = ConnectionLimiter(notices)
+    limiter = ConnectionLimiter(notices)
     options: dict[str, Any] = {"access_log": None, "keepalive_timeout": KEEP_ALIVE_S, "lingering_time": 2.0}
-    accepting = door.accept(listening, runner.server, auto_decompress=False, **options)
-    work = (accepting, door.sweep(), _end_waits(service, pause_timeout_s))
+    accepting = limiter.accept(listening, runner.server, auto_decompress=False, **options)
+    work = (accepting, limiter.sweep(), _end_waits(service, pause_timeout_s))
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         yield service
@@ -148,21 +148,21 @@ async def running(
 
 
 async def _with_body(handler: Handler, request: web.Request) -> web.StreamResponse:
-    """Call a handler whose body has been read within the limits of the server."""
+    """Read the body within the server's limits, then call the handler."""
     async with request.app[BODIES].body(request) as body:
         request._read_bytes = body
     return await handler(request)
 
 
 async def _end_waits(service: Service, longest_s: float) -> None:
-    """Fail requests that wait too long for a paused engine, until cancelled."""
+    """Fail requests that wait too long for a paused engine. Runs until cancelled."""
     while True:
         await asyncio.sleep(LOOK_S)
-        service.desk.end_waits(longest_s)
+        service.requests.end_waits(longest_s)
 
 
 def _describe(context: Mapping[str, Any]) -> str:
-    """Describe an error that nobody awaited, as asyncio reports it, in one line."""
+    """Describe an unhandled asyncio error in one line."""
     error = context.get("exception")
     return f"{context.get('message')}: {line(error)}" if isinstance(error, Exception) else str(context.get("message"))
 
@@ -179,15 +179,15 @@ async def serve(
     ready: Callable[[], None],
     extension: ApiExtension | None = None,
 ) -> tuple[int, bool]:
-    """Serve until SIGINT, SIGTERM or SIGHUP; returns (signal number, whether all threads have ended).
+    """Serve until SIGINT, SIGTERM or SIGHUP. Return (signal number, whether all threads have ended).
 
-    With `load` the weights of the folder are read first, else a push brings them; `ready` is called after reading, or
-    at once. Raises CheckpointError if they cannot be read.
+    With `load`, the weights in the folder are loaded first. Otherwise the server waits for a push. `ready` is called
+    when weights are loaded, or at once without `load`. Raises CheckpointError if weights cannot be read.
     """
     raise_descriptor_limit()
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
             asyncio.get_running_loop().add_signal_handler(number, _settle, stopped, int(number))
     limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
     async with running(engine, served, listening, guard=guard, extension=extension, **limits) as service:
@@ -198,7 +198,7 @@ async def serve(
             if loading.done():
                 loading.result()
         if not stopped.done():
-            service.status = "they were lost to a failed update" if load else "waiting for weights"
+            service.status = "lost in a failed update" if load else "waiting for weights"
             ready()
         await stopped
     return stopped.result(), service.clean

@@ -1,7 +1,7 @@
-"""Limits on the connections of a server: their number, the silence of each, and the notice when there are too many.
+"""Limits on a server's connections: their number, how long each may be idle, and a warning when there are too many.
 
-asyncio's own accept loop prints a traceback for each of 4096 tries when no descriptor is left (CPython 3.11); here
-nothing is accepted beyond the bound, and later connections wait in the system's queue.
+If no descriptor is left, asyncio's own accept loop prints a traceback for each of 4096 tries (CPython 3.11). Here,
+connections beyond the limit wait in the system's queue.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from slimectl.engines.server.errors import Notices, line, reply
 
 MOST_CONNECTIONS = 8192
 RESERVED = 64
-"""Descriptors reserved for weight files, process groups of trainers and the engine."""
+"""Descriptors reserved for weight files, trainers' process groups and the engine."""
 
 FIRST_REQUEST_S = 20.0
-"""Seconds that a new connection may take to send the head of its first request."""
+"""Seconds that a new connection may take to send the headers of its first request."""
 KEEP_ALIVE_S = 75.0
-"""Seconds that a connection may be idle between two requests, or take to read an answer."""
+"""Seconds that a connection may be idle between requests or take to read a response."""
 PRESSED_S = 3.0
-"""The same limits, and that of a body that does not come, while others wait for a connection."""
+"""Lower limit for both, and limit for receiving a body, while others wait for a connection."""
 SWEEP_S = 0.5
 RETRY_S = 0.2
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process as many descriptors as the system lets it."""
+    """Raise this process's descriptor limit to the maximum."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def most_connections() -> int:
-    """Return how many connections leave enough descriptors for everything else."""
+    """Return the number of connections that leaves enough descriptors for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -50,31 +50,31 @@ def most_connections() -> int:
 
 
 class Connection(web.RequestHandler):
-    """Client connection that records since when it has waited for its client, and formats errors as JSON."""
+    """A client connection that records how long it has waited for its client, and formats errors as JSON."""
 
-    __slots__ = ("_door", "reading", "requests", "waits_since")
+    __slots__ = ("_limiter", "reading", "requests", "waits_since")
 
-    def __init__(self, manager: web.Server, door: ConnectionLimiter, **options: Any) -> None:
+    def __init__(self, manager: web.Server, limiter: ConnectionLimiter, **options: Any) -> None:
         super().__init__(manager, loop=asyncio.get_running_loop(), **options)
-        self._door = door
+        self._limiter = limiter
         self.requests = 0
         self.waits_since: float | None = self._loop.time()
-        """Loop time at which it began to wait for the next request; None while one is answered."""
+        """Loop time when it began to wait for the next request, or None during a request."""
         self.reading: float | None = None
-        """Loop time at which it began to read a body; None while it reads none."""
+        """Loop time when it began to read a body, or None."""
 
     @property
     def is_writing(self) -> bool:
-        """Whether the client has not read all of its answer yet."""
+        """Whether the client has yet to read part of its response."""
         transport = self.transport
         return transport is not None and transport.get_write_buffer_size() > 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._door.opened(self)
+        self._limiter.opened(self)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._door.closed(self)
+        self._limiter.closed(self)
         super().connection_lost(exc)
 
     def handle_error(
@@ -84,13 +84,13 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer malformed HTTP, or a failure outside of every handler, with one line, and close the connection."""
+        """Respond to malformed HTTP or a failure outside handlers with one line, and close the connection."""
         if status >= 500 and not isinstance(exc, ConnectionError):  # the client went away
             self.log_exception("a request failed", exc_info=exc)
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer has begun already")
-        reason = line(Exception(message)) if message else "this request cannot be answered"
-        response = reply(status, f"not HTTP as this server reads it: {reason}" if status == 400 else reason)
+            raise ConnectionError("the response has already started")
+        reason = line(Exception(message)) if message else "this request cannot be handled"
+        response = reply(status, f"malformed HTTP request: {reason}" if status == 400 else reason)
         response.force_close()
         return response
 
@@ -98,11 +98,11 @@ class Connection(web.RequestHandler):
         error, reason = options.get("exc_info"), str(args[0] if args else "")
         if isinstance(error, Exception):
             reason = f"{type(error).__name__}: {line(error)}"
-        self._door.notices.tell("connection", f"a connection failed: {reason}")
+        self._limiter.notices.tell("connection", f"a connection failed: {reason}")
 
 
 class ConnectionLimiter:
-    """Accepts connections up to a bound, and closes those whose clients are silent."""
+    """Accepts connections up to a limit, and closes connections with silent clients."""
 
     def __init__(self, notices: Notices, *, limit: int | None = None) -> None:
         self.notices = notices
@@ -110,7 +110,7 @@ class ConnectionLimiter:
         self._connections: set[Connection] = set()
         self._closed = asyncio.Event()
         self.pressed = False
-        """Whether somebody may be waiting for a connection."""
+        """Whether clients may be waiting for a connection."""
 
     def opened(self, connection: Connection) -> None:
         self._connections.add(connection)
@@ -133,16 +133,16 @@ class ConnectionLimiter:
                 if error.errno in NO_RESOURCES:
                     self._tell_full(f"no descriptor is left ({os.strerror(error.errno)})")
                 else:
-                    self.notices.tell("accept", f"a connection was not taken: {error.strerror}")
+                    self.notices.tell("accept", f"could not accept a connection: {error.strerror}")
                 await asyncio.sleep(RETRY_S)
                 continue
             try:
                 await loop.connect_accepted_socket(lambda: Connection(server, self, **options), client)
-            except OSError:  # the client has disconnected already
+            except OSError:  # the client has already disconnected
                 client.close()
 
     async def sweep(self) -> None:
-        """Close connections whose clients have been silent too long, until cancelled."""
+        """Close connections whose clients have been silent too long. Runs until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -160,21 +160,23 @@ class ConnectionLimiter:
         return now - connection.waits_since > timeout_s
 
     async def _wait_for_room(self) -> None:
-        """Wait until one more connection may be opened."""
+        """Wait until another connection may be opened."""
         while len(self._connections) >= self.limit:
-            self._tell_full(f"{self.limit} connections are open, as many as the limit of descriptors allows")
+            self._tell_full(f"{self.limit} connections are open, the most that the descriptor limit allows")
             self.pressed = True
             self._closed.clear()
             await self._closed.wait()
         self.pressed = self.pressed and len(self._connections) > self.limit // 2
 
     def _tell_full(self, reason: str) -> None:
-        self.notices.tell("full", f"{reason}; others wait until one closes; raise it with ulimit -n, or ask with fewer")
+        self.notices.tell(
+            "full", f"{reason}. New ones wait until one closes. Raise the limit with ulimit -n, or use fewer."
+        )
 
 
 @web.middleware
 async def counted(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Mark the connection as busy while its request is answered."""
+    """Mark the connection as busy during a request."""
     connection = request.protocol
     if not isinstance(connection, Connection):
         return await handler(request)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Runs the engine in a separate thread, so that a step never blocks the server."""
+"""Runs the engine in its own thread, so that a step never blocks the server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slimectl.errors import BackendError
 
 Result = TypeVar("Result")
 PATIENCE_S = 1.0
-"""Seconds that shutdown waits for the current step."""
+"""Seconds to wait for the current step at shutdown."""
 
 
 class EngineThread:
-    """Event loop that drives the engine; calls from the server's loop run between two steps."""
+    """An event loop that drives the engine. Calls from the server's loop run between two steps."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.engine = engine
@@ -27,7 +27,7 @@ class EngineThread:
         self._thread.start()
 
     async def call(self, fn: Callable[[], Result]) -> Result:
-        """Call `fn` between two steps; returns or raises what it does."""
+        """Call `fn` between two steps, and return its result or raise its error."""
 
         async def call_fn() -> Result:
             return fn()
@@ -35,7 +35,7 @@ class EngineThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call_fn(), self._loop))
 
     def submit(self, sequence: RunningSequence) -> None:
-        """Queue a sequence; its future gets the error if the engine refuses it."""
+        """Queue a sequence. Its future gets the error if the engine rejects it."""
 
         def submit_to_engine() -> None:
             try:
@@ -52,7 +52,7 @@ class EngineThread:
         self._loop.call_soon_threadsafe(self.engine.end_all)
 
     def stop(self) -> bool:
-        """End the thread; returns False if the current step does not end in time."""
+        """End the thread. Return False if the current step does not end in time."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
@@ -62,7 +62,7 @@ class EngineThread:
 
 
 class LoopNotifier:
-    """Wakes waiters of the server's loop from the engine's thread, with one call for all waiters of a step."""
+    """Wakes waiters in the server's loop from the engine's thread, with one call for all waiters of a step."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -70,21 +70,21 @@ class LoopNotifier:
         self._wake_scheduled = False
 
     def ring(self, event: asyncio.Event) -> None:
-        """Set an event of the server's loop; thread-safe."""
+        """Set an event of the server's loop. Thread-safe."""
         self._events.append(event)
         if not self._wake_scheduled and not self._loop.is_closed():
             self._wake_scheduled = True
             self._loop.call_soon_threadsafe(self._set_events)
 
     def _set_events(self) -> None:
-        # First of all: an event added from here on is either still set below, or schedules another call.
+        # Must come first: an event added after this is either set below or schedules another call.
         self._wake_scheduled = False
         while self._events:
             self._events.popleft().set()
 
 
 async def run_in_daemon_thread(work: Callable[[], Result]) -> Result:
-    """Run `work` in a daemon thread, which shutdown does not wait for; returns or raises what it does."""
+    """Run `work` in a daemon thread, which shutdown does not wait for. Return its result or raise its error."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 

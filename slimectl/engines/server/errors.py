@@ -1,4 +1,4 @@
-"""Notices of a server: one line per episode of repeated trouble."""
+"""Errors of the HTTP API, and rate-limited warnings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from slimectl.errors import BackendError, SlimectlError, first_line
 from slimectl.stdio import logger
 
 QUIET_S = 30.0
-"""Seconds without trouble of a kind after which its episode is over."""
+"""Seconds after which a repeated warning of one kind is logged again."""
 
 
 class Notices:
-    """Logs the first notice of each kind, and again when the kind returns after `QUIET_S` without it."""
+    """Logs the first warning of each kind. Repeats are logged only after `QUIET_S` without one."""
 
     def __init__(self, write: Callable[[str], None] = logger.warning) -> None:
         self._write = write
@@ -36,12 +36,12 @@ NOTICES: web.AppKey[Notices] = web.AppKey("notices", Notices)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LONGEST = 300
 PAUSED = "engine_paused"
-"""Type of the error that a request gets when the engine stays paused: the client may retry."""
+"""Error type for a request whose engine stays paused. The client may retry."""
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class RequestError(Exception):
-    """Error: a request is refused; `field` names the field to correct."""
+    """Raised to reject a request. `field` is the field to correct."""
 
     def __init__(self, message: str, *, status: int = 400, field: str | None = None, kind: str | None = None) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class RequestError(Exception):
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert every failure to JSON with one line; nothing else reaches a client."""
+    """Convert every failure to a one-line JSON error, so that nothing else reaches the client."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -80,7 +80,7 @@ def status_of(error: Exception) -> int:
 
 
 def reply(status: int, message: str, *, field: str | None = None, kind: str | None = None) -> web.Response:
-    """Build an error response in the format of both APIs; weight updates also look for `success`."""
+    """Build an error response in the format of both APIs. Clients of weight updates also check `success`."""
     answer = body(status, message, field=field, kind=kind)
     return web.json_response(answer, status=status, headers=HEADERS.get(status))
 
@@ -99,7 +99,7 @@ def line(error: Exception) -> str:
 
 def _http_message(error: web.HTTPException, request: web.Request) -> str:
     if error.status == 404:
-        return f"{request.path[:LONGEST]}: no such endpoint; docs/serving.md lists them"
+        return f"{request.path[:LONGEST]}: no such endpoint. See docs/serving.md for a list."
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{request.path[:LONGEST]}: {request.method} is not one of {', '.join(sorted(error.allowed_methods))}"
     return error.reason

@@ -1,4 +1,4 @@
-"""Launch command of `slimectl serve`, for servers that slimectl starts itself."""
+"""Builds the `slimectl serve` process for servers that slimectl starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.supervisor.server_process import ServerProcess
 
 SERVE_KEYS = ("SLIMECTL_ENGINE_API_KEY", "SLIMECTL_ENGINE_ADMIN_API_KEY")
-"""The settings engine.api_key and engine.admin_api_key in the environment of `slimectl serve`."""
+"""Environment variables of the settings engine.api_key and engine.admin_api_key."""
 
 
 def serve_server(
@@ -35,8 +35,8 @@ def serve_server(
 ) -> ServerProcess:
     """Build the process of `slimectl serve` for the model in a folder.
 
-    With `wait_for_weights` it reads no weights and answers no request before a push. `keys` are passed through its
-    environment; without an admin key it stores a generated one where this user finds it.
+    With `wait_for_weights`, the server reads no weights and handles no requests before a push. `keys` are passed
+    through the environment. Without an admin key, the server generates one and stores it for this user.
     """
     settings: dict[str, object] = {
         "engine.dtype": dtype,

@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompts and responses of a server."""
+"""Log-probabilities of prompts and responses on the server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slimectl.engines.server.state import Service
 from slimectl.types import SamplingParams, TopTokens
 
 TOGETHER = 4096
-"""Tokens, padding included, per pass; between two passes other requests get their next token."""
+"""Maximum tokens per pass, with padding. Other requests get their next token between two passes."""
 
 
 async def prompt_log_probs(
     service: Service, prompts: Sequence[list[int]], begins: Sequence[int | None], *, top: int = 0
 ) -> list[list[TokenLogProb]]:
-    """Score each prompt from its start position on, None for no scores. Raises what the engine raises."""
+    """Score each prompt from its start position on. None means no scores. Raises the engine's errors."""
     scores: list[list[TokenLogProb]] = [[] for _ in prompts]
     engine = service.thread.engine
     for members in _passes([i for i, start in enumerate(begins) if start is not None], prompts):
@@ -34,7 +34,7 @@ async def prompt_log_probs(
 
 
 async def prompt_scores(service: Service, prompt: list[int], top: int) -> list[TokenLogProb]:
-    """Score one prompt. Raises RequestError or SettingsError for one that the engine cannot read."""
+    """Score one prompt. Raises RequestError or SettingsError if the engine cannot read it."""
     service.check_ready()
     engine = service.thread.engine
     check_prompt(prompt, SamplingParams(max_tokens=1), vocabulary=engine.vocabulary, max_context=engine.max_context)
@@ -43,7 +43,7 @@ async def prompt_scores(service: Service, prompt: list[int], top: int) -> list[T
 
 
 def _passes(indices: list[int], prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Group the prompt indices that one pass of the model computes together, in order."""
+    """Group prompt indices into passes of the model, in order."""
     passes: list[list[int]] = []
     longest = 0
     for i in indices:
@@ -57,7 +57,7 @@ def _passes(indices: list[int], prompts: Sequence[list[int]]) -> list[list[int]]
 
 
 def answer_log_probs(answer: RunningAnswer, start: int, end: int) -> list[TokenLogProb]:
-    """Return the log-probabilities of an answer's tokens from `start` to `end`."""
+    """Return the log-probabilities of a response's tokens from `start` to `end`."""
     sequence = answer.sequence
     tops: Sequence[TopTokens | None] = sequence.top[start:end] if sequence.top_count else [None] * (end - start)
     return list(map(TokenLogProb, sequence.log_probs[start:end], sequence.tokens[start:end], tops))

@@ -1,4 +1,4 @@
-"""Middlewares of the user's own around the routes of a server."""
+"""Loads user-defined middlewares for the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTING = "engine.middleware_paths"
 
 
 def middlewares(paths: Sequence[str]) -> tuple[Any, ...]:
-    """Return aiohttp middlewares of the functions at these paths, the first one outermost. Raises HookError."""
+    """Return aiohttp middlewares for the functions at these paths, the first one outermost. Raises HookError."""
     return tuple(map(_middleware, paths))
 
 
@@ -28,16 +28,16 @@ def _middleware(path: str) -> Any:
         "handler",
     ]:
         raise HookError(
-            f"{SETTING}: {path}: is not a middleware of aiohttp. Write it as `async def NAME(request, handler)`. A "
-            f"middleware of Starlette or FastAPI, with (app, router) or (request, call_next), runs in no server here."
+            f"{SETTING}: {path}: is not an aiohttp middleware. Define it as `async def NAME(request, handler)`. "
+            f"Starlette and FastAPI middlewares, with (app, router) or (request, call_next), are not supported."
         )
 
     @web.middleware
     async def call(request: web.Request, handler: Handler) -> web.StreamResponse:
         async def proceed(request: web.Request, *, body: Any = None) -> web.StreamResponse:
-            """Call the next handler, with another JSON value in place of the body."""
+            """Call the next handler, optionally with another JSON body."""
             if body is not None:
-                request._read_bytes = json.dumps(body).encode()  # what request.read() returns from now on
+                request._read_bytes = json.dumps(body).encode()  # the next request.read() returns this
             return await handler(request)
 
         response = await function(request, proceed)

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: completions and chats."""
+"""OpenAI's endpoints for completions and chats."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from slimectl.rewards.thoughts import THINK
 from slimectl.types import AllowedTokens, JsonGrammar, Prompt
 
 DEFAULT_COMPLETION = 16
-"""Default max_tokens of a completion, as in OpenAI's API; a chat's default is the whole context."""
+"""Default max_tokens of a completion, as in OpenAI's API. A chat's default is the whole context."""
 PROMPT_END = 16
-"""Tokens of a rendered chat among which a template may open the reasoning."""
+"""Number of last tokens of a rendered chat in which a template may open the reasoning."""
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -44,24 +44,24 @@ async def completions(request: web.Request) -> web.StreamResponse:
     shown = _shown(fields, log_probs="logprobs" in fields)
     prompts, texts = await _prompts(fields, service)
     echo, top = fields.flag("echo"), fields.whole("logprobs", 0, high=MOST_TOP)
-    wish = from_openai(
+    generation = from_openai(
         fields,
         default_max=DEFAULT_COMPLETION,
         lowest_max=0 if echo else 1,
         interval=service.streaming.interval,
         top_log_probs=top,
     )
-    scores = await _scores(service, prompts, wish, shown, is_echo_scored=echo and shown.log_probs)
+    scores = await _scores(service, prompts, generation, shown, is_echo_scored=echo and shown.log_probs)
     if echo and texts is None:
-        texts = [service.desk.detokenizers[wish.keep_special].decode(prompt) for prompt in prompts]
+        texts = [service.requests.detokenizers[generation.keep_special].decode(prompt) for prompt in prompts]
     echo_scores = scores if shown.log_probs else [[] for _ in prompts]
     echoes = list(map(Echo, texts or [], echo_scores)) if echo else []
-    form = _form(COMPLETION, fields, service, wish, shown=shown, echoes=echoes, prompt_scores=scores)
-    return await _respond(request, service, fields, prompts, wish, form)
+    form = _form(COMPLETION, fields, service, generation, shown=shown, echoes=echoes, prompt_scores=scores)
+    return await _respond(request, service, fields, prompts, generation, form)
 
 
 async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int]], list[str] | None]:
-    """Return the token ids of every prompt, and the texts if they were sent as such and are kept whole."""
+    """Return the token ids of every prompt, and the texts if they were sent as text and not truncated."""
     prompt, texts = fields.raw("prompt"), None
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompts = [fields.tokens("prompt", tokens) for tokens in prompt]
@@ -89,21 +89,24 @@ def _truncated(fields: RequestBody, service: Service, tokens: list[int]) -> list
 
 
 async def _scores(
-    service: Service, prompts: list[list[int]], wish: GenerationRequest, shown: Shown, *, is_echo_scored: bool
+    service: Service, prompts: list[list[int]], generation: GenerationRequest, shown: Shown, *, is_echo_scored: bool
 ) -> list[list[TokenLogProb]]:
-    """Return the log-probabilities of the prompts, as far as the response has them."""
+    """Return the log-probabilities of the prompts that the response includes."""
     if not is_echo_scored and shown.prompt_tops is None:
         return [[] for _ in prompts]
     engine = service.thread.engine
-    for prompt in prompts:  # before the model computes any
-        check_prompt(prompt, wish.params, vocabulary=engine.vocabulary, max_context=engine.max_context)
-    # At least one, which brings the ranks.
-    tops = [wish.top_log_probs if is_echo_scored else 0, 0 if shown.prompt_tops is None else shown.prompt_tops or 1]
+    for prompt in prompts:  # before the model computes anything
+        check_prompt(prompt, generation.params, vocabulary=engine.vocabulary, max_context=engine.max_context)
+    # At least one, because ranks are computed only then.
+    tops = [
+        generation.top_log_probs if is_echo_scored else 0,
+        0 if shown.prompt_tops is None else shown.prompt_tops or 1,
+    ]
     return await prompt_log_probs(service, prompts, [0] * len(prompts), top=max(tops))
 
 
 def _shown(fields: RequestBody, *, log_probs: bool) -> Shown:
-    """Parse what the response shows. Raises RequestError for what a stream, or only a stream, can show."""
+    """Parse which parts the response shows. Raises RequestError for parts that do not fit the stream option."""
     streamed = fields.flag("stream")
     options = fields.inner("stream_options")
     if fields.raw("stream_options") and not streamed:
@@ -134,19 +137,19 @@ async def chat(request: web.Request) -> web.StreamResponse:
     forced, tools = forced_tool(choice, tools), [] if choice == "none" else tools
     tokens = _truncated(fields, service, await _rendered(fields, service, messages, tools))
     longest = service.thread.engine.max_context
-    wish = from_openai(fields, default_max=longest, interval=service.streaming.interval, top_log_probs=top)
-    wish = _with_calls(fields, service, wish, tools, forced)
-    parser = _parser(fields, service, tokens, tools, wish)
-    wish = replace(wish, keep_special=wish.keep_special or (parser is not None and parser.cut_ends))
-    scores = await _scores(service, [tokens], wish, shown, is_echo_scored=False)
-    form = _form(CHAT, fields, service, wish, shown=shown, prompt_scores=scores, parser=parser)
-    return await _respond(request, service, fields, [tokens], wish, form)
+    generation = from_openai(fields, default_max=longest, interval=service.streaming.interval, top_log_probs=top)
+    generation = _with_calls(fields, service, generation, tools, forced)
+    parser = _parser(fields, service, tokens, tools, generation)
+    generation = replace(generation, keep_special=generation.keep_special or (parser is not None and parser.cut_ends))
+    scores = await _scores(service, [tokens], generation, shown, is_echo_scored=False)
+    form = _form(CHAT, fields, service, generation, shown=shown, prompt_scores=scores, parser=parser)
+    return await _respond(request, service, fields, [tokens], generation, form)
 
 
 async def _rendered(
     fields: RequestBody, service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> list[int]:
-    """Render a chat by the model's template, with what the request gives to the template."""
+    """Render a chat with the model's template and the request's template arguments."""
     named = {name: fields.raw(name) for name in ("documents", "reasoning_effort") if fields.raw(name)}
     call = partial(
         render,
@@ -167,8 +170,8 @@ async def _rendered(
 def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
     """Return whether the header of a new turn follows the last message, or None if the model continues the message.
 
-    Without either key the model continues a last message of the assistant, as in rollouts. Otherwise the keys have
-    the meaning of transformers, vLLM and SGLang.
+    Without either key, the model continues a last message of the assistant, as in rollouts. Otherwise the keys mean the
+    same as in transformers, vLLM and SGLang.
     """
     has_header = fields.flag("add_generation_prompt", True)
     if fields.flag("continue_final_message"):
@@ -176,43 +179,47 @@ def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
             reason = "cannot be true together with add_generation_prompt. Set add_generation_prompt to false."
             raise fields.refuse("continue_final_message", reason)
         if not is_assistant_last:
-            raise fields.refuse("continue_final_message", "needs a last message with the role assistant")
+            raise fields.refuse("continue_final_message", "requires a last message with the role assistant")
         return None
     is_explicit = "continue_final_message" in fields or "add_generation_prompt" in fields
     return has_header if is_explicit or not is_assistant_last else None
 
 
 def _with_calls(
-    fields: RequestBody, service: Service, wish: GenerationRequest, tools: list[dict[str, Any]], forced: str | None
+    fields: RequestBody,
+    service: Service,
+    generation: GenerationRequest,
+    tools: list[dict[str, Any]],
+    forced: str | None,
 ) -> GenerationRequest:
-    """Return the request with the grammar of a forced call, or of a call as an alternative to response_format."""
-    notation, schema = format_of(service.served.tokenizer.chat_template).notation, wish.params.grammar
+    """Add the grammar of a forced call, or of a call as an alternative to response_format."""
+    notation, schema = format_of(service.served.tokenizer.chat_template).notation, generation.params.grammar
     if forced is None:
-        if not tools or wish.restricted_by != "response_format" or not isinstance(schema, JsonGrammar):
-            return wish
-        return replace(wish, params=replace(wish.params, grammar=schema_or_call(schema, notation, tools)))
+        if not tools or generation.restricted_by != "response_format" or not isinstance(schema, JsonGrammar):
+            return generation
+        return replace(generation, params=replace(generation.params, grammar=schema_or_call(schema, notation, tools)))
     grammar = None if notation is None else notation.call_grammar(tools, forced)
     if grammar is None:
         raise fields.refuse("tool_choice", "cannot be forced: the chat template does not write calls as JSON objects")
-    if wish.restricted_by not in ("", "response_format"):  # which is about content, and a call has none
-        raise fields.refuse("tool_choice", f"excludes {wish.restricted_by}. Restrict a response in one way.")
-    if wish.params.min_tokens:
-        raise fields.refuse("min_tokens", "excludes tool_choice, which decides where a response may end")
-    return replace(wish, params=replace(wish.params, grammar=grammar), restricted_by="tool_choice")
+    if generation.restricted_by not in ("", "response_format"):  # which is about content, not calls
+        raise fields.refuse("tool_choice", f"cannot be combined with {generation.restricted_by}. Set only one.")
+    if generation.params.min_tokens:
+        raise fields.refuse("min_tokens", "cannot be combined with tool_choice, which decides where a response may end")
+    return replace(generation, params=replace(generation.params, grammar=grammar), restricted_by="tool_choice")
 
 
 def _parser(
-    fields: RequestBody, service: Service, tokens: list[int], tools: list[dict[str, Any]], wish: GenerationRequest
+    fields: RequestBody, service: Service, tokens: list[int], tools: list[dict[str, Any]], generation: GenerationRequest
 ) -> ChatParser | None:
-    """Return the parser of the answers to a chat; None where they are content alone."""
+    """Return the parser of the responses to a chat, or None if they are only content."""
     tokenizer = service.served.tokenizer
     answer_format = format_of(tokenizer.chat_template)
-    prompt_end = service.desk.detokenizers[True].decode(tokens[-PROMPT_END:])
-    grammar = wish.params.grammar
+    prompt_end = service.requests.detokenizers[True].decode(tokens[-PROMPT_END:])
+    grammar = generation.params.grammar
     if not isinstance(grammar, AllowedTokens | None) and prompt_end.rstrip().endswith(THINK):
-        switch = 'The template may have a switch, as "chat_template_kwargs": {"enable_thinking": false}'
-        reason = f"excludes reasoning, which the chat template has opened. {switch}"
-        raise fields.refuse(wish.restricted_by, reason)
+        switch = 'The template may have a switch, such as "chat_template_kwargs": {"enable_thinking": false}'
+        reason = f"cannot be combined with reasoning, which the chat template has opened. {switch}"
+        raise fields.refuse(generation.restricted_by, reason)
     if not fields.flag("separate_reasoning", True):
         answer_format = replace(answer_format, reasons=False)
     if not tools:
@@ -220,7 +227,7 @@ def _parser(
     if answer_format == AnswerFormat():
         return None
     special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
-    cut_ends = not wish.keep_special and bool(special & set(answer_format.marks))
+    cut_ends = not generation.keep_special and bool(special & set(answer_format.marks))
     single_call = not fields.flag("parallel_tool_calls", True)
     return ChatParser(answer_format, tools, prompt_end, cut_ends, single_call=single_call)
 
@@ -229,7 +236,7 @@ def _form(
     kind: ApiKind,
     fields: RequestBody,
     service: Service,
-    wish: GenerationRequest,
+    generation: GenerationRequest,
     *,
     shown: Shown,
     prompt_scores: Sequence[Sequence[TokenLogProb]],
@@ -239,9 +246,9 @@ def _form(
     return ResponseFormatter(
         kind,
         model=fields.text("model", longest=4096) or service.served.folder.name,
-        n=wish.n,
+        n=generation.n,
         shown=shown,
-        vocabulary=service.desk.vocabulary,
+        vocabulary=service.requests.vocabulary,
         echoes=echoes,
         prompt_scores=prompt_scores,
         parser=parser,
@@ -253,25 +260,28 @@ async def _respond(
     service: Service,
     fields: RequestBody,
     prompts: list[list[int]],
-    wish: GenerationRequest,
+    generation: GenerationRequest,
     form: ResponseFormatter,
 ) -> web.StreamResponse:
-    if wish.n * len(prompts) > MOST_ANSWERS:
-        raise RequestError(f"{wish.n * len(prompts)} answers at once, and {MOST_ANSWERS} are the most", field="n")
-    await service.prepare_grammars([wish])
+    if generation.n * len(prompts) > MOST_ANSWERS:
+        raise RequestError(
+            f"{generation.n * len(prompts)} responses in one request are too many. The maximum is {MOST_ANSWERS}.",
+            field="n",
+        )
+    await service.prepare_grammars([generation])
     rid = fields.text("rid", longest=256) or fields.text("request_id", longest=256) or form.rid
     rids = [rid] if len(prompts) == 1 else [f"{rid}_{i}" for i in range(len(prompts))]
-    wishes = [(prompt, wish) for prompt in prompts]
+    generations = [(prompt, generation) for prompt in prompts]
     if not fields.flag("stream"):
-        with service.desk.ask(wishes, rids, rid=rid) as pending:
+        with service.requests.ask(generations, rids, rid=rid) as pending:
             return web.json_response(form.whole(await pending.finished()), dumps=dumped)
     stream = EventStream(request)
-    with service.desk.ask(wishes, rids, rid=rid) as pending:
+    with service.requests.ask(generations, rids, rid=rid) as pending:
         try:
             first_chunks = form.openings(pending.answers)
             async for answer in pending.growing():
-                chunks = form.deltas(answer)  # before anything is sent: meanwhile the answer may end
-                # Not before there are tokens: until then a refusal still has an HTTP status.
+                chunks = form.deltas(answer)  # before anything is sent, because the response may end in the meantime
+                # Only once there are tokens. Until then, an error can still be sent as an HTTP status.
                 for chunk in (*first_chunks, *chunks):
                     await stream.send(dumped(chunk))
                 first_chunks = []

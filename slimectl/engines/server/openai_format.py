@@ -1,4 +1,4 @@
-"""Formats answers for OpenAI's API: whole, or as the delta since the last chunk."""
+"""Formats responses for OpenAI's API, as a whole or as the delta since the last chunk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slimectl.engines.server.requests import RunningAnswer
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that stands in front of its answers: text, and log-probabilities if they were asked for."""
+    """A prompt shown before its responses: its text, and log-probabilities if requested."""
 
     text: str
     log_probs: Sequence[TokenLogProb] = ()
@@ -32,14 +32,14 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Contents of a response in addition to its text."""
+    """What a response shows in addition to its text."""
 
     log_probs: bool = False
     token_ids: bool = False
     tokens_by_id: bool = False
-    """Whether log-probabilities name a token by its id."""
+    """Whether log-probabilities identify tokens by id."""
     prompt_tops: int | None = None
-    """Likeliest tokens in place of each token of the prompts, in `prompt_logprobs`."""
+    """Number of likeliest tokens at each prompt position, in `prompt_logprobs`."""
     usage: bool = False
     """Whether a stream ends with the token counts."""
     running_usage: bool = False
@@ -48,19 +48,19 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class ChatParser:
-    """Divides the answers to one chat into content, reasoning and tool calls."""
+    """Splits the responses to one chat into content, reasoning and tool calls."""
 
     format: AnswerFormat
     tools: Sequence[Mapping[str, Any]]
     prompt: str
     """The end of the rendered chat."""
     cut_ends: bool
-    """Whether the text has special tokens for the parser alone, so that its end token has to go."""
+    """Whether the text has special tokens only for the parser, so that the end token must be removed."""
     single_call: bool = False
-    """Whether a response has its first call only."""
+    """Whether a response keeps only its first call."""
 
     def parts(self, answer: RunningAnswer, vocabulary: TokenBytes) -> ParsedAnswer:
-        """Return the parts of an answer; while it runs, those that can no longer change."""
+        """Return the parts of a response. While it runs, only the parts that can no longer change."""
         complete, text = answer.done, answer.text()
         for token in answer.sequence.end_tokens if self.cut_ends else ():
             text = text.removesuffix(vocabulary.text(token))
@@ -73,9 +73,10 @@ UNFINISHED_CHOICE: Mapping[str, Any] = {"logprobs": None, "finish_reason": None}
 
 
 class ResponseFormatter:
-    """Formats the response of one request, with `n` answers per prompt.
+    """Formats the response to one request, with `n` completions per prompt.
 
-    `echoes` are the prompts to show, `prompt_scores` the log-probabilities of the prompts, if `shown` has them.
+    `echoes` are the prompts to show. `prompt_scores` are the log-probabilities of the prompts, if `shown` includes
+    them.
     """
 
     def __init__(
@@ -103,9 +104,9 @@ class ResponseFormatter:
         self._prompt_scores = prompt_scores
         self._parser = parser
         self._sent_parts: dict[int, ParsedAnswer] = {}
-        """What of each answer has been streamed."""
+        """The parts of each response that have been streamed."""
         self._offsets: dict[int, int] = {}
-        """Characters of the tokens of each answer so far."""
+        """Number of characters so far in the tokens of each response."""
 
     def frame(self, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
         return self._kind.frame(self._identity, self._created, self._model, choices, complete=complete)
@@ -136,7 +137,7 @@ class ResponseFormatter:
         return ParsedAnswer(answer.text()) if parser is None else parser.parts(answer, self._vocabulary)
 
     def openings(self, answers: list[RunningAnswer]) -> list[dict[str, Any]]:
-        """Return the first chunks of a stream: the role of a chat, the prompt of a completion that echoes it."""
+        """Return the first chunks of a stream: the role in a chat, or the prompt in a completion with echo."""
         chunks: list[dict[str, Any]] = []
         for answer in answers:
             end: dict[str, Any] = dict(UNFINISHED_CHOICE)
@@ -149,11 +150,11 @@ class ResponseFormatter:
         return chunks
 
     def last_chunk(self, answers: list[RunningAnswer]) -> dict[str, Any]:
-        """Return the chunk with the token counts, which has no choices."""
+        """Return the final chunk, with token counts and no choices."""
         return self.frame([], complete=False) | {"usage": self.usage(answers)}
 
     def _chunk(self, choice: dict[str, Any], answer: RunningAnswer) -> dict[str, Any]:
-        """Return a chunk with the token counts so far, or with null in their place where only the last one has them."""
+        """Return a chunk with the token counts so far, or null if only the last chunk has them."""
         chunk = self.frame([choice], complete=False)
         if self.shown.usage or self.shown.running_usage:
             chunk["usage"] = self.usage([answer]) if self.shown.running_usage else None
@@ -163,7 +164,7 @@ class ResponseFormatter:
         return self._echoes[answer.index // self._n] if self._echoes else Echo("")
 
     def deltas(self, answer: RunningAnswer) -> list[dict[str, Any]]:
-        """Return the chunks with the new parts of a response. There is none while its new tokens have no text yet.
+        """Return the chunks with the new parts of a response: none while its new tokens have no text yet.
 
         Tool calls come before the chunk with the finish reason. The openai client 3.54 ends only calls that it has
         seen before that chunk.
@@ -186,7 +187,7 @@ class ResponseFormatter:
         return [*chunks, self._chunk(choice, answer)]
 
     def _message_delta(self, answer: RunningAnswer) -> dict[str, Any]:
-        """Return what is new of the assistant's message; a call is streamed when it is complete."""
+        """Return the new parts of the assistant's message. A tool call is streamed when it is complete."""
         sent, parts = self._sent_parts.get(answer.index, NO_PARTS), self._parts(answer)
         self._sent_parts[answer.index] = parts
         calls = parts.tool_calls[len(sent.tool_calls) :]
@@ -199,7 +200,7 @@ class ResponseFormatter:
         )
 
     def usage(self, answers: list[RunningAnswer]) -> dict[str, Any]:
-        """Count tokens; a prompt with n answers counts once."""
+        """Count tokens. A prompt with n completions counts once."""
         first = [answer.sequence for answer in answers[:: self._n]]
         return token_usage(
             sum(len(sequence.prompt) for sequence in first),
@@ -229,9 +230,9 @@ class ResponseFormatter:
     def _log_probs_of(
         self, answer: RunningAnswer, start: int, end: int, *, echo: Echo | None = None
     ) -> dict[str, Any] | None:
-        """Return the log-probabilities of an answer's tokens, after its prompt's if the response shows the prompt.
+        """Return the log-probabilities of a response's tokens, preceded by the prompt's if the prompt is shown.
 
-        None without tokens, because clients read the first entry of every list.
+        Returns None without tokens, because clients read the first entry of every list.
         """
         scores = answer_log_probs(answer, start, end) if self.shown.log_probs else []
         if self._kind.chat:

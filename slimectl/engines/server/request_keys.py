@@ -1,4 +1,4 @@
-"""Keys of each endpoint's request body. The names come from OpenAI's API, SGLang 0.5.21 and vLLM."""
+"""Keys of each endpoint's request body, with names from OpenAI's API, SGLang 0.5.21 and vLLM."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SAMPLING = names(
     "temperature top_p top_k min_p n stop stop_token_ids ignore_eos skip_special_tokens no_stop_trim stream_interval "
     "frequency_penalty presence_penalty repetition_penalty logit_bias json_schema regex"
 )
-"""Sampling parameters that have one name in all APIs."""
+"""Sampling parameters with the same name in all APIs."""
 SPACES = frozenset({"spaces_between_special_tokens"})
-"""Tokenizers of tokenizer.json, which are all that are read, add none whatever it says."""
-_IN_PARAMS = "is a sampling parameter. Put it into sampling_params."
+"""Accepted but without effect, because tokenizers from tokenizer.json never add spaces."""
+_IN_PARAMS = "is a sampling parameter. Put it in sampling_params."
 _GRAMMARS = "is not supported. Use regex or json_schema."
 _NATIVE_NAMES = {
     "max_tokens": "is a name of OpenAI's API. Use max_new_tokens.",
@@ -52,8 +52,8 @@ GENERATE = Keys(
         "min_tokens": f"{_IN_PARAMS[:-1]} as min_new_tokens.",
         "seed": f"{_IN_PARAMS[:-1]} as sampling_seed.",
         "prompt": "is a key of /v1/completions. Use text or input_ids.",
-        "messages": "is a key of /v1/chat/completions. Ask there.",
-        "response_format": "is a key of OpenAI's API. Put json_schema or regex into sampling_params.",
+        "messages": "is a key of /v1/chat/completions. Use that endpoint.",
+        "response_format": "is a key of OpenAI's API. Put json_schema or regex in sampling_params.",
         "logprobs": "is a key of OpenAI's API. Use return_logprob and top_logprobs_num.",
     },
 )
@@ -124,4 +124,4 @@ ENDPOINTS: Mapping[str, Keys] = {
         names("action"), neutral={"selector": ("all",), **unset("allow_quant_error skip_tensor_list")}
     ),
 }
-"""Keys of each endpoint that reads a body."""
+"""Keys of each endpoint that accepts a body."""

@@ -1,4 +1,4 @@
-"""Running answers of a server, and the table of requests in flight."""
+"""Responses in progress, and the table of requests in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from slimectl.data.growing_text import before_stop
 from slimectl.data.token_bytes import TokenBytes
 from slimectl.engines.embedded.detokenizer import Detokenizer
-from slimectl.engines.embedded.scheduler import RunningSequence as Running
+from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.server.engine_thread import EngineThread, LoopNotifier
 from slimectl.engines.server.errors import PAUSED, RequestError
 from slimectl.engines.server.sampling_params import GenerationRequest
@@ -23,16 +23,22 @@ RESUME_ENDPOINTS = {
     "update": "/end_weight_update",
     "pause": "/continue_generation",
 }
-"""Endpoint that ends each pause of the engine, by its reason."""
+"""The endpoint that ends each pause of the engine, by reason."""
 MOST_IN_FLIGHT = 65536
-"""Maximum number of answers that run or wait."""
+"""Maximum number of running and waiting responses."""
 
 
 class RunningAnswer:
-    """One sequence, and the part of it that is already sent (`told` tokens, `told_text` characters)."""
+    """One sequence, and the part that has been sent (`told` tokens, `told_text` characters)."""
 
     def __init__(
-        self, sequence: Running, wish: GenerationRequest, detokenizer: Detokenizer, *, rid: str, index: int
+        self,
+        sequence: RunningSequence,
+        generation: GenerationRequest,
+        detokenizer: Detokenizer,
+        *,
+        rid: str,
+        index: int,
     ) -> None:
         self.sequence = sequence
         self.rid = rid
@@ -41,14 +47,14 @@ class RunningAnswer:
         self.told_text = 0
         self.over = False  # its last part has been sent
         self._seen = 0
-        self._wish = wish
+        self._generation = generation
         self._detokenizer = detokenizer
         self._growing = detokenizer.growing_text()
         self.begun = time.monotonic()
 
     @property
     def count(self) -> int:
-        """Number of tokens to show: all of a finished answer, else as many as `due` has seen."""
+        """Number of tokens to show: all of a finished response, else the number that `due` has seen."""
         return len(self.sequence.log_probs) if self.done else self._seen
 
     @property
@@ -57,7 +63,7 @@ class RunningAnswer:
 
     @property
     def completion(self) -> Completion:
-        """Finished completion. Raises what the engine raised."""
+        """The finished completion. Raises the engine's error, if any."""
         return self.sequence.future.result()
 
     @property
@@ -66,36 +72,36 @@ class RunningAnswer:
 
     @property
     def cut_at(self) -> str | None:
-        """Stop string that ended the answer and was cut."""
+        """The stop string that ended the response and was removed, or None."""
         matched = self.sequence.matched if self.done else None
-        return matched if isinstance(matched, str) and not self._wish.keep_stop else None
+        return matched if isinstance(matched, str) and not self._generation.keep_stop else None
 
     def text(self) -> str:
-        """Return the whole text of a finished answer, else the part that can no longer change."""
+        """Return the whole text of a finished response, else the part that can no longer change."""
         if self.done:
             return self._final_text()
         text = self._growing.read(self.sequence.tokens[: self.count])
-        return text if self._wish.keep_stop else before_stop(text, self.sequence.params.stop)
+        return text if self._generation.keep_stop else before_stop(text, self.sequence.params.stop)
 
     def due(self) -> bool:
-        """Look for new tokens, and return whether a stream has to send a chunk.
+        """Check for new tokens, and return whether a stream must send a chunk.
 
-        The last token waits until the answer is done, so that its chunk has the finish reason.
+        The last token is held back until the response is done, so that its chunk has the finish reason.
         """
-        count = len(self.sequence.log_probs)  # first: the engine sets `finish` before it adds the last token
+        count = len(self.sequence.log_probs)  # first, because the engine sets `finish` before it adds the last token
         if not self.done and self.sequence.finish:
             return False
         self._seen = count
-        return not self.over and (self.done or count - self.told >= self._wish.interval)
+        return not self.over and (self.done or count - self.told >= self._generation.interval)
 
     def _final_text(self) -> str:
-        if not (self._wish.keep_special or self._wish.keep_stop):
+        if not (self._generation.keep_special or self._generation.keep_stop):
             return self.completion.text
         text, cut = self._detokenizer.decode(self.completion.tokens), self.cut_at
         return text if cut is None or cut not in text else text[: text.rindex(cut)]
 
     def finish_reason(self) -> dict[str, Any] | None:
-        """Return the finish reason in SGLang's format; None while the answer runs."""
+        """Return the finish reason in SGLang's format, or None while the response runs."""
         finish = self.completion.finish_reason if self.done else ""
         if finish == "stop":
             return {"type": "stop", "matched": self.sequence.matched}
@@ -115,7 +121,7 @@ class RunningAnswer:
 
 
 class RequestTable:
-    """Table of all requests in flight, by their ids."""
+    """All requests in flight, by id."""
 
     def __init__(self, thread: EngineThread, tokenizer: Any) -> None:
         self._thread = thread
@@ -129,26 +135,29 @@ class RequestTable:
     def ask(
         self, prompts: Sequence[tuple[list[int], GenerationRequest]], rids: Sequence[str], *, rid: str
     ) -> Iterator[RequestState]:
-        """Start the answers to prompts; those that still run at the end of the block are ended.
+        """Start responses to prompts. Responses still running at the end of the block are aborted.
 
-        `rid` names the request, `rids` its prompts. Raises Refused for an id in flight already, SettingsError for a
-        prompt that cannot be continued.
+        `rid` is the id of the request, and `rids` are the ids of its prompts. Raises RequestError if an id is already
+        in flight, and SettingsError for a prompt that cannot be continued.
         """
-        if self._in_flight + sum(wish.n for _, wish in prompts) > MOST_IN_FLIGHT:
-            raise RequestError(f"{self._in_flight} answers are in flight; ask again in a moment", status=503)
+        if self._in_flight + sum(generation.n for _, generation in prompts) > MOST_IN_FLIGHT:
+            raise RequestError(f"{self._in_flight} responses are in flight. Try again in a moment.", status=503)
         by_rid: dict[str, list[RunningAnswer]] = {rid: []}
-        for (tokens, wish), prompt_rid in zip(prompts, rids, strict=True):
-            for i in range(wish.n):
+        for (tokens, generation), prompt_rid in zip(prompts, rids, strict=True):
+            for i in range(generation.n):
                 sequence = self._thread.engine.request(
-                    tokens, wish.seeded(i), top_count=wish.top_log_probs, reports_experts=wish.routed_experts
+                    tokens,
+                    generation.seeded(i),
+                    top_count=generation.top_log_probs,
+                    reports_experts=generation.routed_experts,
                 )
-                name = prompt_rid if wish.n == 1 else f"{prompt_rid}_{i}"
-                detokenizer = self.detokenizers[wish.keep_special]
-                answer = RunningAnswer(sequence, wish, detokenizer, rid=name, index=len(by_rid[rid]))
+                name = prompt_rid if generation.n == 1 else f"{prompt_rid}_{i}"
+                detokenizer = self.detokenizers[generation.keep_special]
+                answer = RunningAnswer(sequence, generation, detokenizer, rid=name, index=len(by_rid[rid]))
                 for alias in {rid, prompt_rid, name}:
                     by_rid.setdefault(alias, []).append(answer)
         for duplicate in by_rid.keys() & self._by_rid.keys():
-            raise RequestError(f"rid: {duplicate[:60]!a} is in flight already; give another, or none", field="rid")
+            raise RequestError(f"rid: {duplicate[:60]!a} is already in flight. Use another id, or none.", field="rid")
         self._by_rid |= by_rid
         self._in_flight += len(by_rid[rid])
         for answer in by_rid[rid]:
@@ -169,17 +178,17 @@ class RequestTable:
             future.cancel()
             self._thread.end(answer.sequence)
         elif not future.cancelled():
-            future.exception()  # retrieved, so that asyncio does not report it
+            future.exception()  # retrieve it so that asyncio does not report it
 
     def abort(self, rid: str) -> None:
-        """End a request or one answer of it; does nothing if it is not in flight."""
+        """Abort a request or one of its responses. Does nothing if it is not in flight."""
         for answer in self._by_rid.get(rid, []):
             self._thread.end(answer.sequence)
 
     def end_waits(self, longest_s: float) -> None:
-        """Fail answers that have waited too long for a paused engine, so that their client retries, here or elsewhere.
+        """Fail responses that have waited too long for a paused engine, so that their client retries.
 
-        Raises nothing; the task that awaits the answer gets Refused.
+        The RequestError is raised in the task that awaits the response.
         """
         since = self._thread.engine.paused_since
         if since is None:
@@ -198,11 +207,11 @@ def _paused_message(reasons: list[str], seconds: float) -> str:
     way_out = next(
         (RESUME_ENDPOINTS[reason] for reason in RESUME_ENDPOINTS if reason in reasons), RESUME_ENDPOINTS["pause"]
     )
-    return f"the engine has been paused for {seconds:g} s and more; ask again after {way_out}"
+    return f"the engine has been paused for more than {seconds:g} s. Try again after {way_out}."
 
 
 class RequestState:
-    """Answers to one HTTP request."""
+    """The responses to one HTTP request."""
 
     def __init__(self, answers: list[RunningAnswer], bell: LoopNotifier) -> None:
         self.answers = answers
@@ -212,7 +221,7 @@ class RequestState:
         self._ring = partial(bell.ring, self._event)
 
     async def finished(self) -> list[RunningAnswer]:
-        """Wait for all answers. Raises what the engine raised."""
+        """Wait for all responses. Raises the engine's error, if any."""
         while not all(answer.done for answer in self.answers):
             await self._event.wait()
             self._event.clear()
@@ -221,7 +230,7 @@ class RequestState:
         return self.answers
 
     async def growing(self) -> AsyncIterator[RunningAnswer]:
-        """Yield each answer when it has new tokens, until all are finished. Raises what the engine raised."""
+        """Yield each response when it has new tokens, until all are finished. Raises the engine's error, if any."""
         for answer in self.answers:
             answer.sequence.grown = self._ring
         pending = self.answers

@@ -1,4 +1,4 @@
-"""Parses sampling parameters and output options of SGLang's and OpenAI's APIs."""
+"""Parses the sampling parameters and output options of SGLang's and OpenAI's APIs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from slimectl.engines.server.request_keys import SAMPLING_PARAMS, STRUCTURED_OUT
 from slimectl.types import AllowedTokens, ChoiceGrammar, Grammar, JsonGrammar, RegexGrammar, SamplingParams
 
 GREEDY_BELOW = 1e-6
-"""Temperatures below count as 0, as in SGLang: logits divided by them overflow."""
+"""Lower temperatures count as 0, as in SGLang, because dividing logits by them overflows."""
 MOST_CHOICES = 4096
 MOST_BIASES = 16384
 MOST_BIAS = 1e4
 MOST_ANSWERS = 4096
-"""Maximum answers of one request: prompts times n."""
+"""Maximum responses per request: prompts times n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +30,22 @@ class GenerationRequest:
     keep_stop: bool = False
     """Whether the stop string stays in the text."""
     interval: int = 1
-    """Tokens between two chunks of a stream."""
+    """Number of tokens per chunk of a stream."""
     top_log_probs: int = 0
-    """Likeliest tokens in place of each token, with their log-probabilities."""
+    """Number of likeliest tokens to return at each position, with their log-probabilities."""
     routed_experts: bool = False
-    """Whether the answer has the experts of every token."""
+    """Whether the response includes the experts of every token."""
     restricted_by: str = ""
-    """Key that asks for the grammar."""
+    """The key that requests the grammar."""
 
     def seeded(self, i: int) -> SamplingParams:
-        """Return the params of answer i: seeds count up, so that the first equals the answer of n = 1."""
+        """Return the params of response i. Seeds count up from the given one, which response 0 keeps."""
         seed = self.params.seed
         return self.params if i == 0 or seed is None else replace(self.params, seed=seed + i)
 
 
 def from_sglang(fields: RequestBody, *, interval: int = 1) -> GenerationRequest:
-    """Parse the `sampling_params` of /generate; `interval` is the default stream_interval."""
+    """Parse the `sampling_params` of /generate. `interval` is the default stream_interval."""
     fields.check(SAMPLING_PARAMS)
     params = SamplingParams(
         max_tokens=fields.whole("max_new_tokens", 128),
@@ -53,25 +53,25 @@ def from_sglang(fields: RequestBody, *, interval: int = 1) -> GenerationRequest:
         seed=fields.seed("sampling_seed"),
         **_shared_params(fields),
     )
-    return _build_wish(fields, params, interval, _restrictions(fields, schema="json_schema", regex="regex"))
+    return _generation_request(fields, params, interval, _restrictions(fields, schema="json_schema", regex="regex"))
 
 
 def from_openai(
     fields: RequestBody, *, default_max: int, lowest_max: int = 1, interval: int = 1, top_log_probs: int = 0
 ) -> GenerationRequest:
-    """Parse the parameters of a completion, with SGLang's extra fields; `lowest_max` bounds max_tokens."""
+    """Parse the parameters of a completion, with SGLang's extra fields. `lowest_max` is the minimum of max_tokens."""
     params = SamplingParams(
         max_tokens=fields.max_tokens(default_max, low=lowest_max),
         min_tokens=fields.whole("min_tokens", 0),
         seed=fields.seed("seed"),
         **_shared_params(fields),
     )
-    wish = _build_wish(fields, params, interval, _openai_restrictions(fields))
-    return replace(wish, top_log_probs=top_log_probs)
+    generation = _generation_request(fields, params, interval, _openai_restrictions(fields))
+    return replace(generation, top_log_probs=top_log_probs)
 
 
 Restrictions = dict[str, Grammar]
-"""Grammars of a response by the keys that ask for them."""
+"""Grammars of a response by the key that requests them."""
 
 
 def _openai_restrictions(fields: RequestBody) -> Restrictions:
@@ -89,13 +89,13 @@ def _openai_restrictions(fields: RequestBody) -> Restrictions:
     if "allowed_token_ids" in fields:
         tokens = fields.tokens("allowed_token_ids", fields.raw("allowed_token_ids"))
         if not tokens:
-            raise fields.refuse("allowed_token_ids", "is empty, so no token may be drawn")
+            raise fields.refuse("allowed_token_ids", "is empty, so no token can be sampled")
         restrictions["allowed_token_ids"] = AllowedTokens(tuple(tokens))
     return restrictions
 
 
 def _restrictions(fields: RequestBody, *, schema: str = "json", regex: str = "regex", choice: str = "") -> Restrictions:
-    """Return what the keys of these names ask for."""
+    """Return the grammars that the keys with these names request."""
     restrictions: Restrictions = {}
     if (text := schema_text(fields, schema)) is not None:
         restrictions[schema] = JsonGrammar(text)
@@ -110,7 +110,7 @@ def _shared_params(fields: RequestBody) -> dict[str, Any]:
     temperature = fields.number("temperature", 1.0, low=0.0, high=1e4)
     stop_tokens = fields.tokens("stop_token_ids", fields.raw("stop_token_ids") or [])
     if len(stop_tokens) > 1024:
-        raise fields.refuse("stop_token_ids", "are at most 1024 token ids")
+        raise fields.refuse("stop_token_ids", "has more than 1024 token ids")
     return {
         "temperature": 0.0 if temperature < GREEDY_BELOW else temperature,
         "top_p": fields.number("top_p", 1.0, low=1e-6, high=1.0),
@@ -128,10 +128,10 @@ def _shared_params(fields: RequestBody) -> dict[str, Any]:
 
 
 def _logit_bias(fields: RequestBody) -> tuple[tuple[int, float], ...]:
-    """Parse {"token id": bias}; JSON has strings as keys alone."""
+    """Parse {"token id": bias}. JSON keys are always strings."""
     raw = fields.object("logit_bias")
     if len(raw) > MOST_BIASES:
-        raise fields.refuse("logit_bias", f"are {len(raw)} tokens, and {MOST_BIASES} are the most")
+        raise fields.refuse("logit_bias", f"has {len(raw)} tokens. The maximum is {MOST_BIASES}.")
     biases = fields.inner("logit_bias")
     for token in raw:
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
@@ -139,16 +139,16 @@ def _logit_bias(fields: RequestBody) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), biases.number(token, 0.0, low=-MOST_BIAS, high=MOST_BIAS)) for token in raw)
 
 
-def _build_wish(
+def _generation_request(
     fields: RequestBody, params: SamplingParams, interval: int, restrictions: Restrictions
 ) -> GenerationRequest:
     if len(restrictions) > 1:
         first, second, *_ = restrictions
-        raise fields.refuse(second, f"excludes {first}. Restrict a response in one way.")
+        raise fields.refuse(second, f"cannot be combined with {first}. Set only one.")
     name, grammar = next(iter(restrictions.items()), ("", None))
     low, high = ("min_tokens", "max_tokens") if "min_tokens" in fields else ("min_new_tokens", "max_new_tokens")
     if grammar is not None and params.min_tokens:
-        raise fields.refuse(low, f"excludes {name}, which decides where a response may end")
+        raise fields.refuse(low, f"cannot be combined with {name}, which decides where a response may end")
     if params.min_tokens > params.max_tokens:
         raise fields.refuse(low, f"{params.min_tokens} is more than {high}, {params.max_tokens}")
     return GenerationRequest(

@@ -1,4 +1,4 @@
-"""SGLang's endpoint for generation, and its form of an answer."""
+"""SGLang's generation endpoint and its response format."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from slimectl.engines.server.state import SERVICE, STREAMED, EventStream, Servic
 
 
 def start_positions(fields: RequestBody, prompts: list[list[int]]) -> list[int | None]:
-    """Parse logprob_start_len, one for all prompts or a list: the first token to score of each; None for none.
+    """Parse logprob_start_len, one value or a list: the first token to score of each prompt, or None.
 
-    Raises Refused for one outside its prompt.
+    Raises MessageError for a position outside its prompt.
     """
     name, raw = "logprob_start_len", fields.raw("logprob_start_len")
     if not fields.flag("return_logprob") or raw is None:
         return [None] * len(prompts)
     listed = raw if isinstance(raw, list) else [raw] * len(prompts)
     if len(listed) != len(prompts):
-        raise fields.refuse(name, f"are {len(listed)} for {len(prompts)} prompts")
+        raise fields.refuse(name, f"has {len(listed)} values for {len(prompts)} prompts")
     positions: list[int | None] = []
     for prompt, start in zip(prompts, listed, strict=True):
         if type(start) is not int or not -1 <= start < max(1, len(prompt)):
-            raise fields.refuse(name, f"is no place in a prompt of {len(prompt)} tokens, nor -1 for none")
+            raise fields.refuse(name, f"is not a position in a prompt of {len(prompt)} tokens, nor -1 for none")
         positions.append(None if start == -1 else start)
     return positions
 
@@ -47,27 +47,30 @@ async def generate(request: web.Request) -> web.StreamResponse:
     service.check_ready()
     prompts, many = await _prompts(fields, service)
     top = fields.whole("top_logprobs_num", 0, high=MOST_TOP) if fields.flag("return_logprob") else 0
-    params = _wishes(fields, len(prompts), service.streaming.interval)
+    params = _generation_requests(fields, len(prompts), service.streaming.interval)
     reported = _reports_experts(fields, service)
-    options = [replace(wish, top_log_probs=top, routed_experts=reported) for wish in params]
-    wishes = list(zip(prompts, options, strict=True))
-    if sum(wish.n for _, wish in wishes) > MOST_ANSWERS:
-        raise RequestError(f"{sum(wish.n for _, wish in wishes)} answers at once, and {MOST_ANSWERS} are the most")
-    await service.prepare_grammars(wish for _, wish in wishes)
+    options = [replace(generation, top_log_probs=top, routed_experts=reported) for generation in params]
+    generations = list(zip(prompts, options, strict=True))
+    total = sum(generation.n for generation in params)
+    if total > MOST_ANSWERS:
+        raise RequestError(f"{total} responses in one request are too many. The maximum is {MOST_ANSWERS}.")
+    await service.prepare_grammars(generation for _, generation in generations)
     rid, rids = _rids(fields, len(prompts), many)
     input_scores = await prompt_log_probs(service, prompts, start_positions(fields, prompts), top=top)
     form = ResponseFormat(
         log_probs=fields.flag("return_logprob"),
         with_text=fields.flag("return_text_in_logprobs"),
         incremental=fields.flag("incremental_streaming_output", service.streaming.incremental),
-        listed=many or wishes[0][1].n > 1,
-        token_text=service.desk.vocabulary.text,
+        listed=many or generations[0][1].n > 1,
+        token_text=service.requests.vocabulary.text,
         version=service.thread.engine.weight_version,
-        inputs=[score for score, (_, wish) in zip(input_scores, wishes, strict=True) for _ in range(wish.n)],
+        inputs=[
+            score for score, (_, generation) in zip(input_scores, generations, strict=True) for _ in range(generation.n)
+        ],
     )
     if fields.flag("stream"):
-        return await _stream_answers(request, service, wishes, rids, rid, form)
-    with service.desk.ask(wishes, rids, rid=rid) as pending:
+        return await _stream_answers(request, service, generations, rids, rid, form)
+    with service.requests.ask(generations, rids, rid=rid) as pending:
         outputs = [form.whole(answer) for answer in await pending.finished()]
     text = f"[{','.join(outputs)}]" if form.listed else outputs[0]
     return web.Response(text=text, content_type="application/json")
@@ -77,20 +80,20 @@ def _reports_experts(fields: RequestBody, service: Service) -> bool:
     """Parse return_routed_experts. Raises MessageError for a model without experts."""
     is_asked = fields.flag("return_routed_experts")
     if is_asked and not service.thread.engine.has_experts:
-        raise fields.refuse("return_routed_experts", "is for mixtures of experts, and this model is none")
+        raise fields.refuse("return_routed_experts", "requires a mixture of experts, but this is a dense model")
     return is_asked
 
 
 async def _stream_answers(
     request: web.Request,
     service: Service,
-    wishes: list[tuple[list[int], GenerationRequest]],
+    generations: list[tuple[list[int], GenerationRequest]],
     rids: list[str],
     rid: str,
     form: ResponseFormat,
 ) -> web.StreamResponse:
     stream = EventStream(request)
-    with service.desk.ask(wishes, rids, rid=rid) as pending:
+    with service.requests.ask(generations, rids, rid=rid) as pending:
         try:
             async for answer in pending.growing():
                 await stream.send(form.chunk(answer))
@@ -103,7 +106,7 @@ async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int
     """Return the token ids of every prompt, and whether the request has a list of prompts."""
     text, ids = fields.raw("text"), fields.raw("input_ids")
     if (text is None) == (ids is None):
-        raise RequestError("text, input_ids: give one of the two")
+        raise RequestError("text, input_ids: set exactly one of the two")
     if text is not None:
         many, texts = isinstance(text, list), fields.texts("text", max_count=MOST_ANSWERS)
         encoded = [await service.encoded(prompt) for prompt in texts]
@@ -115,7 +118,7 @@ async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int
     return encoded, many
 
 
-def _wishes(fields: RequestBody, count: int, interval: int) -> list[GenerationRequest]:
+def _generation_requests(fields: RequestBody, count: int, interval: int) -> list[GenerationRequest]:
     """Parse the sampling parameters of each prompt: one object for all, or one for each."""
     raw = fields.raw("sampling_params")
     if not isinstance(raw, list):
@@ -123,27 +126,27 @@ def _wishes(fields: RequestBody, count: int, interval: int) -> list[GenerationRe
         return [from_sglang(params, interval=interval)] * count
     objects = fields.objects("sampling_params") or []
     if len(objects) != count:
-        raise fields.refuse("sampling_params", f"are {len(objects)} for {count} prompts")
+        raise fields.refuse("sampling_params", f"has {len(objects)} objects for {count} prompts")
     all_fields = [RequestBody(params, at=f"sampling_params[{i}].") for i, params in enumerate(objects)]
     return [from_sglang(params, interval=interval) for params in all_fields]
 
 
 def _rids(fields: RequestBody, count: int, many: bool) -> tuple[str, list[str]]:
-    """Return the id of the request, and one for each of its prompts."""
+    """Return the id of the request and the ids of its prompts."""
     if isinstance(fields.raw("rid"), list):
         rids = fields.texts("rid", max_count=count)
         if len(rids) != count or len(set(rids)) != count:
-            raise fields.refuse("rid", f"is not one of its own for each of {count} prompts")
+            raise fields.refuse("rid", f"is not a list of {count} different ids, one for each prompt")
         return uuid.uuid4().hex, rids
     rid = fields.text("rid", longest=256) or uuid.uuid4().hex
     return rid, [f"{rid}_{i}" for i in range(count)] if many else [rid]
 
 
 class ResponseFormat:
-    """Formats the answers of one request as JSON: whole, or chunk by chunk.
+    """Formats the responses to one request as JSON, as a whole or in chunks.
 
-    A chunk has all tokens so far, as SGLang's does, or with `incremental` only the new ones. JSON that was encoded once
-    is cached: a stream of n tokens encodes n numbers, not n squared.
+    A chunk has all tokens so far, as in SGLang, or only the new ones with `incremental`. Encoded JSON is cached, so
+    that a stream of n tokens encodes n numbers, not n squared.
     """
 
     def __init__(
@@ -182,7 +185,7 @@ class ResponseFormat:
         return self._to_json(answer, *new, text=text, count=count)
 
     def _numbers(self, answer: RunningAnswer, start: int, end: int) -> tuple[str, str, str]:
-        """Encode token ids, their log-probabilities and the likeliest tokens, as the insides of JSON lists."""
+        """Encode token ids, log-probabilities and likeliest tokens, as JSON lists without brackets."""
         tokens = ",".join(map(str, answer.sequence.tokens[start:end]))
         if not self._log_probs:
             return tokens, "", ""
@@ -190,11 +193,11 @@ class ResponseFormat:
         return tokens, self._triples(scores), self._tops(scores) if answer.sequence.top_count else ""
 
     def _triples(self, scores: Iterable[TokenLogProb]) -> str:
-        """Encode [logprob, id, text or null] as the inside of a JSON list."""
+        """Encode [logprob, id, text or null] as a JSON list without brackets."""
         return ",".join(self._triple(score.log_prob, score.token) for score in scores)
 
     def _tops(self, scores: Iterable[TokenLogProb]) -> str:
-        """Encode the likeliest tokens in place of each, null where there are none, as the inside of a JSON list."""
+        """Encode the likeliest tokens at each position, or null, as a JSON list without brackets."""
         return ",".join(
             "null" if score.top is None else f"[{','.join(self._triple(p, token) for token, p in score.top)}]"
             for score in scores

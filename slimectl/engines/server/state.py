@@ -1,4 +1,4 @@
-"""State that all endpoints of a server share."""
+"""The state shared by a server's endpoints, and the stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
 LONG = 20_000
-"""Characters from which a text is tokenised in a separate thread."""
+"""Texts of at least so many characters are tokenized in a separate thread."""
 
 SEND_S = 60.0
-"""Seconds that a client may read nothing of a stream."""
+"""Seconds that a client may go without reading a stream."""
 
 ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
 ReadDelta = Callable[[Path], Delta]
@@ -39,7 +39,7 @@ ReadDelta = Callable[[Path], Delta]
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Served model: its folder, config and tokenizer, and the reader of folders with new weights."""
+    """The served model: its folder, config and tokenizer, and functions that read weights from folders."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -50,11 +50,11 @@ class ServerConfig:
     base_model: Callable[[Path], BaseModel]
     """Opens a folder as the base model of adapters."""
     version: str = "0"
-    """Weight version of the folder."""
+    """The weight version of the folder."""
     read_delta: ReadDelta | None = None
-    """Reader of deltas between two versions of a folder."""
+    """Reads the delta between two versions of a folder."""
     middlewares: tuple[Any, ...] = ()
-    """Middlewares of the user's own, inside those that check keys and format errors."""
+    """User-defined middlewares. They run inside the ones that check keys and format errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Streaming:
     """Default stream options of requests."""
 
     interval: int = 1
-    """Tokens between two chunks."""
+    """Number of tokens per chunk."""
     incremental: bool = False
     """Whether a chunk of /generate has only the new tokens."""
 
@@ -71,15 +71,15 @@ class Streaming:
 class Service:
     served: ServerConfig
     thread: EngineThread
-    desk: RequestTable
+    requests: RequestTable
     status: str = "loading weights"
-    """Status message while there are no weights."""
+    """Status message while the engine has no weights."""
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while weights are loaded: one update at a time."""
+    """Held while weights are loaded, so that updates run one at a time."""
     adapter_update: AdapterUpdate | None = None
-    """The adapter that the open session brings."""
+    """The adapter that the open session receives."""
     merged: MergedAdapter | None = None
-    """What the engine's weights are, if they are a base model with an adapter or without."""
+    """The base model and adapter that the engine's weights consist of, if known."""
     groups: dict[str, Any] = field(default_factory=dict)
     """Process groups for weight broadcasts, by name."""
     streaming: Streaming = Streaming()
@@ -93,7 +93,7 @@ class Service:
 
     @property
     def state(self) -> str:
-        """Return "ok", or the status message while there are no weights."""
+        """ "ok", or the status message while the engine has no weights."""
         return "ok" if self.ready else self.status
 
     def load_folder(self) -> None:
@@ -102,32 +102,34 @@ class Service:
         self.merged = MergedAdapter(self.served.base_model(self.served.folder))
 
     def check_ready(self) -> None:
-        """Raise Refused while the engine has no weights; requests during an update wait for its end."""
+        """Raise RequestError if the engine has no weights. Requests during an update wait until it ends."""
         if not self.thread.engine.accepts:
             raise RequestError(f"the engine has no weights yet: {self.status}", status=503)
 
     async def generate(
         self, tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None
     ) -> Completion:
-        """Generate one answer; `on_tokens` is called with new tokens, in the engine's thread.
+        """Generate one response. `on_tokens` is called with new tokens, in the engine's thread.
 
         Raises RequestError or SettingsError for a prompt that cannot be continued.
         """
         self.check_ready()
-        rid, wish = uuid.uuid4().hex, GenerationRequest(params)
-        await self.prepare_grammars([wish])
-        with self.desk.ask([(tokens, wish)], [rid], rid=rid) as pending:
+        rid, generation = uuid.uuid4().hex, GenerationRequest(params)
+        await self.prepare_grammars([generation])
+        with self.requests.ask([(tokens, generation)], [rid], rid=rid) as pending:
             if on_tokens is not None:
                 pending.answers[0].sequence.follow(on_tokens)
             [answer] = await pending.finished()
             return answer.completion
 
-    async def prepare_grammars(self, wishes: Iterable[GenerationRequest]) -> None:
+    async def prepare_grammars(self, generations: Iterable[GenerationRequest]) -> None:
         """Compile grammars in another thread, because the first one takes a while.
 
-        Raises MessageError with the key that asks for the grammar, or SettingsError if no key does.
+        Raises MessageError with the key that requests the grammar, or SettingsError without a key.
         """
-        for grammar, name in {wish.params.grammar: wish.restricted_by for wish in wishes}.items():
+        for grammar, name in {
+            generation.params.grammar: generation.restricted_by for generation in generations
+        }.items():
             try:
                 if grammar is not None:
                     await run_in_daemon_thread(partial(self.thread.engine.grammar, grammar))
@@ -137,7 +139,7 @@ class Service:
                 raise MessageError(name, str(error).partition(": ")[2]) from None
 
     async def encoded(self, text: str, *, specials: bool = True) -> list[int]:
-        """Tokenize a prompt that is a text, as rollouts and training do, or without the tokens added before it."""
+        """Tokenize a text prompt as rollouts and training do, or without special tokens."""
         call = partial(encode_raw if specials else encode, self.served.tokenizer, text)
         return call() if len(text) < LONG else await run_in_daemon_thread(call)
 
@@ -146,7 +148,7 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
 class EventStream:
-    """Response of server-sent events, one JSON value each."""
+    """A response of server-sent events, each with one JSON value."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -160,7 +162,7 @@ class EventStream:
         await self._write(f"data: {value}\n\n".encode())
 
     async def fail(self, error: Exception) -> None:
-        """Send an error as an event: an HTTP status can no longer be sent."""
+        """Send an error as an event, because an HTTP status can no longer be sent."""
         if not self._response.prepared:
             raise error
         await self.send(dumped(body(status_of(error), line(error), kind=getattr(error, "kind", None))))
@@ -171,7 +173,7 @@ class EventStream:
         return self._response
 
     async def _write(self, data: bytes) -> None:
-        """Raise ConnectionResetError if the client does not read, which ends its sequences."""
+        """Write data. Raises ConnectionResetError if the client does not read, which ends its sequences."""
         try:
             async with asyncio.timeout(SEND_S):
                 await self._response.write(data)

@@ -1,4 +1,4 @@
-"""Process groups for weight broadcasts of a trainer, compatible with those of SGLang's scheduler."""
+"""Routes that replace the weights: from disk, from shared memory, or by broadcast from a trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ Form = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 class BroadcastGroup:
-    """Group beside torch's default one; the trainer is rank 0 and hosts the store."""
+    """A process group separate from torch's default one, compatible with SGLang.
+
+    The trainer is rank 0 and hosts the store.
+    """
 
     def __init__(
         self, *, host: str, port: int, rank: int, world: int, name: str, backend: str, device: str, timeout_s: float
@@ -44,13 +47,13 @@ class BroadcastGroup:
         """Block until all ranks have joined, or raise after `timeout_s` seconds."""
         timeout = datetime.timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
-        # The prefixes have to be the sender's: the group's name twice, then the kind of device.
+        # The prefixes must match the sender's: the group's name twice, then the kind of device.
         store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store))
         self._group = _backend(backend, store, rank, world, timeout, address=_address_towards(host))
         self._device, self._timeout = torch.device(device), timeout
 
     def receive(self, forms: Sequence[Form], *, flattened: bool) -> list[tuple[str, Tensor]]:
-        """Receive the next tensors that rank 0 broadcasts, one by one or as the bytes of all of them."""
+        """Receive the next tensors that rank 0 broadcasts, one by one or `flattened` into one buffer of bytes."""
         if flattened:
             sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in forms]
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
@@ -65,7 +68,7 @@ class BroadcastGroup:
         return tensors
 
     def close(self) -> None:
-        """Leave the group; its connections end with it."""
+        """Leave the group and close its connections."""
         del self._group, self._store
 
     def _broadcast(self, tensor: Tensor) -> Any:
@@ -82,15 +85,15 @@ def _backend(kind: str, store: dist.Store, rank: int, world: int, timeout: datet
         return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, world, nccl)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
-    # By itself gloo listens at whatever address the machine's own name resolves to.
+    # By default, gloo listens on the address that the machine's own name resolves to.
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, world, gloo)
 
 
 def _address_towards(host: str) -> str:
-    """Return the address of this machine from which `host` is reached."""
+    """Return the local address from which `host` is reached."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    # Connecting a datagram socket sends nothing, but picks the route.
+    # Connecting a datagram socket sends nothing but selects the route.
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0])
@@ -111,16 +114,16 @@ MOST_DIMENSIONS = 8
 def dtype_of(fields: RequestBody, name: str, value: Any) -> torch.dtype:
     dtype = DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else None
     if dtype is None:
-        raise fields.refuse(name, f"a dtype is not one of {', '.join(DTYPES)}")
+        raise fields.refuse(name, f"has a dtype that is not one of {', '.join(DTYPES)}")
     return dtype
 
 
 def shape_of(fields: RequestBody, name: str, value: Any) -> tuple[int, ...]:
     sizes = fields.tokens(name, value)
     if len(sizes) > MOST_DIMENSIONS or not all(0 <= size < MOST_ELEMENTS for size in sizes):
-        raise fields.refuse(name, "a shape is not one of a tensor")
+        raise fields.refuse(name, "has an invalid shape")
     if math.prod(sizes) >= MOST_ELEMENTS:
-        raise fields.refuse(name, f"a shape is one of {math.prod(sizes):.0e} elements")
+        raise fields.refuse(name, f"has a shape with {math.prod(sizes):.0e} elements")
     return tuple(sizes)
 
 
@@ -128,7 +131,7 @@ def shape_of(fields: RequestBody, name: str, value: Any) -> tuple[int, ...]:
 def shared_tensors(fields: RequestBody) -> Iterator[list[tuple[str, FileTensor]]]:
     """Open the tensors of {"name": block, "tensors": [[name, dtype, shape, offset], …]}, without reading them.
 
-    Raises RequestError for a block that does not exist, or is too small.
+    Raises MessageError for a block that does not exist or is too small.
     """
     block = fields.needed("name").removeprefix("/")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", block):
@@ -137,22 +140,22 @@ def shared_tensors(fields: RequestBody) -> Iterator[list[tuple[str, FileTensor]]
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 4 for row in rows):
         raise fields.refuse("tensors", "is not a list of [name, dtype, shape, offset]")
     try:
-        # Neither a symbolic link nor a pipe, whose open would block for ever: any user may create one there.
+        # Any user may create a symbolic link here, or a pipe, which would block on opening.
         descriptor = os.open(FOLDER / block, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise fields.refuse("name", f"{FOLDER / block}: {error.strerror}; is the sender on this machine?") from None
+        raise fields.refuse("name", f"{FOLDER / block}: {error.strerror}. Is the sender on this machine?") from None
     with open(descriptor, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise fields.refuse("name", f"{FOLDER / block}: is no block of shared memory")
+            raise fields.refuse("name", f"{FOLDER / block} is not a block of shared memory")
         yield [_file_tensor(fields, row, file, status.st_size) for row in rows]
 
 
 def _file_tensor(fields: RequestBody, row: list[Any], file: FileIO, size: int) -> tuple[str, FileTensor]:
-    """Return the name and the place of a tensor, which lies within a block of `size` bytes."""
+    """Return a tensor's name and location after checking that it lies within a block of `size` bytes."""
     name, dtype, shape = row[0], dtype_of(fields, "tensors", row[1]), shape_of(fields, "tensors", row[2])
     if not isinstance(name, str):
-        raise fields.refuse("tensors", "a name is not a string")
+        raise fields.refuse("tensors", "has a name that is not a string")
     (offset,) = fields.tokens("tensors", [row[3]])
     if not 0 <= offset <= size - math.prod(shape) * dtype.itemsize or offset % dtype.itemsize:
         raise fields.refuse("tensors", f"{name[:200]} does not lie within the block of {size} bytes")
@@ -161,14 +164,14 @@ def _file_tensor(fields: RequestBody, row: list[Any], file: FileIO, size: int) -
 
 GROUP = "weight_update_group"
 TIMEOUT_S = 600.0
-"""Seconds that a group waits for its trainer."""
+"""Seconds to wait until all ranks have joined a group."""
 LONGEST_VERSION = 200
 LONGEST_PATH = 4096
 ADDRESS = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 
 
 async def update_from_disk(request: web.Request) -> web.Response:
-    """Load all tensors of a Hugging Face directory, or what changed of them: `delta`, where the engine's fit it."""
+    """Load a Hugging Face directory, or only the changes in `delta` if it fits the engine's weights."""
     service, fields = request.app[SERVICE], await read(request)
     folder, version = Path(fields.needed("model_path")), _version(fields)
     delta = fields.text("delta", longest=LONGEST_PATH)
@@ -186,24 +189,24 @@ async def update_from_disk(request: web.Request) -> web.Response:
 
 
 def _apply_delta(service: Service, delta: Path, version: str) -> bool:
-    """Bring the engine's weights to `version` by a delta; returns False where it does not fit, or cannot be read."""
+    """Update the engine's weights to `version` with a delta. Return False if it does not fit or cannot be read."""
     if service.served.read_delta is None:
         return False
     try:
         service.thread.engine.apply_delta(service.served.read_delta(delta), version=version)
     except (CheckpointError, MissingExtraError) as error:
-        logger.info(f"{delta} is not applied, all weights are read instead: {error}")
+        logger.info(f"cannot apply {delta}, loading all weights instead: {error}")
         return False
     return True
 
 
 async def update_from_tensor(request: web.Request) -> web.Response:
-    """Load tensors from shared memory; with the field `adapter` they are an adapter, whole."""
+    """Load tensors from shared memory. With the field `adapter`, they are a complete adapter."""
     service, fields = request.app[SERVICE], await read(request)
     if "serialized_named_tensors" in fields or fields.text("load_format") != "shared_memory":
         raise RequestError(
-            "serialized_named_tensors: pickles are not taken, because reading one runs whatever code is in it; "
-            'send load_format "shared_memory" with name and tensors (docs/serving.md)'
+            "serialized_named_tensors: pickles are not supported, because reading one runs the code in it. "
+            'Send load_format "shared_memory" with name and tensors (docs/serving.md)'
         )
     version = _version(fields)
     alone = await _announced(service, fields)
@@ -213,14 +216,14 @@ async def update_from_tensor(request: web.Request) -> web.Response:
 
 
 async def update_from_distributed(request: web.Request) -> web.Response:
-    """Load tensors that the trainer broadcasts; received before they are checked, so that it does not block."""
+    """Load tensors broadcast by the trainer. Receives before checking them, so that the trainer does not block."""
     service, fields = request.app[SERVICE], await read(request)
     group = service.groups.get(fields.text("group_name", GROUP) or GROUP)
     if group is None:
-        raise fields.refuse("group_name", "no such group; call init_weights_update_group first")
+        raise fields.refuse("group_name", "no such group. Call init_weights_update_group first.")
     columns = [fields.raw(name) for name in ("names", "dtypes", "shapes")]
     if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
-        raise fields.refuse("names", "names, dtypes and shapes are not lists of one length")
+        raise fields.refuse("names", "names, dtypes and shapes must be lists of equal length")
     names = fields.texts("names", max_count=len(columns[0]))
     dtypes = [dtype_of(fields, "dtypes", value) for value in columns[1]]
     shapes = [shape_of(fields, "shapes", value) for value in columns[2]]
@@ -228,8 +231,8 @@ async def update_from_distributed(request: web.Request) -> web.Response:
     flattened = fields.choice("load_format", "auto", ("auto", "flattened_bucket")) == "flattened_bucket"
     try:
         tensors = await run_in_daemon_thread(partial(group.receive, forms, flattened=flattened))
-    except (RuntimeError, ValueError) as error:  # errors of gloo and nccl: the trainer went away, or sent others
-        raise RequestError(f"the broadcast failed; has the trainer gone? {line(error)}") from None
+    except (RuntimeError, ValueError) as error:  # errors of gloo and nccl: the trainer is gone or sent other tensors
+        raise RequestError(f"the broadcast failed. Is the trainer still running? {line(error)}") from None
     await _update(service, fields, tensors, version)
     return _done("Succeeded to update parameter online.")
 
@@ -239,11 +242,11 @@ async def init_group(request: web.Request) -> web.Response:
     service, fields = request.app[SERVICE], await read(request)
     name = fields.text("group_name", GROUP, longest=200) or GROUP
     if name in service.groups:
-        raise fields.refuse("group_name", f"{name!a} exists already; destroy it first")
+        raise fields.refuse("group_name", f"{name!a} already exists. Destroy it first.")
     world = fields.whole("world_size", 0, low=2, high=65536)
     host = fields.needed("master_address")
     if not ADDRESS.fullmatch(host):
-        raise fields.refuse("master_address", f"{host[:100]!a} is neither a host name nor an address")
+        raise fields.refuse("master_address", f"{host[:100]!a} is not a host name or address")
     join = partial(
         BroadcastGroup,
         host=host,
@@ -256,7 +259,7 @@ async def init_group(request: web.Request) -> web.Response:
         timeout_s=TIMEOUT_S,
     )
     if not world or "master_port" not in fields:
-        raise RequestError("world_size, master_port: are missing")
+        raise RequestError("world_size, master_port: both are required")
     service.groups[name] = None  # reserved while waiting for the other ranks
     try:
         service.groups[name] = await run_in_daemon_thread(join)
@@ -278,13 +281,13 @@ async def destroy_group(request: web.Request) -> web.Response:
 
 
 async def begin_update(request: web.Request) -> web.Response:
-    """Open an update session: tensors until end_weight_update are one version; until then nothing is sampled.
+    """Open an update session. All tensors until end_weight_update are one version, and generation pauses until then.
 
-    With the field `adapter` they are the parts of an adapter, which the end merges into its base model.
+    With the field `adapter`, the tensors are parts of an adapter that end_weight_update merges into its base model.
     """
     service, fields = request.app[SERVICE], await read(request)
     adapter = await _announced(service, fields)
-    if service.adapter_update is not None:  # of a trainer that died: none of it was written
+    if service.adapter_update is not None:  # from a trainer that died, and not written yet
         service.adapter_update = None
         await service.thread.call(service.thread.engine.end_update)
     await service.thread.call(service.thread.engine.begin_update)
@@ -315,7 +318,7 @@ async def update_version(request: web.Request) -> web.Response:
 
 
 async def check(request: web.Request) -> web.Response:
-    """Return a checksum of every tensor as the engine stores it, by its Hugging Face name."""
+    """Return a checksum of every tensor as stored by the engine, by Hugging Face name."""
     service, fields = request.app[SERVICE], await read(request)
     fields.choice("action", "checksum", ("checksum",))
     checksums = await service.thread.call(lambda: service.thread.engine.checksums(tensor_checksum))
@@ -334,7 +337,7 @@ async def _update(
     version: str | None,
     alone: AdapterUpdate | None = None,
 ) -> None:
-    """Load tensors of the model, or parts of an adapter: of the open session's, or `alone`, which is then merged."""
+    """Load tensors of the model, or parts of an adapter. A complete adapter, `alone`, is merged at once."""
     adapter = alone or service.adapter_update
 
     def load() -> None:
@@ -350,14 +353,14 @@ async def _update(
 
 
 def _merge(service: Service, adapter: AdapterUpdate) -> None:
-    """Give the engine an adapter's base model with the adapter. Raises CheckpointError for an incomplete one."""
+    """Load an adapter merged into its base model. Raises CheckpointError if the adapter is incomplete."""
     adapter.check_complete()
     merged, service.merged = service.merged, None
     service.merged = adapter.apply(service.thread.engine, merged)
 
 
 async def _load(service: Service, fields: RequestBody, load: Callable[[], None]) -> None:
-    """Load weights between two steps. Raises CheckpointError for those that do not fit."""
+    """Load weights between two steps. Raises CheckpointError if they do not fit."""
     if fields.flag("abort_all_requests"):
         await service.thread.call(service.thread.engine.end_all)
     async with service.updating:

@@ -1,1 +1,1 @@
-"""SGLang engines: real servers, and whatever else speaks their HTTP API."""
+"""SGLang engines: SGLang servers, and other servers with the same HTTP API."""

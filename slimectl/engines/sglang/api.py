@@ -1,4 +1,4 @@
-"""SGLang's HTTP API for generation and scoring, which `slimectl serve` speaks too."""
+"""The client side of SGLang's HTTP API for generation and scoring, which `slimectl serve` implements too."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ EXTRAS = {
     "num_retractions": "num_retractions",
     "dp_rank": "dp_rank",
 }
-"""Extra metadata of an answer: SGLang's name and ours; copied if present."""
+"""Extra metadata of a response, copied if present: SGLang's name to ours."""
 
 PAUSED = "engine_paused"
-"""Type of the error of `slimectl serve` for a request that has waited long for a paused engine."""
+"""Error type of `slimectl serve` for a request that has waited too long for a paused engine."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SglangApi:
     """engines.http.api.ServerApi of SGLang 0.5.18 to 0.5.21 and of `slimectl serve`."""
 
     routed_experts: tuple[int, int] | None = None
-    """Layers of the model and experts of a token, if answers shall name the experts of every token."""
+    """(layers of the model, experts per token) if responses should include the experts of every token."""
 
     name = "SGLang or `slimectl serve`"
     generate_path = "/generate"
@@ -50,7 +50,7 @@ class SglangApi:
         }
 
     def add_event(self, event: Mapping[str, Any], request: PendingRequest) -> None:
-        """Add one event, which has the new tokens, or (other servers) all tokens so far."""
+        """Add one event, which has only the new tokens or, from some servers, all tokens so far."""
         _check_event(event)
         meta = event["meta_info"]
         spans = meta.get("weight_versions") or ([meta["weight_version"]] if "weight_version" in meta else [])
@@ -102,8 +102,8 @@ class SglangApi:
 def sampling_body(params: SamplingParams, *, limit: int) -> dict[str, Any]:
     """Convert sampling parameters to SGLang's names, always with a seed.
 
-    In deterministic mode SGLang uses the same seed for all requests without one. Greedy log-probabilities are
-    untempered in SGLang too, and all others are of the tempered, unfiltered distribution.
+    In deterministic mode, SGLang uses the same seed for all requests without one. As in the embedded engine,
+    log-probabilities are untempered for greedy sampling. Otherwise they are from the tempered, unfiltered distribution.
     """
     body = {
         "temperature": params.temperature,
@@ -121,7 +121,7 @@ def sampling_body(params: SamplingParams, *, limit: int) -> dict[str, Any]:
 
 
 def _check_event(event: Mapping[str, Any]) -> None:
-    """Raise for refusals within the stream: an error event, or an "abort" that has a status."""
+    """Raise Refused for an error in the stream: an error event, or an "abort" with a status code."""
     if "error" in event:
         code = event["error"].get("code") if isinstance(event["error"], dict) else None
         raise Refused(int(code or 400), event)
@@ -131,18 +131,18 @@ def _check_event(event: Mapping[str, Any]) -> None:
 
 
 def _routing(text: Any, size: tuple[int, int]) -> Routing:
-    """Return the experts of an answer: base64 of int32, [tokens, layers, experts of a token]. Raises Refused."""
+    """Decode a response's experts from base64 of int32 [tokens, layers, experts per token]. Raises Refused."""
     try:
         flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
         return encoded(flat.reshape(-1, *size))
     except (TypeError, ValueError):
         shown = "none" if text is None else "another form"
-        message = f"routed_experts: {shown}; start SGLang with --enable-return-routed-experts, and this model"
+        message = f"routed_experts: {shown}. Start SGLang with --enable-return-routed-experts and this model."
         raise Refused(400, {"error": {"message": message}}) from None
 
 
 async def _score(post: PostJson, query: Mapping[str, Any], *, count: int) -> list[list[tuple[int, float]]]:
-    """Return (token, log-probability) of prompts' tokens from `logprob_start_len` on; the first one has none."""
+    """Return (token, log-probability) of prompts' tokens from `logprob_start_len` on. The first token has none."""
     params = {"max_new_tokens": 0, "temperature": 1.0}
     reply = await post("/generate", {**query, "return_logprob": True, "sampling_params": params})
     if not isinstance(reply, list) or len(reply) != count:

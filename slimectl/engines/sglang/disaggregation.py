@@ -1,4 +1,4 @@
-"""Prefill/decode disaggregation of SGLang: flags of both roles, their ports, the library that moves the cache."""
+"""Prefill/decode disaggregation in SGLang: flags and ports of both roles, and the transfer library."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slimectl.errors import BackendError
 ROLES = ("regular", "prefill", "decode")
 
 BACKEND = "disaggregation_transfer_backend"
-"""Field of `[sglang.args]` that names what moves keys and values from prefill to decode."""
+"""Field of `[sglang.args]` that selects the library to move keys and values from prefill to decode."""
 
 ON_CPU = "mooncake_tcp"
-"""Default without a GPU: Mooncake over TCP. SGLang's own default, Mooncake over RDMA, needs such network cards."""
+"""Default without a GPU: Mooncake over TCP. SGLang's own default, Mooncake over RDMA, needs RDMA network cards."""
 
 MOONCAKE = ("mooncake.engine", "mooncake-transfer-engine")
 LIBRARIES = {
@@ -24,22 +24,22 @@ LIBRARIES = {
     "nixl": ("nixl._api", "nixl"),
     "mori": ("mori.io", "mori"),
 }
-"""Module of each transfer backend, and the package that has it."""
+"""The module of each transfer backend, and the package that provides it."""
 
 CPU_BUILD = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
-"""Package of Mooncake without CUDA; its library libibverbs.so.1 comes from the system (Debian: libibverbs1)."""
+"""The Mooncake package without CUDA. It needs libibverbs.so.1 from the system (Debian: libibverbs1)."""
 
 
 def bootstrap_port(port: int) -> int:
-    """Return the port at which decode servers meet a prefill server, from that of its HTTP API.
+    """Return the port where decode servers meet a prefill server, derived from its HTTP port.
 
-    It follows from the address, so a restarted server needs no other message to the router.
+    Because it follows from the address, a restarted server does not have to tell the router.
     """
     return port + 1
 
 
 def role_flags(role: str | None, args: Mapping[str, Any], *, device: str) -> list[str]:
-    """Return the flags of a server that only prefills or only decodes; none for `role` None."""
+    """Return the flags of a server that only prefills or only decodes, or none if `role` is None."""
     if role is None:
         return []
     backend = [f"--{BACKEND.replace('_', '-')}={ON_CPU}"] if device == "cpu" and BACKEND not in args else []
@@ -47,14 +47,14 @@ def role_flags(role: str | None, args: Mapping[str, Any], *, device: str) -> lis
 
 
 def bootstrap_flags(role: str | None, port: int) -> list[str]:
-    """Return the flags of a prefill server that listens at `port`."""
+    """Return the flags of a prefill server that listens on `port`."""
     return [f"--disaggregation-bootstrap-port={bootstrap_port(port)}"] if role == "prefill" else []
 
 
 def check_transfer(args: Mapping[str, Any], python: str, *, device: str, roles: Sequence[str]) -> None:
-    """Check that SGLang's Python can import what moves keys and values between prefill and decode.
+    """Check that SGLang's Python can import the library that moves keys and values between prefill and decode.
 
-    SGLang itself finds out after the model is loaded. Raises BackendError.
+    SGLang itself checks only after loading the model. Raises BackendError.
     """
     if not set(roles) - {"regular"}:
         return
@@ -65,10 +65,10 @@ def check_transfer(args: Mapping[str, Any], python: str, *, device: str, roles: 
     command = [python, "-E", "-c", f"import {module}"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     if result.returncode:
-        error = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        error = (result.stderr.strip().splitlines() or ["no error message"])[-1]
         wanted = CPU_BUILD if device == "cpu" and "mooncake" in backend else package
         system = ", and apt-get install libibverbs1" if "libibverbs" in error else ""
         raise BackendError(
-            f"sglang.args.{BACKEND}: {backend}: {python} cannot import {module} ({error}); run: "
+            f"sglang.args.{BACKEND}: {backend}: {python} cannot import {module} ({error}). Run: "
             f"{python} -m pip install --no-deps {wanted}{system}"
         )

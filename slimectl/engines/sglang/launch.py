@@ -1,4 +1,4 @@
-"""The SGLang that is installed: its flags (`[sglang.args]`, any field of its ServerArgs) and its launch; its router."""
+"""Builds SGLang server and router processes, with flags from `[sglang.args]` (any field of SGLang's ServerArgs)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slimectl.errors import BackendError
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 ADAPTER_LOADER = "adapter_loader.load"
-"""Function in `BOOTSTRAP` that SGLang calls with messages of adapters."""
+"""The function in `BOOTSTRAP` that SGLang calls with adapter messages."""
 
 SGLANG = InstalledServer(
     section="sglang",
     packages=("sglang",),
-    # They pin the torch and transformers that slimectl works with.
+    # These versions pin versions of torch and transformers that slimectl supports.
     oldest=(0, 5, 18),
     newest=(0, 5, 21),
     script=BOOTSTRAP / "launch_server.py",
@@ -38,7 +38,7 @@ SGLANG = InstalledServer(
         "dtype": "engine.dtype",
         "device": "engine.device",
         "context_length": "rollout.max_context_len",
-        "weight_version": "the weights that are pushed",
+        "weight_version": "the pushed weights",
         **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "cluster.num_gpus_per_node"),
         "disaggregation_mode": "sglang.prefill_num_servers or sglang.server_groups",
     },
@@ -48,27 +48,27 @@ SGLANG = InstalledServer(
 
 
 def router_interpreter(python: str | None) -> str:
-    """Return the Python that runs sglang-router: `python`, else this one. Raises BackendError if it has none."""
+    """Return the Python that runs sglang-router: `python`, else this one. Raises BackendError if that is missing."""
     path = python or sys.executable
     if installed_version(path, "sglang-router", setting="sglang.python") is None:
         raise BackendError(
-            f"engine.router: {path} has no sglang-router; run: {path} -m pip install sglang-router==0.3.2, "
+            f"engine.router: {path} has no sglang-router. Run: {path} -m pip install sglang-router==0.3.2, "
             f"or set engine.router = none"
         )
     return path
 
 
 EVERY_HOST = "*,0.0.0.0/0,::/0"
-"""Value of NO_PROXY: sglang-router (reqwest 0.12) matches addresses with networks only, names with the star."""
+"""Value of NO_PROXY that matches every host. sglang-router (reqwest 0.12) needs networks for addresses, * for names."""
 LEAVES = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
-"""SGLang 0.5.21 never removes the former, and the latter (between ranks) only if nothing kills it; random names."""
+"""Prefixes of shared memory that SGLang 0.5.21 leaves behind: the first always, the second only if it is killed."""
 
 SLACK = 8
-"""Tokens that SGLang 0.5.21 reserves of a context; the client enforces the real bound."""
+"""Number of context tokens that SGLang 0.5.21 reserves. The client enforces the real limit."""
 
 DEFAULTS = {
     "custom_weight_loader": f"--custom-weight-loader={ADAPTER_LOADER}",
-    # Chunks of one token cost a CPU a fifth of its speed, and no user reads them live.
+    # Chunks of one token would cost a fifth of the speed on a CPU, and no user reads them live.
     "stream_interval": "--stream-interval=16",
 }
 ON_CPU = {
@@ -77,10 +77,10 @@ ON_CPU = {
     "grammar_backend": "--grammar-backend=none",
     "disable_overlap_schedule": "--disable-overlap-schedule",
     "sleep_on_idle": "--sleep-on-idle",  # an idle server would burn a core
-    "max_total_tokens": "--max-total-tokens=20000",  # the cache's share of memory is computed from a GPU's
+    "max_total_tokens": "--max-total-tokens=20000",  # the default is computed from GPU memory
     "enable_deterministic_inference": "--enable-deterministic-inference",  # else sampling_seed has no effect
 }
-"""Flags by the field that they set; a field in `args` replaces its flag."""
+"""Flags by the field that they set. A field in `args` replaces its flag."""
 
 
 def sglang_server(
@@ -105,11 +105,11 @@ def sglang_server(
 ) -> ServerProcess:
     """Build the process of an SGLang server for the model in a folder.
 
-    `weight_version` names the weights in that folder; keep its default if others are pushed before sampling starts.
-    `role` is prefill or decode (disaggregation). Of a server over several machines it is the process of machine
-    `node`, which gets the address at which they meet when it starts (supervisor.node_group). Raises BackendError if
-    `python` has no SGLang, SettingsError for `args` that it rejects. Keys, and other secrets in `args`, are passed
-    through its environment.
+    `weight_version` is the version of the weights in that folder. Keep its default if other weights are pushed before
+    sampling starts. `role` is prefill or decode (disaggregation). If the server spans several machines, this is the
+    process of machine `node`, which gets their meeting address when it starts (supervisor.node_group). Raises
+    BackendError if `python` has no SGLang, and SettingsError for `args` that it rejects. Keys and other secrets in
+    `args` are passed through the environment.
     """
     interpreter_path = SGLANG.interpreter(python)
     defaults = DEFAULTS | (ON_CPU if device == "cpu" else {})
@@ -126,14 +126,14 @@ def sglang_server(
     environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} | hidden  # for SLACK
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        if tensor_parallel > 1:  # SGLang requires a NUMA node per rank, unless cores are set; without sgl-kernel, any
+        if tensor_parallel > 1:  # else SGLang requires a NUMA node per rank (any cores do without sgl-kernel)
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * tensor_parallel)
     if nodes > 1:
         environment |= interface_variables(host)
     return ServerProcess(
         partial(_server_command, interpreter_path, arguments, role), ports=2 if role == "prefill" else 1,
         name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
-        leaves=LEAVES, own_tmp=True,  # SGLang creates sockets there and never removes them
+        leaves=LEAVES, own_tmp=True,  # SGLang leaves sockets there
     )  # fmt: skip
 
 
@@ -147,14 +147,14 @@ def router_server(
 ) -> Router:
     """Build the process of sglang-router, without workers.
 
-    `policy` is cache_aware, round_robin, random or power_of_two. `disaggregated`: some workers prefill, the others
-    decode. Raises BackendError if `python` has no sglang-router.
+    `policy` is cache_aware, round_robin, random or power_of_two. With `disaggregated`, some workers prefill and the
+    others decode. Raises BackendError if `python` has no sglang-router.
     """
     arguments = [
         f"--policy={policy}",
-        "--health-check-endpoint=/ping",  # workers answer it also while they wait for weights or load some
+        "--health-check-endpoint=/ping",  # workers answer it even while they wait for weights or load them
         f"--request-timeout-secs={int(request_timeout_s)}", "--log-level=warn",
-        # The client retries itself, elsewhere and for longer; and a push's pause would open the circuit breaker.
+        # The client itself retries for longer and on other servers. The pause of a push would open the circuit breaker.
         "--disable-retries", "--disable-circuit-breaker",
         *(["--pd-disaggregation"] if disaggregated else []),
     ]  # fmt: skip
@@ -162,7 +162,7 @@ def router_server(
     return Router(
         partial(router.command, router_interpreter(python), arguments),
         name="sglang-router", log=log, start_timeout_s=120.0, ready="/liveness",
-        env=dict.fromkeys(("NO_PROXY", "no_proxy"), EVERY_HOST),  # it connects to our servers only
+        env=dict.fromkeys(("NO_PROXY", "no_proxy"), EVERY_HOST),  # it connects only to our servers
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Process of sglang-router in front of several servers: one address, and a policy that selects a server."""
+"""The process of sglang-router, which puts several servers behind one address."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ REPLY_TIMEOUT_S = 10.0
 
 
 class Router(ServerProcess):
-    """Router process, as launch.router_server makes it, and the workers behind it.
+    """A router process, built by launch.router_server, and the registration of its workers.
 
-    It forwards generation requests only: aborts, pauses and weights go to the workers themselves.
+    It forwards only generation requests. Aborts, pauses and weights go directly to the workers.
     """
 
     register_timeout_s = 60.0
@@ -32,16 +32,17 @@ class Router(ServerProcess):
         return self._url
 
     def add(self, worker: str, **kind: Any) -> None:
-        """Register a worker; returns when it gets requests. `kind`: worker_type, for disaggregation, and api_key.
+        """Register a worker, and return once the router sends it requests.
 
-        Raises BackendError if the router refuses it.
+        `kind` may have worker_type, for disaggregation, and api_key. Raises BackendError if the router refuses the
+        worker.
         """
         if kind.get("worker_type") == "prefill":
             kind = {"bootstrap_port": bootstrap_port(urlsplit(worker).port or 80), **kind}
         run_coroutine(self._add(worker, kind))
 
     def remove(self, worker: str) -> None:
-        """Remove a worker, so that no request goes there; does nothing if it is not registered."""
+        """Remove a worker, so that no request goes there. Does nothing if it is not registered."""
         run_coroutine(self._remove(worker))
 
     async def _add(self, worker: str, kind: dict[str, Any]) -> None:
@@ -55,7 +56,7 @@ class Router(ServerProcess):
                 return
             if time.monotonic() > deadline:
                 raise BackendError(
-                    f"sglang-router at {self._url} has not found {worker} healthy in {self.register_timeout_s:.0f} s"
+                    f"sglang-router at {self._url} did not find {worker} healthy within {self.register_timeout_s:.0f} s"
                 )
             await asyncio.sleep(POLL_S)
 
@@ -64,7 +65,7 @@ class Router(ServerProcess):
         while (registered := await self._worker(worker)) is not None:
             await self._ask("DELETE", f"/workers/{registered['id']}")
             if time.monotonic() > deadline:
-                raise BackendError(f"sglang-router at {self._url} does not let go of {worker}")
+                raise BackendError(f"sglang-router at {self._url} does not remove {worker}")
             await asyncio.sleep(POLL_S)
 
     async def _worker(self, url: str) -> dict[str, Any] | None:

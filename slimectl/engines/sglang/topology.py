@@ -1,4 +1,4 @@
-"""Topology of a run's SGLang servers: uniform, prefill and decode, or groups with separate models."""
+"""The SGLang servers of a run: uniform, prefill and decode, or groups with separate models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimectl.settings.cluster import nodes_of
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """Specification of one server to start.
+    """The specification of one server to start.
 
     >>> ServerSpec(name="prefill-0", model=Path("m"), role="prefill").router_kind()
     {'worker_type': 'prefill'}
@@ -24,18 +24,18 @@ class ServerSpec:
     name: str
     model: Path
     gpus: int = 1
-    """GPUs of the server: the ranks of a pipeline stage times its stages."""
+    """GPUs of the server: tensor-parallel ranks times pipeline stages."""
 
     tensor_parallel: int = 1
     role: str = "regular"
     nodes: int = 1
-    """Machines, each with an equal part of the GPUs."""
+    """Number of machines, each with an equal share of the GPUs."""
 
     node: int = 0
-    """Which of its machines this part of it is for."""
+    """Index of the machine that this part runs on."""
 
     gets_weights: bool = True
-    """Whether the trained weights are pushed there: a judge or a teacher keeps its own."""
+    """Whether trained weights are pushed to the server. A judge or a teacher keeps its own."""
 
     args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -51,11 +51,11 @@ class ServerSpec:
         }
 
     def router_kind(self) -> dict[str, Any]:
-        """Return the options of a registration with the router, besides the address."""
+        """Return the options for registration with the router, except for the address."""
         return {} if self.role == "regular" else {"worker_type": self.role}
 
     def parts(self) -> list[ServerSpec]:
-        """Return the part of every machine; the first one's name is the server's."""
+        """Return one part per machine. The first one has the server's name."""
         return [
             replace(self, node=node, name=f"{self.name}-node-{node}" if node else self.name)
             for node in range(self.nodes)
@@ -63,7 +63,7 @@ class ServerSpec:
 
 
 PIPELINE_KEYS = ("pp_size", "pipeline_parallel_size")
-"""Names of the number of pipeline stages among the arguments of SGLang and vLLM."""
+"""Arguments of SGLang and vLLM that set the number of pipeline stages."""
 
 GROUP_KEYS = {"name", "model", "num_engines", "num_gpus_per_engine", "role", "args"}
 
@@ -78,10 +78,11 @@ def groups_of(
     args: Mapping[str, Any] | None = None,
     gpus_per_node: int | None = None,
 ) -> list[ServerSpec]:
-    """Return the spec of every server, prefill servers first. `args` apply to all; those of a group take precedence.
+    """Return the spec of every server, prefill servers first.
 
-    One with a multiple of `gpus_per_node` GPUs spans as many machines. Raises SettingsError for an unknown key of a
-    group, or for prefill without decode and the reverse.
+    `args` apply to all servers, but the args of a group take precedence. A server with a multiple of `gpus_per_node`
+    GPUs spans several machines. Raises SettingsError for an unknown key of a group, and for prefill without decode or
+    decode without prefill.
     """
     configs = list(server_groups) or _default_groups(num_engines, prefill_num_servers)
     specs = [spec for group in configs for spec in _specs_of(group, model, gpus_per_engine, args or {}, gpus_per_node)]
@@ -89,11 +90,12 @@ def groups_of(
     roles = {spec.role for spec in specs if spec.gets_weights}
     if not roles:
         raise SettingsError(
-            "sglang.server_groups: none has the model that is trained; leave `model` out of one of them"
+            "sglang.server_groups: no group serves the trained model. Leave `model` out of one of them."
         )
     if roles not in ({"regular"}, {"prefill", "decode"}):
         raise SettingsError(
-            f"sglang.server_groups: {' and '.join(sorted(roles))} alone do no work; give prefill and decode, or neither"
+            f"sglang.server_groups: {' and '.join(sorted(roles))} servers cannot work alone. "
+            f"Use both prefill and decode, or neither."
         )
     return specs
 
@@ -103,8 +105,8 @@ def _default_groups(num_engines: int, prefill: int) -> list[Mapping[str, Any]]:
         return [{"name": "engine", "num_engines": num_engines}]
     if prefill >= num_engines:
         raise SettingsError(
-            f"sglang.prefill_num_servers: {prefill} of {num_engines} engines prefill, and none is left to decode; "
-            f"raise engine.num_engines"
+            f"sglang.prefill_num_servers: {prefill} of {num_engines} engines prefill, so none is left to decode. "
+            f"Raise engine.num_engines."
         )
     return [
         {"name": "prefill", "role": "prefill", "num_engines": prefill},
@@ -117,8 +119,8 @@ def _specs_of(
 ) -> Iterator[ServerSpec]:
     for key in group.keys() - GROUP_KEYS:
         near = difflib.get_close_matches(key, GROUP_KEYS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(GROUP_KEYS))}"
-        raise SettingsError(f"sglang.server_groups: {key}: unknown key; {hint}")
+        hint = f"Did you mean {near[0]}?" if near else f"Known keys: {', '.join(sorted(GROUP_KEYS))}"
+        raise SettingsError(f"sglang.server_groups: {key}: unknown key. {hint}")
     name, role = str(group.get("name", "engine")), group.get("role", "regular")
     if role not in ROLES:
         raise SettingsError(f"sglang.server_groups: {name}: role {role!r} is not one of {', '.join(ROLES)}")
@@ -139,12 +141,12 @@ def _specs_of(
 
 
 def _stage_ranks(gpus: int, args: Mapping[str, Any], name: str) -> int:
-    """Return the GPUs of one pipeline stage. Raises SettingsError if the stages do not divide those of the engine."""
+    """Return the GPUs per pipeline stage. Raises SettingsError if the number of stages does not divide `gpus`."""
     key, stages = next(((key, args[key]) for key in PIPELINE_KEYS if args.get(key) is not None), ("", 1))
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1 or gpus % stages:
         raise SettingsError(
-            f"{key}: {stages!r} pipeline stages do not divide the {gpus} GPUs of {name}; "
-            f"cluster.rollout_num_gpus_per_engine counts those of all stages"
+            f"{key}: {stages!r} pipeline stages do not divide the {gpus} GPUs of {name}. "
+            f"cluster.rollout_num_gpus_per_engine counts the GPUs of all stages."
         )
     return gpus // stages
 

@@ -1,12 +1,12 @@
-"""Engines' side of a weight push over SGLang's HTTP API.
+"""Pushes weights to engines over SGLang's HTTP API.
 
-The same calls drive SGLang 0.5.18 to 0.5.21 and `slimectl serve`. Requirements of SGLang beyond its manual:
-- Updates never request a flush of the prefix cache: with answers in flight it fails, and ends the scheduler.
-- From 0.5.21 tensors and broadcasts must be enclosed by begin_weight_update and end_weight_update, which older
-  versions do not have.
-- Its own payloads of tensors name classes of SGLang, which the trainer's Python may not have. It reads the fields of a
-  tensor's metadata by name only and its unpickler accepts plain namespaces (checked in 0.5.18, 0.5.20 and 0.5.21), so
-  these are used.
+The same calls work with SGLang 0.5.18 to 0.5.21 and `slimectl serve`. Undocumented requirements of SGLang:
+- Updates must not request a flush of the prefix cache. With responses in flight it fails and ends the scheduler.
+- From 0.5.21 on, tensors and broadcasts must be enclosed by begin_weight_update and end_weight_update. Older
+  versions do not have these endpoints.
+- SGLang's tensor payloads pickle its own classes, which the trainer's Python may not have. Plain namespaces are used
+  instead: SGLang reads metadata fields only by name, and its unpickler accepts namespaces (checked in 0.5.18, 0.5.20
+  and 0.5.21).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from slimectl.errors import BackendError
 from slimectl.protocols import INCOMPLETE
 
 SETTLE_S = 0.2
-"""Seconds that an engine that continues in place may take to notice that it is idle."""
+"""Seconds to wait until an engine that continues in place notices that it is idle."""
 PREFILLED_S = 60.0
-"""Seconds within which a server that prefills must once have nothing to prefill after it continues."""
+"""Seconds to wait until a resumed prefill server has nothing left to prefill."""
 PD_ROLES = ("prefill", "decode")
 NO_SESSION = "no weight-update session"
 OPEN_ALREADY = "already open"
 
 
 class SglangWorkers(HttpWorkers):
-    """engines.http.weight_client.HttpWorkers that are SGLang's servers or `slimectl serve`."""
+    """engines.http.weight_client.HttpWorkers for SGLang servers and `slimectl serve`."""
 
     def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: Keys = NO_KEYS) -> None:
         super().__init__(urls, timeout_s=timeout_s, keys=keys)
@@ -49,28 +49,28 @@ class SglangWorkers(HttpWorkers):
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks of each worker in a group for broadcasts. Raises BackendError for those that cannot join one."""
+        """Number of ranks of each worker in a broadcast group. Raises BackendError if a worker cannot join one."""
         for url in self.urls:
             if int(self._server_info(url).get("pp_size") or 1) > 1:
                 raise BackendError(
-                    f"engine at {url}: SGLang gives its pipeline stages the same ranks in a broadcast; "
-                    f'set sync.transport = "disk" or "delta", or leave sglang.args.pp_size out'
+                    f"engine at {url}: SGLang gives all pipeline stages the same ranks in a broadcast. "
+                    f'Set sync.transport = "disk" or "delta", or leave sglang.args.pp_size out.'
                 )
         return [int(self._server_info(url).get("tp_size") or 1) for url in self.urls]
 
     @property
     def checksums_by_hf_name(self) -> bool:
-        """Whether `checksums` can be compared with the trainer's own; SGLang names and hashes its fused tensors."""
+        """Whether `checksums` can be compared with the trainer's own. SGLang hashes its fused tensors instead."""
         return all(self._is_slimectl_serve(url) for url in self.urls)
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all are `slimectl serve`: on a CPU, SGLang takes tensors as text."""
+        """Whether all workers are `slimectl serve`. On a CPU, SGLang accepts tensors only as text."""
         return self.checksums_by_hf_name
 
     @property
     def adapter_transports(self) -> Sequence[str]:
-        """By messages alone if SGLang is among the workers; not without our loader, and not in pipeline stages."""
+        """Only "tensor" if a worker is SGLang. None if it lacks our loader or has pipeline stages."""
         if self.checksums_by_hf_name:
             return ("tensor", "distributed")
         for info in (self._server_info(url) for url in self.urls if not self._is_slimectl_serve(url)):
@@ -79,7 +79,7 @@ class SglangWorkers(HttpWorkers):
         return ("tensor",)
 
     def _server_info(self, url: str) -> dict[str, Any]:
-        """Return the /server_info of a worker; requested once."""
+        """Return the /server_info of a worker, which is requested only once."""
         if url not in self._server_infos:
             unknown = [other_url for other_url in self.urls if other_url not in self._server_infos]
             for answer in self._request_all("/server_info", {}, urls=unknown, method="GET"):
@@ -98,18 +98,19 @@ class SglangWorkers(HttpWorkers):
 
     async def _resume(self, session: aiohttp.ClientSession, url: str) -> None:
         answers = [await self._ask(session, url, "/end_weight_update", {})]
-        # Retracted answers wait for ever; aborted ones are about to end.
+        # Do not wait for retracted responses, which do not end while paused. Aborted ones are about to end.
         wait = f"?timeout={IDLE_TIMEOUT_S}" if self._mode == "abort" else ""
         answers.append(await self._ask(session, url, f"/flush_cache{wait}", {}))
-        # Even after a failure: an engine must not stay paused.
+        # Even after a failure, because an engine must not stay paused.
         continued = await self._ask(session, url, "/continue_generation", {})
         if not answers[0].refused or answers[0].status in (404, 405) or NO_SESSION in answers[0].words:
             del answers[0]
         if self._mode == "in_place" and answers.pop().refused:
-            # SGLang counts an answer that has just ended as running until it continues: its prefix would stay.
+            # Until it continues, SGLang counts a response that has just ended as running, so that its prefix would
+            # stay.
             await self._ask(session, url, f"/flush_cache?timeout={SETTLE_S}", {})
         role = self._roles.get(url)
-        # Retracted answers are prefilled anew once both kinds continue; a server that decodes keeps no prefixes.
+        # Retracted responses are prefilled again once both kinds continue. A decode server keeps no prefixes.
         if self._mode == "retract" and role in PD_ROLES and answers.pop().refused and role == "prefill":
             answers.append(await self._ask(session, url, f"/flush_cache?timeout={PREFILLED_S}", {}))
         for answer in [*answers, continued]:
@@ -117,12 +118,12 @@ class SglangWorkers(HttpWorkers):
                 raise answer.error()
 
     def _open_session(self) -> None:
-        """Begin the update session, on engines that support sessions."""
+        """Open the update session on engines that support sessions."""
         body = {} if self._adapter is None else {"adapter": self._adapter}
         for answer in self._ask_all("/begin_weight_update", body):
             if answer.refused and answer.status not in (404, 405) and OPEN_ALREADY not in answer.words:
                 raise answer.error()
-            if answer.refused and self._adapter is not None:  # of a trainer that died: it would take whole weights
+            if answer.refused and self._adapter is not None:  # left by a trainer that died, and not for an adapter
                 self._ask_all("/end_weight_update", {}, urls=[answer.url])
                 self._request_all("/begin_weight_update", body, urls=[answer.url])
 
@@ -143,7 +144,7 @@ class SglangWorkers(HttpWorkers):
         )
 
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
-        """Load tensors, first into `slimectl serve`, then into SGLang; one copy in shared memory serves all workers."""
+        """Load tensors into `slimectl serve` workers through one copy in shared memory, then into SGLang workers."""
         first = not self._session_open
         self._begin_update()
         path = "/update_weights_from_tensor"
@@ -159,11 +160,11 @@ class SglangWorkers(HttpWorkers):
         elif sglang_urls:
             flat, places = flatten(tensors)
             ranks = [int(self._server_info(url).get("tp_size") or 1) for url in sglang_urls]
-            # A handle of CUDA IPC can be opened once: every rank reads a separate pickle.
+            # A CUDA IPC handle can be opened only once, so every rank reads a separate pickle.
             copies = sum(ranks) if flat.is_cuda else 1
             payloads = iter([base64.b64encode(pickled(flat, places)) for _ in range(copies)] * (sum(ranks) // copies))
             tail = json.dumps({"load_format": "flattened_bucket", **_version_fields(version)})[1:].encode()
-            # Concatenated by hand: an encoder would scan every byte.
+            # Concatenated by hand, because an encoder would scan every byte.
             bodies = {
                 url: b'{"serialized_named_tensors":["' + b'","'.join(islice(payloads, count)) + b'"],' + tail
                 for url, count in zip(sglang_urls, ranks, strict=True)
@@ -171,7 +172,7 @@ class SglangWorkers(HttpWorkers):
             self._request_all(path, bodies.__getitem__, urls=sglang_urls)
 
     def _load_adapter(self, urls: Sequence[str], tensors: Sequence[NamedTensor], version: str, *, first: bool) -> None:
-        """Send a message of an adapter, as bytes in the request, to bootstrap/adapter_loader.py in SGLang."""
+        """Send an adapter message as bytes in the request to bootstrap/adapter_loader.py in SGLang."""
         flat, places = flatten([(name, tensor.cpu()) for name, tensor in tensors])
         table = [[each.name, dtype_name(each.dtype), list(each.shape), each.start_idx, each.end_idx] for each in places]
         header = {"adapter": self._adapter, "tensors": table, "first": first, "last": not version.endswith(INCOMPLETE)}
@@ -193,7 +194,7 @@ class SglangWorkers(HttpWorkers):
         self._request_all("/init_weights_update_group", lambda url: {**group, "rank_offset": offsets[url]})
 
     def load_broadcast(self, forms: Sequence[tuple[str, dtype, tuple[int, ...]]], *, name: str, version: str) -> None:
-        """Receive all tensors as one broadcast, in this order; wide numbers must be first, as `aligned` sorts them."""
+        """Receive all tensors as one broadcast, in this order. Wider dtypes must come first, as sorted by `aligned`."""
         self._begin_update()
         body = {
             "names": [form[0] for form in forms],
@@ -205,7 +206,7 @@ class SglangWorkers(HttpWorkers):
         self._request_all("/update_weights_from_distributed", {**body, **_version_fields(version)})
 
     def leave(self, *, name: str) -> None:
-        """Leave the group; a worker that does not know it has left already. Waits at most IDLE_TIMEOUT_S."""
+        """Leave the group. A worker that does not know it has already left. Waits at most IDLE_TIMEOUT_S."""
         path = "/destroy_weights_update_group"
         for answer in self._ask_all(path, {"group_name": name}, limit_s=IDLE_TIMEOUT_S):
             if answer.refused and "does not exist" not in answer.words:
@@ -214,7 +215,7 @@ class SglangWorkers(HttpWorkers):
     def checksums(self) -> list[dict[str, str]]:
         """Return the checksums of every worker's tensors.
 
-        SGLang hashes its own tensors, by rank; these are comparable with each other only.
+        SGLang hashes its own tensors by rank. Those checksums are comparable only with each other.
         """
         by_worker = []
         for answer in self._request_all("/weights_checker", {"action": "checksum"}):
@@ -238,11 +239,11 @@ def _version_fields(version: str) -> dict[str, Any]:
 
 
 DEVICE_INDEX = 6
-"""Index of the device in the arguments of torch's reduction of a CUDA tensor."""
+"""Index of the device in the arguments of torch's CUDA tensor reduction."""
 
 
 def flatten(tensors: Sequence[NamedTensor]) -> tuple[Tensor, list[SimpleNamespace]]:
-    """Concatenate the bytes of all tensors into one [N] uint8 tensor on their device; also returns their ranges."""
+    """Concatenate the bytes of all tensors to one [N] uint8 tensor on their device, and return their ranges."""
     parts, places, end = [], [], 0
     for name, tensor in aligned(tensors):
         part = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -259,17 +260,17 @@ def flatten(tensors: Sequence[NamedTensor]) -> tuple[Tensor, list[SimpleNamespac
 def pickled(flat: Tensor, places: list[SimpleNamespace]) -> bytes:
     """Pickle a flat buffer as SGLang's load_format "flattened_bucket".
 
-    On a CPU the bytes themselves: handles of torch's shared memory either need the receiver to know this process's
-    authentication key, and kill SGLang's scheduler when it does not, or leave a daemon behind. On a GPU a handle of
-    CUDA IPC, good as long as `flat` lives.
+    On a CPU, the pickle has the bytes themselves. A handle of torch's shared memory either leaves a daemon behind, or
+    kills SGLang's scheduler unless the receiver knows this process's authentication key. On a GPU, the pickle has a
+    CUDA IPC handle, which is valid as long as `flat` lives.
     """
     return pickle.dumps({"flattened_tensor": _Handle(flat) if flat.is_cuda else flat, "metadata": places})
 
 
 class _Handle:
-    """CUDA tensor that is pickled as torch.multiprocessing would, but with its device's UUID instead of the index.
+    """A CUDA tensor that is pickled as in torch.multiprocessing, but with the UUID of its device instead of the index.
 
-    The two processes may number the devices differently; SGLang looks the UUID up.
+    The two processes may number devices differently. SGLang looks up the UUID.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Server processes: start, health checks, restarts."""
+"""Server processes: starts, health checks and restarts."""

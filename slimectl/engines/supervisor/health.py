@@ -1,4 +1,4 @@
-"""Members of a server pool: servers, an optional router in front, and health checks of each."""
+"""Members of a server pool, and their health checks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slimectl.transport.http import get
 
 ANSWER_S = 30.0
 RETRY_S = 0.5
-"""Seconds between health requests to a server that has not answered well, until its time is over."""
+"""Seconds between health requests to a server that failed one, until the timeout."""
 
 
 class Server(Protocol):
-    """Process that serves HTTP; the object may live on another machine."""
+    """A process that serves HTTP. The object may live on another machine."""
 
     def start(self) -> str: ...
 
@@ -31,7 +31,7 @@ class Server(Protocol):
 
 
 class RouterProcess(Server, Protocol):
-    """Router: one address for all servers."""
+    """A router, which has one address for all servers."""
 
     def add(self, worker: str, **kind: Any) -> None: ...
 
@@ -42,23 +42,23 @@ class RouterProcess(Server, Protocol):
 class Member:
     server: Server
     kind: Mapping[str, Any] = field(default_factory=dict)
-    """Options of its registration with the router."""
+    """Options for registration with the router."""
 
     url: str = ""
     up: bool = False
-    """Whether it takes requests: it answers, and has the current weights."""
+    """Whether it accepts requests: it responds and has the current weights."""
 
     routed: bool = False
     """Whether it is registered with the router."""
 
 
 async def healthy(members: Sequence[Member], *, timeout_s: float) -> list[bool]:
-    """Return for each member whether it is alive and answers /health with 200 in time."""
+    """Return for each member whether it is alive and responds to /health with 200 in time."""
     return await asyncio.gather(*(_healthy(member, timeout_s) for member in members))
 
 
 def is_ready(member: Member) -> bool:
-    """Whether a server has weights. Raises BackendError if it does not answer."""
+    """Whether a server has weights. Raises BackendError if it does not respond."""
     return run_coroutine(get(f"{member.url}/health", timeout_s=ANSWER_S)).status == 200
 
 
@@ -75,7 +75,7 @@ async def _healthy(member: Member, timeout_s: float) -> bool:
 
 
 def is_alive(server: Server) -> bool:
-    """Whether a server is alive; one whose host is gone is not."""
+    """Whether a server is alive. It is not if its host is gone."""
     try:
         return server.alive()
     except Exception:
@@ -83,7 +83,7 @@ def is_alive(server: Server) -> bool:
 
 
 def failure_reason(server: Server) -> str:
-    """Return why a server died, as it reports, or why it cannot be asked."""
+    """Return why a server died, or why this cannot be determined."""
     try:
         return server.death()
     except Exception as error:
@@ -91,5 +91,5 @@ def failure_reason(server: Server) -> str:
 
 
 def stop_quietly(server: Server) -> None:
-    with contextlib.suppress(Exception):  # its host is gone, and it with it
+    with contextlib.suppress(Exception):  # its host is gone
         server.stop()

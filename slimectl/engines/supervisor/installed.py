@@ -1,4 +1,4 @@
-"""Installation of a server in a Python of its own: its version, and the flags that it takes."""
+"""The installation of a server in a separate Python: its version and flags."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PROBE_TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class InstalledServer:
-    """A kind of server that `[SECTION.args]` configures, by any field of its own arguments.
+    """A kind of server, configured by `[SECTION.args]` with any of its own arguments.
 
-    `oldest` and `newest` bound the supported versions. `script` prints the fields of the installed one with --describe.
-    `owned` has the fields that slimectl sets, and the setting that each comes from.
+    `oldest` and `newest` are the supported versions. `script --describe` prints the arguments of the installed version.
+    `owned` maps the arguments that slimectl sets to the setting that controls each.
     """
 
     section: str
     packages: tuple[str, ...]
-    """Names under which it may be installed."""
+    """Possible package names."""
 
     oldest: tuple[int, ...]
     newest: tuple[int, ...]
@@ -39,23 +39,26 @@ class InstalledServer:
     owned: Mapping[str, str]
     help_command: str
     on_gpu: str
-    """Requirement for pip on a machine with a GPU; without one, requirements-cpu.txt beside the launch module."""
+    """pip requirement on a machine with a GPU.
+
+    Without a GPU, requirements-cpu.txt next to the launch module is used.
+    """
 
     def interpreter(self, python: str | None) -> str:
-        """Return the Python that runs it: `python`, else this one. Raises BackendError if it has none supported."""
+        """Return the Python that runs it: `python`, else this one. Raises BackendError without a supported version."""
         path = python or sys.executable
         setting = f"{self.section}.python"
         versions = [installed_version(path, package, setting=setting) for package in self.packages]
         version = next((version for version in versions if version is not None), None)
         name = self.packages[0]
         if version is None:
-            raise BackendError(f"engine.backend = {self.section}: {path} has no {name}; run: {self._remedy(python)}")
+            raise BackendError(f"engine.backend = {self.section}: {path} has no {name}. Run: {self._remedy(python)}")
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
         if not self.oldest <= numbers <= self.newest:
             low, high = (".".join(map(str, bound)) for bound in (self.oldest, self.newest))
-            bounds = f"{low} to {high} are" if low != high else f"{low} is"
+            bounds = f"{low} to {high}" if low != high else low
             raise BackendError(
-                f"engine.backend = {self.section}: {path} has {name} {version}, and {bounds} supported; run: "
+                f"engine.backend = {self.section}: {path} has {name} {version}, but slimectl supports {bounds}. Run: "
                 f"{self._remedy(python)}"
             )
         return path
@@ -70,9 +73,9 @@ class InstalledServer:
     def launch_flags(
         self, args: Mapping[str, Any], python: str, *, defaults: Mapping[str, str], keys: Keys
     ) -> tuple[list[str], dict[str, str]]:
-        """Return the flags of a server, and the environment that passes its secrets: keys, and secret `args`.
+        """Return the flags of a server, and the environment variables with its secrets (keys and secret `args`).
 
-        `defaults` has a flag by the field that it sets, for fields that are not in `args`.
+        `defaults` maps a field to its flag. It applies to fields that are not in `args`.
         """
         public = {field: value for field, value in args.items() if not is_secret_name(field)}
         secret = {field: value for field, value in args.items() if is_secret_name(field)}
@@ -81,17 +84,17 @@ class InstalledServer:
         return [*flags, *self.flags(public, python)], hidden
 
     def command(self, python: str, arguments: Sequence[str], host: str, port: int) -> list[str]:
-        """Return the command that starts a server; -E, as our PYTHONPATH is not meant for another Python."""
+        """Return the command that starts a server. -E ignores our PYTHONPATH, which is not meant for another Python."""
         return [python, "-E", str(self.script), *arguments, f"--host={host}", f"--port={port}"]
 
     def _flag(self, name: str, value: Any, fields: Mapping[str, dict[str, Any]]) -> Iterator[str]:
         section = self.section
         if name in self.owned:
-            raise SettingsError(f"{section}.args.{name}: is set by slimectl; change {self.owned[name]} instead")
+            raise SettingsError(f"{section}.args.{name}: is set by slimectl. Change {self.owned[name]} instead.")
         field = fields.get(name)
         if field is None:
             near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {section}.args.{near[0]}?" if near else f"; see `{self.help_command}`"
+            hint = f". Did you mean {section}.args.{near[0]}?" if near else f". See `{self.help_command}`."
             raise SettingsError(f"{section}.args.{name}: unknown to the installed {section}{hint}")
         if field["takes"] == "nothing":
             yield from _switch(f"{section}.args.{name}", value, field)
@@ -103,7 +106,7 @@ class InstalledServer:
     def _remedy(self, python: str | None) -> str:
         """Return the command that installs it.
 
-        Requirements for a CPU pin every package: without `python` they go into an environment of their own.
+        CPU requirements pin every package, so without `python` they are installed in a new environment.
         """
         import torch
 
@@ -114,25 +117,25 @@ class InstalledServer:
             return f"{python} -m pip install {packages}"
         folder = f".venv-{self.section}"
         return (
-            f"python3 -m venv {folder} && {folder}/bin/pip install {packages}; then set "
+            f"python3 -m venv {folder} && {folder}/bin/pip install {packages}, then set "
             f"{self.section}.python={folder}/bin/python"
         )
 
 
 @functools.lru_cache(maxsize=8)
 def fields_of(python: str, script: Path, section: str) -> Mapping[str, dict[str, Any]]:
-    """Return the flags of that Python's server, by field; read once, in a separate process (5 s)."""
+    """Return the flags of that Python's server by field. They are read once, in a separate process (5 s)."""
     command = [python, "-E", str(script), "--describe"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     if result.returncode:
-        last = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        raise BackendError(f"{section}.python: the {section} of {python} cannot be imported: {last}")
+        last = (result.stderr.strip().splitlines() or ["no error message"])[-1]
+        raise BackendError(f"{section}.python: {python} cannot import {section}: {last}")
     fields: dict[str, dict[str, Any]] = json.loads(result.stdout.strip().splitlines()[-1])
     return fields
 
 
 def installed_version(python: str, package: str, *, setting: str) -> str | None:
-    """Return the version of a package in another Python. Raises BackendError if there is no such Python."""
+    """Return the version of a package in another Python, or None. Raises BackendError if that Python does not run."""
     code = (
         "import importlib.metadata as m, sys\n"
         "try: print(m.version(sys.argv[1]))\n"
@@ -144,7 +147,7 @@ def installed_version(python: str, package: str, *, setting: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "strerror", None) or f"it fails ({type(error).__name__})"
-        raise BackendError(f"{setting}: {python} is not a Python that runs: {reason}; give its path") from error
+        raise BackendError(f"{setting}: cannot run {python} as Python: {reason}. Set the path of a Python.") from error
     return result.stdout.strip() or None
 
 
@@ -160,7 +163,7 @@ def _switch(key: str, value: Any, field: Mapping[str, Any]) -> Iterator[str]:
     if value or field["off"]:
         yield field["flag"] if value else field["off"]
     elif field["default"] is True:
-        raise SettingsError(f"{key}: {key.partition('.')[0]} has no flag that turns it off; leave it out")
+        raise SettingsError(f"{key}: {key.partition('.')[0]} has no flag to turn it off. Leave it out.")
 
 
 def _word(key: str, value: Any, field: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One server over several machines: a process on each, started, watched and stopped together."""
+"""A server across several machines, with one process on each, started, watched and stopped together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from slimectl.engines.supervisor.server_process import own_address
 from slimectl.transport.listening import interface
 
 TRIES = 2
-"""Starts before a failure counts: between its choice and its use the address of the meeting may have been taken."""
+"""Maximum start attempts. The meeting address may be taken by others before the processes use it."""
 
 
 class NodeProcess(Server, Protocol):
-    """Process of a server on one of its machines; the object may live there."""
+    """The process of a server on one of its machines. The object may live there."""
 
     def meeting_address(self) -> str: ...
 
@@ -25,17 +25,17 @@ class NodeProcess(Server, Protocol):
 
 
 class NodeGroup:
-    """health.Server of one process a machine; the first one answers requests, at the address of the server.
+    """health.Server with one process per machine. The first process answers requests at the server's address.
 
-    `flags` returns the arguments that tell every process where they meet: an address of the first one's machine. The
-    group is alive while all of its processes are, and is restarted as a whole.
+    `flags` converts the meeting address, on the first machine, to arguments for every process. The group is alive while
+    all of its processes are, and it is restarted as a whole.
     """
 
     def __init__(self, processes: Sequence[NodeProcess], flags: Callable[[str], Sequence[str]]) -> None:
         self._processes, self._flags = list(processes), flags
 
     def start(self) -> str:
-        """Start all processes together; returns the address of the first one. Raises the first error."""
+        """Start all processes together, and return the address of the first one. Raises the first error."""
         for attempt in range(1, TRIES + 1):
             self.stop()
             arguments = self._flags(self._processes[0].meeting_address())
@@ -48,7 +48,7 @@ class NodeGroup:
                     urls[number] = str(url)
             finally:
                 if failure is not None or len(urls) < len(self._processes):
-                    self._stop_all()  # ends what is still starting
+                    self._stop_all()  # ends processes that are still starting
                 for thread in threads:
                     thread.join()
             if failure is None:
@@ -61,12 +61,12 @@ class NodeGroup:
         return all(is_alive(process) for process in self._processes)
 
     def death(self) -> str:
-        """Return why a process died; the others follow it."""
+        """Return why the first dead process died. The others end with it."""
         node = next((node for node, process in enumerate(self._processes) if not is_alive(process)), 0)
         return f"on machine {node} of {len(self._processes)}: {failure_reason(self._processes[node])}"
 
     def stop(self) -> None:
-        """Stop all processes. Raises the error of a machine that is gone, after the others were stopped."""
+        """Stop all processes. If a machine is gone, raises its error after stopping the others."""
         self._stop_all()
         for process in self._processes:
             process.stop()
@@ -77,9 +77,9 @@ class NodeGroup:
 
 
 def interface_variables(host: str | None) -> dict[str, str]:
-    """Return the environment by which gloo's groups use the interface of an address; None is this machine's own.
+    """Return environment variables that make gloo use the interface of an address (None: this machine's own).
 
-    Of itself gloo looks up the host's own name, which may be that of the loopback. A variable of the user's stays.
+    By default, gloo looks up the host's own name, which may resolve to the loopback. A value set by the user is kept.
     """
     name = None if "GLOO_SOCKET_IFNAME" in os.environ else interface(host or own_address())
     return {"GLOO_SOCKET_IFNAME": name} if name else {}

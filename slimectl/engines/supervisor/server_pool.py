@@ -1,4 +1,4 @@
-"""Pool of servers that restarts a server that dies or hangs, pushes it the weights, and announces it again."""
+"""A pool of servers that restarts servers that die or hang, and restores their weights."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from slimectl.transport.event_loop import run_coroutine
 Announce = Callable[[Sequence[str], Sequence[str]], None]
 
 LOOK_S = 1.0
-"""Seconds between checks that the processes are alive; /health is requested every `interval_s`."""
+"""Seconds between checks that processes are alive. /health is requested every `interval_s`."""
 
 LEAVE_S = 10.0
-"""Seconds that the threads of a pool get to end when it is closed."""
+"""Seconds to wait for the pool's threads when it is closed."""
 
 
 class RestartLimitReached(BackendError):
-    """Error: a server died after all restarts were used."""
+    """Raised if a server dies after all restarts have been used."""
 
 
 Outcome = tuple[int, Any, BaseException | None]
-"""Number of a server, and what a call for it returned or raised."""
+"""Number of a server, and the result or exception of a call for it."""
 
 
 def in_threads(
     call: Callable[[Any], Any], servers: Sequence[Any]
 ) -> tuple[list[threading.Thread], SimpleQueue[Outcome]]:
-    """Call a function for each server in a thread of its own; return the threads, and the queue of their outcomes.
+    """Call a function for each server in a separate thread. Return the threads and a queue of their outcomes.
 
-    No futures: an exception of a signal that comes in `Condition.__enter__` (CPython 3.11) leaves the lock of one taken
-    for ever, and its thread blocked, for which a pool waits even at the end of the process. This queue is one of C.
+    Futures are not used. If a signal raises an exception in `Condition.__enter__` (CPython 3.11), a future's lock is
+    never released, and an executor waits for the blocked thread even at exit. SimpleQueue is implemented in C.
     """
     outcomes: SimpleQueue[Outcome] = SimpleQueue()
 
@@ -63,12 +63,11 @@ def in_threads(
 
 
 class ServerPool:
-    """Pool of `count` servers from `make(i)`, behind `router` if there is one (`kinds[i]` registers server i there).
+    """A pool of `count` servers from `make(i)`, behind an optional `router` (`kinds[i]`: registration options).
 
-    `announce(addresses, workers)` is called whenever the addresses for requests change; a restarted server is included
-    only after `restore(url)` has pushed it the current weights. `failed` is called with the error after which nothing
-    is restarted any more: a server died after all of the `max_restarts` were used. Servers are checked every
-    `interval_s` and get `timeout_s` to answer.
+    `announce(addresses, workers)` is called whenever the request addresses change. A restarted server is included only
+    after `restore(url)` has pushed the current weights to it. `failed` is called with the final error if a server dies
+    after all `max_restarts` have been used. Servers are checked every `interval_s` and have `timeout_s` to respond.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class ServerPool:
         self._max_restarts, self._watch = max_restarts, watch
         self._members = [Member(make(i), kinds[i] if kinds else {}) for i in range(count)]
         self._failure: BaseException | None = None
-        self._weights = threading.RLock()  # held while weights change: by the trainer for all, by a restart for one
+        self._weights = threading.RLock()  # held while the trainer or a restart changes weights
         self._changing = threading.RLock()
         self._check_now, self._closing = threading.Event(), threading.Event()
         self._repairs: list[threading.Thread] = []
@@ -102,12 +101,12 @@ class ServerPool:
 
     @property
     def urls(self) -> list[str]:
-        """Addresses of the servers that answer."""
+        """Addresses of the servers that respond."""
         return [member.url for member in self._members if member.up]
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses for requests: the router, else the servers; empty while none answers."""
+        """Addresses for requests: the router, else the servers. Empty while no server responds."""
         return [self._router_url] if self._router is not None and self.urls else self.urls
 
     def start(self) -> None:
@@ -127,24 +126,24 @@ class ServerPool:
                 self._router_url = urls[len(self._members)]
                 self._route()
         except BaseException:
-            self.close()  # which ends what is still starting
+            self.close()  # ends servers that are still starting
             raise
         finally:
             for thread in threads:
                 thread.join()
         self._announce_change()
         if self._watch:
-            self._monitor = threading.Thread(target=self._monitor_loop, name="slimectl-fleet", daemon=True)
+            self._monitor = threading.Thread(target=self._monitor_loop, name="slimectl-servers", daemon=True)
             self._monitor.start()
 
     def look(self, _url: str = "") -> None:
-        """Request a check of the servers soon, rather than after the interval: a request has failed."""
+        """Check the servers soon instead of after the interval, because a request has failed."""
         self._check_now.set()
 
     def settle(self) -> None:
-        """Check the servers now; returns when all of them answer again. Raises BackendError if no restart is left.
+        """Check the servers now, and return when all of them respond again. Raises BackendError if no restart is left.
 
-        Must not be called within `pause_watch`: restarts push weights.
+        Do not call it within `pause_watch`, because restarts push weights.
         """
         self._check_servers()
         for thread in list(self._repairs):
@@ -152,26 +151,26 @@ class ServerPool:
         self.check()
 
     def check(self) -> None:
-        """Raise the error after which nothing is restarted any more, if there was one."""
+        """Raise the final error, after which nothing is restarted, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     @contextlib.contextmanager
     def pause_watch(self) -> Iterator[None]:
-        """Suspend checks and restarts while weights change: a server that loads does not count as hung."""
+        """Suspend checks and restarts while weights change, so that a server that loads does not count as hung."""
         with self._weights:
             yield
             with self._changing:
                 self._route()
 
     def close(self) -> None:
-        """Stop the servers and their monitoring."""
+        """Stop the servers and the monitoring."""
         self._closing.set()
         self._check_now.set()
         self._stop_all()
         for thread in [*self._repairs, *([self._monitor] if self._monitor is not None else [])]:
             thread.join(LEAVE_S)
-        self._stop_all()  # servers that a restart was starting at that moment
+        self._stop_all()  # servers that were just being restarted
         for member in self._members:
             member.up = False
 
@@ -185,7 +184,7 @@ class ServerPool:
 
     def _start_part(self, part: Server) -> str:
         if self._closing.is_set():
-            raise BackendError("the fleet is being closed")
+            raise BackendError("the server pool is closing")
         return part.start()
 
     def _monitor_loop(self) -> None:
@@ -201,11 +200,11 @@ class ServerPool:
             last_check = time.monotonic()
 
     def _any_process_died(self) -> bool:
-        """Whether a process has died: seen without a request, which a process that hangs needs."""
+        """Whether a process has died. Unlike for a hung process, this needs no request."""
         return not all(is_alive(member.server) for member in self._members if member.up)
 
     def _check_servers(self) -> None:
-        """Find servers that died or hang, withdraw them, and start their restart."""
+        """Find servers that died or hang, withdraw them and restart them."""
         with self._weights, self._changing:
             if self._closing.is_set() or self._failure is not None:
                 return
@@ -225,7 +224,7 @@ class ServerPool:
                 thread.start()
 
     def _repair(self, i: int, member: Member) -> None:
-        """Restart a server until it is up with current weights, or no restarts are left."""
+        """Restart a server until it is up with current weights or no restarts are left."""
         while not self._closing.is_set():
             try:
                 self._restart(i, member)
@@ -244,17 +243,17 @@ class ServerPool:
         with self._changing:
             if self.restarts >= self._max_restarts:
                 raise RestartLimitReached(
-                    f"engine {i} at {member.url} died ({reason}) and all {self._max_restarts} restarts are used "
+                    f"engine {i} at {member.url} died ({reason}), and all {self._max_restarts} restarts have been used "
                     f"(engine.max_restarts)"
                 )
             self.restarts += 1
-        logger.warning(f"engine {i} at {member.url} died ({reason}); restart {self.restarts} of {self._max_restarts}")
+        logger.warning(f"engine {i} at {member.url} died ({reason}). Restart {self.restarts} of {self._max_restarts}")
         if self._router is not None:
             with contextlib.suppress(BackendError):
                 self._router.remove(member.url)
         try:
             member.server.stop()
-        except Exception:  # its host is gone: another one
+        except Exception:  # its host is gone
             member.server = self._make(i)
         if self._closing.is_set():
             return
@@ -270,7 +269,7 @@ class ServerPool:
 
     def _restart_router(self) -> None:
         assert self._router is not None
-        logger.warning(f"the router died ({failure_reason(self._router)}); starting it again")
+        logger.warning(f"the router died ({failure_reason(self._router)}). Restarting it.")
         try:
             self._router_url = self._router.start()
             for member in self._members:
@@ -281,7 +280,7 @@ class ServerPool:
         self._announce_change()
 
     def _route(self) -> None:
-        """Register servers with the router that are not yet: it accepts no server that still waits for weights."""
+        """Register new servers with the router. It does not accept a server that still waits for weights."""
         for member in self._members:
             if self._router is not None and member.up and not member.routed and is_ready(member):
                 self._router.add(member.url, **member.kind)

@@ -1,4 +1,4 @@
-"""Child process that serves HTTP: its start, its log, its end."""
+"""A child process that serves HTTP: starts it, reads its log, and ends it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOISE = re.compile(r"warn|^\s*$|^\s*(File |\^|~)", re.I)
 
 
 def tail(log: Path, lines: int, *, since: int = 0) -> str:
-    """Return the last lines of a file, from byte `since` on; "" if there is no file."""
+    """Return the last lines of a file after byte `since`, or "" if there is no file."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -46,15 +46,15 @@ def tail(log: Path, lines: int, *, since: int = 0) -> str:
 def error_line(text: str) -> str:
     """Return the line that explains a failure.
 
-    It is the first about memory, else the first error (later ones are its consequences), else the last line that is not
-    a warning.
+    This is the first line about memory, else the first error, because later ones are consequences, else the last line
+    that is not a warning.
     """
     lines = text.splitlines()
     for pattern in (MEMORY, ERROR):
         match = next((line for line in lines if pattern.search(line)), None)
         if match is not None:
             return _short(match)
-    return _short(next((line for line in reversed(lines) if not NOISE.search(line)), "it wrote nothing"))
+    return _short(next((line for line in reversed(lines) if not NOISE.search(line)), "the log is empty"))
 
 
 def names_error(line: str) -> bool:
@@ -67,24 +67,24 @@ def _short(line: str) -> str:
 
 
 Command = Callable[[str, int], Sequence[str]]
-"""Function of host and port that returns the command line."""
+"""Returns the command line for a host and a port."""
 
 PORTS_TRIED = 5
 FIXED_PORTS = range(20000, 32768)
-"""Ports below those that Linux gives to outgoing connections, which would else take one before a server binds it."""
+"""Below the ports that Linux assigns to outgoing connections, which could take a port before the server binds it."""
 
 POLL_S = 0.25
 
 
 class ServerProcess:
-    """Child process that serves HTTP and answers `GET {ready}` with 200 once it is ready.
+    """A child process that serves HTTP and responds to `GET {ready}` with 200 once it is ready.
 
-    Until `start` it can be pickled; its interface is methods only, so that an executor can host it. The child has a
-    separate session (the parent handles Ctrl-C), exits when this process dies (the command implements that, by
-    SLIMECTL_PARENT), and writes to `log`. `host` None means the address of this machine; `own_tmp` gives the child a
-    temporary folder, which is removed with it. `ports` counts those that it listens at, from its own on. `leaves` are
-    parts of paths of shared memory that the server does not remove by itself. `prepare` is called with the address of
-    the ready server, before `start` returns.
+    It can be pickled until `start`, and its interface consists only of methods, so that an executor can host it. The
+    child has a separate session (the parent handles Ctrl-C) and writes to `log`. It exits when this process dies, which
+    the command implements with SLIMECTL_PARENT. `host` None means this machine's address. `own_tmp` gives the child a
+    temporary folder that is removed with it. `ports` is the number of consecutive ports that it needs. `leaves` are
+    parts of paths of shared memory that the server does not remove. `prepare` is called with the address of the ready
+    server before `start` returns.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class ServerProcess:
         self._should_run = False
 
     def meeting_address(self) -> str:
-        """Return a free address of this machine at which the processes of one server may meet."""
+        """Return a free address on this machine where the processes of one server can meet."""
         host = self._host or own_address()
         return f"[{host}]:{free_port(host)}" if ":" in host else f"{host}:{free_port(host)}"
 
     def start(self, arguments: Sequence[str] = ()) -> str:
-        """Start the server; returns its address once it is ready. `arguments` are added to the command line.
+        """Start the server and return its address once it is ready. `arguments` are added to the command line.
 
-        Raises BackendError with its log's error line.
+        Raises BackendError with the error line of its log.
         """
         self.stop()
         self._should_run = True
@@ -139,24 +139,24 @@ class ServerProcess:
                 return f"http://{host}:{port}"
             message = self._error_line()
             self.stop(again=True)
-            # Looked for in all that it wrote: SGLang logs a timeout of its own after this error.
+            # Search the whole log, because SGLang logs its own timeout after this error.
             if "address already in use" not in self.log_tail(2000).lower():
                 break
         self.stop()
         code = process.returncode
         late = time.monotonic() - started_at >= self._start_timeout_s
         description = (
-            f"did not answer within {self._start_timeout_s:.0f} s"
+            f"did not respond within {self._start_timeout_s:.0f} s"
             if late
             else f"died while starting ({_exit_reason(code, message)})"
         )
-        raise BackendError(f"{self._name} {description}: {message}; its log: {self._log}")
+        raise BackendError(f"{self._name} {description}: {message}. See its log: {self._log}")
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def pid(self) -> int | None:
-        """Return the process id of the server, which is also that of its process group."""
+        """Return the process id of the server, which is also its process group."""
         return self._process.pid if self._process is not None else None
 
     def log_tail(self, lines: int = 20) -> str:
@@ -164,13 +164,13 @@ class ServerProcess:
         return tail(self._log, lines, since=self._log_start)
 
     def death(self) -> str:
-        """Return why it died, from its exit code and its log."""
+        """Return why it died, according to its exit code and log."""
         code = self._process.poll() if self._process is not None else None
         message = self._error_line()
         return f"{_exit_reason(code, message)}: {message}"
 
     def stop(self, *, again: bool = False) -> None:
-        """End the server and all its children; does nothing without one. `again`: `start` is trying another port."""
+        """End the server and all its children, if any. `again` means that `start` is trying another port."""
         self._should_run = self._should_run and again
         process = self._process
         if process is not None:
@@ -203,12 +203,10 @@ class ServerProcess:
         return self._process
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes], url: str, deadline: float) -> bool:
-        """Wait until the server is ready; returns False if it died, was stopped, or the time is over."""
+        """Wait until the server is ready. Return False if it died, was stopped, or timed out."""
         while process.poll() is None and self._should_run and time.monotonic() < deadline:
             ready = self._is_ready(url) and process.poll() is None
-            self._segments |= segments(
-                members(process.pid), self._leaves
-            )  # those of a dead server cannot be listed any more
+            self._segments |= segments(members(process.pid), self._leaves)  # a dead server's segments cannot be listed
             if ready:
                 return True
             time.sleep(POLL_S)
@@ -224,7 +222,7 @@ class ServerProcess:
 
 
 def free_port(host: str, preferred: int | None = None, *, ports: int = 1) -> int:
-    """Return `preferred` if it is free, else any free port; the next ones, `ports` together, are free too.
+    """Return `preferred` or any other port such that `ports` consecutive ports are free from there on.
 
     Raises BackendError if the machine has no such address.
     """
@@ -233,11 +231,11 @@ def free_port(host: str, preferred: int | None = None, *, ports: int = 1) -> int
         first = _bound(host, port)
         if first is not None and all(_bound(host, first + i) is not None for i in range(1, ports)):
             return first
-    raise BackendError(f"{host}: has no {ports} free ports in a row; try again")
+    raise BackendError(f"{host} has no {ports} consecutive free ports. Try again.")
 
 
 def _bound(host: str, port: int) -> int | None:
-    """Return the port that a socket could be bound to, any for port 0; None for one that is taken."""
+    """Bind a socket to a port (0: any) and return the port, or None if it is taken."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((host, port))
@@ -249,19 +247,19 @@ def _bound(host: str, port: int) -> int | None:
 
 
 def own_address() -> str:
-    """Return the address by which other machines reach this one; 127.0.0.1 without a network."""
+    """Return the address where other machines reach this one, or 127.0.0.1 without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # documentation range (RFC 5737): routes are looked up, nothing is sent
+            probe.connect(("192.0.2.1", 9))  # documentation range (RFC 5737): looks up the route, sends nothing
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 
 
 def _exit_reason(code: int | None, message: str) -> str:
-    """Explain an exit code; some servers (SGLang) kill themselves, after they have logged the reason."""
+    """Explain an exit code. Some servers (SGLang) kill themselves after logging the reason."""
     if code is None:
-        return "it runs but does not answer"
+        return "it runs but does not respond"
     if code != -signal.SIGKILL:
         return f"exit code {code}"
     return "killed" if names_error(message) else "killed; out of memory?"

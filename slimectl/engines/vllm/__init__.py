@@ -1,1 +1,1 @@
-"""vLLM: its launch, its API, its weight updates."""
+"""vLLM engines: launch, API and weight updates."""

@@ -1,4 +1,4 @@
-"""vLLM's HTTP API for generation and scoring: tokens in, tokens out (/inference/v1/generate of vLLM 0.32.0)."""
+"""The client side of vLLM's HTTP API for generation and scoring from tokens (/inference/v1/generate, vLLM 0.32.0)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimectl.engines.http.request import PendingRequest, penalty_fields, text_f
 
 GENERATE = "/inference/v1/generate"
 ID_PREFIX = "generate-tokens-"
-"""What vLLM puts before the request ids of `GENERATE`."""
+"""Prefix that vLLM adds to the request ids of `GENERATE`."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class VllmApi:
     """engines.http.api.ServerApi of vLLM in development mode, with --enable-scale-out."""
 
     routed_experts: bool = False
-    """Whether answers shall name the experts of every token; its servers need --enable-return-routed-experts."""
+    """Whether responses include the experts of every token. Servers need --enable-return-routed-experts."""
 
     name = "vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
     generate_path = GENERATE
@@ -43,8 +43,8 @@ class VllmApi:
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": params.ignore_eos,
             "seed": params.seed,
-            "logprobs": 0,  # of the sampled token alone
-            "detokenize": bool(params.stop),  # else nobody reads the text
+            "logprobs": 0,  # only for the sampled token
+            "detokenize": bool(params.stop),  # else the text is not used
             **penalty_fields(params),
             **text_fields(params),
         }
@@ -57,7 +57,7 @@ class VllmApi:
         }
 
     def add_event(self, event: Mapping[str, Any], request: PendingRequest) -> None:
-        """Add one event, which has the new tokens; the last one names the weights of all tokens."""
+        """Add one event with new tokens. The last event lists the weight versions of all tokens."""
         if "error" in event:
             raise Refused(int(event["error"].get("code") or 400), event)
         for choice in event["choices"]:
@@ -99,7 +99,7 @@ class VllmApi:
         return list(reply["tokens"])
 
     async def _score(self, post: PostJson, tokens: list[int]) -> list[tuple[int, float]]:
-        """Return (token, log-probability) of all tokens but the first."""
+        """Return (token, log-probability) of all tokens except the first."""
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         reply = await post(GENERATE, {"token_ids": tokens, "sampling_params": params})
         try:
@@ -112,10 +112,10 @@ class VllmApi:
 
 
 def _routing(text: Any) -> Routing:
-    """Return the experts of an answer: base64 of a .npy file, [tokens, layers, experts of a token]. Raises Refused."""
+    """Decode a response's experts from base64 of a .npy file [tokens, layers, experts per token]. Raises Refused."""
     try:
         return encoded(np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False))
     except (TypeError, ValueError, EOFError):
         shown = "none" if text is None else "another form"
-        message = f"routed_experts: {shown}; start vLLM with --enable-return-routed-experts"
+        message = f"routed_experts: {shown}. Start vLLM with --enable-return-routed-experts."
         raise Refused(400, {"error": {"message": message}}) from None

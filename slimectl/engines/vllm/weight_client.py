@@ -1,4 +1,4 @@
-"""Engines' side of a weight push to vLLM 0.32.0: its weight-transfer protocol, or a reload from disk."""
+"""Pushes weights to vLLM 0.32.0 through its weight-transfer protocol, or by a reload from disk."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from slimectl.protocols import INCOMPLETE
 
 PAUSE_MODES = {"in_place": "keep", "retract": "keep", "abort": "abort"}
 NOT_HASHED = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-"""SHA-256 of nothing: the checksum of a weight that vLLM has packed for a CPU and removed."""
+"""SHA-256 of no bytes: the checksum of a weight that vLLM has packed for a CPU and removed."""
 RETRY_S = 0.1
 
 
 def in_progress(version: str) -> str:
-    """Return the version of weights of which a part is loaded."""
+    """Return the version of partly loaded weights."""
     return version if version.endswith(INCOMPLETE) else version + INCOMPLETE
 
 
 class VllmWorkers(HttpWorkers):
-    """engines.http.weight_client.HttpWorkers that are vLLM servers, as engines.vllm.launch starts them.
+    """engines.http.weight_client.HttpWorkers for vLLM servers started by engines.vllm.launch.
 
-    Their workers have our extension and transfer engine (bootstrap/worker_extension.py).
+    Their workers run our extension and transfer engine (bootstrap/worker_extension.py).
     """
 
     shares_memory = True
@@ -46,18 +46,21 @@ class VllmWorkers(HttpWorkers):
         self._request_all("/pause?" + urlencode({"mode": PAUSE_MODES[mode]}), {})
 
     async def _resume(self, session: aiohttp.ClientSession, url: str) -> None:
-        # An update may be under way still: its messages came from another process, which died or was interrupted.
+        # An update may still be open, from another process that died or was interrupted.
         answers = [await self._ask(session, url, "/collective_rpc", {"method": "end_update"})]
         flushed = await self._flush(session, url)
-        # Even after a failure: an engine must not stay paused.
+        # Even after a failure, because an engine must not stay paused.
         answers += [flushed, await self._ask(session, url, "/resume", {})]
         for answer in answers:
-            # In place, the cache of answers in flight stays, as their user asked.
+            # With mode in_place, the cache of responses in flight is kept on purpose.
             if answer.refused and not (answer is flushed and self._mode == "in_place" and answer.status == 200):
                 raise answer.error()
 
     async def _flush(self, session: aiohttp.ClientSession, url: str) -> Any:
-        """Empty the prefix cache: retracted answers compute keys and values anew, aborted ones are about to end."""
+        """Flush the prefix cache.
+
+        Retracted responses recompute their keys and values, and aborted ones are about to end.
+        """
         path = "/reset_prefix_cache"
         if self._mode == "retract":
             return await self._ask(session, url, path + "?reset_running_requests=true", {})
@@ -97,7 +100,7 @@ class VllmWorkers(HttpWorkers):
         )
 
     def load_broadcast(self, forms: Sequence[tuple[str, dtype, tuple[int, ...]]], *, name: str, version: str) -> None:
-        """Receive all tensors as one broadcast, in this order; wide numbers must be first, as `aligned` sorts them."""
+        """Receive all tensors as one broadcast, in this order. Wider dtypes must come first, as sorted by `aligned`."""
         self._begin_update()
         rows, end = [], 0
         for tensor_name, kind, shape in forms:
@@ -120,8 +123,8 @@ class VllmWorkers(HttpWorkers):
             by_worker.append(answer.body["checksums"])
             if NOT_HASHED in by_worker[-1].values():
                 raise BackendError(
-                    f"engine at {answer.url} has no checksums of packed weights; start it with "
-                    f"sync.check_weight_update_equal = true, or SLIMECTL_VLLM_KEEP_WEIGHTS=1"
+                    f"engine at {answer.url} has no checksums of packed weights. Start it with "
+                    f"sync.check_weight_update_equal = true, or SLIMECTL_VLLM_KEEP_WEIGHTS=1."
                 )
         return by_worker
 

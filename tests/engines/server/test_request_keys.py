@@ -88,7 +88,7 @@ REFUSED = [
     (
         "/v1/chat/completions",
         {"tools": [CALL], "tool_choice": "required", "regex": "a"},
-        "tool_choice: .*(excludes regex|cannot be forced)",
+        "tool_choice: .*(cannot be combined with regex|cannot be forced)",
     ),
     *[
         (path, body, words)
@@ -101,9 +101,9 @@ REFUSED = [
             ({"guided_grammar": "root ::= 'a'"}, "guided_grammar: .* Use guided_regex"),
             ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar: .* Use regex or json"),
             ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices: .* Did you mean choice"),
-            ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex: excludes .*json"),
-            ({"guided_regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids: excludes guided_regex"),
-            ({"guided_choice": ["a"], "min_tokens": 1}, "min_tokens: excludes guided_choice"),
+            ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex: cannot be combined .*json"),
+            ({"guided_regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids: cannot be combined .*guided_regex"),
+            ({"guided_choice": ["a"], "min_tokens": 1}, "min_tokens: cannot be combined with guided_choice"),
             ({"guided_regex": "(?=a)b"}, "guided_regex: pattern .* is not supported .assert"),
             ({"allowed_token_ids": []}, "allowed_token_ids: is empty"),
             ({"allowed_token_ids": [999]}, "allowed_token_ids: token 999 is outside the vocabulary"),
@@ -119,7 +119,7 @@ REFUSED = [
         )
     ],
     *[
-        ("/generate", {name: 1}, f"{name}: is a sampling parameter. Put it into sampling_params")
+        ("/generate", {name: 1}, f"{name}: is a sampling parameter. Put it in sampling_params")
         for name in ("max_new_tokens", "top_k", "stop_token_ids", "temperature", "regex", "n", "max_tokens", "seed")
     ],
     ("/generate", {"messages": MESSAGES}, "messages: .* /v1/chat/completions"),

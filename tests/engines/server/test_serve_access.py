@@ -53,8 +53,8 @@ def test_what_changes_state_takes_the_admin_key(path: str, server: Any) -> None:
         status, answer = exchange(server, request(path, Authorization=sent))
         assert (status, message(answer)) == (
             401,
-            f'{path}: needs the admin key of this server; send the header "Authorization: Bearer KEY" '
-            f"(docs/serving.md says where the key is)",
+            f'{path}: needs the admin key of this server. Send the header "Authorization: Bearer KEY" '
+            f"(docs/serving.md tells where to find the key)",
         )
     twice = request(path).replace(
         b"\r\n", f"\r\nAuthorization: Bearer {KEY}\r\nAuthorization: Bearer x\r\n".encode(), 1
@@ -70,7 +70,7 @@ def test_another_site_cannot_give_back_the_memory_and_generate_answers(server: A
         status, answer = exchange(server, raw)
         assert (status, message(answer)) == (
             403,
-            "Origin: 'http://evil.example' is another site, which may not use this server",
+            "Origin: 'http://evil.example' is another site, which is not allowed to use this server",
         )
     assert len(server.good("/generate", ASK)["output_ids"]) == 2
 
@@ -157,7 +157,7 @@ def test_a_request_to_a_paused_server_is_told_so_after_a_while(
 
         return await asyncio.gather(ask(session, "/generate", ASK), streamed())
 
-    words = f"the engine has been paused for 0.5 s and more; ask again after {go_on}"
+    words = f"the engine has been paused for more than 0.5 s. Try again after {go_on}."
     for status, answer in impatient.run(scene):
         assert (status, message(answer), answer["error"]["type"]) == (503, words, "engine_paused")
     impatient.good(go_on, {})

@@ -132,7 +132,7 @@ def test_the_base_model_is_the_trainers_and_another_one_is_refused(
     assert sync.workers.checksums() == [checksums(on_another)]
     folder.rename(tmp_path / "away")  # as on a machine without that folder, where the server has its own alone
     with pytest.raises(
-        BackendError, match=r'is not the model that the adapter was trained on; .* sync\.lora = "merged"'
+        BackendError, match=r'is not the model that the adapter was trained on\. .* sync\.lora = "merged"'
     ):
         sync.push()
     assert sync.workers.checksums() == [checksums(on_another)]
@@ -171,9 +171,9 @@ def test_parts_that_do_not_fit_are_refused_in_a_line_and_change_nothing(
     wrong = {
         r"q_proj\.lora_A\.weight has shape \[3, \d+\] in float32, expected \[4, \d+\]": good | {a: good[a][:3]},
         r"q_proj\.lora_B\.weight has shape \[\d+, 4\] in int32, expected .* in float32": good | {b: good[b].int()},
-        r"layers\.7\.\S+ is no adapter of a layer of ": good | nowhere,
-        r"model\.norm\.weight is no adapter": good | {"model.norm.weight": torch.zeros(3)},
-        r"5 of the adapter's 6 layers have come; push it again": {n: t for n, t in good.items() if n != b},
+        r"layers\.7\.\S+ is not an adapter of a layer of ": good | nowhere,
+        r"model\.norm\.weight is not an adapter": good | {"model.norm.weight": torch.zeros(3)},
+        r"5 of the adapter's 6 layers are complete\. Push it again": {n: t for n, t in good.items() if n != b},
     }
     for message, tensors in wrong.items():
         with pytest.raises(BackendError, match=message) as refusal:

@@ -42,7 +42,7 @@ def test_the_experts_of_an_answer_are_those_of_the_engine_in_process(serving: Ca
     expected = asyncio.run(engine.generate(PROMPT, params=PARAMS))
     with serving(folder) as server:
         answer, unasked = asked(server.url, routed_experts=(2, 2)), asked(server.url)
-        with pytest.raises(SettingsError, match=r"refuses the request: routed_experts: another form; start SGLang"):
+        with pytest.raises(SettingsError, match=r"rejects the request: routed_experts: another form. Start SGLang"):
             asked(server.url, routed_experts=(7, 2))
     assert answer.tokens == expected.tokens
     assert answer.extras["routed_experts"] == expected.extras["routed_experts"]
@@ -51,4 +51,4 @@ def test_the_experts_of_an_answer_are_those_of_the_engine_in_process(serving: Ca
 
 def test_a_dense_model_has_none_to_report(server: Any):
     status, answer = server.ask("/generate", {"input_ids": PROMPT, "return_routed_experts": True})
-    assert (status, "this model is none" in str(answer)) == (400, True)
+    assert (status, "this is a dense model" in str(answer)) == (400, True)

@@ -214,7 +214,7 @@ def test_an_id_can_be_in_flight_once(server: Any, ask: Callable[..., Any]) -> No
 
     (status, refused), (again, _) = server.run(scene)
     assert (status, again) == (400, 200)
-    assert "'twin' is in flight already" in refused["error"]["message"]
+    assert "'twin' is already in flight" in refused["error"]["message"]
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])

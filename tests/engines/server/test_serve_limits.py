@@ -62,8 +62,8 @@ def test_silent_clients_keep_others_waiting_for_a_moment_only(
         assert small.ask("/health")[0] == 200
         assert len(small.good("/generate", ASK)["output_ids"]) == 2
     assert [record.message for record in caplog.records if record.name == "slimectl"] == [
-        "slimectl serve: 5 connections are open, as many as the limit of descriptors allows; others wait until one "
-        "closes; raise it with ulimit -n, or ask with fewer"
+        "slimectl serve: 5 connections are open, the most that the descriptor limit allows. New ones wait until "
+        "one closes. Raise the limit with ulimit -n, or use fewer."
     ]
 
 
@@ -93,7 +93,7 @@ def test_a_body_that_does_not_come_is_a_line(monkeypatch: pytest.MonkeyPatch, se
         client.sendall(HEAD + b"Content-Length: 50\r\n\r\n{")
         answer = received(client)
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b"the body has not come within 0 s; send it again" in answer
+    assert b"the body did not arrive within 0 s. Send it again." in answer
 
 
 def test_compressed_bodies_are_refused(server: Any) -> None:
@@ -101,7 +101,7 @@ def test_compressed_bodies_are_refused(server: Any) -> None:
         client.sendall(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 5\r\nConnection: close\r\n\r\nabcde")
         answer = received(client)
     assert answer.startswith(b"HTTP/1.1 415")
-    assert b"compressed bodies are not taken" in answer
+    assert b"compressed bodies are not supported" in answer
 
 
 def test_large_bodies_share_a_bounded_memory(
@@ -125,7 +125,7 @@ def test_large_bodies_share_a_bounded_memory(
                 if select.select([holder], [], [], 0)[0]:  # the server refused the first in favor of the other
                     holder = hold()
         assert answers[-1].startswith(b"HTTP/1.1 503")
-        assert b"too many large bodies at once; send it again in a moment" in answers[-1]
+        assert b"too many large bodies at once. Try again in a moment." in answers[-1]
         answer = b"HTTP/1.1 503"
         while answer.startswith(b"HTTP/1.1 503"):  # until the first has gone
             with connect(made) as client:
@@ -149,7 +149,7 @@ def test_what_is_no_http_is_one_line_and_nothing_is_said_of_it(
             head, _, body = received(client).partition(b"\r\n\r\n")
         assert b" 400 " in head.splitlines()[0]
         message = json.loads(body)["error"]["message"]
-        assert message.startswith("not HTTP as this server reads it: ")
+        assert message.startswith("malformed HTTP request: ")
         assert message.isprintable()
     assert capfd.readouterr().err == caplog.text == ""
 
@@ -186,5 +186,5 @@ def test_at_its_limit_of_descriptors_it_says_one_line_and_lives(
     assert process.returncode == 0
     assert words == b""
     assert line.startswith("slimectl serve: ")
-    assert line.endswith(" connections are open, as many as the limit of descriptors allows; others wait until one "
-                         "closes; raise it with ulimit -n, or ask with fewer")  # fmt: skip
+    assert line.endswith(" connections are open, the most that the descriptor limit allows. New ones wait until "
+                         "one closes. Raise the limit with ulimit -n, or use fewer.")  # fmt: skip

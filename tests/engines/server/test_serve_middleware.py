@@ -85,7 +85,7 @@ def test_a_key_is_checked_before_a_middleware_runs(serving: Any, model_dir: Any,
 
 @pytest.mark.parametrize("name", ["blocking", "starlette", "AsgiMiddleware"])
 def test_what_is_no_middleware_of_aiohttp_is_refused_before_a_server_starts(own: Any, name: str):
-    with pytest.raises(HookError, match=rf"own.py:{name}: is not a middleware of aiohttp. Write it as `async def NAME"):
+    with pytest.raises(HookError, match=rf"own.py:{name}: is not an aiohttp middleware. Define it as `async def NAME"):
         middlewares(own(name))
 
 

@@ -334,7 +334,7 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
         (
             "/v1/completions",
             {"prompt": "x", "response_format": {"type": "json_object"}, "min_tokens": 2},
-            "min_tokens: excludes response_format",
+            "min_tokens: cannot be combined with response_format",
         ),
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 3}, "top_logprobs: needs logprobs: true"),
         ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs: 21 is not between 0 and 20"),

@@ -264,7 +264,7 @@ def test_sessions_do_not_nest(server: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
-        ("tensor", {"serialized_named_tensors": ["gASV"]}, "pickles are not taken"),
+        ("tensor", {"serialized_named_tensors": ["gASV"]}, "pickles are not supported"),
         ("tensor", {"load_format": "shared_memory", "name": "../etc/passwd", "tensors": []}, "is not the name"),
         ("tensor", {"load_format": "shared_memory", "name": "no_such_block", "tensors": []}, "No such file"),
         ("disk", {"model_path": "/nowhere"}, "is not a directory"),

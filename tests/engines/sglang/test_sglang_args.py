@@ -46,7 +46,7 @@ def test_what_sglang_does_not_take_is_refused_before_it_starts(python: str, args
 
 
 def test_a_python_that_is_not_there_is_named():
-    with pytest.raises(BackendError, match=r"sglang\.python: /no/such/python is not a Python that runs: No such file"):
+    with pytest.raises(BackendError, match=r"sglang\.python: cannot run /no/such/python as Python: No such file"):
         SGLANG.interpreter("/no/such/python")
 
 
@@ -59,9 +59,9 @@ def bare(tmp_path: Path) -> Path:
 
 def test_a_python_without_sglang_gets_the_pip_command(bare: Path, tmp_path: Path):
     python = str(bare / "bin" / "python")
-    with pytest.raises(BackendError, match=rf"{python} has no sglang; run: {python} -m pip install .*sglang"):
+    with pytest.raises(BackendError, match=rf"{python} has no sglang\. Run: {python} -m pip install .*sglang"):
         sglang_server(tmp_path, log=tmp_path / "log", python=python)
-    with pytest.raises(BackendError, match=r"has no sglang-router; run: .* -m pip install sglang-router==0\.3\.2"):
+    with pytest.raises(BackendError, match=r"has no sglang-router\. Run: .* -m pip install sglang-router==0\.3\.2"):
         router_interpreter(python)
 
 
@@ -69,5 +69,5 @@ def test_an_sglang_of_another_age_is_refused(bare: Path):
     package = next(bare.glob("lib/*/site-packages")) / "sglang-0.4.9.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.4.9\n")
-    with pytest.raises(BackendError, match=r"has sglang 0\.4\.9, and 0\.5\.18 to 0\.5\.21 are supported; run: "):
+    with pytest.raises(BackendError, match=r"has sglang 0\.4\.9, but slimectl supports 0\.5\.18 to 0\.5\.21\. Run: "):
         SGLANG.interpreter(str(bare / "bin" / "python"))

@@ -161,7 +161,7 @@ def test_what_else_a_server_tells_is_kept():
 
 def test_a_server_without_the_option_to_report_experts_is_named():
     silent = streaming(event([1], total=1), event([2], total=2, finish=LENGTH))
-    with pytest.raises(SettingsError, match=r"routed_experts: none; start SGLang with --enable-return-routed-experts"):
+    with pytest.raises(SettingsError, match=r"routed_experts: none\. Start SGLang with --enable-return-routed-experts"):
         asked_of(silent, api=SglangApi(routed_experts=(2, 2)))
 
 
@@ -174,7 +174,7 @@ def test_a_stop_token_ends_the_answer_even_where_the_server_goes_on():
 
 def test_answers_of_weights_that_were_never_pushed_are_not_used():
     stale = streaming(event([1, 2, 3, 4], total=4, finish=LENGTH, version="unpushed"))
-    with pytest.raises(BackendError, match=r"is not answering \(\d+ tries, \d+ s\): it has no weights yet"):
+    with pytest.raises(BackendError, match=r"is not answering \(\d+ tries, \d+ s\): the server has no weights yet"):
         asked_of(stale, connect_timeout_s=0.5)
 
 
@@ -198,13 +198,13 @@ def test_refusals_have_the_words_of_the_server_and_are_not_repeated():
         tries.append(1)
         return await refusing(400, {"error": {"message": "top_p must be in (0, 1], got 2.0."}})(request)
 
-    with pytest.raises(SettingsError, match=r"engine at http://\S+ refuses the request: top_p must be in \(0, 1\]"):
+    with pytest.raises(SettingsError, match=r"engine at http://\S+ rejects the request: top_p must be in \(0, 1\]"):
         asked_of(answer)
     assert len(tries) == 1
     inside = {"type": "abort", "message": "Grammar is broken", "status_code": 400}
-    with pytest.raises(SettingsError, match="refuses the request: Grammar is broken"):
+    with pytest.raises(SettingsError, match="rejects the request: Grammar is broken"):
         asked_of(streaming(event([], total=0, finish=inside)))
-    with pytest.raises(BackendError, match=r"answers 404: .*Not Found"):
+    with pytest.raises(BackendError, match=r"responds with status 404: .*Not Found"):
         asked_of(refusing(404, "Not Found"))
 
 
@@ -225,17 +225,17 @@ def test_an_answer_that_takes_too_long_is_given_up():
         await asyncio.sleep(30)
         raise AssertionError("nobody waits that long")
 
-    with pytest.raises(BackendError, match=r"no whole answer within 1 s \(engine\.request_timeout_s\)"):
+    with pytest.raises(BackendError, match=r"did not complete the request within 1 s \(engine\.request_timeout_s\)"):
         asked_of(answer, request_timeout_s=0.6)
 
 
 def test_an_address_where_nobody_answers_is_named_with_what_was_tried():
     nowhere = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     engine = bare(nowhere, connect_timeout_s=0.5)
-    words = rf"engine at {nowhere} is not answering \(\d+ tries, \d+ s\): .*; start one with `slimectl serve`"
+    words = rf"engine at {nowhere} is not answering \(\d+ tries, \d+ s\): .*\. Start one with `slimectl serve`"
     with pytest.raises(BackendError, match=words):
         asyncio.run(engine.generate(PROMPT, params=SHORT))
-    with pytest.raises(BackendError, match=rf"engine at {nowhere} is not answering; start one with `slimectl serve`"):
+    with pytest.raises(BackendError, match=rf"engine at {nowhere} is not answering\. Start one with `slimectl serve`"):
         engine.check_model({})
     asyncio.run(engine.close())
 
@@ -243,7 +243,7 @@ def test_an_address_where_nobody_answers_is_named_with_what_was_tried():
 def test_another_model_behind_the_address_is_noticed(url: str):
     engine = bare(url)
     engine.check_model({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "unknown_to_it": 3})
-    words = rf"engine at {url} serves another model: its model_type is llama, that of model\.path qwen3"
+    words = rf"engine at {url} serves another model: its model_type is llama, but model\.path has qwen3"
     with pytest.raises(BackendError, match=words):
         engine.check_model({"model_type": "qwen3"})
 

@@ -88,12 +88,15 @@ def test_a_group_of_another_model_gets_no_weights_and_its_own_arguments():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"prefill_num_servers": 2}, "sglang.prefill_num_servers: 2 of 2 engines prefill, and none is left to decode"),
-        ({"server_groups": [{"nmae": "x"}]}, "sglang.server_groups: nmae: unknown key; did you mean name?"),
+        ({"prefill_num_servers": 2}, "sglang.prefill_num_servers: 2 of 2 engines prefill, so none is left to decode"),
+        ({"server_groups": [{"nmae": "x"}]}, "sglang.server_groups: nmae: unknown key. Did you mean name?"),
         ({"server_groups": [{"role": "decoder"}]}, "role 'decoder' is not one of regular, prefill, decode"),
         ({"server_groups": [{"name": "x", "num_engines": 0}]}, "x: num_engines: 0 is not a number of at least 1"),
-        ({"server_groups": [{"role": "prefill"}]}, "prefill alone do no work; give prefill and decode, or neither"),
-        ({"server_groups": [{"model": "other"}]}, "none has the model that is trained"),
+        (
+            {"server_groups": [{"role": "prefill"}]},
+            "prefill servers cannot work alone. Use both prefill and decode, or neither",
+        ),
+        ({"server_groups": [{"model": "other"}]}, "no group serves the trained model"),
     ],
 )
 def test_settings_that_make_no_fleet_are_refused(options: dict[str, Any], words: str):

@@ -86,7 +86,7 @@ def shared_memory(*pids: int) -> set[Path]:
 
 def test_nothing_is_sampled_before_the_first_push(served: Served):
     stale = serving.client(served.fleet.urls, served.folder, connect_timeout_s=1.0)
-    with pytest.raises(BackendError, match="it has no weights yet"):
+    with pytest.raises(BackendError, match="the server has no weights yet"):
         answered(stale, SamplingParams(max_tokens=2))
     asyncio.run(stale.close())
     served.push(served.fleet.urls[0])

@@ -143,7 +143,7 @@ def test_a_router_that_dies_is_started_again(routed: Routed):
 
 def test_a_worker_that_is_not_there_is_refused_in_one_line(routed: Routed, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(routed.router, "register_timeout_s", 1.0)
-    with pytest.raises(BackendError, match=r"sglang-router at http://\S+ (refuses|has not found) http://127.0.0.1:9"):
+    with pytest.raises(BackendError, match=r"sglang-router at http://\S+ (refuses|did not find) http://127.0.0.1:9"):
         routed.router.add("http://127.0.0.1:9")
     routed.router.remove("http://127.0.0.1:9")
     assert routed.behind() == sorted(routed.fleet.urls)

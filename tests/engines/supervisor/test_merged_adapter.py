@@ -73,11 +73,11 @@ def test_another_base_model_and_parts_that_do_not_fit_are_refused(module: Any, m
     parts = dict(policy.adapter().tensors)
     (first, a), *_ = parts.items()
     for wrong, changes, message in [
-        (parts, {"fingerprint": "0"}, "is not the model that the adapter was trained on; set sync.lora = merged"),
+        (parts, {"fingerprint": "0"}, "is not the model that the adapter was trained on. Set sync.lora = merged"),
         (parts, {"base": "/nowhere", "fingerprint": "0"}, f"{model_dir('llama')} is not the model"),
         (parts | {first: a[:1]}, {}, r"q_proj\.lora_A\.weight has shape \[1, \d+\], expected \[2, \d+\]"),
-        (parts | {"model.norm.weight": a}, {}, r"model\.norm\.weight is no adapter of a layer"),
-        ({first: a}, {}, "0 of the adapter's 2 layers have come"),
+        (parts | {"model.norm.weight": a}, {}, r"model\.norm\.weight is not an adapter of a layer"),
+        ({first: a}, {}, "0 of the adapter's 2 layers are complete"),
     ]:
         merger = module.Merger(model_dir("llama"), whole=True)
         with pytest.raises(ValueError, match=message):

@@ -96,8 +96,8 @@ def test_a_port_lost_between_choice_and_start_is_tried_no_longer(tmp_path: Path)
     ("before", "words"),
     [
         ("raise MemoryError('cannot allocate 80 GiB')", "small server died while starting (exit code 1): "
-                                                        "MemoryError: cannot allocate 80 GiB; its log: "),
-        ("os.kill(os.getpid(), 9)", "small server died while starting (killed; out of memory?): it wrote nothing"),
+                                                        "MemoryError: cannot allocate 80 GiB. See its log: "),
+        ("os.kill(os.getpid(), 9)", "small server died while starting (killed; out of memory?): the log is empty"),
         ("sys.exit(3)", "died while starting (exit code 3)"),
     ],
 )  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_server_that_dies_at_its_start_says_why_in_one_line(tmp_path: Path, be
 
 def test_a_server_that_never_answers_is_ended_after_its_time(tmp_path: Path):
     made = server(tmp_path, "time.sleep(1000)", start_timeout_s=1.0)
-    with pytest.raises(BackendError, match="small server did not answer within 1 s"):
+    with pytest.raises(BackendError, match="small server did not respond within 1 s"):
         made.start()
     assert gone(made.pid())
 
@@ -198,4 +198,4 @@ def test_the_cause_of_a_death_is_found_among_other_lines():
     assert error_line(log) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert error_line("fine\nValueError: head_dim 12 is odd\nRuntimeError: later") == "ValueError: head_dim 12 is odd"
     assert error_line("starting\nsaid something last\n\n") == "said something last"
-    assert error_line("") == "it wrote nothing"
+    assert error_line("") == "the log is empty"

@@ -67,7 +67,7 @@ def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
     api.add_event(event([1]), request)
     api.add_event(event([2], "length", routed_experts=base64.b64encode(file.getvalue()).decode()), request)
     np.testing.assert_array_equal(decoded(request.completion().extras["routed_experts"]), experts)
-    with pytest.raises(Refused, match="routed_experts: none; start vLLM with --enable-return-routed-experts"):
+    with pytest.raises(Refused, match=r"routed_experts: none\. Start vLLM with --enable-return-routed-experts"):
         api.add_event(event([3], "length"), pending())
 
 
@@ -198,19 +198,19 @@ def test_flags_are_checked_and_keys_are_not_among_them(tmp_path: Path):
     assert "--max-num-seqs 4" in command
     assert "--max-model-len=128" in command
     assert "hunter" not in command
-    with pytest.raises(SettingsError, match=r"max_num_sqs: unknown .*; did you mean vllm\.args\.max_num_seqs"):
+    with pytest.raises(SettingsError, match=r"max_num_sqs: unknown .*\. Did you mean vllm\.args\.max_num_seqs"):
         launch.vllm_server(model(tmp_path), args={"max_num_sqs": 4}, **options)
-    with pytest.raises(SettingsError, match=r"vllm\.args\.dtype: is set by slimectl; change engine\.dtype instead"):
+    with pytest.raises(SettingsError, match=r"vllm\.args\.dtype: is set by slimectl\. Change engine\.dtype instead"):
         launch.vllm_server(model(tmp_path), args={"dtype": "half"}, **options)
 
 
 def test_a_model_that_would_kill_the_server_later_is_refused_before_it_starts(tmp_path: Path):
-    with pytest.raises(SettingsError, match="head_dim 16: vLLM on a CPU takes 32, 64"):
+    with pytest.raises(SettingsError, match="vLLM on a CPU does not support head_dim 16, only 32, 64"):
         launch.vllm_server(model(tmp_path, head_dim=16), python=python(tmp_path), log=tmp_path / "log")
 
 
 def test_another_version_is_refused_with_the_way_to_the_right_one(tmp_path: Path):
-    with pytest.raises(BackendError, match=r"has vllm 0\.31\.2, and 0\.32\.0 is supported; run: .* pip install"):
+    with pytest.raises(BackendError, match=r"has vllm 0\.31\.2, but slimectl supports 0\.32\.0\. Run: .* pip install"):
         launch.vllm_server(model(tmp_path), python=python(tmp_path, "0.31.2"), log=tmp_path / "log")
 
 
@@ -219,4 +219,4 @@ def test_without_a_python_of_its_own_the_remedy_leaves_this_one_as_it_is(monkeyp
     with pytest.raises(BackendError) as refused:
         launch.VLLM.interpreter(None)
     commands = r"python3 -m venv \.venv-vllm && \.venv-vllm/bin/pip install --no-deps -r \S+/requirements-cpu\.txt"
-    assert re.search(rf"run: {commands}; then set vllm\.python=\.venv-vllm/bin/python$", str(refused.value))
+    assert re.search(rf"Run: {commands}, then set vllm\.python=\.venv-vllm/bin/python$", str(refused.value))

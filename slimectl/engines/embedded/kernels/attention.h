@@ -1,11 +1,11 @@
-/* Attention of one new token of each sequence: to what it reads from others' spans, and to its slot of the cache.
+/* Attention of one new token per sequence, to the shared spans that it reads and to its slot of the cache.
 
-   N rows, H query heads, K key-value heads, G query heads of each of them, D head dimension, T token capacity of a slot. */
+   N rows, H query heads, K key-value heads, G query heads per key-value head, D head dimension, T token capacity of a slot. */
 
 #pragma once
 #include "numbers.h"
 
-#define LOWEST -3.4e38f /* the score of no token */
+#define LOWEST -3.4e38f /* the score of padding */
 
 /* Return the sums of four registers. */
 INLINE Float4 sums4(const Floats *x) {
@@ -17,7 +17,7 @@ INLINE Float4 sums4(const Floats *x) {
     return __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
 }
 
-/* Adds to the scores [G, stride] what `width` dimensions of four keys, one after another, contribute. */
+/* Adds to the scores [G, stride] the contribution of `width` dimensions of four consecutive keys. */
 INLINE void add_scores(const float *query, const ELEMENT *const *keys, float *scores, long G, long stride, long D, int width) {
     Floats parts[4][64 / LANES];
 #pragma GCC unroll 4
@@ -34,14 +34,15 @@ INLINE void add_scores(const float *query, const ELEMENT *const *keys, float *sc
     }
 }
 
-/* Tokens that sequences share: `keys` of the first layer and head, `head` numbers from each to the next; a layer's values
-   are behind its keys. */
+/* Tokens that sequences share. `keys` points to the first layer and head. Heads are `head` numbers apart, and a layer's values
+   follow its keys. */
 typedef struct {
     const ELEMENT *keys;
     int64_t tokens, head;
 } Span;
 
-/* Spans that rows read before their slots: row n those from first[n] to first[n + 1] (0: none), of so many tokens at most. */
+/* Spans that rows read before their slots. Row n reads spans first[n] to first[n + 1] (first 0: none) with at most `tokens`
+   tokens. */
 typedef struct {
     const Span *spans;
     const int64_t *first;
@@ -54,7 +55,7 @@ typedef struct {
     long tokens;
 } Part;
 
-/* scores [G, stride] = query [G, D] times keys [tokens, D]; up to 3 behind them are overwritten. Fetches the values. */
+/* scores [G, stride] = query [G, D] times keys [tokens, D]. Overwrites up to 3 scores after them. Prefetches the values. */
 INLINE void scores_of(const float *query, const ELEMENT *keys, const ELEMENT *values, float *scores, long G, long tokens,
                       long stride, long D) {
     for (long t = 0; t < tokens; t += 4) {
@@ -74,7 +75,7 @@ INLINE void scores_of(const float *query, const ELEMENT *keys, const ELEMENT *va
     }
 }
 
-/* Turns scores, of which there are a multiple of 8, into weights that sum to 1. */
+/* Softmax in place. The number of scores is a multiple of 8. */
 INLINE void soften(float *scores, long tokens) {
     Float8 highest8 = *(Float8 *)scores, totals = all8(0);
     for (long t = 8; t < tokens; t += 8) {
@@ -92,8 +93,8 @@ INLINE void soften(float *scores, long tokens) {
     for (long t = 0; t < tokens; t += 8) *(Float8 *)(scores + t) *= scale;
 }
 
-/* Sums the values of parts by the weights [heads, stride] of some heads, `vectors` registers of dimensions of each, from
-   dimension d on. Fetches as much from `next` meanwhile (0: nothing). */
+/* Sums the values of parts, weighted by [heads, stride], for `vectors` registers of dimensions starting at d. Prefetches as
+   much from `next` (0: nothing). */
 INLINE void weigh(const float *weights, const Part *parts, long count, const ELEMENT *next, ELEMENT *out, long stride,
                   long D, long d, int heads, int vectors) {
     Floats sums[4][4] = {{{0}}};
@@ -122,7 +123,7 @@ INLINE void weigh_heads(const float *weights, const Part *parts, long count, con
     for (; d < D; d += LANES) weigh(weights, parts, count, next, out, stride, D, d, heads, 1);
 }
 
-/* Writes a key-value head's key and value of the row's new token at its position of its slot, and attends from it. */
+/* Writes the key and value of a row's new token to its slot, for one key-value head, and computes that token's attention. */
 INLINE void attend_head(const ELEMENT *qkv, ELEMENT *cache, const int64_t *positions, const Spans *shared, ELEMENT *out,
                         float *query, float scale, long layer, long pair, long last, long H, long K, long D, long T,
                         long values_at) {
@@ -168,8 +169,8 @@ INLINE void attend_head(const ELEMENT *qkv, ELEMENT *cache, const int64_t *posit
     }
 }
 
-/* Attends in a layer. qkv is [N, H + 2K, D], `cache` the keys and at `values_at` the values [N, K, T, D], out [N, H, D];
-   `scratch` has H / K * (D + shared->tokens + T + 8) numbers for each thread. */
+/* Attention of one layer. qkv is [N, H + 2K, D] and out [N, H, D]. `cache` holds the keys [N, K, T, D], and the values at offset
+   `values_at`. `scratch` has H / K * (D + shared->tokens + T + 8) numbers per thread. */
 void attend(const ELEMENT *qkv, ELEMENT *cache, const int64_t *positions, const Spans *shared, ELEMENT *out,
             float *scratch, float scale, long layer, long N, long H, long K, long D, long T, long values_at,
             long threads) {

@@ -1,24 +1,24 @@
-/* The decoding step of the embedded engine, for CPUs; ../native.py compiles and calls it.
+/* The decoding step of the embedded engine on CPUs. ../native.py compiles and calls it.
 
-   Every row is computed by the same operations in the same order, whatever rows are beside it. */
+   Every row is computed by the same operations in the same order, whatever other rows are in the batch. */
 
 #include "attention.h"
 #include "products.h"
 #include "rows.h"
 
-/* The addresses of a dense block's weights: panels, biases in their order (0: none), and norms (qk_norm 0: none). */
+/* The addresses of a dense block's weights: panels, biases in panel order (0: none), and norms (qk_norm 0: none). */
 typedef struct {
     const ELEMENT *input_norm, *qkv, *qkv_bias, *qk_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down,
         *down_bias;
 } Block;
 
-/* N rows, E hidden size, H query heads, K key-value heads, D head dimension, F inner size, T token capacity of a slot;
-   from the keys of a block to its values, and to the next block, it is so many numbers in the cache. */
+/* N rows, E hidden size, H query heads, K key-value heads, D head dimension, F inner size, T token capacity of a slot.
+   In the cache, the values of a block start `values_at` numbers after its keys, and the next block starts at `next_at`. */
 typedef struct {
     long blocks, N, E, H, K, D, F, T, values_at, next_at, threads;
 } Sizes;
 
-/* Runs the blocks on the residual stream [N, E], in place; `cache` is [blocks, 2, slots, K, T, D], `scratch` for `attend`
+/* Runs the blocks on the residual stream [N, E] in place. `cache` is [blocks, 2, slots, K, T, D]. `scratch` is used by `attend`
    and for inputs of products. `rows` has N * (E + (2 H + 2 K) D + F) numbers. */
 void decode(const Block *block, const Sizes *size, ELEMENT *stream, ELEMENT *cache, const int64_t *positions,
             const Spans *shared, const ELEMENT *cosines, const ELEMENT *sines, ELEMENT *rows, float *scratch, float eps) {

@@ -1,11 +1,11 @@
-/* Numbers in registers, which are float32, and in memory, where they are of the type ELEMENT: float32, or bfloat16 if
-   BFLOAT16 is defined. */
+/* Vector arithmetic. Numbers are float32 in registers. In memory they have type ELEMENT: float32, or bfloat16 if BFLOAT16 is
+   defined. */
 
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
 
-/* LANES numbers fill a register; attention computes HEADS query heads at once, products TILE rows. */
+/* LANES numbers fill a register. Attention computes HEADS query heads at a time, and products TILE rows. */
 #ifdef __AVX512F__
 #define LANES 16
 #define HEADS 4
@@ -24,8 +24,7 @@ typedef uint32_t UInt8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint16_t Short8 __attribute__((vector_size(16), aligned(2), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
-/* Return the bits of float32 whose upper half is bfloat16: the nearest, ties to even; 0xffff for a NaN, as torch's
-   operators have it. */
+/* Returns float32 bits whose upper half is the nearest bfloat16, ties to even. A NaN becomes 0xffff, as in torch. */
 typedef uint32_t UInts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 INLINE UInts rounded_bits(Floats x) {
     UInts bits = (UInts)x;
@@ -82,11 +81,11 @@ INLINE float sum8(Float8 x) {
     return half[0] + half[1];
 }
 
-/* e^x to two units in the last place; x above 88 counts as 88, below -87 as -87. */
+/* e^x to two units in the last place. x is clamped to [-87, 88]. */
 INLINE Float8 exp8(Float8 x) {
     x = either(x < all8(-87), all8(-87), x);
     x = either(x > all8(88), all8(88), x);
-    Float8 shifted = x * all8(1.44269504f) + all8(12582912); /* its last bits are the nearest power of two */
+    Float8 shifted = x * all8(1.44269504f) + all8(12582912); /* the last bits hold the nearest power of two */
     Float8 power = shifted - all8(12582912);
     Float8 rest = x - power * all8(0.693145752f) - power * all8(1.42860677e-6f);
     Float8 sum = all8(1.0f / 720);

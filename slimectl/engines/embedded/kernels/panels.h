@@ -1,21 +1,21 @@
-/* Weights in panels, as products read them.
+/* Weights in panels, the layout that products read.
 
-   A panel has PANEL outputs: STEP inputs of each of them, then the next STEP; a gated panel has LANES outputs of each half.
-   The STEP inputs of an output are a cell. O outputs, I inputs, R rows of a weight, each the inputs of an output. */
+   A panel has PANEL outputs: STEP inputs of each output, then the next STEP inputs of each, and so on. A gated panel has LANES
+   outputs of each half. The STEP inputs of one output are a cell. O outputs, I inputs, R rows of a weight (one per output). */
 
 #pragma once
 #include "numbers.h"
 
 #define PANEL (2 * LANES)
-#define WIDE_AHEAD 64 /* float32 numbers from those of a row that are rounded to those that are fetched meanwhile */
-#define STREAMED 65536 /* cells from which panels go to memory past the cache, which holds no more of them */
+#define WIDE_AHEAD 64 /* prefetch distance while rounding a row, in float32 numbers */
+#define STREAMED 65536 /* weights of at least so many cells do not fit in the cache and bypass it */
 
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
-#define STEP 2 /* one instruction adds the products of two inputs */
+#define STEP 2 /* one instruction adds two products */
 #else
 #define STEP 1
 #endif
-/* SIDE cells fill a register; SIDE x SIDE of them are transposed at once. */
+/* SIDE cells fill a register. SIDE x SIDE cells are transposed at a time. */
 #if defined(BFLOAT16) && STEP == 1
 #define SIDE 8
 typedef uint16_t CELL;
@@ -27,14 +27,14 @@ typedef CELL Cells __attribute__((vector_size(SIDE * sizeof(CELL)), aligned(size
 
 const long panel_outputs = PANEL, inputs_a_step = STEP;
 
-/* Returns where the first cell of an output is. */
+/* Returns the index of the first cell of an output. */
 INLINE long place_of(long output, long O, long cells, long gated) {
     long half = gated && output >= O / 2, row = output - half * (O / 2), width = gated ? LANES : PANEL;
     return row / width * PANEL * cells + row % width + half * LANES;
 }
 
-/* Returns how many of `left` outputs from this one on are packed at once: those that fill lines of the cache, SIDE, or 1.
-   More rows of wide numbers at once are slower, whatever they fill. */
+/* Returns how many of the `left` outputs from this one on are packed at a time: enough to fill cache lines, SIDE, or 1. For wide
+   numbers, more than SIDE rows at a time are slower even if they fill cache lines. */
 INLINE long run_of(long output, long left, long O, long gated, int wide) {
     long half = gated && output >= O / 2, row = output - half * (O / 2);
     long width = wide || SIDE * sizeof(CELL) >= 64 ? SIDE : gated ? LANES : PANEL;
@@ -42,7 +42,7 @@ INLINE long run_of(long output, long left, long O, long gated, int wide) {
     return row % SIDE == 0 && left >= SIDE ? SIDE : 1;
 }
 
-/* Interleaves each row of the first half with one of the second half; log2(SIDE) times over, the cells are transposed. */
+/* Interleaves each row of the first half with one of the second half. Doing so log2(SIDE) times transposes. */
 INLINE void interleave(const Cells *rows, Cells *to) {
 #pragma GCC unroll 8
     for (int i = 0; i < SIDE / 2; i++) {
@@ -79,7 +79,7 @@ INLINE void stream(CELL *to, Cells x) {
 #endif
 }
 
-/* Return one cell, or SIDE of them, of a row of elements, or of float32 numbers, which are rounded. */
+/* Return one cell, or SIDE cells, of a row of elements or (wide) of float32 numbers, which are rounded. */
 INLINE CELL cell_at(const void *row, long c, int wide) {
     if (!wide) return ((const CELL *)row)[c];
     uint16_t parts[2];
@@ -110,7 +110,7 @@ INLINE void pack_rows(const char *rows, int wide, CELL *panels, long first, long
     for (long r = 0, n; r < R; r += n, rows += n * width) {
         n = run_of(first + r, R - r, O, gated, wide);
         CELL *to = panels + place_of(first + r, O, cells, gated);
-        int streams = large && (n * sizeof(CELL) >= 64 || n == PANEL); /* else parts of lines */
+        int streams = large && (n * sizeof(CELL) >= 64 || n == PANEL); /* else only parts of cache lines */
         long c = 0;
         if (n >= SIDE)
             for (; c + SIDE <= cells; c += SIDE)
@@ -131,13 +131,13 @@ INLINE void pack_rows(const char *rows, int wide, CELL *panels, long first, long
     if (large) _mm_sfence();
 }
 
-/* Packs rows of a weight of O outputs, from output `first` on; wide: they are float32, and are rounded. */
+/* Packs rows of a weight of O outputs, starting at output `first`. If wide, the rows are float32 and are rounded. */
 void pack(const void *rows, long wide, CELL *panels, long first, long R, long O, long cells, long gated) {
     if (wide && sizeof(ELEMENT) == 2) pack_rows(rows, 1, panels, first, R, O, cells, gated);
     else pack_rows(rows, 0, panels, first, R, O, cells, gated);
 }
 
-/* Writes to `rows` what `pack` has packed. */
+/* Reverses `pack`: writes the weights to `rows`. */
 void unpack(const CELL *panels, CELL *rows, long first, long R, long O, long cells, long gated) {
     for (long r = 0, n; r < R; r += n, rows += n * cells) {
         n = run_of(first + r, R - r, O, gated, 0);
@@ -158,7 +158,7 @@ void unpack(const CELL *panels, CELL *rows, long first, long R, long O, long cel
     }
 }
 
-/* Writes to `rows` [N, cells] the weights of some outputs of panels that are not gated. */
+/* Writes the weights of some outputs to `rows` [N, cells]. The panels must not be gated. */
 void gather(const CELL *panels, const int64_t *outputs, CELL *rows, long N, long O, long cells) {
     for (long row = 0; row < N; row++, rows += cells) {
         const CELL *from = panels + place_of(outputs[row], O, cells, 0);
@@ -166,7 +166,7 @@ void gather(const CELL *panels, const int64_t *outputs, CELL *rows, long N, long
     }
 }
 
-/* Packs the numbers at `places` of rows [R, I], which are ascending; the first row is that of output `first`. */
+/* Packs only the numbers at the ascending `places` of rows [R, I]. The first row belongs to output `first`. */
 void repack(const ELEMENT *rows, ELEMENT *panels, const int64_t *places, long count, long first, long O, long I, long gated) {
     long r = 0;
     for (long n = 0; n < count; n++) {

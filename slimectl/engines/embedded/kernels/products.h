@@ -1,4 +1,4 @@
-/* Products with weights in panels; the sums of TILE rows fill most registers. N rows, I inputs, O outputs. */
+/* Products with weights in panels. The sums of TILE rows fill most registers. N rows, I inputs, O outputs. */
 
 #pragma once
 #include "numbers.h"
@@ -6,7 +6,7 @@
 #include "rows.h"
 
 #define BLOCK 48
-#define AHEAD (8192 / sizeof(ELEMENT)) /* weights from those that a single tile reads to those that it fetches meanwhile */
+#define AHEAD (8192 / sizeof(ELEMENT)) /* prefetch distance of a single tile, in weights */
 
 #if STEP == 2
 typedef ELEMENT INPUT;
@@ -24,7 +24,7 @@ INLINE Weights load_weights(const ELEMENT *from) { return load_lanes(from); }
 INLINE Floats add_products(Floats sum, const INPUT *inputs, Weights weights) { return sum + *inputs * weights; }
 #endif
 
-/* Return rows as `product` reads them, in `memory` if they must be converted. */
+/* Returns rows as `product` reads them, converted in `memory` if necessary. */
 INLINE const INPUT *inputs_of(const ELEMENT *rows, float *memory, long count) {
 #if defined(BFLOAT16) && STEP == 1
     for (long i = 0; i < count; i += 8) *(Float8 *)(memory + i) = load(rows + i);
@@ -66,7 +66,7 @@ INLINE void tile(int rows, const INPUT *x, const ELEMENT *panel, const ELEMENT *
     }
 }
 
-/* Adds bias and residual (0: none) to a tile's sums, or multiplies silu of their left half with the right one. */
+/* Adds bias and residual (0: none) to a tile's sums, or multiplies silu(left half) by the right half. */
 static void finish(float *line, const ELEMENT *bias, const ELEMENT *residual, ELEMENT *out, long rows, long width,
                    long stride, long gated) {
     for (long r = 0; r < rows; r++, line += PANEL, out += stride) {
@@ -78,7 +78,7 @@ static void finish(float *line, const ELEMENT *bias, const ELEMENT *residual, EL
         }
         ELEMENT part[PANEL] = {0}, *to = width == PANEL ? out : part;
         const ELEMENT *added = residual ? residual + r * stride : part;
-        if (residual && width < PANEL) { /* the last panel of a row: nothing is read or written behind its outputs */
+        if (residual && width < PANEL) { /* in the last panel of a row, nothing beyond its outputs is read or written */
             for (long j = 0; j < width; j++) part[j] = added[j];
             added = part;
         }
@@ -90,7 +90,7 @@ static void finish(float *line, const ELEMENT *bias, const ELEMENT *residual, EL
 
 #define CASE(count) case count: tile(count, x + from * I, panel, next, line, I); break;
 
-/* out [N, O] = x [N, I] times the packed weight, and what `finish` does; bias is in the order of the panels. */
+/* out [N, O] = x [N, I] times the packed weight, then `finish`. bias is in panel order. */
 void product(const INPUT *x, const ELEMENT *weight, const ELEMENT *bias, const ELEMENT *residual, ELEMENT *out, long N,
              long I, long O, long gated, long threads) {
     long panels = (O + PANEL - 1) / PANEL, stride = gated ? O / 2 : O;

@@ -1,6 +1,6 @@
-/* Norms, rotation and gates of rows.
+/* Norms, rotary embeddings and gates of rows.
 
-   N rows, E hidden size, I inner size, D head dimension; E and I are multiples of 8, D of 16. */
+   N rows, E hidden size, I inner size, D head dimension. E and I are multiples of 8, D is one of 16. */
 
 #pragma once
 #include "numbers.h"
@@ -22,7 +22,7 @@ void rms_norm(const ELEMENT *x, const ELEMENT *weight, ELEMENT *out, long N, lon
     for (long row = 0; row < N; row++) normalize(x + row * E, weight, out + row * E, E, eps);
 }
 
-/* Does the same in place with the first `normed` of `heads` heads of every row; weight is [normed, D]. */
+/* The same, in place, for the first `normed` of `heads` heads of every row. weight is [normed, D]. */
 void norm_heads(ELEMENT *x, const ELEMENT *weight, long N, long normed, long heads, long D, float eps) {
     for (long row = 0; row < N; row++)
         for (long head = 0; head < normed; head++) {
@@ -31,7 +31,7 @@ void norm_heads(ELEMENT *x, const ELEMENT *weight, long N, long normed, long hea
         }
 }
 
-/* Rotates the first `rotated` of `heads` heads of every row; the first half of the sines carries the minus. */
+/* Rotates the first `rotated` of `heads` heads of every row. The first half of the sines is negated. */
 void rotate(ELEMENT *x, const ELEMENT *cosines, const ELEMENT *sines, long N, long rotated, long heads, long D) {
     long half = D / 2;
     for (long row = 0; row < N; row++, cosines += D, sines += D) {

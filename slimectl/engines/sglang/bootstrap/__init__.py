@@ -1,1 +1,1 @@
-"""Scripts and modules that run in SGLang's Python; none of them imports slimectl."""
+"""Scripts and modules that run in SGLang's Python. They do not import slimectl."""

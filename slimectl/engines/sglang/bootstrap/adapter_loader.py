@@ -1,6 +1,6 @@
-"""SGLang's --custom-weight-loader for LoRA adapters: merges them into the base model of the files (0.5.18 to 0.5.21).
+"""SGLang's --custom-weight-loader for LoRA adapters: merges them into the base model on disk (0.5.18 to 0.5.21).
 
-SGLang calls `load` for every message; on a CPU launch_server.py imports this module first, elsewhere SGLang does.
+SGLang calls `load` for every message. On a CPU, launch_server.py imports this module. Otherwise SGLang does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MERGERS: WeakKeyDictionary[torch.nn.Module, Merger] = WeakKeyDictionary()
 
 
 def load(model: Any, message: list[tuple[str, torch.Tensor]]) -> None:
-    """Take a message: "header", the bytes of a JSON object, and "bytes", those of the tensors in its table."""
+    """Load a message: "header" has the bytes of a JSON object, and "bytes" the bytes of the tensors in its table."""
     tensors = dict(message)
     header = json.loads(bytes(tensors["header"].cpu().numpy()))
     merger = _MERGERS.get(model)
-    if merger is None:  # other updates, before this module was imported, were not seen
+    if merger is None:  # updates before this module was imported are unknown
         merger = _MERGERS[model] = Merger(Path(header["own"]), whole=False)
     if header["first"]:
         merger.forget()
@@ -40,9 +40,9 @@ def load(model: Any, message: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def _observed(update: Any) -> Any:
-    """Wrap a method of WeightUpdater: errors of `load` become refusals, and other updates leave no base model whole.
+    """Wrap a WeightUpdater method: errors in `load` become refusals, and other updates invalidate the base model.
 
-    An exception of a custom loader would end SGLang's scheduler (0.5.21). Delete that part when it is caught there.
+    An exception in a custom loader would end SGLang's scheduler (0.5.21). Delete that part when SGLang catches it.
     """
 
     @functools.wraps(update)
@@ -66,5 +66,5 @@ def _observe_updates() -> None:
         setattr(WeightUpdater, name, _observed(getattr(WeightUpdater, name)))
 
 
-with suppress(ImportError, AttributeError):  # SGLang before 0.5.21 has these methods elsewhere
+with suppress(ImportError, AttributeError):  # before 0.5.21, these methods are elsewhere
     _observe_updates()

@@ -1,4 +1,4 @@
-"""Shims for SGLang 0.5.21 on a machine without a GPU. Each says why it exists and when to delete it."""
+"""Shims for SGLang 0.5.21 on a machine without a GPU. Each docstring explains why and when to delete the shim."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 _LIBRARIES: list[torch.library.Library] = []
-"""Keeps operator definitions alive: torch removes them with their library."""
+"""Keeps operator definitions alive, because torch removes them with their library."""
 
 
 def apply() -> None:
-    """Apply all shims, before any module of SGLang is imported, and in every worker process."""
+    """Apply all shims. Call it before importing any SGLang module, in every worker process."""
     _torchvision_schemas()
     _triton()
     _sgl_kernel()
@@ -33,8 +33,10 @@ def apply() -> None:
 
 
 def _torchvision_schemas() -> None:
-    """Define torchvision's operators: PyPI's torchvision 0.28.0 is built for CUDA, beside a CPU torch they don't load,
-    and `import torchvision` (SGLang imports it for images) fails without them. Delete when PyPI's wheel loads on a CPU.
+    """Define torchvision's operators.
+
+    PyPI's torchvision 0.28.0 is built for CUDA. With a CPU torch its operators do not load, and `import torchvision`,
+    which SGLang needs for images, fails without them. Delete when PyPI's wheel loads on a CPU.
     """
     if not importlib.metadata.version("torchvision").endswith("+cpu"):
         library = torch.library.Library("torchvision", "DEF")
@@ -44,20 +46,22 @@ def _torchvision_schemas() -> None:
 
 
 def _triton() -> None:
-    """Replace triton, which SGLang imports everywhere to decorate kernels that a CPU never calls. Delete to install
-    the real one, which takes 700 MB.
+    """Replace triton, which SGLang imports everywhere to decorate kernels that a CPU never calls.
+
+    Delete to install the real package, which takes 700 MB.
     """
     if importlib.util.find_spec("triton") is None:
-        importlib.import_module("torch.utils._triton").has_triton_package()  # cached: torch itself knows there is none
+        importlib.import_module("torch.utils._triton").has_triton_package()  # cached, so that torch knows there is none
         for name in ("triton", "triton.language", "triton.language.extra", "triton.language.extra.libdevice"):
             _Inert.install(name)
         language: Any = sys.modules["triton.language"]
-        language.constexpr = lambda value: value  # constants are wrapped when modules load
+        language.constexpr = lambda value: value  # modules wrap constants on import
 
 
 def _sgl_kernel() -> None:
-    """Replace sgl-kernel, which has no CPU wheel. torch_native attention calls one of its functions; calling another
-    raises. Delete when there is a wheel for CPUs.
+    """Replace sgl-kernel, which has no CPU wheel.
+
+    torch_native attention calls one of its functions. Calling any other raises. Delete when there is a CPU wheel.
     """
     if importlib.util.find_spec("sgl_kernel") is None:
         module = _Inert.install("sgl_kernel")
@@ -72,7 +76,7 @@ def _assign_req_to_token_pool(
     slots: torch.Tensor,
     _length: int,
 ) -> None:
-    """Write each request's new cache slots, concatenated over requests, into its row of the pool."""
+    """Write each request's new cache slots to its row of the pool. `slots` is concatenated over requests."""
     offset = 0
     for row, start, end in zip(rows_N.tolist(), start_N.tolist(), end_N.tolist(), strict=True):
         pool_RL[row, start:end] = slots[offset : offset + end - start]
@@ -80,10 +84,11 @@ def _assign_req_to_token_pool(
 
 
 def _deterministic_sampling() -> None:
-    """Enable seeded sampling: SGLang uses `sampling_seed` only with --enable-deterministic-inference, which allows
-    torch_native attention on no device, replaces matrix products by triton kernels, and hashes seeds in sgl-kernel. On
-    a CPU torch's own products are used, and the hash is implemented here. Delete when SGLang's deterministic mode
-    starts on a CPU.
+    """Enable seeded sampling.
+
+    SGLang uses `sampling_seed` only with --enable-deterministic-inference. That mode does not allow torch_native
+    attention, replaces matrix products by triton kernels, and hashes seeds in sgl-kernel. On a CPU, torch's own
+    products are used and the hash is implemented here. Delete when SGLang's deterministic mode starts on a CPU.
     """
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
@@ -110,8 +115,10 @@ def _seeded_min_p(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Apply min-p before a seeded draw: SGLang asserts that the two are not combined, and dies. The result is the same:
-    top-k and top-p depend on larger probabilities only, and the seeded draw needs no normalised ones.
+    """Apply min-p before a seeded draw, because SGLang asserts that the two are not combined, and dies.
+
+    The result is the same, because top-k and top-p depend only on larger probabilities. The seeded draw accepts
+    unnormalized probabilities.
     """
     if need_min_p and seed is not None:
         floor_N1 = probs_NV.max(dim=-1, keepdim=True).values * min_ps_N.view(-1, 1)
@@ -120,7 +127,7 @@ def _seeded_min_p(
 
 
 def _murmur_hash32(seed_N: torch.Tensor, position_N: torch.Tensor, column_V: torch.Tensor) -> torch.Tensor:
-    """Compute MurmurHash3 (32 bits, seed 0) of four words: seed low and high, position, column. [N, V] uint32."""
+    """Return MurmurHash3 (32 bits, seed 0) of seed low, seed high, position and column: [N, V] uint32."""
     seed_N = seed_N.view(torch.int64)
     blocks = (seed_N & 0xFFFFFFFF, (seed_N >> 32) & 0xFFFFFFFF, position_N.to(torch.int64) & 0xFFFFFFFF)
     hashed = torch.zeros_like(seed_N)
@@ -133,7 +140,7 @@ def _murmur_hash32(seed_N: torch.Tensor, position_N: torch.Tensor, column_V: tor
 
 
 def _mix(hashed: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
-    """Run one round. Products of 32-bit words may wrap in int64: the low 32 bits, the only ones used, stay right."""
+    """Run one round. Products of 32-bit numbers may overflow int64, but only the correct low 32 bits are used."""
     word = _rotate(word * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
     return _rotate(hashed ^ word, 13) * 5 + 0xE6546B64 & 0xFFFFFFFF
 
@@ -143,9 +150,10 @@ def _rotate(word: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _penalty_order() -> None:
-    """Apply the penalties that are added before the repetition penalty, which scales, as SGLang does with its overlap
-    schedule. Without it, thus on a CPU, it takes them in the order of a set: another one in every process. Delete when
-    BatchedPenalizerOrchestrator.apply sorts them.
+    """Apply additive penalties before the repetition penalty, which is multiplicative.
+
+    SGLang does so with its overlap schedule. Without it, and thus on a CPU, it takes them in the order of a set, which
+    differs between processes. Delete when BatchedPenalizerOrchestrator.apply sorts penalties.
     """
     orchestrator: Any = importlib.import_module("sglang.srt.sampling.penaltylib.orchestrator")
     create = orchestrator.BatchedPenalizerOrchestrator.__init__
@@ -157,7 +165,8 @@ def _penalty_order() -> None:
 
 
 def _host_register() -> None:
-    """Disable cudaHostRegister, by which SGLang pins a host buffer for routed experts without checking for a GPU.
+    """Disable cudaHostRegister, with which SGLang pins a host buffer for routed experts without checking for a GPU.
+
     Delete when sglang/srt/mem_cache/pool_host/common.py checks.
     """
     common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
@@ -165,18 +174,21 @@ def _host_register() -> None:
 
 
 def _synchronize() -> None:
-    """Disable torch.cuda.synchronize, which weight checksums call without checking for a GPU. Delete when
-    sglang/srt/utils/weight_checker.py checks.
+    """Disable torch.cuda.synchronize, which weight checksums call without checking for a GPU.
+
+    Delete when sglang/srt/utils/weight_checker.py checks.
     """
     torch.cuda.synchronize = lambda *_: None
 
 
 def _fork_workers() -> None:
-    """Fork the worker processes, which SGLang starts anew: each would import torch and SGLang again, 6 seconds of CPU.
-    SGLang does so because a process that uses CUDA cannot be forked. Delete when SGLang forks on a CPU.
+    """Fork the worker processes, which SGLang spawns because a process that uses CUDA cannot be forked.
 
-    A worker inherits some 600 000 objects of imported modules. They are frozen: on a CPU, SGLang collects garbage at
-    every flush of its cache, thus at every push of weights, and looking at all of them takes 0.4 s.
+    Each spawned process would import torch and SGLang again, which takes 6 seconds of CPU time. Delete when SGLang
+    forks on a CPU.
+
+    A worker inherits about 600 000 objects of imported modules. They are frozen, because SGLang on a CPU collects
+    garbage at every cache flush, and thus at every weight push. Scanning all objects would take 0.4 s.
     """
     os.register_at_fork(before=gc.freeze)
     multiprocessing.set_start_method("fork", force=True)
@@ -184,7 +196,7 @@ def _fork_workers() -> None:
 
 
 class _Inert(types.ModuleType):
-    """Stub module: all names can be imported and used as decorators, none can be called for a result."""
+    """A stub module. All names can be imported and used as decorators, but not called for a result."""
 
     @classmethod
     def install(cls, name: str) -> Any:
@@ -205,7 +217,7 @@ class _Inert(types.ModuleType):
 
 
 class _Name:
-    """Name of a stub module: a decorator with or without arguments, a type in annotations; raises if it is run."""
+    """A name in a stub module: a decorator with or without arguments, or a type in annotations. Raises if called."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -222,7 +234,7 @@ class _Name:
             return self
         if args and all(isinstance(arg, list | dict) for arg in args):
             return self  # @triton.autotune([...], key=[...])
-        raise NotImplementedError(f"{self._path} is not there on a CPU")
+        raise NotImplementedError(f"{self._path} is not available on a CPU")
 
     def __getitem__(self, _: Any) -> Any:
         return self

@@ -1,7 +1,7 @@
-"""Starts a real SGLang server: `python launch_server.py --model-path DIR …` takes the flags of sglang.launch_server.
+"""Starts a real SGLang server: `python launch_server.py --model-path DIR …` accepts the flags of sglang.launch_server.
 
-`python launch_server.py --describe` prints the flags of the installed SGLang as JSON instead. SGLang's worker
-processes run the top of this file again or, without a GPU, are forked: the shims apply there too.
+`python launch_server.py --describe` prints the flags of the installed SGLang as JSON instead. The shims also apply in
+SGLang's worker processes, which run the top of this file again or, without a GPU, are forked.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from describe import describe
 hidden_keys.mask_logs()
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # SGLang 0.5.21 compiles small functions, which needs a C++ compiler at run time and gains nothing on a CPU.
+    # SGLang 0.5.21 compiles small functions. This needs a C++ compiler at run time and does not help on a CPU.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     import cpu_shims
 
-    gc.disable()  # `serve` enables it: collections would look at the objects of all modules again and again
+    gc.disable()  # until `serve`: collections would scan the objects of all modules again and again
     cpu_shims.apply()
     import adapter_loader  # noqa: F401
 
 
 def described() -> dict[str, dict[str, Any]]:
-    """Describe every field of ServerArgs that has a flag: the flag, the values that it takes, and the default."""
+    """Describe every field of ServerArgs that has a flag: the flag, its possible values, and the default."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()

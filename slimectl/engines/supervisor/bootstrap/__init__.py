@@ -1,1 +1,1 @@
-"""Modules that run in a server's own Python, beside its launch script; standard library only, none imports slimectl."""
+"""Modules for the launch scripts that run in a server's own Python. They do not import slimectl."""

@@ -1,4 +1,4 @@
-"""Finds the processes of a server, and the shared memory that they leave, in /proc; standard library only."""
+"""Finds the processes of a server and their shared memory in /proc, with the standard library only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 OWN_TMP = "slimectl-server-"
-"""Name prefix of a temporary folder that belongs to one server."""
+"""Prefix of a server's temporary folder."""
 
 TRACKER = b"multiprocessing.resource_tracker"
 GRACE_S = 5.0
 
 
 def members(group: int) -> list[int]:
-    """Return the processes of a process group; empty without /proc."""
+    """Return the processes of a process group, or [] without /proc."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
@@ -28,7 +28,7 @@ def members(group: int) -> list[int]:
 
 
 def segments(pids: Iterable[int], leaves: Iterable[str]) -> set[Path]:
-    """Return the files that these processes have mapped, whose paths contain one of `leaves`."""
+    """Return the files mapped by these processes whose paths contain one of `leaves`."""
     if not leaves:
         return set()
     files = set()
@@ -40,7 +40,7 @@ def segments(pids: Iterable[int], leaves: Iterable[str]) -> set[Path]:
 
 
 def kill_members(group: int, *, but: int | None = None) -> None:
-    """Kill a group except the trackers of shared memory, which clean up and exit after the others."""
+    """Kill a group except for shared-memory trackers, which clean up and exit after the others."""
     for pid in members(group):
         with contextlib.suppress(OSError):
             if pid != but and TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -48,7 +48,7 @@ def kill_members(group: int, *, but: int | None = None) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill a group, and wait until all of its processes have ended."""
+    """Kill a group and wait until all of its processes have ended."""
     kill_members(group)
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and members(group):

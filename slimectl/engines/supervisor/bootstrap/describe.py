@@ -1,4 +1,4 @@
-"""Describes the flags of an argument parser as JSON can hold them; standard library only."""
+"""Describes the flags of an argument parser as JSON, with the standard library only."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def describe(parser: argparse.ArgumentParser, fields: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Describe each of `fields` that has a flag: the flag, the values that it takes, and the default."""
+    """Describe each of `fields` that has a flag: the flag, its possible values, and the default."""
     flagged = (action for action in parser._actions if action.dest in fields and _flags(action))
     return {action.dest: _describe_action(action) for action in flagged}
 
 
 def _flags(action: argparse.Action) -> list[str]:
-    """Return the long flags of an argument; a positional one has none."""
+    """Return the long flags of an argument, or [] for a positional one."""
     return [flag for flag in action.option_strings if flag.startswith("--")]
 
 

@@ -1,4 +1,4 @@
-"""Secret arguments, passed to a server by its environment instead of its command line; standard library only."""
+"""Passes secret arguments to a server through its environment instead of the command line (standard library only)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Collection
 from typing import Any
 
 FLAGS, KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
-"""A JSON list of words of the command line; a JSON list of the API key and the admin key, null where there is none."""
+"""Variables with a JSON list of command-line arguments, and with [API key, admin key], where null means none."""
 MASK = "__SECRET__"
 
 
 def flags(fields: Collection[str]) -> list[str]:
     """Return the arguments to append to the command line: the flags, and the keys without a flag.
 
-    `fields` are those of the installed SGLang: an old one may support one key alone.
+    `fields` are the arguments of the installed server. An old SGLang may support only one key.
     """
     arguments = list(json.loads(os.environ.get(FLAGS, "[]")))
     for field, key in zip(("api_key", "admin_api_key"), keys(), strict=True):
@@ -27,7 +27,7 @@ def flags(fields: Collection[str]) -> list[str]:
 
 
 def mask_logs() -> None:
-    """Mask secrets in all log lines of this process: SGLang logs all of its arguments when it starts."""
+    """Mask secrets in all log lines of this process, because SGLang logs all of its arguments when it starts."""
     secrets = [word for word in json.loads(os.environ.get(FLAGS, "[]")) if not word.startswith("--")]
     secrets += [key for key in keys() if key]
     if not secrets:

@@ -1,6 +1,6 @@
-"""LoRA adapters of a trainer, merged into a base model's files by the workers of SGLang and vLLM.
+"""Merges a trainer's LoRA adapters into a base model on disk, in the workers of SGLang and vLLM.
 
-The same sums as in slimectl.architectures.lora, and the same fingerprint as in slimectl.checkpoints.base_model.
+Must compute the same sums as slimectl.architectures.lora and the same fingerprint as slimectl.checkpoints.base_model.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from safetensors import safe_open
 
 SAMPLED = 64
 BLOCK = re.compile(r"(.*\blayers\.\d+\.[^.]+)\..*")
-"""Part of a decoder layer: servers fuse matrices of one part, and load the fused ones whole."""
+"""Part of a decoder layer. Servers fuse the matrices of a part, and load fused ones as a whole."""
 
 Parts = dict[str, torch.Tensor]
 
 
 class Merger:
-    """Merges the parts of adapters, as they come in messages, into the tensors of a base model.
+    """Merges adapters, which arrive in messages, into the tensors of a base model.
 
-    `own` is the folder that the server was started from, whose weights it has at first.
+    `own` is the folder with the server's initial weights.
     """
 
     def __init__(self, own: Path, *, whole: bool) -> None:
         self.own = own
         self.whole = whole
-        """Whether all tensors of the server are those of `base`, but for the blocks `changed`."""
+        """Whether all tensors of the server are equal to `base`, except in the blocks `changed`."""
         self.base = own
         self.changed: frozenset[str] = frozenset()
         self._parts: Parts = {}
 
     def forget(self) -> None:
-        """Drop the parts of an adapter that never became whole."""
+        """Drop the parts of an incomplete adapter."""
         self._parts = {}
 
     def add(self, adapter: Mapping[str, Any], parts: Iterable[tuple[str, torch.Tensor]], *, last: bool) -> Tensors:
-        """Take a message; with the last one return the tensors to load, merged. Raises ValueError if it does not fit.
+        """Add a message. With the last one, return the merged tensors to load. Raises ValueError if it does not fit.
 
-        The caller loads all of them and then calls `loaded`.
+        The caller must load all of them and then call `loaded`.
         """
         folder = Path(adapter["base"])
         base = BaseModel(folder if folder.is_dir() else self.own)
         if fingerprint(base.folder, base.stamps) != adapter["fingerprint"]:
-            raise ValueError(f"{base.folder} is not the model that the adapter was trained on; set sync.lora = merged")
+            raise ValueError(f"{base.folder} is not the model that the adapter was trained on. Set sync.lora = merged.")
         for name, part in parts:
             self._parts[name] = part.to(dtype=torch.float32, device="cpu", copy=True)
             base.check(name, tuple(part.shape), adapter["rank"])
@@ -58,7 +58,7 @@ class Merger:
         pairs = {name.removesuffix(".lora_A.weight") for name in self._parts if name.endswith(".lora_A.weight")}
         pairs = {layer for layer in pairs if f"{layer}.lora_B.weight" in self._parts}
         if not len(pairs) == len(self._parts) / 2 == adapter["layers"]:
-            raise ValueError(f"{len(pairs)} of the adapter's {adapter['layers']} layers have come; push it again")
+            raise ValueError(f"{len(pairs)} of the adapter's {adapter['layers']} layers are complete. Push it again.")
         complete = self.whole and self.base == base.folder
         blocks = frozenset(block_of(f"{layer}.weight") for layer in pairs)
         needed = blocks | self.changed
@@ -68,12 +68,12 @@ class Merger:
         return base.merged(names, parts_of_all, adapter["alpha"] / adapter["rank"])
 
     def loaded(self) -> None:
-        """Say that the last tensors of `add` have been loaded."""
+        """Record that the last tensors of `add` have been loaded."""
         self.whole = True
 
 
 class BaseModel:
-    """Tensors of a Hugging Face folder, each mapped while it is read."""
+    """The tensors of a Hugging Face folder, read through memory maps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class BaseModel:
         else:
             files = sorted(file.name for file in folder.glob("*model*.safetensors"))
         if not files:
-            raise ValueError(f"{folder}: no model*.safetensors to merge an adapter into; set sync.lora = merged")
+            raise ValueError(f"{folder}: no model*.safetensors to merge an adapter into. Set sync.lora = merged.")
         readers: list[Any] = [safe_open(str(folder / file), framework="pt") for file in files]
         self._reader_of = {name: reader for reader in readers for name in reader.keys()}
         self.stamps = tuple((file, (folder / file).stat().st_mtime_ns) for file in files)
@@ -97,11 +97,11 @@ class BaseModel:
         return tensor
 
     def check(self, name: str, shape: tuple[int, ...], rank: int) -> None:
-        """Raise ValueError for a part of no layer, or of another shape."""
+        """Raise ValueError for a part that belongs to no layer or has the wrong shape."""
         layer, _, half = name.rpartition(".lora_")
         weight = f"{layer}.weight"
         if half not in ("A.weight", "B.weight") or weight not in self._reader_of:
-            raise ValueError(f"{name} is no adapter of a layer of {self.folder}; set sync.lora = merged")
+            raise ValueError(f"{name} is not an adapter of a layer of {self.folder}. Set sync.lora = merged.")
         outputs, inputs = self._reader_of[weight].get_slice(weight).get_shape()
         expected = (rank, inputs) if half == "A.weight" else (outputs, rank)
         if shape != expected:
@@ -118,7 +118,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def block_of(name: str) -> str:
-    """Name of the part of a decoder layer that a tensor belongs to; of another tensor its own.
+    """Return the part of a decoder layer that a tensor belongs to, or the tensor's own name.
 
     >>> block_of("model.layers.0.self_attn.q_proj.weight")
     'model.layers.0.self_attn'
@@ -129,7 +129,7 @@ def block_of(name: str) -> str:
 
 @functools.cache
 def fingerprint(folder: Path, stamps: tuple[tuple[str, int], ...]) -> str:
-    """BLAKE2b of 64 elements of every tensor; computed once for files of these times."""
+    """Return the BLAKE2b hash of 64 elements of every tensor. Cached by the files' modification times."""
     base, digest = BaseModel(folder), hashlib.blake2b(digest_size=16)
     for name in sorted(base.names):
         if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):

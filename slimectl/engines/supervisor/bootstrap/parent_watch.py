@@ -1,7 +1,7 @@
 """Ends a server process when the process that started it ends.
 
-Parents are polled, because the kernel's own signal (PR_SET_PDEATHSIG) comes when the *thread* that started a process
-ends, and servers are started from threads.
+The parent is polled. The kernel's own signal (PR_SET_PDEATHSIG) is sent when the *thread* that started a process ends,
+and servers are started from threads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from cleanup import OWN_TMP, kill_members, members, segments
 
 PARENT = "SLIMECTL_PARENT"
-"""Environment variable with the process id of the parent; without it the process is not watched."""
+"""Environment variable with the parent's process id. Without it, the parent is not watched."""
 
 LEAVES = "SLIMECTL_LEAVES"
-"""Environment variable with the paths, separated by colons, of shared memory that the server leaves behind."""
+"""Environment variable with colon-separated paths of shared memory that the server leaves behind."""
 
 INTERVAL_S = 0.5
 PR_SET_PDEATHSIG = 1
@@ -35,10 +35,10 @@ def leave_with_parent() -> None:
 
 
 def run_apart(serve: Callable[[], None]) -> None:
-    """Run `serve`, which never lets other threads run, in a child of this process, which only watches the parent."""
+    """Run `serve`, which blocks all other threads, in a child process. This process only watches the parent."""
     child = os.fork()
     if child == 0:
-        if sys.platform == "linux":  # should the watching process be killed itself
+        if sys.platform == "linux":  # in case the watching process is killed itself
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         serve()
         return

@@ -1,1 +1,1 @@
-"""Scripts and modules that run in vLLM's Python; none of them imports slimectl."""
+"""Scripts and modules that run in vLLM's Python. They do not import slimectl."""

@@ -1,7 +1,7 @@
-"""ASGI middleware: keys for all requests to a vLLM server, whose own API key leaves its development endpoints open.
+"""ASGI middleware that requires keys for all requests to a vLLM server, including its development endpoints.
 
-`--api-key` of vLLM 0.32.0 guards /v1 and /inference only; /collective_rpc, which calls any method of a worker, /pause
-and the weight updates answer everybody. Delete when vLLM has an admin key.
+`--api-key` of vLLM 0.32.0 protects only /v1 and /inference. /collective_rpc, which calls any method of a worker, /pause
+and weight updates are open to everyone. Delete when vLLM has an admin key.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import hidden_keys
 
 ASKING = ("/inference/v1/generate", "/v1/", "/tokenize", "/detokenize")
-"""Prefixes of paths that take the API key as well as the admin key; all others take the admin key."""
+"""Paths with these prefixes accept the API key and the admin key. All others require the admin key."""
 OPEN = ("/health", "/ping", "/version", "/metrics")
-"""Paths that take no key: they say nothing but that the server is up."""
+"""Paths that need no key, because they only show that the server is up."""
 
 Scope = dict[str, Any]
 
@@ -35,7 +35,7 @@ class KeyGuard:
         await send({"type": "http.response.body", "body": body})
 
     def _may_pass(self, scope: Scope) -> bool:
-        """As SGLang: the API key alone opens everything, beside an admin key only what asks for answers."""
+        """As in SGLang, the API key opens everything unless there is an admin key. Then it opens only generation."""
         path = scope["path"]
         if path in OPEN or (path.startswith(ASKING) and not self._api_key):
             return True

@@ -1,7 +1,7 @@
-"""Starts a real vLLM server: `python launch_server.py --model DIR …` takes the flags of `vllm serve`.
+"""Starts a real vLLM server: `python launch_server.py --model DIR …` accepts the flags of `vllm serve`.
 
 `python launch_server.py --describe` prints the flags of the installed vLLM as JSON instead. vLLM's worker processes
-import the module worker_extension beside this file.
+import the module worker_extension next to this file.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def parser() -> Any:
 
 
 def fork_engine() -> None:
-    """Fork the engine's process on a CPU, which vLLM 0.32.0 starts anew: it would import torch and vLLM again.
+    """Fork the engine's process on a CPU. vLLM 0.32.0 spawns it, which imports torch and vLLM again.
 
-    vLLM does so to set the environment of OpenMP, which the launch command has set already. Delete when vLLM forks.
+    vLLM does so to set OpenMP variables, which the launch command already sets. Delete when vLLM forks.
     """
     from vllm.v1.engine import utils
 
@@ -38,7 +38,7 @@ def fork_engine() -> None:
 
 
 def serve() -> None:
-    gc.disable()  # collections would look at the objects of all modules, again and again
+    gc.disable()  # collections would scan the objects of all modules again and again
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args

@@ -1,7 +1,7 @@
-"""Imported by every worker of a vLLM server (--worker-extension-cls): weights from the trainer, log-probabilities.
+"""Extends every worker of a vLLM server (--worker-extension-cls): weight updates and log-probabilities.
 
 Registers the weight transfer engine "slimectl" (vllm.distributed.weight_transfer, checked in 0.32.0), which reads
-tensors from shared memory or receives them by a broadcast of gloo or nccl, on a CPU too. vLLM's own need CUDA.
+tensors from shared memory or receives them by gloo or nccl broadcast, also on a CPU. vLLM's own engines need CUDA.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _MERGERS: WeakKeyDictionary[torch.nn.Module, Merger] = WeakKeyDictionary()
 
 
 class Extension:
-    """Base class that vLLM adds to its worker, for /collective_rpc."""
+    """Base class that vLLM adds to its worker for /collective_rpc."""
 
     def end_update(self: Any) -> None:
-        """End the weight update that is under way, if there is one: /finish_weight_update fails without."""
+        """End the current weight update, if any. /finish_weight_update would fail without one."""
         if self._weight_update_active:
             self.finish_weight_update()
 
 
 @dataclass
 class Group(WeightTransferInitInfo):
-    """A process group to join: the trainer is rank 0 and hosts the store."""
+    """A process group to join. The trainer is rank 0 and hosts the store."""
 
     master_address: str
     master_port: int
@@ -58,10 +58,10 @@ class Group(WeightTransferInitInfo):
 
 @dataclass
 class Message(WeightTransferUpdateInfo):
-    """Tensors in the block of shared memory `name`, or, without one, as one broadcast in the group `group_name`.
+    """Tensors in the shared-memory block `name` or, without it, as one broadcast in the group `group_name`.
 
-    A row has the name of a tensor, its dtype, its shape and its first byte. With `adapter` the tensors are parts of
-    this LoRA adapter (merged_adapter.py); after the `last` message it is merged into its base model.
+    A row has the name, dtype, shape and byte offset of a tensor. With `adapter`, the tensors are parts of this LoRA
+    adapter (merged_adapter.py), which is merged into its base model after the `last` message.
     """
 
     tensors: list[list[Any]] = field(default_factory=list)
@@ -99,7 +99,7 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
         finish_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one message. The base class's would synchronize an accelerator, which a CPU does not have."""
+        """Load one message. The base class would synchronize an accelerator, which a CPU machine does not have."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -116,7 +116,7 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
                 self.model.load_weights(merged)
                 self._merger.loaded()
         except BaseException:
-            # Or the next update would begin with the layers that this one left half loaded.
+            # Otherwise the next update would begin with half-loaded layers.
             finalize_layerwise_reload(self.model, self.model_config)
             raise
 
@@ -124,14 +124,14 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
         self._groups.clear()
 
     def _mapped(self, message: Message) -> Tensors:
-        """Copy tensors out of shared memory: vLLM holds them until a layer is whole, the trainer reuses the block."""
+        """Copy tensors out of shared memory, because vLLM keeps them until a layer is complete."""
         path = Path("/dev/shm", Path(str(message.name)).name)
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
             return [(name, view.to(self.device, copy=True)) for name, view in _views(memory, message.tensors)]
 
     def _broadcast(self, message: Message) -> Tensors:
         if message.group_name not in self._groups:
-            raise ValueError(f"group {message.group_name} is unknown here")
+            raise ValueError(f"group {message.group_name} is unknown to this worker")
         end = max(start + _size(dtype, shape) for _, dtype, shape, start in message.tensors)
         flat = torch.empty(end, dtype=torch.uint8, device=self.device)
         options = dist.BroadcastOptions()
@@ -146,8 +146,8 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     """Finish a reload, and pack tied weights for every layer that has them.
 
-    vLLM 0.32.0 packs them for one of the layers: on a CPU a tied LM head would go on with its old copy. Delete when
-    "tied parameters" is no limitation of vllm.model_executor.model_loader.reload any more.
+    vLLM 0.32.0 packs them for only one of the layers, so that a tied LM head on a CPU would keep its old copy. Delete
+    when vllm.model_executor.model_loader.reload no longer lists "tied parameters" as a limitation.
     """
     finalize_layerwise_reload(model, model_config)
     layers: list[Any] = [layer for layer in model.modules() if layer._parameters.get("weight") is not None]
@@ -158,7 +158,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def finish_folder_reload(model: torch.nn.Module, model_config: Any) -> None:
-    """Finish reload_weights, which reads a folder: the next adapter loads its whole base model."""
+    """Finish reload_weights, which reads a folder. The next adapter then loads its whole base model."""
     finish_reload(model, model_config)
     if (merger := _MERGERS.get(model)) is not None:
         merger.whole = False
@@ -192,17 +192,17 @@ def _backend(kind: str, store: Any, rank: int, world: int, timeout: datetime.tim
 
 
 def _address_towards(host: str) -> str:
-    """Return the address by which the trainer reaches this machine: gloo would take that of the machine's own name."""
+    """Return the address where the trainer reaches this machine. By default, gloo resolves the machine's own name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def _temper_log_probs() -> None:
-    """Make log-probabilities those of the tempered, unfiltered distribution, untempered of greedy answers.
+    """Return log-probabilities of the tempered, unfiltered distribution, or untempered ones for greedy sampling.
 
-    vLLM 0.32.0 offers them before temperature (raw_logprobs) or after top-k, top-p and min-p (processed_logprobs); the
-    trainer computes neither. Delete when there is a mode between the two.
+    vLLM 0.32.0 offers log-probabilities before temperature (raw_logprobs) or after top-k, top-p and min-p
+    (processed_logprobs). The trainer computes neither. Delete when there is a mode in between.
     """
     from vllm.v1.sample.sampler import Sampler
 
@@ -224,10 +224,10 @@ def _temper_log_probs() -> None:
 
 
 def _keep_weights() -> None:
-    """Keep weights beside their packed copies on a CPU, so that checksums cover them, at twice the memory.
+    """Keep weights in addition to their packed copies on a CPU, so that checksums cover them. Doubles the memory.
 
-    vLLM 0.32.0 removes a weight that it has packed, and hashes the empty tensor in its place. Delete when it hashes
-    the packed one.
+    vLLM 0.32.0 removes a weight after packing it, and hashes an empty tensor instead. Delete when it hashes the packed
+    weight.
     """
     from vllm.model_executor.layers import utils
 
