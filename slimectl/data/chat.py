@@ -193,7 +193,7 @@ class Conversation:
         self._template_kwargs = template_kwargs
 
     async def ask(self) -> str | None:
-        """Generate the policy's next turn, and return its text without the end token. None if tokens or turns run out."""
+        """Generate the policy's next turn. Return its text without the end token, None if tokens or turns run out."""
         remaining = self._params.max_tokens - self.sample.response_length
         if self.over or remaining <= 0 or self.turns == self.max_turns:
             self._end(Status.TRUNCATED)

@@ -48,7 +48,7 @@ class Holder:
         return f"process {self.pid} on {self.host} since {self.since}"
 
     def is_alive(self) -> bool:
-        """Return whether the process may still be running: False only if it has provably ended, never for another host."""
+        """Return whether the process may be running: False only if it has provably ended, never for another host."""
         if self.host != socket.gethostname():
             return True
         return self.boot == _boot_id() and self.ticks == _start_ticks(self.pid) != 0

@@ -96,7 +96,7 @@ class Manifest:
         return self._agrees(out, "stage", "settings_sha256", "inputs") and not _has_failed(out)
 
     def same_inputs(self, out: Path) -> bool:
-        """Return whether the same stage made `out` from prompts and a model of the same names, whatever their content."""
+        """Return whether this stage made `out` from a model and prompts of the same names, whatever their content."""
         return self._agrees(out, "stage", "rollout.data", "model.path")
 
     def _agrees(self, out: Path, *keys: str) -> bool:

@@ -265,7 +265,7 @@ class RunDir:
         return max(self.checkpoints(), default=0) + 1
 
     def change_settings(self, settings_toml: str, changes: Sequence[str], *, first: int) -> None:
-        """Write the settings of a resume to run.toml, with comments: the `first` round that uses them, and the changes."""
+        """Write the settings of a resume to run.toml, with the `first` round and the changes as comments."""
         path = self.path / "run.toml"
         notes = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
         resumed = f"# {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, slimectl {__version__}: resumed at round {first} with"
