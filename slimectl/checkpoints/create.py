@@ -52,12 +52,16 @@ def create_model(
     if tokenizer != "byte":
         raise SettingsError(f"tokenizer {tokenizer!r}: a new model can only have the tokenizer 'byte'")
     sees = "vision_config" in config
-    text = byte_tokenizer(tuple(VISION_TOKENS.values()) if sees else ())
-    defaults = {"vocab_size": len(text), "eos_token_id": text.eos_token_id, "pad_token_id": text.pad_token_id}
+    byte_level = byte_tokenizer(tuple(VISION_TOKENS.values()) if sees else ())
+    defaults = {
+        "vocab_size": len(byte_level),
+        "eos_token_id": byte_level.eos_token_id,
+        "pad_token_id": byte_level.pad_token_id,
+    }
     defaults |= {"bos_token_id": None}
     if sees:
-        text.chat_template = VISION_CHATML
-        ids = {name: text.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
+        byte_level.chat_template = VISION_CHATML
+        ids = {name: byte_level.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
         config = {**ids, **config, "text_config": {**defaults, **config["text_config"]}}
         defaults = {}
     try:
@@ -69,10 +73,10 @@ def create_model(
         auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         model = auto.from_config(hf_config, dtype=torch.float32)
     # A text ends with <|end|>, a chat turn with <|im_end|>.
-    model.generation_config.eos_token_id = [text.eos_token_id, text.convert_tokens_to_ids("<|im_end|>")]
+    model.generation_config.eos_token_id = [byte_level.eos_token_id, byte_level.convert_tokens_to_ids("<|im_end|>")]
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
-    text.save_pretrained(path)
+    byte_level.save_pretrained(path)
     if sees:
         _write_image_processor(path, hf_config.vision_config, image_processor or {})
 
