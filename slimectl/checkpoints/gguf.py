@@ -105,12 +105,12 @@ class _Header:
         layout = struct.Struct(self._order + form)
         data = self._file.read(layout.size)
         if len(data) < layout.size:
-            raise ValueError("cut short")
+            raise ValueError("truncated")
         return int(layout.unpack(data)[0])
 
     def _skip(self, count: int) -> None:
         if self._file.tell() + count > self._size:
-            raise ValueError("cut short")
+            raise ValueError("truncated")
         self._file.seek(count, os.SEEK_CUR)
 
 
