@@ -17,7 +17,7 @@ from slimectl.data.records import sample_from_json
 from slimectl.redaction import MASK, remember
 from slimectl.stdio import LOG_LEVEL, StderrHandler, log_to_file, logger
 
-WARNING = "Sample.rewrad: unknown key, kept as it is; did you mean reward?"
+WARNING = "Sample.rewrad: unknown key, kept unchanged. Did you mean reward?"
 
 
 class Routed(logging.Handler):

@@ -109,7 +109,7 @@ def test_so_it_is_for_help_and_lists(folder: Path, words: str, shell: str, code:
 
 def test_a_closed_stdin_is_one_line_that_names_it(folder: Path):
     result = slimectl(folder, "score - --rm-type exact", shell="<&-", code=3)
-    assert result.stderr == "slimectl: <stdin>: is closed; give a file, or a pipe that is open\n"
+    assert result.stderr == "slimectl: <stdin>: is closed. Give a file or an open pipe.\n"
 
 
 @pytest.mark.parametrize("shell", ["<&- >&- 2>&-", ">&- 2>&-", "<&- 2>&-"])

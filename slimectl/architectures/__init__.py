@@ -1,1 +1,1 @@
-"""Hugging Face and Megatron names and shapes, declared once per family; pure."""
+"""Hugging Face and Megatron names and shapes, declared once per model family, without side effects."""

@@ -19,12 +19,12 @@ MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 def same(
     megatron: str, hf: str, *shape: int, split: TensorParallelSplit | None = None, padded: bool = False
 ) -> ParamMapping:
-    """Link of a parameter that both models store alike."""
+    """Return the link of a parameter that both models store in the same form."""
     return ParamMapping(megatron, (hf,), (shape,), split=split, padded=padded)
 
 
 def outer(config: Config, hf: str = "model") -> list[ParamMapping]:
-    """Links of embedding, last norm and head; a tied head is the embedding. `hf` is the prefix of the decoder."""
+    """Return the links of embedding, last norm and head, unless the head is tied. `hf` is the decoder's prefix."""
     V, H = config["vocab_size"], config["hidden_size"]
     links = [
         same(
@@ -43,7 +43,7 @@ def outer(config: Config, hf: str = "model") -> list[ParamMapping]:
 
 
 def norms(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
-    """Links of the norms before attention and before the MLP."""
+    """Return the links of the norms before attention and before the MLP."""
     H = config["hidden_size"]
     return [
         same(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", H),
@@ -52,7 +52,7 @@ def norms(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
 
 
 def attention(config: Config, mcore: str, hf: str, *, bias: bool = False, qk_norm: bool = False) -> list[ParamMapping]:
-    """Links of grouped-query attention; `qk_norm` is RMSNorm over each head, `bias` on query, key and value."""
+    """Return the links of grouped-query attention. `qk_norm` is RMSNorm over each head. `bias` is on Q, K and V."""
     H, D, groups = config["hidden_size"], head_dim(config), config["num_key_value_heads"]
     q, kv = config["num_attention_heads"] * D, groups * D
     mcore, hf = f"{mcore}.self_attention", f"{hf}.self_attn"
@@ -71,7 +71,7 @@ def attention(config: Config, mcore: str, hf: str, *, bias: bool = False, qk_nor
 
 
 def gated_mlp(mcore: str, hf: str, hidden: int, ffn: int, names: Sequence[str] = MLP_NAMES) -> list[ParamMapping]:
-    """Links of down(silu(gate(x)) · up(x)); `mcore` and `hf` are prefixes of the MLP, `names` its matrices on disk."""
+    """Return the links of down(silu(gate(x)) · up(x)). `mcore` and `hf` are prefixes, `names` the matrices on disk."""
     gate, up, down = (f"{hf}.{name}.weight" for name in names)
     return [
         ParamMapping(
@@ -88,7 +88,7 @@ def gated_mlp(mcore: str, hf: str, hidden: int, ffn: int, names: Sequence[str] =
 def layered(
     config: Config, layer: Callable[[int, str, str], list[ParamMapping]], hf: str = "model"
 ) -> list[ParamMapping]:
-    """Links of a model: `outer`, with `layer(i, megatron prefix, Hugging Face prefix)` after the embedding."""
+    """Return the links of a model: `outer`, with `layer(i, mcore prefix, Hugging Face prefix)` after the embedding."""
     embedding, *final = outer(config, hf)
     inner = [
         link for i in range(config["num_hidden_layers"]) for link in layer(i, f"decoder.layers.{i}", f"{hf}.layers.{i}")
@@ -97,9 +97,9 @@ def layered(
 
 
 def fields(config: Config, *, experts: int, ffn: int, sparse: list[bool]) -> dict[str, Any]:
-    """Fields of every mixture of experts; `sparse` flags its layers.
+    """Return the TransformerConfig fields of a mixture of experts. `sparse` flags the layers with experts.
 
-    moe_layer_freq is set only if some layers are dense: mcore then gives each layer keys of its own in a checkpoint.
+    moe_layer_freq is set only if some layers are dense, because mcore then gives each layer separate checkpoint keys.
     """
     pattern = {} if all(sparse) else {"moe_layer_freq": [int(layer) for layer in sparse]}
     coefficient = config.get("router_aux_loss_coef") if config.get("output_router_logits") else None
@@ -113,27 +113,29 @@ def fields(config: Config, *, experts: int, ffn: int, sparse: list[bool]) -> dic
 
 
 def softmax_routing(*, normalized: bool) -> dict[str, Any]:
-    """Router weights: softmax over all experts, or if `normalized`, over the selected ones (softmax after top-k)."""
+    """Return the fields of a softmax router, over all experts or, if `normalized`, over the selected top-k experts."""
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normalized}
 
 
 def sigmoid_routing(config: Config) -> dict[str, Any]:
-    """Router of DeepSeek-V3 (arXiv:2412.19437, eq. 12-16): sigmoid scores, a bias for the selection only, weights that
-    sum to the scaling factor, and with groups, experts of the best groups only.
+    """Return the fields of DeepSeek-V3's router (arXiv:2412.19437, eq. 12-16).
 
-    The bias is constant in training, as in the Hugging Face model; set moe_router_bias_update_rate to update it.
-    Raises CheckpointError if Megatron would select or weigh differently.
+    It has sigmoid scores, a bias that affects only the selection, and weights that sum to the scaling factor. With
+    groups, only experts of the best groups are selected. The bias is constant in training, as in the Hugging Face
+    model. Set moe_router_bias_update_rate to update it. Raises CheckpointError if Megatron would select or weigh
+    experts differently.
     """
     groups, best, topk = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
     if not config.get("norm_topk_prob", True):
         raise CheckpointError(
-            "config.json: norm_topk_prob false: Megatron's sigmoid router always normalizes; this model cannot be"
-            " trained or converted"
+            "config.json: norm_topk_prob is false, but Megatron's sigmoid router always normalizes. This model "
+            "cannot be"
+            " trained or converted."
         )
     if groups > 1 and topk != 2 * best:
         raise CheckpointError(
             f"config.json: num_experts_per_tok {topk} over topk_group {best}: Megatron ranks groups by their best"
-            f" {topk // best} experts, this model by the best 2; it cannot be trained or converted"
+            f" {topk // best} experts, but this model by the best 2. It cannot be trained or converted."
         )
     scaling = config.get("routed_scaling_factor") or 1.0
     return {
@@ -157,7 +159,7 @@ def routed(
     bias: str | None = None,
     names: tuple[str, ...] = MLP_NAMES,
 ) -> list[ParamMapping]:
-    """Links of router and experts; `hf` is the prefix of the mixture, `bias` the name of the router's bias below it."""
+    """Return the links of router and experts. `hf` is the prefix of the mixture, `bias` the router's bias below it."""
     H = config["hidden_size"]
     links = [same(f"{mcore}.mlp.router.weight", f"{hf}.gate.weight", experts, H)]
     if bias:
@@ -168,7 +170,7 @@ def routed(
 
 
 def shared(config: Config, mcore: str, hf: str, ffn: int, *, gate: str | None = None) -> list[ParamMapping]:
-    """Links of the shared expert; `hf` is the prefix of its MLP, `gate` the matrix [1, H] that weighs it."""
+    """Return the links of the shared expert. `hf` is the prefix of its MLP, `gate` the matrix [1, H] that weighs it."""
     links = gated_mlp(f"{mcore}.mlp.shared_experts", hf, config["hidden_size"], ffn)
     if gate:
         links.append(same(f"{mcore}.mlp.shared_experts.gate_weight", gate, 1, config["hidden_size"]))

@@ -1,12 +1,12 @@
-"""Model cards: TOML descriptions of architectures, used if there is no checkpoint yet (models/*.toml).
+"""Model cards: TOML descriptions of architectures (models/*.toml), used without a checkpoint or to check one.
 
-family = "qwen3"            the weight mapping in weights/
-aliases = ["deepseek-r1"]   other models of this architecture, by which the card is found too
-parameters = 596_049_920    and `activated`, if a token does not pass through all of them
+family = "qwen3"            the weight mapping in architectures/
+aliases = ["deepseek-r1"]   other models of this architecture, which find the same card
+parameters = 596_049_920    and `activated`, if a token does not use all of them
 null = ["q_lora_rank"]      keys of [config] that are null in config.json: TOML has no null
 [config]                    the contents of config.json
 [image_processor]           min_pixels and max_pixels of the images of a new model
-[layout.gpus_8]             a parallel layout that fits, or a `note` why none does
+[layout.gpus_8]             a parallel layout that fits, or a `note` on why none does
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from slimectl.errors import CheckpointError, SettingsError
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-"""Alternative keys of the rotary embedding; they are compared by their meaning."""
+"""Alternative keys of the rotary embedding, which are compared by meaning."""
 DERIVED = ("layer_types", "mlp_layer_types")
-"""Lists that a configuration class derives from other keys, which it then drops."""
+"""Lists that a configuration class derives from other keys, and the keys that it then drops."""
 NOT_COMPARED = ("max_position_embeddings", *ROPE_KEYS)
-"""Keys that are not compared: the maximum position does not affect outputs and differs within an architecture."""
+"""Keys that are not compared. The maximum position does not affect outputs and varies within an architecture."""
 
 Difference = tuple[str, Any, Any]
 """(key, value in the card, value in the checkpoint)."""
@@ -49,7 +49,7 @@ def _by_number(name: str) -> list[tuple[float, str]]:
 
 @functools.cache
 def aliases(cards: Path) -> dict[str, str]:
-    """Return the card of every other model that a card in this folder describes, by the model's name."""
+    """Return the aliases of the cards in this folder, as {alias: card}."""
     by_name: dict[str, str] = {}
     for file in sorted(cards.glob("*.toml")):
         with file.open("rb") as content:
@@ -58,21 +58,21 @@ def aliases(cards: Path) -> dict[str, str]:
 
 
 def path_of(name: str) -> Path:
-    """Return the file of a card, by its name, an alias or an id of a hub, in any spelling.
+    """Return the file of a card, by its name, an alias or a hub id, in any spelling.
 
-    Raises SettingsError with the nearest name.
+    Raises SettingsError with the closest name.
     """
     card = named(name)
     if card is None:
         lowered = {each.lower(): card for each, card in _spellings().items()}
         matches = difflib.get_close_matches(name.rpartition("/")[2].lower(), lowered, n=1)
-        hint = f"did you mean {lowered[matches[0]]}?" if matches else f"known are {', '.join(names())}"
-        raise SettingsError(f"model.card: no card {name!r}; {hint}")
+        hint = f"Did you mean {lowered[matches[0]]}?" if matches else f"Known cards: {', '.join(names())}"
+        raise SettingsError(f"model.card: no card {name!r}. {hint}")
     return folder() / f"{card}.toml"
 
 
 def named(name: str) -> str | None:
-    """Return the card that a name, an alias or an id of a hub stands for, in any spelling, or None."""
+    """Return the name of the card for a name, an alias or a hub id, in any spelling, or None."""
     if name in names():
         return name
     return next((card for each, card in _spellings().items() if spelling(each) == spelling(name)), None)
@@ -84,7 +84,7 @@ def _spellings() -> dict[str, str]:
 
 
 def spelling(name: str) -> str:
-    """Return what two spellings of a model's name share: no organisation, no capitals, dots between digits alone.
+    """Return the canonical spelling of a model's name: no organisation, no capitals, dots only between digits.
 
     >>> spelling("meta-llama/Llama-3.1_8B"), spelling("llama3-1-8b")
     ('llama3.1.8b', 'llama3.1.8b')
@@ -94,7 +94,7 @@ def spelling(name: str) -> str:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Load the card of that name. Raises SettingsError with the nearest name."""
+    """Load the card of that name. Raises SettingsError with the closest name."""
     with path_of(name).open("rb") as file:
         card = tomllib.load(file)
     card["config"] |= dict.fromkeys(card.get("null", []))
@@ -102,15 +102,15 @@ def load(name: str) -> dict[str, Any]:
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the language model, also if it is a part of a larger one."""
+    """Return the configuration of the language model, even if it is a part of a larger one."""
     return config.get("text_config") or config
 
 
 def differences(card: dict[str, Any], config: dict[str, Any]) -> list[Difference]:
-    """Return the differences between a checkpoint and a card; `config` is complete (weights.complete.read_config).
+    """Return the differences between a checkpoint and a card. `config` must be complete (config.read_config).
 
-    Only keys that the card states are compared, in any spelling, with defaults filled in on both sides. A key that is
-    missing in the checkpoint is not a difference.
+    Only keys of the card are compared, in any spelling, with defaults filled in on both sides. A key that is missing
+    from the checkpoint is not a difference.
     """
     from slimectl.architectures.config import head_dim, with_defaults
 
@@ -150,23 +150,23 @@ def _rope_differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[
 
 
 def check(name: str, config: dict[str, Any], *, location: str) -> None:
-    """Raises CheckpointError, one line, if the complete `config` read from `location` contradicts the card `name`."""
+    """Raise CheckpointError if the complete `config` read from `location` contradicts the card `name`."""
     mismatches = differences(load(name), config)
     if mismatches:
         raise CheckpointError(
-            f"{location}: contradicts the card {name}: {'; '.join(map(describe_difference, mismatches))}; give the card"
-            " of this checkpoint, or none: config.json is the truth about it"
+            f"{location}: contradicts the card {name}: {'; '.join(map(describe_difference, mismatches))}. Give the card"
+            " of this checkpoint, or none. config.json takes precedence."
         )
 
 
 def describe_difference(difference: Difference) -> str:
-    """Describe a difference.
+    """Return a description of a difference.
 
     >>> describe_difference(("rope_theta", 1000000.0, 10000.0))
-    'rope_theta is 10000.0, the card says 1000000.0'
+    'rope_theta is 10000.0, but 1000000.0 in the card'
     """
     key, card, config = difference
     if isinstance(card, list) and isinstance(config, list) and len(card) == len(config):
         index = next(i for i in range(len(card)) if card[i] != config[i])
         key, card, config = f"{key}[{index}]", card[index], config[index]
-    return f"{key} is {config!r}, the card says {card!r}"
+    return f"{key} is {config!r}, but {card!r} in the card"

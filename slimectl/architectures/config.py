@@ -1,4 +1,4 @@
-"""Model architecture: config.json translated to fields of mcore's TransformerConfig; the declaration of a family."""
+"""Reads config.json, and defines Architecture (fields of mcore's TransformerConfig) and Family."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from slimectl.errors import CheckpointError, first_line
 from slimectl.model_files import MAX_CONFIG_BYTES, adapter_remedy, open_file, read_json
 
 Config = dict[str, Any]
-"""A complete Hugging Face configuration: every key of the model's class, defaults included."""
+"""A complete Hugging Face configuration: every key of the model's class, including defaults."""
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding.
 
-    `percent` of each head is rotated; `interleaved` pairs neighbours instead of halves; `scaling` is the Hugging Face
-    `rope_parameters` (with `rope_type`) if it is not plain.
+    `percent` is the rotated share of each head. `interleaved` pairs neighbours instead of halves. `scaling` is the
+    Hugging Face `rope_parameters` (with `rope_type`) if it is not plain.
     """
 
     theta: float
@@ -38,15 +38,15 @@ class Rope:
 class Architecture:
     """Parameters to build a Megatron GPTModel.
 
-    `transformer` holds values for fields of mcore's TransformerConfig (MLATransformerConfig where `mla`) under their
-    own names, plain data only (`activation_func` is omitted: every family here is SwiGLU). `layer` is the type of a
-    decoder layer: "plain" is that of mcore, the others are built by policies/megatron if it supports them:
+    `transformer` holds values for fields of mcore's TransformerConfig (MLATransformerConfig if `mla`) under their own
+    names, as plain data. `activation_func` is omitted, because every family here uses SwiGLU. `layer` is the type of a
+    decoder layer. "plain" is mcore's layer. policies/megatron builds the others, if it supports them:
 
-    - "sandwich": norms `post_self_attn_layernorm` and `post_mlp_layernorm` before either output joins the residual;
-    - "wide_qk_norm": q_layernorm and k_layernorm over all heads of a token together;
-    - "gated_delta": layers of `linear_attention_freq` are gated delta nets, the others have a gated output; norms
-      count their weight from 1, but the delta net's `out_norm` does not (mcore's own would);
-    - "sparse_latent": latent attention to the tokens that an indexer picks (mcore's "dsa").
+    - "sandwich": norms `post_self_attn_layernorm` and `post_mlp_layernorm` before the outputs join the residual.
+    - "wide_qk_norm": q_layernorm and k_layernorm over all heads of a token together.
+    - "gated_delta": layers of `linear_attention_freq` are gated delta nets, the others have a gated output. Norm
+      weights are offsets from 1, except the delta net's `out_norm` (unlike in mcore).
+    - "sparse_latent": latent attention to the tokens that an indexer selects (mcore's "dsa").
     """
 
     transformer: dict[str, Any]
@@ -57,7 +57,7 @@ class Architecture:
     mla: bool = False
     layer: Literal["plain", "sandwich", "wide_qk_norm", "gated_delta", "sparse_latent"] = "plain"
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further parameters of a layer that is not plain."""
+    """Additional parameters of a layer that is not plain."""
 
     @property
     def layers(self) -> int:
@@ -68,11 +68,11 @@ class Architecture:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     def moe(self, layer: int) -> bool:
-        """Whether this layer (the first is 0) has experts."""
+        """Return whether this layer (counted from 0) has experts."""
         return self.experts > 0 and _in_pattern(self.transformer.get("moe_layer_freq"), layer, otherwise=True)
 
     def linear_attention(self, layer: int) -> bool:
-        """Whether this layer (the first is 0) has linear attention."""
+        """Return whether this layer (counted from 0) has linear attention."""
         return _in_pattern(self.transformer.get("linear_attention_freq"), layer, otherwise=False)
 
 
@@ -95,17 +95,18 @@ def head_dim(config: Config) -> int:
 
 
 def require(config: Config, **required: Any) -> None:
-    """Raises CheckpointError if a key has a value that this family's layers do not support; absent keys are fine."""
+    """Raise CheckpointError if a key has a value that this family does not support. Absent keys are accepted."""
     for key, value in {"hidden_act": "silu", "use_sliding_window": False, **required}.items():
         if (config.get(key) or value) != value:
             raise CheckpointError(
-                f"config.json: {key} {config[key]!r}: {config.get('model_type')} models are trained and converted only"
+                f"config.json: {key} {config[key]!r}: {config.get('model_type')} models can be trained and converted "
+                f"only"
                 f" with {value!r}"
             )
 
 
 def dense(config: Config, **fields: Any) -> Architecture:
-    """A plain decoder: RMSNorm before attention and MLP, grouped-query attention, SwiGLU."""
+    """Return a plain decoder: RMSNorm before attention and MLP, grouped-query attention, SwiGLU."""
     transformer = {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -132,9 +133,9 @@ def dense(config: Config, **fields: Any) -> Architecture:
 
 
 def with_defaults(raw: Config) -> Config:
-    """Return the configuration with every key of its class that says what the model is; `model_type` is unchanged.
+    """Return the configuration with every key of its class that affects the model. `model_type` is unchanged.
 
-    Supported families need no transformers for it. Raises CheckpointError.
+    For supported families this does not need transformers. Raises CheckpointError.
     """
     if (config := with_known_defaults(raw)) is not None:
         return config
@@ -155,19 +156,19 @@ def read_config(folder: Path) -> Config:
 
 
 def raw_config(folder: Path) -> Config:
-    """Read config.json unchanged, and check it against the size of the weights beside it. Raises CheckpointError."""
+    """Read config.json unchanged, and check it against the size of the folder's weights. Raises CheckpointError."""
     path = folder / "config.json"
     try:
         raw = read_json(path, max_bytes=MAX_CONFIG_BYTES)
     except FileNotFoundError:
-        reason = adapter_remedy(folder) or "this is not a Hugging Face checkpoint; give one"
-        raise CheckpointError(f"{folder}: no config.json; {reason}") from None
+        reason = adapter_remedy(folder) or "this is not a Hugging Face checkpoint"
+        raise CheckpointError(f"{folder}: no config.json: {reason}") from None
     check_config(raw, str(path), weight_bytes=_weight_bytes(folder))
     return raw
 
 
 def _weight_bytes(folder: Path) -> int | None:
-    """Bytes of all safetensors in the folder; None without any (they will be pushed), or if a header is cut short."""
+    """Return the bytes of all safetensors in the folder, or None if there are none or a header is truncated."""
     sizes = []
     for path in folder.glob("*.safetensors"):
         with open_file(path) as file:
@@ -181,7 +182,7 @@ Result = TypeVar("Result")
 
 
 def explained(function: Callable[[Config], Result], family: str) -> Callable[[Config], Result]:
-    """Wrap a function so that its errors on a configuration become CheckpointErrors: config.json is untrusted input."""
+    """Turn a function's errors on a configuration, which is untrusted input, into CheckpointErrors."""
     if hasattr(function, "__wrapped__"):
         return function
 
@@ -192,7 +193,8 @@ def explained(function: Callable[[Config], Result], family: str) -> Callable[[Co
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CheckpointError(
-                f"config.json: no {family} model is so ({reason:.200}); copy it from the model's original checkpoint"
+                f"config.json: not valid for a {family} model ({reason:.200}). Copy it from the model's original "
+                f"checkpoint."
             ) from error
 
     return call
@@ -203,9 +205,9 @@ class Family:
     """Tensor names and shapes of one model family.
 
     `model_types` are the values of `model_type` in config.json that belong to it. `carried` are regular expressions
-    for tensors that checkpoints hold and training does not use (multi-token prediction layers): conversions copy them
-    unchanged. `spare_layers` does the same for the layers after the last one (DeepSeek's for multi-token prediction),
-    num_nextn_predict_layers of them.
+    for tensors that checkpoints hold but training does not use (multi-token prediction layers). Conversions copy them
+    unchanged. `spare_layers` does the same for the num_nextn_predict_layers layers after the last one (DeepSeek's
+    multi-token prediction).
     """
 
     name: str
@@ -224,7 +226,7 @@ class Family:
         return any(re.search(pattern, name) for pattern in self.carried)
 
     def of(self, config: Config) -> Family:
-        """Return the family for this configuration: with patterns of its spare layers in `carried`."""
+        """Return the family for this configuration, with the patterns of its spare layers added to `carried`."""
         count = config.get("num_nextn_predict_layers") or 0
         if not self.spare_layers or not count:
             return self

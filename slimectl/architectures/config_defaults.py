@@ -1,7 +1,7 @@
 """Defaults of Hugging Face configurations of the supported families, without importing transformers.
 
-`config_defaults.json` has what the configuration classes state. It is written, and compared with transformers, by
-`tests/architectures/test_config_defaults.py`.
+`config_defaults.json` holds the defaults of the configuration classes. `tests/architectures/test_config_defaults.py`
+writes it and compares it with transformers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 Config = dict[str, Any]
 
 STAND_INS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-"""Architectures with a class in the checkpoint only, and the class of transformers with the same defaults."""
+"""Architectures whose class exists only in the checkpoint, and the transformers class with the same defaults."""
 
 NULLABLE = frozenset({"q_lora_rank", "sliding_window"})
 """Keys that may be null although their default is not."""
 ROPE_TYPES = ("default", "llama3", "yarn")
 LAYER_TYPES = {"glm_moe_dsa": "deepseek_sparse_attention"}
-"""Type of all layers of a model, if it is not full attention; some families also have full layers at intervals."""
+"""Attention type of layers, if it is not full attention. Some families also have full layers at intervals."""
 
 
 @cache
@@ -32,9 +32,9 @@ def _table() -> dict[str, Config]:
 
 
 def with_known_defaults(raw: Config) -> Config | None:
-    """Return the configuration with the defaults of its class; None if only transformers can tell them.
+    """Return the configuration with the defaults of its class, or None if that requires transformers.
 
-    That is so for other families, and for values that a class refuses or translates in ways of its own.
+    It does for other families, and for values that a class rejects or translates in a special way.
     """
     model_type = raw.get("model_type", "")
     if isinstance(text := raw.get("text_config"), dict):
@@ -54,7 +54,7 @@ def with_known_defaults(raw: Config) -> Config | None:
 
 
 def _is_plain(raw: Config, defaults: Config) -> bool:
-    """Whether every value has the type of its default, and no rule beyond those of this file applies to it."""
+    """Return whether every value has the type of its default, and the rules of this file are enough for it."""
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     rope_type = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else None
     return (
@@ -81,12 +81,12 @@ def _fits(value: Any, default: Any, key: str) -> bool:
 
 
 def _is_simple(value: Any) -> bool:
-    """Whether a value of a key without a default is a number, a list or a table: what such keys hold."""
+    """Return whether a value without a default is a number, a list or a table, the usual types of such keys."""
     return isinstance(value, int | float | list | dict) and not isinstance(value, bool)
 
 
 def _rope_parameters(raw: Config, config: Config, defaults: Config) -> Config:
-    """Return the rotary parameters in one table, wherever the configuration has them."""
+    """Return the rotary parameters in one table, wherever the configuration stores them."""
     parameters = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     parameters.setdefault("rope_theta", raw.get("rope_theta", defaults["theta"]))
     if (share := raw.get("partial_rotary_factor", defaults["rotary"])) is not None:

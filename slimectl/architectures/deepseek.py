@@ -1,4 +1,4 @@
-"""deepseek_v3: DeepSeek-V3, V3.1, R1, Kimi K2, Moonlight, GLM-4.7-Flash; latent attention, many small experts."""
+"""deepseek_v3 (DeepSeek-V3, V3.1, R1, Kimi K2, Moonlight, GLM-4.7-Flash): latent attention, many small experts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slimectl.architectures.mapping import ParamMapping, TensorParallelSplit
 from slimectl.errors import CheckpointError
 
 LATENT_EPSILON = 1e-6
-"""Epsilon of the norms of both latents, independent of rms_norm_eps: the published model code uses its default."""
+"""Epsilon of the norms of both latents. The published model code uses this default instead of rms_norm_eps."""
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """Flag for every layer: whether it has experts. All but the first few do; newer configurations list them."""
+    """Return for every layer whether it has experts. All but the first few do. Newer configurations list them."""
     kinds = config.get("mlp_layer_types")
     if kinds:
         return [kind == "sparse" for kind in kinds]
@@ -49,14 +49,14 @@ def architecture(config: Config) -> Architecture:
 
 
 def _rope_fields(config: Config) -> dict[str, object]:
-    """Rotary fields of MLATransformerConfig. Raises CheckpointError for a type it does not support."""
+    """Return the rotary fields of MLATransformerConfig. Raises CheckpointError for an unsupported type."""
     rotary = rope(config)
     scaling = rotary.scaling
     if scaling is None:
-        # mcore reads scaling factors for its softmax scale even without YaRN: 1 is none.
+        # mcore uses scaling factors for its softmax scale even without YaRN. 1 means no scaling.
         return {"rope_type": "rope", "rotary_base": rotary.theta, "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     if scaling["rope_type"] != "yarn":
-        raise CheckpointError(f"config.json: rope_type {scaling['rope_type']!r}: latent attention knows only 'yarn'")
+        raise CheckpointError(f"config.json: rope_type {scaling['rope_type']!r}: latent attention supports only 'yarn'")
     return {
         "rope_type": "yarn",
         "rotary_base": rotary.theta,
@@ -70,18 +70,18 @@ def _rope_fields(config: Config) -> dict[str, object]:
 
 
 def shared_ffn(config: Config) -> int:
-    """Width of all shared experts together."""
+    """Return the total width of all shared experts."""
     return int(config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0))
 
 
 def shared_fields(config: Config) -> dict[str, int]:
-    """Fields of mcore for the shared experts; empty if there are none."""
+    """Return mcore's fields for the shared experts. Empty if there are none."""
     ffn = shared_ffn(config)
     return {"moe_shared_expert_intermediate_size": ffn} if ffn else {}
 
 
 def latent_attention(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
-    """Links of latent attention: down-projections are replicated, up-projections split by heads."""
+    """Return the links of latent attention. Down-projections are replicated, up-projections split by heads."""
     H, heads, q_rank, kv_rank = (
         config[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
     )
@@ -109,7 +109,7 @@ def latent_attention(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
 
 
 def mixture(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
-    """Links of router with bias, routed and shared experts of a layer."""
+    """Return the links of a layer's router with bias, routed experts and shared experts."""
     return [
         *blocks.routed(
             config, mcore, f"{hf}.mlp", experts=config["n_routed_experts"], ffn=config["moe_intermediate_size"],

@@ -25,10 +25,10 @@ class TensorView:
 
 
 def views(shapes: Mapping[str, Shape]) -> dict[str, TensorView]:
-    """Views of each expert's matrices in the fused tensors of a checkpoint; empty if it has none.
+    """Return views of each expert's matrices in the fused tensors of a checkpoint. Empty if it has none.
 
-    `….experts.gate_up_proj` is [E, 2F, H], gate over up, and `….experts.down_proj` [E, H, F]; those of an
-    expert are `….experts.0.gate_proj.weight` and so on. Raises CheckpointError for a tensor of another shape.
+    `….experts.gate_up_proj` is [E, 2F, H], gate over up. `….experts.down_proj` is [E, H, F]. The views are named
+    `….experts.0.gate_proj.weight` and so on. Raises CheckpointError for a tensor of another shape.
     """
     result: dict[str, TensorView] = {}
     for name, shape in shapes.items():
@@ -36,7 +36,9 @@ def views(shapes: Mapping[str, Shape]) -> dict[str, TensorView]:
         if not match:
             continue
         if len(shape) != 3 or (match[2] == "gate_up_proj" and shape[1] % 2):
-            raise CheckpointError(f"{name} has shape {list(shape)}, expected experts x rows x columns; convert it anew")
+            raise CheckpointError(
+                f"{name} has shape {list(shape)}, expected experts x rows x columns. Convert it again."
+            )
         for expert in range(shape[0]):
             result |= dict(_parts(name, match[1], match[2], expert, shape))
     return result

@@ -1,4 +1,4 @@
-"""GLM-4-0414 and GLM-Z1 (glm4); GLM-4.5 (glm4_moe) and GLM-5 (glm_moe_dsa), mixtures of experts."""
+"""GLM-4-0414 and GLM-Z1 (glm4), and the mixtures of experts GLM-4.5 (glm4_moe) and GLM-5 (glm_moe_dsa)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def glm_moe_dsa_architecture(config: Config) -> Architecture:
 
 
 def indexer(config: Config, i: int) -> list[ParamMapping]:
-    """Links of a layer's indexer; a "shared" layer uses the selection of the layer before it."""
+    """Return the links of a layer's indexer. A "shared" layer has none and uses the selection of the previous layer."""
     if config["indexer_types"][i] == "shared":
         return []
     mcore, hf = f"decoder.layers.{i}.self_attention.core_attention.indexer", f"model.layers.{i}.self_attn.indexer"

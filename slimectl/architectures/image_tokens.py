@@ -1,6 +1,6 @@
-"""Tokens of images in a sequence: where they stand, and the rotary positions of all tokens around them.
+"""Tokens of images in a sequence: their spans, and the rotary positions of all tokens.
 
-T tokens of a sequence · an image is a grid of patches, of which `merge` by `merge` make one token.
+T tokens of a sequence · an image is a grid of patches, and `merge` x `merge` patches make one token.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import RecordError
 
-if TYPE_CHECKING:  # commands that grade samples read records with images, without numpy
+if TYPE_CHECKING:  # commands that grade samples read records with images and do not need numpy
     import numpy as np
 
 Grid = tuple[int, int, int]
-"""Patches of an image along time, height and width; a still image has one along time."""
+"""Patches of an image along time, height and width. A still image has one along time."""
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
-"""Values of model_type whose images are read."""
+"""Values of model_type that support images."""
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How a model family represents images: the id of its placeholder token, and patches per token and side."""
+    """Image representation of a model family: the id of its placeholder token, and patches per token and side."""
 
     token: int
     merge: int
 
     @classmethod
     def of(cls, config: Any) -> ImageTokens | None:
-        """Return that of a Hugging Face configuration (an object); None for a model that reads no images."""
+        """Return the image tokens of a Hugging Face configuration (an object), or None for a model without images."""
         if config.model_type not in MODEL_TYPES:
             return None
         return cls(int(config.image_token_id), int(config.vision_config.spatial_merge_size))
@@ -44,10 +44,10 @@ class ImageTokens:
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def spans(self, tokens: Sequence[int], grids: Sequence[Grid]) -> list[tuple[int, int]]:
-        """Return start and end of every image in `tokens`, in their order.
+        """Return start and end of every image in `tokens`, in order.
 
-        Later placeholders are ordinary tokens: a model may sample one. Raises RecordError if tokens and images differ,
-        also where the last image is smaller than its places.
+        Placeholders after the last image are ordinary tokens, because a model may sample one. Raises RecordError if
+        the tokens do not match the images, including a last image that is smaller than its placeholders.
 
         >>> ImageTokens(token=9, merge=2).spans([1, 9, 9, 2, 9], [(1, 2, 4)])
         [(1, 3)]
@@ -60,20 +60,23 @@ class ImageTokens:
             is_smaller = following == self.token and number == len(grids) - 1
             if start is None or is_smaller or any(token != self.token for token in tokens[start : start + count]):
                 raise RecordError(
-                    f"image {number} is {count} tokens for this model, and the tokens have another number of places"
-                    " for it: they were made by another image processor; sample them anew"
+                    f"image {number} is {count} tokens for this model, but the tokens have another number of "
+                    f"placeholders"
+                    " for it. They come from another image processor. Sample them again."
                 )
             end = start + count
             if end > len(tokens):
-                raise RecordError(f"image {number} is {count} tokens, and the tokens end within it; sample them anew")
+                raise RecordError(
+                    f"image {number} is {count} tokens, but the sequence ends within it. Sample it again."
+                )
             spans.append((start, end))
         return spans
 
     def positions(self, length: int, spans: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> np.ndarray:
-        """Return rotary positions [3, T]: time, height and width of each token of an image, one number for text.
+        """Return rotary positions [3, T]: time, height and width for image tokens, one number for text.
 
-        Wang et al. 2024, arXiv:2409.12191, section 2.1: an image takes as many positions as its longer side has
-        tokens, and text goes on behind them.
+        Wang et al. 2024, arXiv:2409.12191, section 2.1. An image takes as many positions as its longer side has
+        tokens, and the text after it continues from there.
 
         >>> ImageTokens(token=9, merge=2).positions(7, [(1, 5)], [(1, 4, 4)]).tolist()
         [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]]

@@ -1,4 +1,4 @@
-"""LoRA adapters of linear layers: Hugging Face names and Megatron parameters.
+"""LoRA adapters of linear layers: Hugging Face names, Megatron parameters and merging.
 
 K rank · I inputs · O outputs of a Hugging Face layer.
 """
@@ -19,24 +19,24 @@ _LINEAR = re.compile(r"decoder\.layers\.\d+\..*\b(linear_\w+|in_proj|out_proj)\.
 
 
 def halves(layer: str) -> tuple[str, str]:
-    """Names of A [K, I] and B [O, K] of a layer, in peft's convention."""
+    """Return the names of A [K, I] and B [O, K] of a layer, in peft's convention."""
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def layer_of(name: str) -> str:
-    """Name of the layer of an adapter's parameter."""
+    """Return the layer name of an adapter parameter."""
     return name.removesuffix(".weight").rpartition(".")[0]
 
 
 def merged(weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor, scale: float) -> Tensor:
     """Return W + scale B A in float32, for A and B in float32.
 
-    Trainers and engines call it alike: on processors of one kind the sums have the same bits.
+    Trainers and engines both use this function, so on the same kind of processor the sums have the same bits.
     """
     return (b_OK @ a_KI).mul_(scale).add_(weight_OI)
 
@@ -52,21 +52,22 @@ def chosen(layers: Iterable[str], targets: Sequence[str]) -> list[str]:
     for target in targets:
         if target not in layer_names:
             raise SettingsError(
-                f"train.lora_targets: no linear layer is called {target}; there are {sorted(layer_names)}"
+                f"train.lora_targets: no linear layer is named {target}. Available: {sorted(layer_names)}"
             )
     return [layer for layer in layers if _last_name(layer) in targets]
 
 
 def linear_layers(links: Sequence[ParamMapping]) -> list[str]:
-    """List the Hugging Face layers that are matrices of a Megatron model's decoder, without routers."""
+    """List the Hugging Face layers that are matrices of a Megatron model's decoder, except routers."""
     return [name.removesuffix(".weight") for link in links if _LINEAR.fullmatch(link.megatron) for name in link.hf]
 
 
 def adapter_links(link: ParamMapping, layers: Collection[str], rank: int) -> list[tuple[ParamMapping, ParamMapping]]:
-    """Build links of A and B for those Hugging Face layers of the matrix `link` that are in `layers`.
+    """Build the links of A and B for the Hugging Face layers of the matrix `link` that are in `layers`.
 
-    If tensor parallelism splits the rows of the matrix, it splits those of B; if it splits columns, those of A. The
-    other one is replicated. Each layer has its own pair although Megatron fuses layers: peft's files have none fused.
+    If tensor parallelism splits the rows of the matrix, it splits the rows of B. If it splits the columns, it splits
+    the columns of A. The other one is replicated. Each layer has its own pair, even if Megatron fuses layers, because
+    peft's files are not fused.
 
     >>> split = TensorParallelSplit(1)
     >>> link = ParamMapping("decoder.layers.0.mlp.linear_fc2.weight", ("down.weight",), ((2, 6),), split=split)
@@ -89,11 +90,12 @@ def adapter_links(link: ParamMapping, layers: Collection[str], rank: int) -> lis
 
 
 def _row_splits(link: ParamMapping) -> list[TensorParallelSplit | None]:
-    """Tensor-parallel split of the rows of each Hugging Face layer of a matrix."""
+    """Return the tensor-parallel split of the rows of each Hugging Face layer of a matrix."""
     if link.split is None or link.split.axis != 0:
         return [None] * len(link.hf)
     if not isinstance(link.join, ConcatRows):
-        # A single layer is split like the matrix; of groups every rank holds a run, and so a run of each layer's rows.
+        # A single layer is split like the matrix. Each rank holds consecutive groups, so consecutive rows of each
+        # layer.
         return [link.split if len(link.hf) == 1 else TensorParallelSplit(0)] * len(link.hf)
     blocks, splits = iter(link.split.blocks), list[TensorParallelSplit | None]()
     for shape in link.shapes:

@@ -1,6 +1,6 @@
 """Merges Hugging Face tensors into one Megatron parameter, and splits it again.
 
-R rows · a band is a block of rows that stay together.
+R rows · a band is a block of rows that stays together.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from slimectl.errors import CheckpointError
 
-if TYPE_CHECKING:  # the planner counts parameters by these classes, without torch
+if TYPE_CHECKING:  # the planner counts parameters with these classes, without torch
     from torch import Tensor, dtype
 
 Shape = tuple[int, ...]
 
 
 Empty = Callable[["tuple[int, ...]", "dtype"], "Tensor"]
-"""Memory for a merged tensor, by its shape and dtype."""
+"""Allocates memory for a merged tensor of a shape and dtype."""
 
 
 def _cat(parts: Sequence[Tensor], *, dim: int = 0, empty: Empty | None = None) -> Tensor:
@@ -39,9 +39,9 @@ def _stack(parts: Sequence[Tensor], *, dim: int) -> Tensor:
 
 
 class Merge(Protocol):
-    """Merge of Hugging Face tensors into one; exact and reversible: values are moved, none changes.
+    """Merge of Hugging Face tensors into one. It is exact and reversible: values are moved, not changed.
 
-    `whole` may return memory of `empty`.
+    `whole` may return memory from `empty`.
     """
 
     def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor: ...
@@ -82,10 +82,10 @@ class ConcatRows:
 
 @dataclass(frozen=True)
 class InterleaveGroups:
-    """Row bands interleaved by groups: for each group its band of every tensor, in order.
+    """Row bands interleaved by groups: for each group, its band of every tensor, in order.
 
     With query, key and value projections and one group per key-value head this is Megatron's fused QKV,
-    [q of group 0 | k 0 | v 0 | q of group 1 | …]. Works on matrices and on biases.
+    [q of group 0 | k 0 | v 0 | q of group 1 | …]. Works for matrices and biases.
     """
 
     groups: int
@@ -105,7 +105,7 @@ class InterleaveGroups:
 
 @dataclass(frozen=True)
 class InterleaveGatedGroups:
-    """GroupedRows of query, gate, key and value, where query and gate are one tensor: [q | gate] of each head.
+    """InterleaveGroups of query, gate, key and value, if query and gate are one tensor: [q | gate] of each head.
 
     `dim` is the width of a head. Megatron's fused QKV with an output gate is, for each group,
     [q of its heads | gate of its heads | k | v].
@@ -137,7 +137,7 @@ class Deinterleave:
     """Tensors interleaved by groups, deinterleaved: all groups' first bands, then all second ones, and so on.
 
     `bands` are the rows of every band of one group, tensor by tensor. Qwen3-Next keeps [q | k | v | z] of each key
-    head in one tensor and [b | a] in another; Megatron's gated delta net concatenates all q, all k, ….
+    head in one tensor and [b | a] in another. Megatron's gated delta net concatenates all q, all k, and so on.
     """
 
     groups: int
@@ -160,9 +160,9 @@ class Deinterleave:
 
 @dataclass(frozen=True)
 class TensorParallelSplit:
-    """Tensor-parallel split of a Megatron parameter: every block of `axis` in equal parts, one for each rank.
+    """Tensor-parallel split of a Megatron parameter: every block along `axis` in equal parts, one for each rank.
 
-    `blocks` are sizes along the axis; empty means a single block. Gate over up is two blocks: rank r holds
+    `blocks` are sizes along the axis. Empty means a single block. Gate over up is two blocks, and rank r holds
     [gate r | up r].
     """
 
@@ -174,12 +174,14 @@ class TensorParallelSplit:
         shards = []
         for block in full.split(list(self.blocks) or [full.shape[self.axis]], dim=self.axis):
             if block.shape[self.axis] % ranks:
-                raise CheckpointError(f"{block.shape[self.axis]} rows or columns cannot be cut in {ranks} equal parts")
+                raise CheckpointError(
+                    f"{block.shape[self.axis]} rows or columns cannot be split into {ranks} equal parts"
+                )
             shards.append(block.chunk(ranks, dim=self.axis)[rank])
         return shards[0] if len(shards) == 1 else _cat(shards, dim=self.axis)
 
     def joined(self, shards: Sequence[Tensor]) -> Tensor:
-        """Concatenate the shards of all ranks, in order of rank, to the full parameter."""
+        """Concatenate the shards of all ranks, in rank order, to the full parameter."""
         sizes = [size // len(shards) for size in self.blocks] or [shards[0].shape[self.axis]]
         blocks_by_rank = [shard.split(sizes, dim=self.axis) for shard in shards]
         return _cat([parts[i] for i in range(len(sizes)) for parts in blocks_by_rank], dim=self.axis)
@@ -189,8 +191,8 @@ class TensorParallelSplit:
 class ParamMapping:
     """A full Megatron parameter and its Hugging Face tensors.
 
-    `megatron` is the parameter's name in mcore's GPTModel in one process without parallelism: layers and experts are
-    counted over the whole model. `split` None: replicated on every tensor-parallel rank. `padded`: its
+    `megatron` is the parameter's name in mcore's GPTModel in one process without parallelism, so layers and experts are
+    counted over the whole model. With `split` None it is replicated on every tensor-parallel rank. If `padded`, its
     rows are padded to a multiple of the tensor-parallel size (embedding and output layer).
 
     >>> split = TensorParallelSplit(0, (2, 2))
@@ -212,7 +214,7 @@ class ParamMapping:
 
     @property
     def expert(self) -> int | None:
-        """Index of the routed expert (split by expert tensor parallelism); None for other parameters."""
+        """Return the index of the routed expert (split by expert tensor parallelism), or None for other parameters."""
         if ".local_experts." not in self.megatron:
             return None
         match = re.search(r"\.local_experts\.(\d+)\.", self.megatron)
@@ -220,19 +222,20 @@ class ParamMapping:
 
     @property
     def buffer(self) -> bool:
-        """Whether it is state without gradients: the expert bias of a router."""
+        """Return whether it is state without gradients, such as the expert bias of a router."""
         return self.megatron.endswith(".router.expert_bias")
 
     def to_megatron(self, tensors: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
-        """Merge tensors to the Megatron parameter, in memory of `empty` if it is given.
+        """Merge tensors to the Megatron parameter, in memory from `empty` if it is given.
 
         Raises CheckpointError for a tensor of another shape.
         """
         for name, tensor, shape in zip(self.hf, tensors, self.shapes, strict=True):
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
-                    f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; copy config and"
-                    " weights from the same checkpoint"
+                    f"{name} has shape {list(tensor.shape)}, but {list(shape)} is expected from config.json. Copy "
+                    f"config and"
+                    " weights from the same checkpoint."
                 )
         return self.join.whole(tensors, empty)
 
@@ -242,7 +245,7 @@ class ParamMapping:
             full = full[: self.shape[0]]
         if tuple(full.shape) != self.shape:
             raise CheckpointError(
-                f"{self.megatron} has shape {list(full.shape)}, expected {list(self.shape)}; the checkpoint was made"
-                " for another model"
+                f"{self.megatron} has shape {list(full.shape)}, expected {list(self.shape)}. The checkpoint belongs"
+                " to another model."
             )
         return tuple(zip(self.hf, self.join.parts(full, self.shapes), strict=True))

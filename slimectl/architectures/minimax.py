@@ -1,4 +1,4 @@
-"""minimax_m2: MiniMax-M2; query and key normalised over all heads together, every layer of experts."""
+"""minimax_m2 (MiniMax-M2): query and key normalized over all heads together, experts in every layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def architecture(config: Config) -> Architecture:
         ),
         **blocks.sigmoid_routing(config),
     )
-    # Published configurations give the rotated width as rotary_dim alone.
+    # Published configurations give the rotated width only as rotary_dim.
     percent = config.get("rotary_dim", head_dim(config)) / head_dim(config)
     return dataclasses.replace(plain, layer="wide_qk_norm", rope=rope(config, percent=percent))
 

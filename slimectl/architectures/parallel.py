@@ -1,4 +1,4 @@
-"""Parallel layouts of Megatron models and their validity; plain integers, no library."""
+"""Parallel layouts of Megatron models and their validation, without dependencies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Parallel sizes, with shortened names of the settings under [megatron].
+    """Parallel sizes, with short names for the settings under [megatron].
 
-    The world size is tensor · context · pipeline · data for the dense parts and expert_tensor · expert · pipeline ·
-    (the experts' data-parallel size) for the experts; both cover the same ranks.
+    The world size is tensor · context · pipeline · data for the dense parts, and expert_tensor · expert · pipeline ·
+    (the experts' data-parallel size) for the experts. Both cover the same ranks.
 
     >>> layout = ParallelLayout(tensor=2, pipeline=2, expert=2)
     >>> layout.data(8), layout.expert_data(8)
@@ -28,12 +28,12 @@ class ParallelLayout:
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks of one copy of the dense parts."""
+        """Return the number of ranks of one copy of the dense parts."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks of one copy of the experts."""
+        """Return the number of ranks of one copy of the experts."""
         return self.expert_tensor * self.expert * self.pipeline
 
     def data(self, world: int) -> int:
@@ -67,15 +67,15 @@ TENSOR_CUTS = {
 
 
 def problems(layout: ParallelLayout, transformer: Mapping[str, Any], world: int) -> Iterator[str]:
-    """Yield the reasons why the layout is invalid on `world` ranks, each with the setting to change; none if valid.
+    """Yield the reasons why the layout is invalid on `world` ranks, each with the setting to change.
 
-    `transformer` holds fields of mcore's TransformerConfig (weights.Architecture.transformer); a field that is absent
-    or None is not checked.
+    `transformer` holds fields of mcore's TransformerConfig (Architecture.transformer). A field that is absent or None
+    is not checked.
     """
     for name, setting in SETTINGS.items():
         size = getattr(layout, name)
         if size is not None and size < 1:
-            yield f"{setting}: {size}; a size is at least 1"
+            yield f"{setting}: {size} is not at least 1"
             return
     for field, dimension in TENSOR_CUTS.items():
         yield from _check_divides("tensor", layout.tensor, transformer.get(field), dimension)
@@ -87,7 +87,7 @@ def problems(layout: ParallelLayout, transformer: Mapping[str, Any], world: int)
 
 
 def dense_stage(layout: ParallelLayout, transformer: Mapping[str, Any]) -> int | None:
-    """Return the first pipeline stage without experts, in a model whose other layers have some; None otherwise.
+    """Return the first pipeline stage without experts in a mixture of experts, or None if all stages have some.
 
     >>> dense_stage(ParallelLayout(pipeline=2), {"moe_layer_freq": [0, 0, 1, 1]})
     0
@@ -102,10 +102,9 @@ def dense_stage(layout: ParallelLayout, transformer: Mapping[str, Any]) -> int |
 
 
 def prefix_obstacle(transformer: Mapping[str, Any], args: Mapping[str, Any]) -> str:
-    """Return why rows cannot share the tokens that they begin with; "" if they can.
+    """Return why rows cannot share their common first tokens, or "" if they can.
 
-    Sharing must leave loss and gradient as they are. `args` are fields of mcore's configurations that replace those of
-    `transformer`.
+    Sharing must not change loss and gradient. `args` are fields of mcore's configurations that override `transformer`.
     """
     if transformer.get("linear_attention_freq"):
         return "linear attention has one state for each sequence"
@@ -122,26 +121,26 @@ COUNTS_TOKENS = {
     "moe_router_force_load_balancing": "draws experts for every token",
     "hidden_dropout": "draws noise for every token",
 }
-"""Fields of mcore's configuration under which a token that several rows share is not computed alike for all."""
+"""Fields of mcore's configuration that make the computation of a shared token differ between rows."""
 
 
 def _check_divides(name: str, size: int, count: int | None, dimension: str) -> Iterator[str]:
     if count and count % size:
-        yield f"{SETTINGS[name]}: {size} does not divide {count} {dimension}; possible are {_divisors(count, name)}"
+        yield f"{SETTINGS[name]}: {size} does not divide {count} {dimension}. Possible: {_divisors(count, name)}"
 
 
 def _check_linear_attention(layout: ParallelLayout, transformer: Mapping[str, Any]) -> Iterator[str]:
-    """Check that heads divide over context-parallel ranks: the state of linear attention needs whole sequences."""
+    """Check that heads divide over context-parallel ranks, because linear attention needs whole sequences."""
     heads = int(transformer.get("linear_num_key_heads") or 0) // layout.tensor
     if layout.context > 1 and heads % layout.context:
         yield (
             f"{SETTINGS['context']}: {layout.context} does not divide {heads} key heads of linear attention on a"
-            f" tensor-parallel rank, whose layers need whole sequences; possible are {_divisors(heads, 'context')}"
+            f" tensor-parallel rank, whose layers need whole sequences. Possible: {_divisors(heads, 'context')}"
         )
 
 
 def _divisors(count: int, name: str) -> str:
-    """List the sizes that divide `count`; only powers of two for tensor parallelism or if there are more than 12."""
+    """List the sizes that divide `count`. If there are over 12, or for tensor parallelism, list only powers of two."""
     sizes = [size for size in range(1, count + 1) if count % size == 0]
     if name == "tensor" or len(sizes) > 12:
         sizes = [size for size in sizes if size & (size - 1) == 0]
@@ -155,8 +154,8 @@ def _check_pipeline(layout: ParallelLayout, layers: int) -> Iterator[str]:
         return
     if pipeline == 1:
         yield (
-            f"{SETTINGS['virtual_pipeline']}: {virtual} needs pipeline stages to interleave; raise"
-            f" {SETTINGS['pipeline']} above 1 or drop it"
+            f"{SETTINGS['virtual_pipeline']}: {virtual} needs pipeline stages to interleave. Raise"
+            f" {SETTINGS['pipeline']} above 1, or remove it."
         )
     elif layers % pipeline == 0:
         yield from _check_divides("virtual_pipeline", virtual, layers // pipeline, "layers of a pipeline stage")
@@ -167,7 +166,7 @@ def _check_experts(layout: ParallelLayout, transformer: Mapping[str, Any]) -> It
     if not experts:
         for name in ("expert", "expert_tensor"):
             if getattr(layout, name) > 1:
-                yield f"{SETTINGS[name]}: {getattr(layout, name)}, but the model has no experts; leave it at 1"
+                yield f"{SETTINGS[name]}: {getattr(layout, name)}, but the model has no experts. Leave it at 1."
         return
     yield from _check_divides("expert", layout.expert, experts, "experts")
     ffn = transformer.get("moe_ffn_hidden_size") or transformer.get("ffn_hidden_size")
@@ -177,11 +176,11 @@ def _check_experts(layout: ParallelLayout, transformer: Mapping[str, Any]) -> It
 def _check_world(layout: ParallelLayout, world: int) -> Iterator[str]:
     if world % layout.model_ranks:
         yield (
-            f"{SETTINGS['tensor']} x pipeline x context: one copy of the model takes {layout.model_ranks} ranks, which"
-            f" do not divide the {world} there are; lower one of them or change the number of ranks"
+            f"{SETTINGS['tensor']} x pipeline x context: one copy of the model needs {layout.model_ranks} ranks, which"
+            f" does not divide the {world} available. Lower one of them, or change the number of ranks."
         )
     elif world % layout.expert_ranks:
         yield (
-            f"{SETTINGS['expert']} x expert_tensor x pipeline: one copy of the experts takes {layout.expert_ranks}"
-            f" ranks, which do not divide the {world} there are; lower one of them or change the number of ranks"
+            f"{SETTINGS['expert']} x expert_tensor x pipeline: one copy of the experts needs {layout.expert_ranks}"
+            f" ranks, which does not divide the {world} available. Lower one of them, or change the number of ranks."
         )

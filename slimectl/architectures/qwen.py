@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3 and MiMo: dense decoders, and those with a mixture of experts."""
+"""Qwen2, Qwen3 and MiMo: decoders, dense and with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def qwen3_architecture(config: Config) -> Architecture:
 
 
 def qwen3_links(config: Config, decoder: str = "model") -> list[ParamMapping]:
-    """Links of a dense model; `decoder` is the prefix of its tensors in Hugging Face's layout."""
+    """Return the links of a dense model. `decoder` is the prefix of its tensors in Hugging Face's layout."""
 
     def layer(i: int, mcore: str, hf: str) -> list[ParamMapping]:
         return [
@@ -53,12 +53,12 @@ MIMO = Family("mimo", ("mimo",), qwen2_architecture, qwen2_links, carried=(r"^mo
 
 
 def expert_count(config: Config) -> int:
-    """Number of experts; transformers has two names for it."""
+    """Return the number of experts, for which transformers has two names."""
     return int(config["num_experts"] if "num_experts" in config else config["num_local_experts"])
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """Flag for every layer: whether it has experts."""
+    """Return for every layer whether it has experts."""
     dense_layers, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     return [i not in dense_layers and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])]
 
@@ -77,7 +77,7 @@ def qwen2_moe_architecture(config: Config) -> Architecture:
 
 
 def shared_fields(config: Config) -> dict[str, Any]:
-    """Fields of mcore for the gated shared expert."""
+    """Return mcore's fields for the gated shared expert."""
     return {
         "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
         "moe_shared_expert_gate": True,
@@ -85,7 +85,7 @@ def shared_fields(config: Config) -> dict[str, Any]:
 
 
 def mixture(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
-    """Links of router, routed experts and the gated shared expert of a layer."""
+    """Return the links of a layer's router, routed experts and gated shared expert."""
     shared = f"{hf}.mlp.shared_expert"
     return [
         *blocks.routed(config, mcore, f"{hf}.mlp", experts=expert_count(config), ffn=config["moe_intermediate_size"]),

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated delta networks alternating with gated attention."""
+"""Qwen3-Next and Qwen3.5: gated delta nets alternating with gated attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slimectl.architectures.mapping import (
 from slimectl.architectures.qwen import expert_count, mixture, shared_fields, sparse_layers
 
 Part = Callable[[int, str, str], list[ParamMapping]]
-"""(index of a layer, its Megatron prefix, its Hugging Face prefix) -> links of a part of the layer."""
+"""(layer index, its Megatron prefix, its Hugging Face prefix) -> links of a part of the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Rows of query, key, value, z, beta and alpha in Megatron's input projection."""
+        """Return the rows of query, key, value, z, beta and alpha in Megatron's input projection."""
         return (self.keys, self.keys, self.values, self.values, self.value_heads, self.value_heads)
 
 
@@ -61,7 +61,7 @@ def is_linear(config: Config, layer: int) -> bool:
 
 
 def delta_architecture(config: Config, **fields: Any) -> Architecture:
-    """Architecture of `dense`, with linear attention in the layers that layer_types names."""
+    """Return the architecture of `dense`, with linear attention in the layers that layer_types marks."""
     require(config, attention_bias=False)
     plain = dense(
         config,
@@ -81,7 +81,7 @@ def delta_architecture(config: Config, **fields: Any) -> Architecture:
 
 
 def delta_links(config: Config, projections: Part, mlp: Part, hf: str = "model") -> list[ParamMapping]:
-    """Links of a model; `projections` are those into a delta net, which families store differently."""
+    """Return the links of a model. `projections` gives the input projections, which families store differently."""
 
     def layer(i: int, mcore: str, name: str) -> list[ParamMapping]:
         if is_linear(config, i):
@@ -96,7 +96,10 @@ def delta_links(config: Config, projections: Part, mlp: Part, hf: str = "model")
 def delta_projection(
     config: Config, mcore: str, hf: tuple[str, ...], rows: tuple[int, ...], join: Merge
 ) -> ParamMapping:
-    """Link of the input projection to query, key, value, z, beta and alpha; `hf` are its tensors, of `rows` rows."""
+    """Return the link of the input projection to query, key, value, z, beta and alpha.
+
+    `hf` are its tensors, with `rows` rows.
+    """
     shapes: tuple[Shape, ...] = tuple((count, config["hidden_size"]) for count in rows)
     return ParamMapping(
         f"{mcore}.self_attention.in_proj.weight", hf, shapes, join, TensorParallelSplit(0, sizes(config).blocks)
@@ -104,7 +107,7 @@ def delta_projection(
 
 
 def delta_net(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
-    """Links of a delta net, except its input projections."""
+    """Return the links of a delta net, except its input projections."""
     net, kernel = sizes(config), config["linear_conv_kernel_dim"]
     mcore, hf = f"{mcore}.self_attention", f"{hf}.linear_attn"
     conv = net.blocks[:3]
@@ -124,7 +127,7 @@ def delta_net(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
 
 
 def gated_attention(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
-    """Links of grouped-query attention with normalised heads, whose query projection includes a gate per head."""
+    """Return the links of grouped-query attention with normalized heads, whose query projection includes gates."""
     D, groups = head_dim(config), config["num_key_value_heads"]
     plain = blocks.attention(config, mcore, hf, qk_norm=True)
     (q, H), *kv_shapes = plain[0].shapes
@@ -144,7 +147,7 @@ def qwen3_next_architecture(config: Config) -> Architecture:
 
 
 def qwen3_next_projection(config: Config, mcore: str, hf: str) -> ParamMapping:
-    """Link of the input projection from [q | k | v | z] and [b | a] of each key head."""
+    """Return the link of the input projection from [q | k | v | z] and [b | a] of each key head."""
     net = sizes(config)
     share = net.value_heads // net.key_heads
     values = share * net.value_dim
@@ -176,12 +179,12 @@ def text(config: Config) -> Config:
 
 
 def decoder(config: Config) -> str:
-    """Prefix of the decoder's tensor names."""
+    """Return the prefix of the decoder's tensor names."""
     return "model.language_model" if "text_config" in config else "model"
 
 
 def qwen3_5_projection(config: Config, mcore: str, hf: str) -> ParamMapping:
-    """Link of the input projection from [q | k | v], z, b and a."""
+    """Return the link of the input projection from [q | k | v], z, b and a."""
     net = sizes(config)
     names = tuple(f"{hf}.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
     rows = (sum(net.blocks[:3]), *net.blocks[3:])

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: a Qwen decoder behind a vision tower.
+"""Qwen2.5-VL and Qwen3-VL: a Qwen decoder after a vision tower.
 
 Bai et al. 2025, arXiv:2502.13923 (Qwen2.5-VL) and arXiv:2511.21631 (Qwen3-VL).
 """
@@ -11,15 +11,15 @@ from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.qwen_next import decoder, text
 
 DECODER, TOWER = "model.language_model.", "model.visual."
-"""Prefixes of the names in the modules of transformers."""
+"""Name prefixes in transformers' modules."""
 PUBLISHED = {"qwen2_5_vl": {DECODER: "model.", TOWER: "visual."}}
 """Other prefixes of the same tensors in published checkpoints, by model_type."""
 TOWER_PATTERN = r"^(model\.)?visual\."
-"""Pattern of the names of the vision tower's tensors, in either spelling."""
+"""Pattern of the vision tower's tensor names, in either spelling."""
 
 
 def published_name(name: str, model_type: str) -> str:
-    """Return the name in published checkpoints of a parameter of transformers' module.
+    """Return the name that published checkpoints use for a parameter of transformers' module.
 
     >>> published_name("model.language_model.norm.weight", "qwen2_5_vl")
     'model.norm.weight'
@@ -33,7 +33,7 @@ def published_name(name: str, model_type: str) -> str:
 
 
 def qwen2_5_architecture(config: Config) -> Architecture:
-    """Architecture of the decoder; without images its three rotary positions are one."""
+    """Return the architecture of the decoder. Without images its three rotary positions are equal."""
     return qwen.qwen2_architecture(text(config))
 
 
@@ -47,7 +47,7 @@ QWEN2_5_VL = Family(
 
 
 def qwen3_architecture(config: Config) -> Architecture:
-    """Architecture of the decoder; without images nothing is added between its layers."""
+    """Return the architecture of the decoder. Without images nothing is added between its layers."""
     return qwen.qwen3_architecture(text(config))
 
 

@@ -41,7 +41,7 @@ def family_of(config: Config) -> Family:
         if model_type in family.model_types:
             return family.of(config)
     raise CheckpointError(
-        f"config.json: model_type {model_type!r} has no weight mapping; known are {', '.join(_model_types())}. To add "
+        f"config.json: model_type {model_type!r} has no weight mapping. Supported: {', '.join(_model_types())}. To add "
         f"one, see CONTRIBUTING, recipe 3. megatron.custom_model_provider_path replaces the model, not its mapping."
     )
 
@@ -52,20 +52,20 @@ def _model_types() -> list[str]:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts; `activated` are those that one token uses: of the routed experts only the top k."""
+    """Parameter counts. `activated` counts the parameters that one token uses, with only the top k routed experts."""
 
     total: int
     activated: int
 
 
 def shapes(config: Config) -> dict[str, Shape]:
-    """Shape of every tensor of a checkpoint that the model uses, by its name on disk. Raises CheckpointError."""
+    """Return the shape of every tensor that the model uses, by its name on disk. Raises CheckpointError."""
     links = family_of(config).links(config)
     return {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
 
 
 def parameters(config: Config) -> Parameters:
-    """Count parameters from shapes alone; a tied head counts as the embedding, a router's bias is not a parameter."""
+    """Count parameters from shapes. A tied head counts as the embedding. A router's bias is not a parameter."""
     family = family_of(config)
     architecture = family.architecture(config)
     sizes = [(math.prod(link.shape), link.expert is not None) for link in family.links(config) if not link.buffer]

@@ -1,9 +1,9 @@
 """Keys and offsets of each parameter in Megatron's torch_dist checkpoints (mcore's sharded_state_dict).
 
-A model of equal layers stacks them: `decoder.layers.mlp.linear_fc2.weight` is [layers, H, F], and its experts
-`decoder.layers.mlp.experts.experts.linear_fc2.weight` [layers, experts, H, F]. If layers differ (some dense, some
-with experts; some of linear attention) each has separate keys, `decoder.layers.3.…`, and only experts are stacked.
-Norms before a projection have the name that TransformerEngine's fused modules give them.
+Equal layers are stacked: `decoder.layers.mlp.linear_fc2.weight` is [layers, H, F], and the experts'
+`decoder.layers.mlp.experts.experts.linear_fc2.weight` is [layers, experts, H, F]. If layers differ (in having experts
+or linear attention), each has separate keys, `decoder.layers.3.…`, and only experts are stacked. Norms before a
+projection have the names of TransformerEngine's fused modules.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ BLOCK_NAMES = {
     "in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
     "conv1d.weight": ("query", "key", "value"),
 }
-"""Parameters whose blocks (Split.blocks) have a key each: those of the gated delta net, by suffix of their name."""
+"""Parameters of the gated delta net whose blocks (TensorParallelSplit.blocks) have separate keys, by name suffix."""
 
 
 @dataclass(frozen=True)
 class KeyStyle:
-    """Key style of mcore: layers `stacked` or separate, norms of its `fused` modules (TransformerEngine) or local ones.
+    """Key style of mcore: layers `stacked` or separate, norms of `fused` modules (TransformerEngine) or local ones.
 
-    The values are the same; a model loads only its own keys.
+    The values are the same, but a model loads only its own keys.
     """
 
     stacked: bool
@@ -38,8 +38,8 @@ class KeyStyle:
 class ShardKey:
     """A region of a checkpoint's tensor and the rows of a Megatron parameter that it stores.
 
-    The tensor `key` has the shape (*counts, *shape): `counts` are the stacked layers and experts, `offsets` the
-    position among them. `rows` are the parameter's first row and one past the last, all rows in most cases.
+    The tensor `key` has the shape (*counts, *shape), where `counts` are the numbers of stacked layers and experts, and
+    `offsets` the position among them. `rows` is the half-open range of the parameter's rows, usually all of them.
     """
 
     key: str
@@ -50,13 +50,13 @@ class ShardKey:
 
 
 def key_style(architecture: Architecture, *, fused: bool = False) -> KeyStyle:
-    """Default key style of mcore for this model."""
+    """Return mcore's default key style for this model."""
     differ = any(isinstance(architecture.transformer.get(f"{x}_freq"), list) for x in ("moe_layer", "linear_attention"))
     return KeyStyle(stacked=not differ, fused=fused)
 
 
 def shard_key(link: ParamMapping, architecture: Architecture, style: KeyStyle | None = None) -> tuple[ShardKey, ...]:
-    """Regions of a parameter; more than one only if its blocks have separate keys.
+    """Return the regions of a parameter: more than one only if its blocks have separate keys.
 
     `decoder.layers.3.mlp.linear_fc2.weight` [H, F] of four equal layers is stored at offset 3 of
     `decoder.layers.mlp.linear_fc2.weight` [4, H, F].
@@ -76,7 +76,7 @@ def shard_key(link: ParamMapping, architecture: Architecture, style: KeyStyle | 
 def tensors(
     links: Iterable[ParamMapping], architecture: Architecture, style: KeyStyle | None = None
 ) -> dict[str, list[tuple[ParamMapping, ShardKey]]]:
-    """Keys that a checkpoint of the model must have, each with the parameters stored in it, in order of the links."""
+    """Return the keys that a checkpoint of the model must have, each with its parameters in order of the links."""
     regions_by_key: dict[str, list[tuple[ParamMapping, ShardKey]]] = {}
     for link in links:
         for region in shard_key(link, architecture, style):
@@ -85,7 +85,7 @@ def tensors(
 
 
 def detect_key_style(keys: Collection[str], links: Iterable[ParamMapping], architecture: Architecture) -> KeyStyle:
-    """Detect the key style of a checkpoint with these keys. Raises CheckpointError that names a missing key."""
+    """Detect the key style of a checkpoint with these keys. Raises CheckpointError with a missing key."""
     links, missing = list(links), {}
     for style in _styles(architecture):
         missing[style] = [key for key in tensors(links, architecture, style) if key not in keys]
@@ -93,7 +93,7 @@ def detect_key_style(keys: Collection[str], links: Iterable[ParamMapping], archi
             return style
     missing_keys = min(missing.values(), key=len)
     more = f" and {len(missing_keys) - 1} more" if len(missing_keys) > 1 else ""
-    raise CheckpointError(f"no tensor {missing_keys[0]}{more}; the checkpoint was made for another model")
+    raise CheckpointError(f"no tensor {missing_keys[0]}{more}. The checkpoint belongs to another model.")
 
 
 def _styles(architecture: Architecture) -> Iterator[KeyStyle]:
@@ -121,7 +121,7 @@ def _key(name: str, architecture: Architecture, style: KeyStyle) -> tuple[str, t
 
 
 def _norm(part: str, layer: int, architecture: Architecture, style: KeyStyle) -> str:
-    """Name of a norm that is fused into the next projection (mcore's local modules use the same names)."""
+    """Return the name of a norm that is fused into the next projection. mcore's local modules use the same names."""
     projection_of_norm: dict[str, str] = {}
     if not architecture.mla:
         linear = architecture.linear_attention(layer)

@@ -1,4 +1,4 @@
-"""Reads chat messages and tools of every dialect into one form, for rows, agents, servers and judges."""
+"""Converts chat messages and tools of all dialects to one form, for rows, agents, servers and judges."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOWN_KEYS = frozenset(
     ["role", "content", "name", "id", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations",
      *REASONING_KEYS, *TRAINING_MARKS]
 )  # fmt: skip
-"""Keys of a message that are read here, or that no chat template needs."""
+"""Keys of a message that are handled here, or that no chat template needs."""
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text")
 REASONING_PARTS = ("thinking", "reasoning")
 IMAGE_PARTS = ("image", "image_url", "input_image")
@@ -61,7 +61,7 @@ def template_message(message: Mapping[str, Any], at: str, *, images: bool = Fals
     result = {name: value for name, value in message.items() if value is not None}
     result["role"] = _role(role, at)
     reasoning = _reasoning(result, at)
-    text = message.get("content") or message.get("refusal")  # OpenAI has the text of a refusal under its own key
+    text = message.get("content") or message.get("refusal")  # OpenAI puts the text of a refusal under a separate key
     if result["role"] == "tool" and _is_data(text):
         text = json.dumps(text, ensure_ascii=False)
     content, thoughts = _content(text, f"{at}.content", images=images)
@@ -117,7 +117,7 @@ def _content(content: Any, at: str, *, images: bool) -> tuple[str | list[dict[st
 
 
 def _is_data(content: Any) -> bool:
-    """Return whether the content of a tool's result is an object, or a list of others than parts."""
+    """Return whether the content of a tool result is an object, or a list of anything but parts."""
     items = content if isinstance(content, list) else []
     return isinstance(content, dict) or any(
         not isinstance(item, str | dict) or (isinstance(item, dict) and not item.keys() & {"type", "text"})
@@ -150,7 +150,7 @@ def plain_text(content: Any, at: str) -> str:
 
 
 def content_text(content: Any) -> str:
-    """Return the content of a message as one text for a reader, with a mark for every image."""
+    """Return the content of a message as one text for display, with a mark for every image."""
     if not isinstance(content, list):
         return "" if content is None else str(content)
     parts = (part if isinstance(part, dict) else {"text": part} for part in content)
@@ -158,7 +158,7 @@ def content_text(content: Any) -> str:
 
 
 def checked_text(text: str, at: str) -> str:
-    """Return a text that can be tokenised. Raises MessageError for half of a surrogate pair."""
+    """Return a text that can be tokenized. Raises MessageError for half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -187,7 +187,7 @@ def function_call(name: Any, arguments: Any, call_id: Any) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> Any:
-    """Return what a JSON text of an object or a list holds, None for a blank text, and any other value as it is."""
+    """Parse the JSON text of an object or a list. Return None for a blank text, and any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value if not isinstance(value, str) or value.strip() else None
     try:

@@ -1,4 +1,4 @@
-"""Finds the tokens that end a model's responses, and tokens that its embedding lacks."""
+"""Finds the tokens that end a model's responses, and tokens without an embedding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def missing_ends(tokenizer: Any, end_tokens: Collection[int]) -> list[int]:
         ends = _ends_of_answer(Template(tokenizer, Prompt(text=""), None), tokenizer, [question, answer])
         if not ends or any(token in end_tokens for token in ends):
             return []
-    except (RecordError, SettingsError):  # rendering a row reports it
+    except (RecordError, SettingsError):  # reported when a row is rendered
         return []
     missing = ends[-1:]
     with suppress(RecordError, SettingsError):  # a template without calls
@@ -61,7 +61,7 @@ def _ends_of_answer(template: Template, tokenizer: Any, chat: Chat) -> list[int]
 
 
 def _added(tokenizer: Any, text: str, *, adjacent: bool = False) -> list[int]:
-    """Return the added tokens of a text, or only those `adjacent` ones with which it begins."""
+    """Return the added tokens of a text. If `adjacent`, return only those at its start."""
     tokens, added = tokenizer.encode(text.lstrip(), add_special_tokens=False), tokenizer.added_tokens_decoder
     if adjacent:
         return [*itertools.takewhile(lambda token: token in added, tokens)]
@@ -99,7 +99,7 @@ def _listed_ends(folder: Path, tokenizer: Any) -> list[int]:
 def _announce_ends(folder: str, names: str) -> None:
     logger.warning(
         f"{folder}: the chat template ends a turn with {names}, which is not an end token in the model's files. "
-        f"Responses end there too, and {GENERATION_CONFIG} of a trained model lists it."
+        f"Responses also end there, and {GENERATION_CONFIG} of a trained model will list it."
     )
 
 
@@ -129,9 +129,9 @@ def vocabulary_size(folder: Path) -> int | None:
 
 
 def unknown_token(tokens: Collection[int], tokenizer: Any, vocabulary: int | None = None) -> str:
-    """Return which of the tokens the model has no embedding of, as the reason to leave out a row; "" if there is none.
+    """Return which of the tokens has no embedding, as the reason to leave out a row, or "" if all have one.
 
-    Without `vocabulary` the model in the tokenizer's folder decides.
+    Without `vocabulary`, the size is taken from the model in the tokenizer's folder.
     """
     if vocabulary is None:
         vocabulary = vocabulary_size(Path(str(getattr(tokenizer, "name_or_path", "") or "/")))
@@ -143,7 +143,7 @@ def unknown_token(tokens: Collection[int], tokenizer: Any, vocabulary: int | Non
 
 
 def unknown_tokens(folder: Path, tokenizer: Any) -> str:
-    """Return a warning about tokens that texts can contain and the model's embedding lacks; "" if there are none."""
+    """Return a warning about tokens that texts can contain but that have no embedding, or "" if there are none."""
     size = vocabulary_size(folder)
     if size is None or len(tokenizer) <= size:
         return ""
@@ -155,6 +155,6 @@ def unknown_tokens(folder: Path, tokenizer: Any) -> str:
     listed = ", ".join(f"{names[token]!r} ({token})" for token in possible[:NAMED])
     more = "" if len(possible) <= NAMED else f" and {len(possible) - NAMED} more"
     return (
-        f"{folder}: its tokenizer has tokens that the model has no embedding of: {listed}{more}. The vocabulary has "
+        f"{folder}: its tokenizer has tokens without an embedding in the model: {listed}{more}. The vocabulary has "
         f"{size} tokens. Rows with such a token are left out."
     )

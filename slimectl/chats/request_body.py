@@ -147,7 +147,7 @@ class RequestBody:
 
 
 def _short(value: Any) -> str:
-    """Shorten a value for a message. A list or a number of a thousand digits is not printed whole."""
+    """Return a short form of a value for a message. Lists and very long numbers are not printed."""
     if isinstance(value, str):
         return ascii(value[:60])
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**18:

@@ -1,7 +1,7 @@
-"""Checks the keys of request bodies: which ones an endpoint acts on, and which values of the others change nothing.
+"""Checks the keys of request bodies: which ones an endpoint supports, and which values of others have no effect.
 
-A key that an endpoint does not act on is refused by name, unless its value asks for what the server does anyway. Null
-passes under every name.
+A key that an endpoint does not support is an error, unless its value asks for what the server does anyway. Null is
+accepted for every key.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from slimectl.chats.messages import MessageError
 
 FEW = 8
-"""Most keys that a message lists."""
+"""Maximum number of keys that a message lists."""
 
 
 @dataclass(frozen=True)
 class Keys:
     """Keys of a JSON object.
 
-    `acts` are implemented. `labels` pass with any value, because they name users and requests or have no effect on
-    responses. `neutral` lists the values of other keys that change nothing. Empty values and false pass too, but not
-    false if true is listed. `remedies` tell the user what to do instead of sending a key. `server` and `docs` name the
-    server and its documentation in messages.
+    `acts` are implemented. `labels` are accepted with any value, because they only identify users and requests or have
+    no effect on responses. `neutral` lists the values of other keys that have no effect. Empty values and false are
+    accepted too, but not false if true is listed. `remedies` say what to do instead of sending a key. `server` and
+    `docs` are how messages refer to the server and its documentation.
     """
 
     acts: frozenset[str]
@@ -60,19 +60,19 @@ class Keys:
 
 
 def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:
-    """Return whether a value changes nothing: one of `values`, an empty one, or false unless true is in `values`."""
+    """Return whether a value has no effect: one of `values`, an empty one, or false unless true is in `values`."""
     if value is False or (isinstance(value, str | list | dict) and not value):
         return not (value is False and any(neutral is True for neutral in values))
     return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in values)
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return the whitespace-separated names in a text."""
     return frozenset(text.split())
 
 
 def unset(text: str) -> dict[str, tuple[Any, ...]]:
-    """Return keys that pass only with null, false or an empty value."""
+    """Return keys that are accepted only with null, false or an empty value."""
     return dict.fromkeys(text.split(), ())
 
 

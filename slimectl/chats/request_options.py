@@ -35,7 +35,7 @@ def stop_strings(body: RequestBody, name: str = "stop") -> tuple[str, ...]:
 
 
 def read_tools(body: RequestBody) -> list[dict[str, Any]]:
-    """Return the tools of a chat. Raises MessageError for others than functions."""
+    """Return the tools of a chat. Raises MessageError for tools that are not functions."""
     tools = normalized_tools(body.objects("tools")) or []
     for i, tool in enumerate(tools):
         function = tool.get("function")
@@ -61,7 +61,7 @@ def forced_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
     if not isinstance(name, str):
         raise MessageError("tool_choice", 'is not "auto", "none", "required" or a function with a name')
     if name not in {tool["function"]["name"] for tool in tools}:
-        raise MessageError("tool_choice", f"{name[:60]!a} is none of the tools")
+        raise MessageError("tool_choice", f"{name[:60]!a} is not one of the tools")
     return name
 
 
@@ -86,7 +86,7 @@ def read_schema(form: RequestBody, *, is_nested: bool) -> str | None:
 
 
 def schema_text(fields: RequestBody, name: str) -> str | None:
-    """Return a schema as JSON, which SGLang's clients send it as, or None for none."""
+    """Return a schema as JSON, the form that SGLang's clients send, or None."""
     schema = fields.raw(name)
     if schema is None or schema == "":
         return None

@@ -1,4 +1,4 @@
-"""Chat templates: finds the form of messages that each takes, and checks that it shows all of them.
+"""Chat templates: finds the message form that each accepts, and checks that it shows all messages.
 
 Templates differ in what they read: arguments of calls as objects or as text, the role `developer` or not, one key of
 reasoning or another. A template leaves out what it does not read, without an error. So each shape of chat is rendered
@@ -35,8 +35,8 @@ OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_fina
 """Arguments of chat templates that slimectl sets. Users may not set them."""
 TEMPLATE_SETTING = "rollout.apply_chat_template_kwargs"
 DATE = "strftime_now"
-"""Function by which templates print the date. transformers gives them one that reads the clock, an argument of this
-name, YYYY-MM-DD, replaces it."""
+"""Function with which templates print the date. transformers' version reads the clock. An argument of this name,
+YYYY-MM-DD, replaces it."""
 OPEN = "q0open0q"
 """Stand-in at the end of a thought that is not finished."""
 REMEDY = "Leave it out, or put a chat_template.jinja that shows it in the model's folder."
@@ -45,9 +45,9 @@ _THINK_START = re.compile(r"[<\[◁][^<>\[\]/]{0,12}think[^<>\[\]]{0,8}[>\]▷]"
 _THINK_END = re.compile(r"[<\[◁]/[^<>\[\]]{0,12}think[^<>\[\]]{0,8}[>\]▷]", re.IGNORECASE)
 _STAND_IN = re.compile(r"(?=(q\d+[a-z]\w*?q))")
 _PRINTED_PART = re.compile(r"""['"]text['"]: ?['"]\s*q(\d+)c""")
-"""A part of a content as Python or JSON writes it: the template prints lists of parts instead of reading them."""
+"""A content part as Python or JSON prints it. The template then prints lists of parts instead of reading them."""
 MAX_FORMS = 4096
-"""Number of shapes of chats that are cached for a tokenizer."""
+"""Number of chat shapes cached per tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the source of a template reads."""
+    """Variables and keys that the source of a template reads."""
 
     identifiers: frozenset[str]
     marks: re.Pattern[str] | None
@@ -208,11 +208,11 @@ class Template:
         return self._text_of_open_thought(messages) or self.text(messages, continued=True)
 
     def _text_of_open_thought(self, chat: Chat) -> str:
-        """Render a chat up to the end of its last message if this is an unfinished thought between tags; else "".
+        """Render a chat up to the end of its last message if it is an unfinished thought between tags, else return "".
 
-        Templates that divide a content at its closing tag take an unfinished thought for an answer, and may write an
-        empty thought before it. So it is closed behind a stand-in, and the text is cut there. Where a template writes
-        another thought all the same, the message follows the header.
+        Templates that split the content at its closing tag treat an unfinished thought as an answer, and may write an
+        empty thought before it. So the thought is closed after a stand-in, and the text is cut there. If a template
+        still writes another thought, the message follows the header.
         """
         last = chat[-1]
         content = last["content"]
@@ -293,7 +293,7 @@ class Template:
         yield text[begin:], False
 
     def _find(self, messages: Chat) -> Finding:
-        """Return the first form in which all parts show; else the one in which the fewest are missing.
+        """Return the first form in which all parts show, else the form with the fewest missing parts.
 
         A template that looks at texts may refuse stand-ins in every form. Then the texts themselves are looked for.
         """
@@ -352,7 +352,7 @@ class Template:
             names = ", ".join(_tool_names(self.tools))
             self._warn_once("tools", f"the model's chat template does not show the tools of a prompt: {names}")
         for i, message in enumerate(stand_ins):
-            # An object that Python printed, or a JSON text that was quoted once more, is not what a model may learn.
+            # A model must not learn objects printed by Python, or JSON text that was quoted again.
             for call in message.get("tool_calls", ()):
                 arguments = call["function"]["arguments"]
                 keys = arguments if isinstance(arguments, dict) else ()
@@ -404,7 +404,7 @@ def _stand_in_call(k: int, call: dict[str, Any], text: Any) -> dict[str, Any]:
         key, value = next(iter(arguments.items()))
         stand_in_key = text("calls", f"k{k}", key)
         arguments = {stand_in_key: text("calls", f"v{k}", value if isinstance(value, str) and value.isalnum() else key)}
-    # Kimi's template shows a call by its id alone, functions.NAME:NUMBER.
+    # Kimi's template shows only the id of a call, functions.NAME:NUMBER.
     stand_in = text("calls", f"n{k}", name, call["id"] if name in call["id"] else "")
     return {**call, "function": {**call["function"], "name": stand_in, "arguments": arguments}}
 

@@ -21,12 +21,12 @@ TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
 VOCABULARIES = ("tokenizer.*", "vocab.*", "*.tiktoken", "*.model", "tekken.json")
 """Files that hold the vocabulary of a model."""
 TEMPLATE = "chat_template.json"
-"""Chat template of a vision model's processor, in checkpoints whose tokenizer has none of its own."""
+"""Chat template of a vision model's processor, for checkpoints whose tokenizer has none."""
 ROLES = ("bos_token", "eos_token", "pad_token")
 """Special tokens that the class of a tokenizer may name if no file does."""
 TOKENIZER_REMEDY = "copy tokenizer.json and tokenizer_config.json of its Hugging Face model into it"
 PANIC = "PanicException"
-"""Name of the error that the tokenizers library raises at some broken files. It is not an Exception."""
+"""Name of the error that the tokenizers library raises for some broken files. It is not an Exception."""
 PROBES = (
     "The capital of France is 1234\n\nand  Élise's été.\tfi ﬁ",
     " def f(x):\n    return {'a': x}  # 日本語 🙂",
@@ -39,8 +39,8 @@ def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a model folder, without running code of the model.
 
     transformers 5 lets the class that tokenizer_config.json names replace the pre-tokenizer, normalizer and decoder of
-    tokenizer.json. So where that file exists, it is loaded as it is, and the class only adds the special tokens that
-    no file names. Raises CheckpointError.
+    tokenizer.json. So if that file exists, it is loaded directly, and the class only adds the special tokens that no
+    file defines. Raises CheckpointError.
     """
     import transformers
 
@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path) -> Any:
             raise CheckpointError(f"{folder}: no tokenizer; {TOKENIZER_REMEDY}") from error
         for name in (FILE, CONFIG, *TOKEN_FILES):
             if (folder / name).is_file():
-                read_json(folder / name)  # names the file that is broken
+                read_json(folder / name)  # reports the broken file
         raise CheckpointError(
             f"{folder}: the tokenizer cannot be loaded: {first_line(error, 300)}. Download its files again"
         ) from error
@@ -108,7 +108,7 @@ def _loaded(folder: Path, transformers: Any) -> Any:
     try:
         by_class = transformers.AutoTokenizer.from_pretrained(folder, **options)
         if "__init__" not in vars(type(by_class)) or type(by_class) is transformers.PreTrainedTokenizerFast:
-            return by_class  # a class without an own constructor takes the file as it is
+            return by_class  # a class without a constructor uses the file unchanged
     except BaseException as error:  # a class of the model's own code, or one that cannot read the file
         _pass_on_interrupts(error)
         logger.debug(f"{folder}: {first_line(error, 300)}")

@@ -1,1 +1,1 @@
-"""Layouts of weights on disk."""
+"""Checkpoint formats: Hugging Face, torch_dist, GGUF and quantized weights."""

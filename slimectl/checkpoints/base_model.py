@@ -1,4 +1,4 @@
-"""The base model of LoRA adapters: its tensors, mapped from its files, and the fingerprint that trainers compare."""
+"""The base model of LoRA adapters: memory-mapped tensors, and a fingerprint that trainers and engines compare."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slimectl.checkpoints.validate import HEAD, UnfusedExperts
 from slimectl.protocols import Weights
 
 SAMPLED = 64
-"""Elements of a tensor that count."""
+"""Number of elements of a tensor that the fingerprint covers."""
 
 
 class BaseModel:
-    """Tensors of a model's folder, each read when it is asked for; large ones of Hugging Face's files are mapped.
+    """Tensors of a model folder, read on demand. Large tensors of Hugging Face files are memory-mapped.
 
     Raises CheckpointError.
     """
@@ -33,7 +33,7 @@ class BaseModel:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, in the order in which reading is cheapest."""
+        """Return the shape of every tensor, in the cheapest reading order."""
         return {name: shape for name, (shape, _) in self._weights.forms().items()}
 
     def get(self, name: str) -> Tensor:
@@ -41,14 +41,14 @@ class BaseModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """BLAKE2b of 64 elements of every tensor: equal for copies of a model in any dtype that holds its values.
+        """Return the BLAKE2b hash of 64 elements of every tensor: equal for copies in any dtype that holds the values.
 
-        It tells models apart that were trained, if only by one step, and finds no damage of single bytes.
-        `engines/supervisor/bootstrap/merged_adapter.py` computes the same in the Python of other servers.
+        It distinguishes a model from the same model after one training step, but does not detect damage to single
+        bytes. `engines/supervisor/bootstrap/merged_adapter.py` computes the same value in other servers.
         """
         digest = hashlib.blake2b(digest_size=16)
         for name in sorted(self._stored.forms()):
-            # A tied head may be stored or not.
+            # A tied head may or may not be stored.
             if name != HEAD and not name.endswith("rotary_emb.inv_freq"):
                 flat = self._stored.get(name).reshape(-1)
                 sample = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].float()
@@ -57,13 +57,13 @@ class BaseModel:
 
 
 def base_model(folder: Path) -> BaseModel:
-    """Open a folder as a base model; the same object as before while its files are the same."""
+    """Open a folder as a base model. Returns the same object as long as its files do not change."""
     return _base_model(folder, tuple(sorted(_stamp(file) for file in folder.iterdir())))
 
 
 @lru_cache(maxsize=4)
 def fingerprint(folder: Path) -> str:
-    """Return the fingerprint of a model's folder, which is read once: a trainer's base model stays as it is."""
+    """Return the fingerprint of a model folder. It is read once, because a trainer's base model does not change."""
     return base_model(folder).fingerprint
 
 

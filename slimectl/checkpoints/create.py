@@ -1,4 +1,4 @@
-"""A new model from a card: random weights, config and tokenizer as one Hugging Face directory."""
+"""Creates a model from a card: random weights, config and tokenizer in one Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ VISION_TOKENS = {
     "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
 }  # fmt: skip
-"""Special tokens around and in place of images, by their key in config.json."""
+"""Special tokens around images and in place of them, by their key in config.json."""
 NORMALIZED_BY_HALF = ("qwen3_vl_vision",)
-"""Towers whose published image processors have 0.5 for mean and deviation of a colour, not those of CLIP's images."""
+"""Vision towers whose published image processors use mean and deviation 0.5 per color, unlike CLIP's."""
 
 
 def create_model(
@@ -39,25 +39,29 @@ def create_model(
     tokenizer: str = "byte",
     image_processor: Mapping[str, int] | None = None,
 ) -> None:
-    """Write a model of random weights for the Hugging Face `config` (with its `model_type`) into the folder `path`.
+    """Write a model with random weights for the Hugging Face `config` (with its `model_type`) into the folder `path`.
 
-    The same seed gives the same weights, bit for bit. A model with a vision_config gets the tokens of images, and a
-    processor with the sizes in `image_processor` (min_pixels, max_pixels). Raises SettingsError for a config that
-    transformers refuses.
+    The same seed gives the same weights, bit for bit. A model with a vision_config gets image tokens, and a processor
+    with the sizes in `image_processor` (min_pixels, max_pixels). Raises SettingsError for a config that transformers
+    rejects.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     if tokenizer != "byte":
-        raise SettingsError(f"tokenizer {tokenizer!r}: a new model can be given the tokenizer 'byte' only")
+        raise SettingsError(f"tokenizer {tokenizer!r}: a new model can only have the tokenizer 'byte'")
     sees = "vision_config" in config
-    text = byte_tokenizer(tuple(VISION_TOKENS.values()) if sees else ())
-    defaults = {"vocab_size": len(text), "eos_token_id": text.eos_token_id, "pad_token_id": text.pad_token_id}
+    byte_level = byte_tokenizer(tuple(VISION_TOKENS.values()) if sees else ())
+    defaults = {
+        "vocab_size": len(byte_level),
+        "eos_token_id": byte_level.eos_token_id,
+        "pad_token_id": byte_level.pad_token_id,
+    }
     defaults |= {"bos_token_id": None}
     if sees:
-        text.chat_template = VISION_CHATML
-        ids = {name: text.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
+        byte_level.chat_template = VISION_CHATML
+        ids = {name: byte_level.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
         config = {**ids, **config, "text_config": {**defaults, **config["text_config"]}}
         defaults = {}
     try:
@@ -68,11 +72,11 @@ def create_model(
         torch.manual_seed(seed)
         auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         model = auto.from_config(hf_config, dtype=torch.float32)
-    # A text ends with <|end|>, a turn of the chat template with <|im_end|>.
-    model.generation_config.eos_token_id = [text.eos_token_id, text.convert_tokens_to_ids("<|im_end|>")]
+    # A text ends with <|end|>, a chat turn with <|im_end|>.
+    model.generation_config.eos_token_id = [byte_level.eos_token_id, byte_level.convert_tokens_to_ids("<|im_end|>")]
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
-    text.save_pretrained(path)
+    byte_level.save_pretrained(path)
     if sees:
         _write_image_processor(path, hf_config.vision_config, image_processor or {})
 
@@ -94,13 +98,14 @@ def _write_image_processor(path: Path, vision: Any, sizes: Mapping[str, int]) ->
 
 
 def byte_tokenizer(more_specials: Sequence[str] = ()) -> Any:
-    """Build a tokenizer of one token per byte (ids 0..255 are the bytes), <|end|> (end and padding), <|im_start|>,
-    <|im_end|>, and `more_specials`.
+    """Build a tokenizer with one token per byte (ids 0..255) and special tokens.
+
+    The special tokens are <|end|> (end and padding), <|im_start|>, <|im_end|> and `more_specials`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # GPT-2's table of printable characters for bytes: id = byte, so that token ids are readable.
+    # GPT-2's table of printable characters for bytes, with id = byte, so that token ids are readable.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     stand_ins = {byte: chr(byte) for byte in printable}
     stand_ins |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in stand_ins)}

@@ -1,7 +1,8 @@
-"""Validates the header of a GGUF file before the gguf library reads it.
+"""Reads GGUF files: validates the header, dequantizes the weights, and converts config and tokenizer.
 
-gguf (0.19) makes an array of every element, and treats elements past the end of the file as empty: a file of 100
-bytes that claims 2^60 of them is read until memory is exhausted. Delete when it checks lengths.
+The header is validated first, because gguf (0.19) makes an array of every element and treats elements past the end of
+the file as empty. A file of 100 bytes that claims 2^60 elements is read until memory is exhausted. Delete the check
+when gguf checks lengths.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from slimectl.model_files import open_file
 MAX_FIELDS = 10_000
 MAX_TENSORS = 200_000
 MAX_ELEMENTS = 8_000_000
-"""Limit over all arrays; tokens, scores, kinds and merges of a vocabulary of 262 144 are 1.3 million."""
+"""Limit over all arrays. Tokens, scores, kinds and merges of a vocabulary of 262 144 are 1.3 million elements."""
 MAX_TEXT_BYTES = 16 * 1024**2
 MAX_DIMENSIONS = 8
 
@@ -38,14 +39,14 @@ _STRING, _ARRAY = 8, 9
 
 
 def check_gguf(path: Path) -> None:
-    """Raises ValueError for a header that is cut short or larger than any model's."""
+    """Raise ValueError for a header that is truncated or larger than that of any model."""
     with open_file(path) as file:
         header = _Header(file)
         header.walk()
 
 
 class _Header:
-    """Parser of the header, at a position in the file."""
+    """Parses the header, at a position in the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -55,7 +56,7 @@ class _Header:
 
     def walk(self) -> None:
         if self._file.read(4) != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
+            raise ValueError("the file does not begin with GGUF")
         if self._number("I") & 0xFFFF == 0:
             self._order = ">"  # written on a big-endian machine
         tensors, fields = self._number("Q"), self._number("Q")
@@ -104,17 +105,17 @@ class _Header:
         layout = struct.Struct(self._order + form)
         data = self._file.read(layout.size)
         if len(data) < layout.size:
-            raise ValueError("cut short")
+            raise ValueError("truncated")
         return int(layout.unpack(data)[0])
 
     def _skip(self, count: int) -> None:
         if self._file.tell() + count > self._size:
-            raise ValueError("cut short")
+            raise ValueError("truncated")
         self._file.seek(count, os.SEEK_CUR)
 
 
 class GGUFFile:
-    """A GGUF file. Raises CheckpointError if a part of it has no Hugging Face counterpart."""
+    """A GGUF file. Raises CheckpointError if it has something without a Hugging Face counterpart."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -129,24 +130,24 @@ class GGUFFile:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"{path}: cannot be read as GGUF ({first_line(error, 200)}); download it again"
+                f"{path}: cannot be read as GGUF ({first_line(error, 200)}). Download it again."
             ) from error
         parts = self._reader.fields.get("split.count")
         if parts is not None and parts.contents() > 1:
             raise CheckpointError(
-                f"{path}: one of the {parts.contents()} files of a model. Join them with llama.cpp:"
+                f"{path}: this is one of the {parts.contents()} files of a model. Join them with llama.cpp:"
                 " llama-gguf-split --merge FIRST_FILE JOINED_FILE"
             )
 
     def read(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-        """Stream every tensor, dequantized, with its Hugging Face name. The model is in memory as `dtype`."""
+        """Yield every tensor, dequantized, with its Hugging Face name. The whole model is in memory in `dtype`."""
         from transformers import AutoModelForCausalLM
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
-            # Not AutoModel.from_pretrained(gguf_file=…): that needs accelerate, and drops tensors that it cannot map.
+            # AutoModel.from_pretrained(gguf_file=…) needs accelerate, and drops tensors that it cannot map.
             with self._read_once(), redirect_stderr(io.StringIO()):  # its progress bar
                 loaded = load_gguf_checkpoint(
                     str(self.path), return_tensors=True, model_to_load=model, torch_dtype=dtype
@@ -161,10 +162,10 @@ class GGUFFile:
 
     @contextmanager
     def _read_once(self) -> Iterator[None]:
-        """Let transformers take the reader that is open and one table of names.
+        """Make transformers reuse the open reader and one table of names.
 
-        It would parse the whole vocabulary at every call, and make the table for each module: half of the time that a
-        small model takes. Delete when transformers takes an open reader.
+        Otherwise it parses the whole vocabulary at every call and builds the table for each module, which is half of
+        the time for a small model. Delete when transformers accepts an open reader.
         """
         import gguf
 
@@ -188,26 +189,27 @@ class GGUFFile:
         if missing:
             raise CheckpointError(f"{self.path}: no tensor for {missing[0]} ({len(missing)} missing)")
         if len(tensors) != len(self._reader.tensors):
-            # Above all rope_freqs: without it a Llama 3.1 loads, and generates nonsense past 8 k tokens.
+            # The important case is rope_freqs: without it Llama 3.1 loads, but generates nonsense past 8k tokens.
             raise CheckpointError(
                 f"{self.path}: {len(self._reader.tensors)} tensors, of which only {len(tensors)} have a Hugging Face "
-                f"name; convert from the model's original checkpoint instead"
+                f"name. Convert from the model's original checkpoint instead."
             )
         mismatched = [name for name, shape in expected.items() if tensors[name].shape != shape]
         if mismatched:
             shape_found, shape_expected = tuple(tensors[mismatched[0]].shape), tuple(expected[mismatched[0]])
             raise CheckpointError(
-                f"{self.path}: {mismatched[0]} has shape {shape_found}, its config says {shape_expected}"
+                f"{self.path}: {mismatched[0]} has shape {shape_found}, but {shape_expected} is expected from its "
+                f"config"
             )
 
     @cached_property
     def config(self) -> Any:
-        """Config of transformers from the metadata of the file. Raises CheckpointError."""
+        """Return transformers' config from the metadata of the file. Raises CheckpointError."""
         return self._config(self._fields | self.unread)
 
     @cached_property
     def _fields(self) -> dict[str, Any]:
-        """Keys of config.json that transformers reads from the file."""
+        """Return the keys of config.json that transformers reads from the file."""
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         try:
@@ -220,7 +222,7 @@ class GGUFFile:
 
     @cached_property
     def unread(self) -> dict[str, Any]:
-        """Keys of config.json that the file's metadata has and transformers does not read. Raises CheckpointError."""
+        """Return the keys of config.json in the metadata that transformers ignores. Raises CheckpointError."""
         from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
         architecture = self._reader.fields["general.architecture"].contents()
@@ -272,14 +274,14 @@ class GGUFFile:
 
     @property
     def _turn_ends(self) -> list[int]:
-        """Tokens other than the end token at which llama.cpp ends a response: of a turn, of a message to a tool."""
+        """Return the other tokens at which llama.cpp ends a response: end of a turn, end of a message to a tool."""
         fields = [self._reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         first, *others = [None if field is None else int(field.contents()) for field in fields]
         return list(dict.fromkeys(token for token in others if token is not None and token != first))
 
 
 def _rounded(value: Any) -> Any:
-    """Return a float with the digits of float32, which GGUF holds: 1e-5 is written as 9.999999747378752e-06."""
+    """Return a float in the shortest float32 digits. GGUF holds float32, so 1e-5 is read as 9.999999747378752e-06."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
@@ -298,7 +300,7 @@ KNOWN = ("gpt-2", "smollm", *SPLITS)
 def tokenizer_of(path: Path, reader: Any) -> Any:
     """Build the fast tokenizer, with special tokens and chat template.
 
-    Raises CheckpointError for types other than byte-level BPE with a known pre-tokenizer.
+    Raises CheckpointError for anything but byte-level BPE with a known pre-tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -309,8 +311,8 @@ def tokenizer_of(path: Path, reader: Any) -> Any:
 
     if read("model") != "gpt2":
         raise CheckpointError(
-            f"{path}: a tokenizer of kind {read('model')} is not read yet, only byte-level BPE (gpt2); convert from "
-            f"the model's original checkpoint instead"
+            f"{path}: a tokenizer of kind {read('model')} is not supported, only byte-level BPE (gpt2). Convert from "
+            f"the model's original checkpoint instead."
         )
     tokens = read("tokens")
     core = _byte_level_bpe(tokens, read("merges"), read("pre"), path)
@@ -319,7 +321,7 @@ def tokenizer_of(path: Path, reader: Any) -> Any:
     ids = {role: read(f"{field}_token_id") for role, field in named.items()}
     specials = {f"{role}_token": tokens[i] for role, i in ids.items() if i is not None}
     if "eos_token" not in specials:
-        raise CheckpointError(f"{path}: names no end token; convert from the model's original checkpoint instead")
+        raise CheckpointError(f"{path}: has no end token. Convert from the model's original checkpoint instead.")
     specials.setdefault("pad_token", specials["eos_token"])
     if read("add_bos_token", False):
         _prepend_token(core, specials["bos_token"], ids["bos"])
@@ -334,8 +336,9 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str | None, path:
 
     if pre not in KNOWN:
         raise CheckpointError(
-            f"{path}: cuts words in the way {pre!r}, known are {', '.join(KNOWN)}; convert from the model's original "
-            f"checkpoint instead"
+            f"{path}: the pre-tokenizer {pre!r} is not supported, only {', '.join(KNOWN)}. Convert from the model's "
+            f"original "
+            f"checkpoint instead."
         )
     pairs = [tuple(merge.split(" ")) for merge in merges]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))

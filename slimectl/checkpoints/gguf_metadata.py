@@ -1,6 +1,6 @@
-"""Translates the metadata of a GGUF file that transformers does not read into keys of config.json, or refuses it.
+"""Translates GGUF metadata that transformers ignores into keys of config.json, or rejects it.
 
-llama.cpp defines what each key does. Keys are named here without the prefix of the architecture.
+llama.cpp defines the meaning of each key. Keys are written here without the prefix of the architecture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ATTRIBUTES = {
     "final_logit_softcapping": "final_logit_softcapping",
     "attn_logit_softcapping": "attn_logit_softcapping",
 }
-"""Keys that mean the same as a key of config.json, in architectures that have it."""
+"""Keys with the same meaning as a key of config.json, in architectures that have it."""
 NEUTRAL: dict[str, Collection[Any]] = {
     "logit_scale": (0, 1), "residual_scale": (0, 1), "embedding_scale": (0, 1), "attention.output_scale": (0, 1),
     "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.causal": (1,),
@@ -33,15 +33,15 @@ NEUTRAL: dict[str, Collection[Any]] = {
     "interleave_moe_layer_step": (0, 1), "nextn_predict_layers": (0,), "n_deepstack_layers": (0,),
     "pooling_type": (0,),
 }  # fmt: skip
-"""Values with which a key changes nothing. A gating function of 1 is a softmax."""
+"""Values with which a key has no effect. A gating function of 1 is a softmax."""
 NOTES = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned")
 """Keys about the origin of the file."""
 SAME = 1e-5
-"""Relative difference of equal numbers in float32."""
+"""Largest relative difference between float32 numbers that count as equal."""
 
 
 def changed_keys(config: Any, metadata: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the keys of config.json that follow from metadata, beyond the `known` keys that `config` has already.
+    """Return the keys of config.json that follow from metadata, except the `known` keys that `config` already has.
 
     Raises CheckpointError for metadata that changes the computation and has no counterpart.
     """
@@ -60,17 +60,17 @@ def changed_keys(config: Any, metadata: Mapping[str, Any], known: Collection[str
         is_mapped = key in known or key in NOTES or ATTRIBUTES.get(key) in changes or key.startswith(SCALING)
         if not is_mapped and not _is_neutral(key, value, metadata, config, changes):
             raise CheckpointError(
-                f"{key} = {value!r:.60} changes what the model computes, and {config.model_type} in config.json has no"
-                " key for it. Convert from the model's original checkpoint instead"
+                f"{key} = {value!r:.60} changes what the model computes, but {config.model_type} in config.json has no"
+                " key for it. Convert from the model's original checkpoint instead."
             )
     _check_rotated_width(metadata, config, changes)
     return changes
 
 
 def _rope_scaling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scaling of rotary frequencies in the form of config.json; empty without any. Raises CheckpointError.
+    """Return the scaling of rotary frequencies in the form of config.json, or {} without any. Raises CheckpointError.
 
-    As in llama.cpp: a factor without a type is linear, also under the key of old files, and 0 means none.
+    As in llama.cpp, a factor without a type is linear, including under the key of old files, and 0 means no scaling.
     """
     kind = metadata.get(f"{SCALING}type", "linear")
     factor = float(metadata.get(f"{SCALING}factor", metadata.get("rope.scale_linear", 0.0)))
@@ -81,8 +81,9 @@ def _rope_scaling(metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise CheckpointError(
-            f"{SCALING}type = {kind!r} is not read, only linear and yarn. Convert from the model's original checkpoint"
-            " instead"
+            f"{SCALING}type = {kind!r} is not supported, only linear and yarn. Convert from the model's original "
+            f"checkpoint"
+            " instead."
         )
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     scaling["original_max_position_embeddings"] = int(
@@ -99,15 +100,15 @@ def _rope_scaling(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_scaling(metadata: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse parameters of a scaling that config.json has no key for, and that are not neutral."""
+    """Raise CheckpointError for scaling parameters that have an effect but no key in config.json."""
     neutral = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
     ignored = ("type", "factor", "original_context_length", "finetuned", *known)
     for key, value in metadata.items():
         name = key.removeprefix(SCALING)
         if key.startswith(SCALING) and name not in ignored and neutral.get(name) != value:
             raise CheckpointError(
-                f"{key} = {value!r:.60} changes the rotary frequencies, and config.json has no key for it. Convert from"
-                " the model's original checkpoint instead"
+                f"{key} = {value!r:.60} changes the rotary frequencies, but config.json has no key for it. Convert from"
+                " the model's original checkpoint instead."
             )
 
 
@@ -117,7 +118,7 @@ def _has_window(metadata: Mapping[str, Any]) -> bool:
 
 
 def _is_neutral(key: str, value: Any, metadata: Mapping[str, Any], config: Any, changes: Mapping[str, Any]) -> bool:
-    """Return whether a key that config.json does not have changes nothing."""
+    """Return whether a key without a counterpart in config.json has no effect."""
     width = _head_dim(config, changes)
     if key == "attention.sliding_window":
         return (
@@ -138,12 +139,12 @@ def _head_dim(config: Any, changes: Mapping[str, Any]) -> int:
 
 
 def _check_rotated_width(metadata: Mapping[str, Any], config: Any, changes: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a part of each head is rotated, of which config.json says nothing."""
+    """Raise CheckpointError if the rotated part of each head differs from that of config.json."""
     rotated, width = metadata.get("rope.dimension_count"), _head_dim(config, changes)
     parameters = changes.get("rope_parameters") or getattr(config, "rope_parameters", None) or {}
     expected = int(width * (parameters.get("partial_rotary_factor") or 1))
     if rotated is not None and rotated != expected:
         raise CheckpointError(
             f"rope.dimension_count is {rotated}, but {config.model_type} rotates {expected} dimensions of each head."
-            " Convert from the model's original checkpoint instead"
+            " Convert from the model's original checkpoint instead."
         )

@@ -1,4 +1,4 @@
-"""Reads and writes checkpoints in Hugging Face format: safetensors, with an index for several, and companion files."""
+"""Reads and writes checkpoints in Hugging Face format: safetensors shards, their index, and companion files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from slimectl.model_files import copy_file
 from slimectl.protocols import NamedTensors, Weights
 
 EXACT = re.compile(r"e_score_correction_bias$")
-"""Tensors that stay in float32: a router's bias is small beside its scores, and every implementation keeps it so."""
+"""Tensors that stay in float32. A router's bias is small compared to its scores, and every implementation does so."""
 STREAMED_BYTES = 1024**3
-"""Shard size if the total is not known beforehand: the memory that writing takes."""
+"""Shard size if the total is not known in advance. Writing needs this much memory."""
 COMPANIONS = (
     "config.json", "generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
     "processor_config.json", "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja",
@@ -52,7 +52,7 @@ class InMemoryWeights:
 
 
 class CastWeights:
-    """Casts floating tensors, except fp8 (meaningless without its scales) and those in EXACT."""
+    """Casts floating-point tensors, except fp8 (meaningless without its scales) and the tensors in EXACT."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self._weights = weights
@@ -75,7 +75,7 @@ class CastWeights:
 class HFCheckpoint:
     """Reads and writes the weights of a Hugging Face directory as a stream.
 
-    `dtype` casts floating tensors on writing; None keeps their dtype.
+    `dtype` casts floating-point tensors on writing. None keeps their dtype.
     """
 
     def __init__(self, *, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None) -> None:
@@ -83,7 +83,7 @@ class HFCheckpoint:
         self.max_shard_bytes = max_shard_bytes
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        """Stream every tensor of the directory, with one for each expert. Raises CheckpointError as `open` does."""
+        """Yield every tensor of the directory, with one for each expert. Raises CheckpointError like `open`."""
         weights = self.open(path, MappedMemory())
         for name in weights.forms():
             yield name, weights.get(name)
@@ -91,14 +91,14 @@ class HFCheckpoint:
     def open(self, path: Path, memory: TensorMemory | None = None) -> Weights:
         """Open the directory for lazy reading, with a tensor for each expert.
 
-        Raises CheckpointError, also for the weights that `check_weights` and `check_plain` refuse.
+        Raises CheckpointError, also for weights that `check_weights` and `check_plain` reject.
         """
         check_weights(path)
         check_plain(path)
         return UnfusedExperts(HFWeights(path, memory))
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
-        """Write the stream to the existing directory `path`, with one shard in memory; the index is written last."""
+        """Write the stream to the existing directory `path`, with one shard in memory. The index is written last."""
         names_by_shard: list[list[str]] = []
         total = 0
         for shard in _collect_shards(tensors, self.max_shard_bytes or STREAMED_BYTES):
@@ -108,7 +108,7 @@ class HFCheckpoint:
                 write_safetensors(file, forms, map(weights.get, forms))
             names_by_shard.append(list(forms))
             total += sum(map(nbytes, forms.values()))
-            del shard, weights  # before the next shard is collected
+            del shard, weights  # free memory before the next shard is collected
         names = _shard_names(len(names_by_shard))
         for i, name in enumerate(names):
             (path / f".part-{i}").rename(path / name)
@@ -116,7 +116,7 @@ class HFCheckpoint:
 
 
 def _collect_shards(tensors: NamedTensors, max_bytes: int) -> Iterator[InMemoryWeights]:
-    """Collect the stream in shards of about `max_bytes`, at least one; shards are copies of the stream's tensors."""
+    """Collect the stream into shards of about `max_bytes`, at least one. Shards hold copies of the tensors."""
     tensors_of_shard: dict[str, Tensor] = {}
     size, count = 0, 0
     for name, tensor in tensors:
@@ -136,7 +136,7 @@ def _shard_names(count: int) -> list[str]:
 
 
 def _write_index(path: Path, names: Sequence[str], members: Sequence[Iterable[str]], total_bytes: int) -> None:
-    """Write the index of tensors to shards, if there are several shards."""
+    """Write the index of tensors and their shards, if there are several shards."""
     if len(names) > 1:
         weight_map = {member: name for name, group in zip(names, members, strict=True) for member in group}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
@@ -144,10 +144,10 @@ def _write_index(path: Path, names: Sequence[str], members: Sequence[Iterable[st
 
 
 def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None) -> dict[str, Digest]:
-    """Write the weights to the existing directory `path`, the index last; returns the digests of the shards.
+    """Write the weights to the existing directory `path`, the index last. Return the digests of the shards.
 
-    Two tensors are in memory at a time. Shards have at most `max_shard_bytes` (None: the result of `file_bytes`);
-    complete ones of an interrupted call are kept.
+    Two tensors are in memory at a time. Shards have at most `max_shard_bytes` (None: the result of `file_bytes`).
+    Complete shards of an interrupted call are kept.
     """
     forms = weights.forms()
     total = sum(map(nbytes, forms.values()))
@@ -155,7 +155,7 @@ def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None
     names = _shard_names(len(groups))
 
     def write(i: int, file: HashedFile) -> None:
-        # Wide dtypes first: each tensor is then aligned to its element size.
+        # Wide dtypes first, so that each tensor is aligned to its element size.
         members = sorted(groups[i], key=lambda name: -forms[name][1].itemsize)
         tensors = one_ahead(partial(weights.get, name) for name in members)
         write_safetensors(file, {name: forms[name] for name in members}, tensors)
@@ -175,6 +175,6 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def write_model(source: Path, target: Path, tensors: NamedTensors) -> None:
-    """Write a directory that an engine can load: these weights, and the companions of the model in `source`."""
+    """Write a directory that an engine can load: these weights, and the companion files of the model in `source`."""
     copy_companions(source, target)
     HFCheckpoint().write(target, tensors)

@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face directory, each tensor from the shard that the index names, and checks them."""
+"""Reads and checks the weights of a Hugging Face directory, each tensor from the shard given by the index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-"""Ends of the names of embeddings."""
+"""Name suffixes of embeddings."""
 COMPARED_ROWS = 4096
 
 TensorFile = SafetensorsFile | PickleFile
@@ -30,19 +30,18 @@ TensorFile = SafetensorsFile | PickleFile
 class HFWeights:
     """Weights of a Hugging Face directory, read one tensor at a time, into `memory` if it is given.
 
-    A tensor that several shards hold is read from the one that the index names: see `check_weights`. Raises
-    CheckpointError.
+    A tensor in several shards is read from the shard given by the index. See `check_weights`. Raises CheckpointError.
     """
 
     def __init__(self, path: Path, memory: TensorMemory | None = None, *, pickled: bool = False) -> None:
-        """`pickled`: read pytorch_model.bin if the directory has no safetensors."""
+        """Open the directory. `pickled`: read pytorch_model.bin if there are no safetensors."""
         self._path = path
         self._memory = memory
         self._pickled = pickled_shards(path) if pickled and not _safetensors(path) else []
 
     @cached_property
     def _holders(self) -> dict[str, list[TensorFile]]:
-        """Files that hold each tensor, the one that is read first."""
+        """Return the files that hold each tensor. The first one is read."""
         files: list[TensorFile] = [PickleFile(shard) for shard in self._pickled]
         files = files or [SafetensorsFile(shard, self._memory) for shard in shards(self._path)]
         assigned = {} if self._pickled else _weight_map(self._path)
@@ -60,9 +59,9 @@ class HFWeights:
         return self._holders[name][0].get(name)
 
     def conflicts(self, *, indexed: bool = True) -> Iterator[tuple[str, Path, Path]]:
-        """Yield tensors that shards hold with different values: name, the file that is read, and the other one.
+        """Yield tensors whose values differ between shards: name, the file that is read, and the other file.
 
-        Without `indexed`, leave out tensors that the index assigns.
+        Without `indexed`, leave out tensors that are in the index.
         """
         assigned = {} if indexed else _weight_map(self._path)
         for name, (file, *copies) in self._holders.items():
@@ -75,23 +74,23 @@ def check_weights(path: Path) -> None:
     """Raise CheckpointError for weights that programs read differently, or that contradict config.json.
 
     Examples are two layouts in one folder, two values of one tensor, names with a wrapper's prefix, and a head that
-    differs from the embedding although config.json ties them. Headers are read, and the tensors in question. Nothing
-    is checked in a directory without weights, which may be pushed.
+    differs from the embedding although config.json ties them. Only headers and the tensors in question are read. A
+    directory without weights passes, because its weights may be pushed.
     """
     if _safetensors(path):
         _check_weights(path, _stamps(path))
     elif pickled_shards(path):
-        shards(path)  # refuses
+        shards(path)  # raises with the remedy
 
 
 @lru_cache(maxsize=16)
 def _check_weights(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> None:
     weights = HFWeights(path)
     for name, file, copy in weights.conflicts():
-        listed = f". {INDEX} names the first" if _weight_map(path).get(name) == file.name else ""
+        listed = f". {INDEX} lists the first" if _weight_map(path).get(name) == file.name else ""
         remedy = f"Make a clean copy: slimectl convert {path} DIR" if listed else "Download the model again"
         raise CheckpointError(
-            f"{path}: {name} comes twice, in {file.name} and {copy.name}, with different values{listed}. Programs read"
+            f"{path}: {name} is in both {file.name} and {copy.name}, with different values{listed}. Programs read"
             f" different ones. {remedy}"
         )
     if obstacle := name_obstacle(weights.forms(), path):
@@ -101,7 +100,7 @@ def _check_weights(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> None
 
 
 def check_plain(path: Path) -> None:
-    """Raise CheckpointError for quantized weights, which training and the embedded engine do not read."""
+    """Raise CheckpointError for quantized weights, which training and the embedded engine do not support."""
     if not _safetensors(path):
         return
     config = raw_config(path) if (path / "config.json").is_file() else {}
@@ -115,7 +114,7 @@ def _forms(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> Mapping[str,
 
 
 def check_head(weights: HFWeights, config: dict[str, Any], path: Path) -> None:
-    """Raise CheckpointError if the head differs from the embedding to which config.json ties it."""
+    """Raise CheckpointError if the head differs from the embedding although config.json ties them."""
     forms = weights.forms()
     ends = [name for name in forms if name.endswith(EMBEDDINGS)]
     if HEAD not in forms or not ends or not _is_tied(config):
@@ -123,63 +122,63 @@ def check_head(weights: HFWeights, config: dict[str, Any], path: Path) -> None:
     embedding = min(ends, key=len)
     if not _same_values(weights.get(HEAD), weights.get(embedding)):
         raise CheckpointError(
-            f"{path}: {HEAD} differs from {embedding}, but config.json says that they are tied. Set"
-            " tie_word_embeddings to false in config.json if the model was trained with a head of its own, or remove"
-            f" {HEAD}"
+            f"{path}: {HEAD} differs from {embedding}, but they are tied in config.json. Set"
+            " tie_word_embeddings to false in config.json if the model was trained with a separate head, or remove"
+            f" {HEAD}."
         )
 
 
 def shards(path: Path) -> list[Path]:
     """List the safetensors files of a directory, checked against its index. Raises CheckpointError."""
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such model directory; give a Hugging Face checkpoint directory")
+        raise CheckpointError(f"{path}: no such model directory. Give a Hugging Face checkpoint directory.")
     if (path / INDEX).exists():
         return _listed_shards(path)
     files = _safetensors(path)
     if not files:
-        raise CheckpointError(f"{path}: no model*.safetensors; {_other_layout(path)}")
+        raise CheckpointError(f"{path}: no model*.safetensors: {_other_layout(path)}")
     for file in files:
         check_file(file)
     return files
 
 
 def _other_layout(path: Path) -> str:
-    """Return the rest of the message for a directory without safetensors: what it is, and the remedy."""
-    convert = f"convert it with `slimectl convert {path} DIR --to hf`"
+    """Return what a directory without safetensors is, and the remedy."""
+    convert = f"Convert it with `slimectl convert {path} DIR --to hf`."
     if (path / ".metadata").exists():
-        return f"this is a torch_dist checkpoint; {convert}"
+        return f"this is a torch_dist checkpoint. {convert}"
     if pickled_shards(path):
-        return f"its weights are pickled; {convert}"
-    return "this is not a Hugging Face checkpoint; copy or download its weights"
+        return f"its weights are pickled. {convert}"
+    return "this is not a Hugging Face checkpoint. Copy or download its weights."
 
 
 def _listed_shards(path: Path) -> list[Path]:
-    """List the files that the index names; all must exist in the directory itself. Raises CheckpointError."""
+    """Return the files in the index, which must all be in the directory itself. Raises CheckpointError."""
     names = sorted(set(_weight_map(path).values()))
     for name in names:
         if not plain_name(name):
-            raise CheckpointError(f"{path / INDEX}: names {name!r:.80}, which is outside {path}. Copy the index again")
+            raise CheckpointError(f"{path / INDEX}: lists {name!r:.80}, which is outside {path}. Copy the index again.")
         try:
             check_file(path / name)
         except FileNotFoundError:
-            raise CheckpointError(f"{path}: {INDEX} names {name}, which is not there; copy it again") from None
+            raise CheckpointError(f"{path}: {INDEX} lists {name}, which does not exist. Copy it again.") from None
     if SINGLE not in names and (path / SINGLE).exists():
         raise CheckpointError(
             f"{path}: two models, {SINGLE} and the shards of {INDEX}, which does not list it. Programs read different"
-            " ones; move one of them out of the folder"
+            " ones. Move one of them out of the folder."
         )
     return [path / name for name in names]
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Read which shard holds each tensor; empty without an index. Raises CheckpointError."""
+    """Read which shard holds each tensor. Empty without an index. Raises CheckpointError."""
     if not (path / INDEX).exists():
         return {}
     try:
         weight_map: dict[str, str] = read_json(path / INDEX)["weight_map"]
-        set(weight_map.values())  # an index is untrusted: its values may be lists
+        set(weight_map.values())  # an index is untrusted, so its values may be lists
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / INDEX}: cannot be read ({error}); copy the directory again") from error
+        raise CheckpointError(f"{path / INDEX}: cannot be read ({error}). Copy the directory again.") from error
     return weight_map
 
 
@@ -192,12 +191,12 @@ def _is_tied(config: dict[str, Any]) -> bool:
         return bool(config["tie_word_embeddings"])
     try:
         return bool(with_defaults(config).get("tie_word_embeddings"))
-    except CheckpointError:  # an unknown architecture, which its reader refuses
+    except CheckpointError:  # an unknown architecture, rejected when it is read
         return False
 
 
 def _same_values(one: Tensor, two: Tensor) -> bool:
-    """Compare tensors of any dtypes, in parts: an embedding is large."""
+    """Compare tensors of any dtypes, in parts, because an embedding is large."""
     if one.shape != two.shape:
         return False
     if not one.dim():
@@ -207,7 +206,7 @@ def _same_values(one: Tensor, two: Tensor) -> bool:
 
 
 def _stamps(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return names, sizes and times of the files that the checks read."""
+    """Return names, sizes and modification times of the files that the checks read."""
     files = [file for file in path.iterdir() if file.suffix in (".safetensors", ".json")]
     statuses = [(file.name, file.stat()) for file in files]
     return tuple(sorted((name, status.st_size, status.st_mtime_ns) for name, status in statuses))

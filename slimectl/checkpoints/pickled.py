@@ -1,4 +1,4 @@
-"""Reads PyTorch's pickled weights, pytorch_model.bin and its shards, for a conversion to safetensors."""
+"""Reads PyTorch's pickled weights (pytorch_model.bin and its shards) for conversion to safetensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimectl.model_files import check_file
 
 
 class PickleFile:
-    """A file of torch.save with a state dict, mapped; torch.load(weights_only=True) runs no code of it.
+    """A memory-mapped file of torch.save with a state dict. torch.load(weights_only=True) runs no code from it.
 
     Raises CheckpointError for a file that holds anything but named tensors.
     """
@@ -32,14 +32,16 @@ class PickleFile:
             line = first_line(error)
             raise CheckpointError(f"{self.path}: cannot be read as pickled weights ({line:.200})") from error
         if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
-            loaded = loaded["state_dict"]  # as Lightning writes it
+            loaded = loaded["state_dict"]  # written by Lightning
         size = self.path.stat().st_size
         if not isinstance(loaded, dict) or not all(_is_plain(*item, size) for item in loaded.items()):
-            raise CheckpointError(f"{self.path}: holds other things than named tensors. Give the model's own weights")
+            raise CheckpointError(
+                f"{self.path}: holds more than named tensors. Give a file with only the model's weights."
+            )
         return dict(loaded)
 
     def forms(self) -> dict[str, TensorSpec]:
-        """Shape and dtype of every tensor, in file order."""
+        """Return shape and dtype of every tensor, in file order."""
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
 
     def get(self, name: str) -> Tensor:
@@ -47,7 +49,7 @@ class PickleFile:
 
 
 def pickled_shards(path: Path) -> list[Path]:
-    """List the pickled weights of a directory; empty if it has none."""
+    """Return the pickled weight files of a directory."""
     return sorted(path.glob("pytorch_model*.bin"))
 
 
@@ -61,7 +63,7 @@ def _load(path: Path) -> object:
 
 
 def _is_plain(name: object, tensor: object, size: int) -> bool:
-    """Return whether an entry is a named tensor that a file of that size can hold: a view may exceed its storage."""
+    """Return whether an entry is a named tensor that fits in a file of that size. A view may exceed its storage."""
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         return False
     return not tensor.is_sparse and tensor.dtype in CODE and tensor.nbytes <= size

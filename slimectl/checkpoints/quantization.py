@@ -23,10 +23,10 @@ LARGEST = 448.0
 
 @dataclass(frozen=True)
 class Fp8Blocks:
-    """Blocks of `rows` x `columns`; `weight = weight_fp8 * weight_scale_inv` of its block.
+    """fp8 with one scale per block of `rows` x `columns`: `weight = weight_fp8 * weight_scale_inv`.
 
-    e4m3 has 3 mantissa bits, so the error of a value is at most 1/16 of it, or, for values that are tiny beside the
-    largest of their block, 2^-10 of the block's scale.
+    e4m3 has 3 mantissa bits, so the error of a value is at most 1/16 of it. For values that are tiny compared to the
+    largest of their block, it is at most 2^-10 of the block's scale.
     """
 
     rows: int = 128
@@ -62,7 +62,7 @@ class Fp8Blocks:
         small, scales = parts["weight"], parts["weight_scale_inv"]
         scales_shape = self.forms((tuple(small.shape), dtype))["weight_scale_inv"][0]
         if tuple(scales.shape) != scales_shape:
-            raise ValueError(f"scales of shape {list(scales.shape)}, blocks ask for {list(scales_shape)}")
+            raise ValueError(f"scales of shape {list(scales.shape)}, expected {list(scales_shape)} for these blocks")
         R, C = small.shape
         expanded = scales.float().repeat_interleave(self.rows, 0)[:R].repeat_interleave(self.columns, 1)[:, :C]
         return expanded.mul_(small.float()).to(dtype)
@@ -76,9 +76,9 @@ class Fp8Blocks:
 
 @dataclass(frozen=True)
 class Fp8Scale:
-    """One scale for a matrix, or with `per_row` for each of its rows; `weight = weight_fp8 * weight_scale`.
+    """fp8 with one scale per matrix, or per row with `per_row`: `weight = weight_fp8 * weight_scale`.
 
-    The format of vLLM's and SGLang's per-tensor and per-channel fp8. The error of a value is that of Fp8Blocks.
+    This is vLLM's and SGLang's per-tensor and per-channel fp8. Errors are the same as for Fp8Blocks.
     """
 
     per_row: bool = False
@@ -131,9 +131,10 @@ PER_INT32 = 8
 
 @dataclass(frozen=True)
 class Int4Groups:
-    """Groups of `size` consecutive columns of a row share a scale: largest magnitude / 7.5, numbers from -8 to 7.
+    """int4 with one scale per group of `size` consecutive columns of a row.
 
-    Eight values, each plus 8, are packed in one int32, the first in its lowest bits. The error is at most half a scale.
+    Values are -8 to 7, and the scale is the largest magnitude / 7.5. Eight values, each plus 8, are packed into one
+    int32, the first in the lowest bits. The error is at most half a scale.
     """
 
     size: int = 128
@@ -151,12 +152,12 @@ class Int4Groups:
     def refusal(self, form: TensorSpec) -> str | None:
         """Reason why a weight of `form` cannot be stored in this scheme; None if it can."""
         columns = form[0][1]
-        return f"{columns} columns are not whole groups of {self.size}" if columns % self.size else None
+        return f"{columns} columns cannot be split into groups of {self.size}" if columns % self.size else None
 
     def quantized(self, weight: Tensor) -> dict[str, Tensor]:
         R, C = weight.shape
         groups = weight.float().view(R, C // self.size, self.size)
-        # Rounded to the weight's precision first: values must be multiples of the stored scale.
+        # Round to the weight's precision first, because values must be multiples of the stored scale.
         scales = (groups.abs().amax(-1) / 7.5).to(weight.dtype)
         scales[scales == 0] = 1.0
         numbers = (groups / scales.float()[..., None]).round_().clamp_(-8, 7).to(torch.int32) + 8
@@ -205,17 +206,17 @@ KEPT = re.compile(
     r"norm|(^|\.)visual\.|"
     r"(^|\.)(embed_tokens|pos_embed|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b))\.weight$"
 )
-"""Matrices that stay in full precision: small, but sensitive to quantization. (A router's `gate` is no `gate_proj`.)
-So does a vision tower, as in the checkpoints that its makers publish."""
+"""Matrices that stay in full precision, because they are small and sensitive to quantization. A router is `gate`, not
+`gate_proj`. A vision tower also stays in full precision, as in published checkpoints."""
 TABLES = re.compile(r"norm|embed_tokens|pos_embed")
-"""Matrices among them that are no layers: a configuration does not name them."""
+"""Matrices among them that are not layers, so a configuration does not list them."""
 
 
 HEAD = "lm_head"
 
 
 class Quantized:
-    """Linear layers of `weights` quantized by `scheme`; those in KEPT and other tensors are unchanged."""
+    """Linear layers of `weights`, quantized by `scheme`. Layers in KEPT and other tensors are unchanged."""
 
     def __init__(self, weights: Weights, scheme: Scheme) -> None:
         self._weights = weights
@@ -224,14 +225,14 @@ class Quantized:
 
     @cached_property
     def _stored(self) -> dict[str, tuple[str, str, TensorSpec]]:
-        """Source tensor, part of its quantized form, and form, by stored name."""
+        """Return source tensor, part of its quantized form, and form, by stored name."""
         stored: dict[str, tuple[str, str, TensorSpec]] = {}
         for name, form in self._weights.forms().items():
             if not _is_linear(name, form) or KEPT.search(name):
                 stored[name] = name, "", form
                 continue
             if refusal := self._scheme.refusal(form):
-                raise CheckpointError(f"{name}: {refusal}; choose another --group or --quantize fp8")
+                raise CheckpointError(f"{name}: {refusal}. Choose another --group, or --quantize fp8.")
             module = name.removesuffix("weight")
             stored |= {module + part: (name, part, part_form) for part, part_form in self._scheme.forms(form).items()}
         return stored
@@ -252,7 +253,7 @@ class Quantized:
         forms = self._weights.forms()
         full_precision = [name for name, form in forms.items() if _is_linear(name, form) and KEPT.search(name)]
         layers = [name.removesuffix(".weight") for name in full_precision if not TABLES.search(name)]
-        # A head that is tied to the embedding has no tensor, but transformers builds a layer for it.
+        # A tied head has no tensor, but transformers builds a layer for it.
         return self._scheme.config(layers if HEAD in layers else [*layers, HEAD])
 
 
@@ -261,7 +262,7 @@ def _is_linear(name: str, form: TensorSpec) -> bool:
 
 
 class Dequantized:
-    """Weights of `scheme` dequantized to `dtype`; all other tensors are unchanged."""
+    """Weights of `scheme`, dequantized to `dtype`. All other tensors are unchanged."""
 
     def __init__(self, weights: Weights, scheme: Scheme, dtype: torch.dtype) -> None:
         self._weights = weights
@@ -270,7 +271,7 @@ class Dequantized:
 
     @cached_property
     def _parts_by_weight(self) -> dict[str, dict[str, str]]:
-        """Names of the stored parts of each quantized weight."""
+        """Return the names of the stored parts of each quantized weight."""
         forms = self._weights.forms()
         first, scale = self._scheme.parts[:2]
         parts_by_weight = {}
@@ -281,7 +282,7 @@ class Dequantized:
         for parts in parts_by_weight.values():
             for name in parts.values():
                 if name not in forms:
-                    raise CheckpointError(f"no tensor for {name}; download the quantized checkpoint again")
+                    raise CheckpointError(f"no tensor for {name}. Download the quantized checkpoint again.")
         return parts_by_weight
 
     def forms(self) -> Mapping[str, TensorSpec]:
@@ -304,11 +305,11 @@ class Dequantized:
         try:
             return self._scheme.weight({part: self._weights.get(stored) for part, stored in parts.items()}, self._dtype)
         except ValueError as error:
-            raise CheckpointError(f"{name}: {error}; download the quantized checkpoint again") from error
+            raise CheckpointError(f"{name}: {error}. Download the quantized checkpoint again.") from error
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """Read the quantization scheme from config.json; None if there is none. Raises CheckpointError."""
+    """Read the quantization scheme from config.json, or return None. Raises CheckpointError."""
     quantization = config.get("quantization_config")
     if not quantization:
         return None
@@ -329,19 +330,19 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
             return Fp8Scale(per_row=schemes[0][2] == "channel")
     layout = quantization.get("format") or quantization.get("fmt") or "plain"
     raise CheckpointError(
-        f"config.json: weights quantized as {method or 'unknown'} ({layout}) cannot be read;"
-        " known are fp8 with weight_block_size or one scale a matrix, and compressed-tensors' fp8 and symmetric int4"
+        f"config.json: weights quantized as {method or 'unknown'} ({layout}) are not supported."
+        " Supported: fp8 with weight_block_size or one scale per matrix, compressed-tensors' fp8 and symmetric int4."
     )
 
 
 class QuantizedStream:
-    """Recodes a stream of full weights into the parts that an engine's fp8 checkpoint has, in its scheme.
+    """Converts a stream of full-precision weights into the parts of an engine's fp8 checkpoint, in its scheme.
 
-    Picklable: it runs in the process that holds the weights.
+    It is picklable, because it runs in the process that holds the weights.
     """
 
     def __init__(self, stored: Mapping[str, TensorSpec], scheme: Fp8Blocks | Fp8Scale, dtype: torch.dtype) -> None:
-        """`stored`: forms of the tensors in the engine's checkpoint; `dtype` is that of weights that are not fp8."""
+        """`stored` are the forms of the tensors in the engine's checkpoint, `dtype` the type of its other weights."""
         self.scheme, self.dtype = scheme, dtype
         scale = scheme.parts[1]
         self.forms = {
@@ -354,7 +355,7 @@ class QuantizedStream:
     def __call__(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yield fp8 weights followed by their scales, and all other tensors unchanged.
 
-        Raises CheckpointError if the policy's weights are not those of the engine's checkpoint.
+        Raises CheckpointError if the policy's weights do not match the engine's checkpoint.
         """
         remaining = set(self.forms)
         for name, tensor in tensors:
@@ -366,13 +367,13 @@ class QuantizedStream:
             weight, scale = self.scheme.quantized(tensor.detach()).values()
             if tuple(weight.shape) != shape or scale.numel() != math.prod(scale_shape):
                 raise CheckpointError(
-                    f"engine.load: {name} has shape {list(shape)} and {math.prod(scale_shape)} scales, the policy's"
-                    f" {list(weight.shape)} and {scale.numel()}; convert the policy's model anew"
+                    f"engine.load: {name} has shape {list(shape)} and {math.prod(scale_shape)} scales, but the policy's"
+                    f" has {list(weight.shape)} and {scale.numel()}. Convert the policy's model again."
                 )
             yield name, weight
             yield name.removesuffix("weight") + self.scheme.parts[1], scale.view(scale_shape)
         if remaining:
             raise CheckpointError(
-                f"engine.load: the policy has no {min(remaining)}, which the engine holds in fp8; name a checkpoint of"
-                " the same model"
+                f"engine.load: the policy has no {min(remaining)}, which the engine holds in fp8. Use a checkpoint of"
+                " the same model."
             )

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files tensor by tensor, with one tensor in memory, which the next one may reuse."""
+"""Reads and writes safetensors files tensor by tensor, with reused or mapped memory."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from slimectl.errors import CheckpointError
 from slimectl.model_files import open_file
 
 MAX_BLOCKS = 8
-"""Blocks at most: query, key, value and what they are merged to, of the parameter that is written and of the next."""
+"""Maximum number of blocks: query, key, value and merged tensor, for the current and for the next parameter."""
 LEAST_BYTES = 1 << 20
-"""Smaller tensors get memory of their own."""
+"""Smaller tensors get separate memory."""
 MAX_WASTE = 4
 """Largest ratio of a block to its tensor."""
 UNUSED_REFERENCES = 3
-"""References to an unused block: of the list, of the variable that looks at it, and of getrefcount's argument."""
+"""References to an unused block: the list, the local variable that checks it, and getrefcount's argument."""
 
 
 class TensorMemory:
-    """Memory for tensors that are read, or made, one after another: blocks that are handed out again when unused.
+    """Memory for tensors that are read or built one after another: blocks that are reused when they are free.
 
-    A tensor and its views refer to the block below them, and an unused block has no reference but the list's. Files are
-    not mapped: one that is cut short meanwhile would end the process.
+    A tensor and its views hold references to their block. An unused block is referenced only by the list. Files are not
+    mapped, because truncating a mapped file would kill the process.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class TensorMemory:
         return read_into(file, start, self.empty(shape, dtype))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of undefined values; its storage has exactly its size."""
+        """Return an uninitialized tensor. Its storage has exactly its size."""
         size = torch.Size(shape).numel() * dtype.itemsize
         block = self._block(size) if size >= LEAST_BYTES else None
         if block is None:
@@ -54,7 +54,7 @@ class TensorMemory:
         return torch.from_numpy(block[:size]).view(dtype).view(shape)
 
     def _block(self, size: int) -> Any:
-        """Return an unused block for so many bytes, if need be a new one; None if all are in use."""
+        """Return an unused block of at least `size` bytes, creating one if needed, or None if all are in use."""
         with self._lock:
             unfit = None
             for position in range(len(self._blocks)):
@@ -74,13 +74,13 @@ class TensorMemory:
 
 
 class MappedMemory(TensorMemory):
-    """Maps tensors where they lie in their files, so that a part of one is all that is read, and no memory stays.
+    """Maps tensors from their files, so that only the parts in use are read and no memory is kept.
 
-    For files that nobody changes meanwhile: one that is cut short ends the process.
+    Use it only for files that do not change. Truncating a mapped file kills the process.
     """
 
     def read(self, file: BinaryIO, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor at byte `start` of the file; changes of it stay in memory. Raises EOFError."""
+        """Return the tensor at byte `start` of the file. Changes to it are not written back. Raises EOFError."""
         size = nbytes((shape, dtype))
         is_whole = start + size <= os.fstat(file.fileno()).st_size
         if size < LEAST_BYTES or start % dtype.itemsize or not is_whole:
@@ -103,7 +103,7 @@ CODES = {
 }  # fmt: skip
 CODE = {dtype: code for code, dtype in CODES.items()}
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors: a damaged length must not allocate all memory."""
+"""Header limit of safetensors, so that a damaged length cannot allocate all memory."""
 
 
 MAX_NUMBER = 2**48
@@ -126,10 +126,10 @@ def buffer(tensor: Tensor) -> memoryview:
 
 
 def read_into(file: BinaryIO, start: int, tensor: Tensor) -> Tensor:
-    """Fill a tensor with the bytes at `start` of the file, and return it. Raises EOFError."""
+    """Fill a tensor with the bytes of the file from `start`, and return it. Raises EOFError."""
     file.seek(start)
     view = buffer(tensor)
-    while view:  # a read call returns at most 2 GiB
+    while view:  # a read returns at most 2 GiB
         count = file.readinto(view)  # type: ignore[attr-defined]
         if not count:
             raise EOFError(f"{len(view)} bytes are missing")
@@ -140,7 +140,7 @@ def read_into(file: BinaryIO, start: int, tensor: Tensor) -> Tensor:
 class SafetensorsFile:
     """A safetensors file, read tensor by tensor.
 
-    Raises CheckpointError if the file is cut short or not of this format.
+    Raises CheckpointError if the file is truncated or not in this format.
     """
 
     def __init__(self, path: Path, memory: TensorMemory | None = None) -> None:
@@ -149,7 +149,7 @@ class SafetensorsFile:
 
     @cached_property
     def _header(self) -> tuple[int, dict[str, tuple[int, TensorSpec]]]:
-        """Start of the data, and offset and form of each tensor."""
+        """Return the start of the data, and offset and form of each tensor."""
         try:
             with open_file(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -163,21 +163,21 @@ class SafetensorsFile:
         except CheckpointError:
             raise
         except FileNotFoundError:
-            raise CheckpointError(f"{self.path}: is not there; copy the checkpoint again") from None
+            raise CheckpointError(f"{self.path}: does not exist. Copy the checkpoint again.") from None
         except RecursionError:
             raise self._damaged_error("its header is damaged: nested too deeply") from None
         except Exception as error:
             raise self._damaged_error(f"its header is damaged: {error}") from error
         end = max((start + nbytes(form) for start, form in tensors.values()), default=0)
         if size < 8 + length + end:
-            raise self._damaged_error(f"{size} bytes, its header asks for {8 + length + end}: it is cut short")
+            raise self._damaged_error(f"{size} bytes instead of {8 + length + end}, so it is truncated")
         return 8 + length, tensors
 
     def _damaged_error(self, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: cannot be read as safetensors ({reason}); download or convert it again")
+        return CheckpointError(f"{self.path}: cannot be read as safetensors ({reason}). Download or convert it again.")
 
     def forms(self) -> dict[str, TensorSpec]:
-        """Shape and dtype of every tensor, in file order."""
+        """Return shape and dtype of every tensor, in file order."""
         placed = sorted(self._header[1].items(), key=lambda item: item[1][0])
         return {name: form for name, (_, form) in placed}
 
@@ -198,7 +198,7 @@ def _parse_entry(entry: dict[str, Any]) -> tuple[int, TensorSpec]:
     form = tuple(entry["shape"]), CODES[entry["dtype"]]
     for number in (start, end, *form[0]):
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_NUMBER:
-            raise ValueError(f"{number!r:.40} is no size")
+            raise ValueError(f"{number!r:.40} is not a size")
     if len(form[0]) > MAX_DIMENSIONS:
         raise ValueError(f"{len(form[0])} dimensions")
     if end - start != nbytes(form):
@@ -207,7 +207,7 @@ def _parse_entry(entry: dict[str, Any]) -> tuple[int, TensorSpec]:
 
 
 def _check_overlaps(tensors: Mapping[str, tuple[int, TensorSpec]]) -> None:
-    """Raises ValueError for tensors that share bytes: a small file could hold a huge model."""
+    """Raise ValueError for tensors that share bytes, because a small file could then describe a huge model."""
     end = 0
     for start, form in sorted(
         ((start, form) for start, form in tensors.values() if nbytes(form)), key=lambda place: place[0]
@@ -218,7 +218,7 @@ def _check_overlaps(tensors: Mapping[str, tuple[int, TensorSpec]]) -> None:
 
 
 def write_safetensors(file: WritableTensor, forms: Mapping[str, TensorSpec], tensors: Iterable[Tensor]) -> None:
-    """Write the tensors, given in the order of `forms`, one after the other."""
+    """Write the tensors one after another. They must be in the order of `forms`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in forms.items():

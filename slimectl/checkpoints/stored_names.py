@@ -1,4 +1,4 @@
-"""Tells plain weights from quantized ones and from those with a wrapper's prefix, by names and dtypes."""
+"""Detects quantized weights, adapters and wrappers' name prefixes, by names and dtypes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from slimectl.protocols import Weights
 QUANTIZED = (
     ".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", ".qzeros", ".absmax", ".SCB", "_blocks",
 )  # fmt: skip
-"""Ends of names that only quantized weights have: fp8, compressed-tensors, GPTQ and AWQ, bitsandbytes, MXFP4."""
+"""Name suffixes of quantized weights only: fp8, compressed-tensors, GPTQ and AWQ, bitsandbytes, MXFP4."""
 WRAPPERS = {
     "_orig_mod.": "torch.compile", "module.": "DistributedDataParallel", "base_model.model.": "peft",
 }  # fmt: skip
-"""Prefixes that wrappers add to the names of a model's tensors, and what adds them."""
+"""Prefixes that wrappers add to the names of a model's tensors, and the wrappers."""
 ADAPTER = (".lora_A.", ".lora_B.", ".base_layer.")
 EMBEDDING = "embed_tokens.weight"
 
 
 def name_obstacle(forms: Mapping[str, TensorSpec], path: Path) -> str:
-    """Return why no program reads weights of these names, and the remedy; "" if they can be read."""
+    """Return why weights of these names cannot be read, with the remedy, or ""."""
     if obstacle := adapter_obstacle(forms):
         return obstacle
     renamed = [(name, stored) for name, stored in plain_names(forms).items() if name != stored]
@@ -38,24 +38,26 @@ def name_obstacle(forms: Mapping[str, TensorSpec], path: Path) -> str:
 
 
 def adapter_obstacle(forms: Collection[str]) -> str:
-    """Return what to do about an adapter among the weights; "" if there is none."""
+    """Return the problem and remedy for an adapter among the weights, or "" if there is none."""
     if not any(part in name for name in forms for part in ADAPTER):
         return ""
     return (
         "the weights hold an unmerged adapter (lora_A, lora_B). Merge it with peft's merge_and_unload, and save the"
-        " model again"
+        " model again."
     )
 
 
 def lasting_obstacle(forms: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> str:
-    """Return why weights can be neither read nor converted, and the remedy; "" if they can."""
+    """Return why weights can be neither read nor converted, with the remedy, or "" if they can."""
     if is_quantized(forms) and not config.get("quantization_config"):
-        return "the weights are quantized, but config.json has no quantization_config. Copy the model's own config.json"
+        return (
+            "the weights are quantized, but config.json has no quantization_config. Copy the model's own config.json."
+        )
     return adapter_obstacle(forms)
 
 
 def plain_obstacle(forms: Mapping[str, TensorSpec], config: Mapping[str, Any], path: Path) -> str:
-    """Return why training and the embedded engine cannot read weights as they are, and the remedy; "" if they can."""
+    """Return why training and the embedded engine cannot read these weights directly, with the remedy, or ""."""
     return lasting_obstacle(forms, config) or (_quantized(config, path) if is_quantized(forms) else "")
 
 
@@ -65,12 +67,12 @@ def _quantized(config: Mapping[str, Any], path: Path) -> str:
     try:
         scheme_of(config)
     except CheckpointError:
-        remedy = "Take the model that they were quantized from"
-    return f"the weights are quantized ({method}), which only SGLang and vLLM sample. {remedy}"
+        remedy = "Use the model that they were quantized from."
+    return f"the weights are quantized ({method}), which only SGLang and vLLM can sample from. {remedy}"
 
 
 def is_quantized(forms: Mapping[str, TensorSpec]) -> bool:
-    """Return whether a checkpoint holds quantized weights, whatever its config.json says."""
+    """Return whether a checkpoint holds quantized weights, regardless of config.json."""
     return any(
         name.endswith(QUANTIZED) or (name.endswith(".weight") and len(shape) > 1 and dtype.itemsize == 1)
         for name, (shape, dtype) in forms.items()
@@ -80,7 +82,7 @@ def is_quantized(forms: Mapping[str, TensorSpec]) -> bool:
 def plain_names(names: Collection[str]) -> dict[str, str]:
     """Map each name in the architecture to the stored name of the same tensor.
 
-    Wrappers' prefixes are dropped, and so is a second `model.`. A bare decoder's names get the `model.` that they lack.
+    Wrappers' prefixes and a second `model.` are removed. Names of a bare decoder get the missing `model.`.
 
     >>> plain_names(["_orig_mod.model.norm.weight"])
     {'model.norm.weight': '_orig_mod.model.norm.weight'}

@@ -1,4 +1,4 @@
-"""Validates the tensors of a checkpoint: used, carried along, a tied duplicate, or refused by name."""
+"""Validates the tensors of a checkpoint: each is used, carried along, a tied duplicate, or an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class TensorInventory:
-    """Names of a checkpoint's tensors in its order: the model's, and further ones that it does not use."""
+    """Names of a checkpoint's tensors in file order: those of the model, and others that it does not use."""
 
     names: tuple[str, ...]
     carried: tuple[str, ...]
@@ -41,16 +41,17 @@ class Model:
         self.links: list[ParamMapping] = self.family.links(config)
 
     def account(self, forms: Mapping[str, TensorSpec], location: str) -> TensorInventory:
-        """Refuse missing, extra and misshapen tensors, by name."""
+        """Sort the tensors. Raises CheckpointError for missing or extra tensors, and for wrong shapes."""
         return inventory(forms, self.links, self.family, location)
 
 
 def inventory(
     forms: Mapping[str, TensorSpec], links: Sequence[ParamMapping], family: Family, location: str
 ) -> TensorInventory:
-    """Sort the tensors of a checkpoint for a model with these links; refuse missing, extra and misshapen ones, by name.
+    """Sort the tensors of a checkpoint for a model with these links.
 
-    The stored copy of a tied head counts as the model's.
+    The stored copy of a tied head belongs to the model. Raises CheckpointError for missing or extra tensors, and for
+    wrong shapes.
     """
     shapes = {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
     embedding = next(link.shapes[0] for link in links if link.megatron == EMBEDDING)
@@ -58,22 +59,22 @@ def inventory(
     carried = tuple(name for name in forms if name not in stored_shapes and family.carries(name))
     extra = [name for name in forms if name not in stored_shapes and name not in carried]
     if names_without_tensor := shapes.keys() - forms.keys():
-        remedy = f", but there is {min(extra)}. {OTHER_MODEL}" if extra else "; copy or download the checkpoint again"
+        remedy = f", but there is {min(extra)}. {OTHER_MODEL}" if extra else ". Copy or download the checkpoint again."
         raise CheckpointError(f"{location}: no tensor for {_first(names_without_tensor)}{remedy}")
     refuse_extra(extra, location, family.name)
     names = tuple(name for name in forms if name in stored_shapes)
     for name in names:
         if tuple(forms[name][0]) != stored_shapes[name]:
             raise CheckpointError(
-                f"{location}: {name} has shape {list(forms[name][0])}, config.json asks for"
-                f" {list(stored_shapes[name])}; copy config and weights from the same checkpoint"
+                f"{location}: {name} has shape {list(forms[name][0])}, but {list(stored_shapes[name])} is"
+                " expected from config.json. Copy config and weights from the same checkpoint."
             )
     return TensorInventory(names, carried)
 
 
 def refuse_extra(names: Collection[str], location: str, family: str) -> None:
     if names:
-        raise CheckpointError(f"{location}: {_first(names)}: a tensor that no {family} model has. {OTHER_MODEL}")
+        raise CheckpointError(f"{location}: {_first(names)}: {family} models have no such tensor. {OTHER_MODEL}")
 
 
 def _first(names: Collection[str]) -> str:
@@ -81,7 +82,7 @@ def _first(names: Collection[str]) -> str:
 
 
 class UnfusedExperts:
-    """Weights with separate tensors for each expert, also if the checkpoint stores those of a layer in two."""
+    """Weights with separate tensors for each expert, even if the checkpoint stores a layer's experts in two tensors."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -99,16 +100,17 @@ class UnfusedExperts:
         if view is None:
             return self._weights.get(name)
         if view.source not in self._last:
-            # Reads of experts alternate between the two tensors of their layer.
+            # Reads of experts alternate between the layer's two tensors.
             self._last = dict([*self._last.items()][-1:])
             self._last[view.source] = self._weights.get(view.source)
         return self._last[view.source][view.index]
 
 
 class ValidatedWeights:
-    """Validated tensors of `weights`: those of the model, in the order of its links, then those carried along.
+    """Validated tensors of `weights`: the model's in the order of its links, then the tensors carried along.
 
-    A head that repeats the embedding is left out. Raises CheckpointError for missing, extra and misshapen tensors.
+    A head that repeats the embedding is left out. Raises CheckpointError for missing or extra tensors, and for wrong
+    shapes.
     """
 
     def __init__(self, weights: Weights, model: Model, location: str) -> None:

@@ -1,4 +1,4 @@
-"""Divides the answer of a chat model into reasoning, content and tool calls; the inverse of its chat template."""
+"""Splits the response of a chat model into reasoning, content and tool calls: the inverse of its chat template."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from slimectl.data.tool_calls import CallNotation, ToolCall, Tools, notation_of
 from slimectl.rewards.thoughts import END_OF_THINK, THINK
 
 MOST_CLOSINGS = 16
-"""Limit of closing tags that are tried as the end of a block, so a response of only tags is read quickly."""
+"""Most closing tags that are tried as the end of a block, so that a response of only tags is parsed quickly."""
 PYTHON_TAG = "<|python_tag|>"
 """Token with which Llama may begin a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """The parts of an answer; `reasoning` is None where there was none."""
+    """The parts of a response. `reasoning` is None if there was none."""
 
     content: str
     reasoning: str | None = None
@@ -24,23 +24,23 @@ class ParsedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes: whether it reasons between tags, and its notation of calls."""
+    """Response format of a model: whether it reasons between tags, and its tool-call notation."""
 
     reasons: bool = False
     notation: CallNotation | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Tokens that an answer needs for parsing, also where special tokens are left out of its text."""
+        """Tokens that parsing needs, even if special tokens are left out of the text."""
         tags = (THINK, END_OF_THINK) if self.reasons else ()
         calls = (self.notation.opening or PYTHON_TAG, self.notation.closing) if self.notation else ()
         return tuple(mark for mark in (*tags, *calls) if mark)
 
     def parse(self, text: str, tools: Tools = (), *, prompt: str = "", complete: bool = True) -> ParsedAnswer:
-        """Divide an answer; calls are looked for if there are `tools`, and a malformed one stays in the content.
+        """Split a response into its parts. Without `tools` no calls are parsed. A malformed call stays in the content.
 
-        `prompt` is the rendered chat, or its end: many templates open the reasoning themselves. Of an answer that is
-        not `complete` the result has what can no longer change, so that a longer one only adds to each part.
+        `prompt` is the rendered chat, or its end: many templates open the reasoning themselves. If the response is not
+        `complete`, the result holds only what can no longer change, so that more text only adds to each part.
         """
         reasoning, content = self._reasoning(text, prompt, complete=complete)
         if self.notation is None or not tools:
@@ -65,7 +65,7 @@ class AnswerFormat:
 
 
 def format_of(chat_template: str | dict[str, str] | None) -> AnswerFormat:
-    """Return the format of the model with this chat template, or these by their names.
+    """Return the format of the model with this chat template, or with these templates by name.
 
     >>> format_of("… <think> … <tool_call> …").notation.name
     'hermes'
@@ -77,7 +77,7 @@ def format_of(chat_template: str | dict[str, str] | None) -> AnswerFormat:
 def _whole_call(
     content: str, reasoning: str | None, notation: CallNotation, tools: Tools, *, complete: bool
 ) -> ParsedAnswer:
-    """Parse an answer that is a call as a whole, or none; while it may be one, it has no content."""
+    """Parse a response that is one call as a whole. While it may still become one, it has no content."""
     if not complete:
         begin = content.lstrip()
         may_be_call = PYTHON_TAG.startswith(begin) or notation.may_begin(begin.removeprefix(PYTHON_TAG), tools)
@@ -87,7 +87,7 @@ def _whole_call(
 
 
 def _blocks(content: str, notation: CallNotation, tools: Tools, *, complete: bool) -> tuple[str, list[ToolCall]]:
-    """Take the blocks of calls out of an answer."""
+    """Extract the call blocks from a response."""
     calls: list[ToolCall] = []
     outside, remaining = "", content
     while True:
@@ -108,10 +108,10 @@ def _blocks(content: str, notation: CallNotation, tools: Tools, *, complete: boo
 
 
 def _block(inside: str, notation: CallNotation, tools: Tools, *, complete: bool) -> tuple[int, list[ToolCall]]:
-    """Return the length of a block after its opening tag, the closing one included, and its calls.
+    """Return the length of a block after its opening tag (closing tag included), and its calls.
 
     An argument may contain the closing tag, so the block ends at the first one that leaves it well formed. A malformed
-    block ends at the first closing tag. The length is -1 without a closing tag, or if more text may decide.
+    block ends at the first closing tag. The length is -1 if there is no closing tag, or if it depends on later text.
     """
     first = end = inside.find(notation.closing)
     for _ in range(MOST_CLOSINGS):
@@ -119,7 +119,7 @@ def _block(inside: str, notation: CallNotation, tools: Tools, *, complete: bool)
             return (first + len(notation.closing) if complete and first >= 0 else -1), []
         calls = notation.read(inside[:end], tools)
         written = sum(call.arguments.count(notation.closing) for call in calls)
-        if calls and inside.count(notation.closing, 0, end) <= written:  # else it has swallowed another block
+        if calls and inside.count(notation.closing, 0, end) <= written:  # otherwise it includes another block
             return end + len(notation.closing), calls
         if not notation.may_begin(inside[:end], tools):
             break
@@ -128,7 +128,7 @@ def _block(inside: str, notation: CallNotation, tools: Tools, *, complete: bool)
 
 
 def _stable(text: str, tags: tuple[str, ...]) -> int:
-    """Return the length of a text without blanks at its end and without the beginning of a tag there."""
+    """Return the length of a text without trailing whitespace and without a partial tag at its end."""
     end = len(text)
     for tag in tags:
         overlap = next((n for n in range(min(len(tag), end), 0, -1) if text.endswith(tag[:n])), 0)

@@ -54,7 +54,7 @@ def check_columns(location: str, columns: Sequence[str]) -> None:
     """Raise RecordError if two columns have the same name."""
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
-        raise RecordError(f"{location}: two columns are called {twice[0]!r}. Rename one of them.")
+        raise RecordError(f"{location}: two columns are named {twice[0]!r}. Rename one of them.")
 
 
 def _rows(path: Path, name: str, batches: Iterable[Any]) -> Iterator[Row]:
@@ -73,7 +73,8 @@ def _rows(path: Path, name: str, batches: Iterable[Any]) -> Iterator[Row]:
                 if has_nulls and not is_named:
                     is_named = True
                     logger.info(
-                        f"{path}: null fields of structs are dropped. A table cannot tell them from missing ones."
+                        f"{path}: null fields of structs are dropped, because a table cannot distinguish them from "
+                        f"missing ones."
                     )
                 yield f"{path}[{number}]", cell_value(row)
                 number += 1
@@ -92,7 +93,7 @@ def _conversion(kind: Any, on_null: Callable[[], None]) -> Conversion | None:
     """Return the conversion for values whose Python type hides their Arrow type, or None if there is none.
 
     pyarrow returns a float32 as the double of the same value (0.10000000149011612) and a map as a list of pairs. It
-    returns a struct with all fields that any row has. Null fields are dropped, and `on_null` is called.
+    returns a struct with every field that any row has. Null fields are dropped, and `on_null` is called.
     """
     from pyarrow import BaseExtensionType, types
 

@@ -1,7 +1,8 @@
-"""Atomic replacement of files and folders: completed beside the target, then renamed over the older one.
+"""Atomic replacement of files and folders: written next to the target, then renamed over it.
 
-`.tmp-NAME` is the new folder while it is written, marked as slimectl's; `.old-NAME` is the previous one during the
-renames. Only folders with a slimectl manifest are replaced; the user's files in the old folder move into the new one.
+`.tmp-NAME` is the new folder while it is written, with a mark that it is slimectl's. `.old-NAME` is the previous one
+during the renames. Only folders with a slimectl manifest are replaced. The user's files in the old folder move into the
+new one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise storage_error(path, error) from error
     except Exception as error:
-        # safetensors writes in Rust and wraps the system's error in its own type, which is no OSError.
+        # safetensors writes in Rust and wraps the system's error in its own type, which is not an OSError.
         if type(error).__name__ == "SafetensorError" and "os error" in str(error):
             raise storage_error(path, OSError(0, str(error).rpartition(": ")[2])) from error
         raise
@@ -37,12 +38,12 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 def storage_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
-        f"{path}: {error.strerror or error}; nothing was left under that name; free space or write elsewhere"
+        f"{path}: {error.strerror or error}. Nothing was left under that name. Free space or write elsewhere."
     )
 
 
 def new_file(path: Path) -> Path:
-    """Create an empty file beside `path`, to be renamed to it later, under an unused name: `.tmp-NAME`."""
+    """Create an empty file next to `path` under an unused name, `.tmp-NAME`, to be renamed to `path` later."""
     for number in count():
         staged = path.with_name(f".tmp-{path.name}" + (f".{number}" if number else ""))
         with suppress(FileExistsError):
@@ -52,7 +53,7 @@ def new_file(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file atomically: readers see the old or the new text, never a part."""
+    """Replace a small file atomically: readers see the old or the new text, never a part of it."""
     staged: Path | None = None
     try:
         staged = new_file(path)
@@ -77,36 +78,37 @@ def sync_folder(path: Path) -> None:
 
 
 def writing(target: Path) -> Lock:
-    """Return the write lock of the folder `target`, and create its parents. Acquired by `with`."""
+    """Create the parents of the folder `target` and return its write lock, to be acquired by `with`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.lock")
-    return Lock(lock, f"{target}: is being written", way_out="wait for its end, or name another")
+    return Lock(lock, f"{target}: is being written", way_out="Wait until it is done, or use another name.")
 
 
 def refuse_existing(target: Path, *, force: bool) -> None:
     """Raise SettingsError if `target` holds files and may not be replaced: no `force`, or not made by slimectl."""
     if target.is_symlink():
-        raise SettingsError(f"{target}: is a link; give the folder itself, or name another")
+        raise SettingsError(f"{target}: is a link. Give the folder itself, or use another name.")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not force:
-        raise SettingsError(f"{target}: exists already; add --force to replace it, or name another")
+        raise SettingsError(f"{target}: already exists. Add --force to replace it, or use another name.")
     if not is_made(target):
         raise SettingsError(
-            f"{target}: slimectl did not make it (no manifest.json of its own), and does not replace it; name another, "
-            "or move it away"
+            f"{target}: slimectl did not create it (it has no slimectl manifest.json) and does not replace it. Use "
+            f"another name, "
+            "or move it away."
         )
 
 
 def staging(target: Path, resume: str | None) -> Path:
-    """Return the folder `.tmp-NAME`, empty unless an interruption of the same work (`resume`) left it.
+    """Return the folder `.tmp-NAME`, empty unless an interrupted attempt at the same work (`resume`) left it.
 
-    Raises SettingsError if a folder that slimectl did not make has that name.
+    Raises SettingsError if a folder of that name exists that slimectl did not create.
     """
     staged = target.with_name(f".tmp-{target.name}")
     note = staged / RESUME
     if os.path.lexists(staged) and not is_made(staged):
-        raise SettingsError(f"{staged}: is in the way, and slimectl did not make it; move it away")
+        raise SettingsError(f"{staged}: is in the way, and slimectl did not create it. Move it away.")
     if resume is None or not note.exists() or note.read_text() != resume:
         remove_staged(staged)
         staged.mkdir(parents=True)
@@ -115,7 +117,10 @@ def staging(target: Path, resume: str | None) -> Path:
 
 
 def recover(target: Path, names: re.Pattern[str] | None = None) -> None:
-    """Finish a replacement that was interrupted between its renames; `names` are slimectl's beyond the manifest's."""
+    """Finish a replacement that was interrupted between its renames.
+
+    `names` matches slimectl's files that the manifest does not list.
+    """
     old = _old(target)
     if not old.is_dir() or old.is_symlink() or not (names or is_made(old)):
         return
@@ -132,7 +137,7 @@ def replace_folder(staged: Path, target: Path, names: re.Pattern[str] | None = N
         clash = [name for name in _foreign_files(target, names) if os.path.lexists(staged / name)]
         if clash or os.path.lexists(old):
             place = target / clash[0] if clash else old
-            raise SettingsError(f"{place}: is in the way, and slimectl did not write it; move it away")
+            raise SettingsError(f"{place}: is in the way, and slimectl did not write it. Move it away.")
         os.rename(target, old)
     os.rename(staged, target)
     sync_folder(target.parent)

@@ -1,4 +1,4 @@
-"""Renders chats to tokens: prompts, and the messages between turns of the model."""
+"""Renders chats to tokens: prompts, and the messages between turns of the model. Also the multi-turn Conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimectl.settings.rollout import RolloutSettings
 from slimectl.stdio import logger
 from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, Status
 
-# Two texts with nothing in common: renderings with each of them differ exactly where the message is.
+# Two texts with nothing in common, so that renderings with each of them differ exactly where the message is.
 STAND_INS = ("x", "y")
 
 
@@ -31,11 +31,11 @@ def render(
 ) -> list[int]:
     """Render a prompt to the tokens that the model continues.
 
-    A string is tokenized with the BOS token that its tokenizer adds, or with `apply_chat_template` as one user message.
+    A string is tokenized with the BOS token that its tokenizer adds, or as one user message with `apply_chat_template`.
     A chat list always goes through the tokenizer's template, with its tools and the header of the assistant's turn. If
-    the chat ends with an assistant message, the model continues that message. With `header` given, all messages are
-    complete, and the header of the next turn follows them or not. Raises SettingsError if the tokenizer has no
-    template, and RecordError if the template refuses the chat or leaves out a part of it.
+    the chat ends with an assistant message, the model continues that message. If `header` is given, all messages are
+    complete, and it decides whether the header of the next turn follows. Raises SettingsError if the tokenizer has no
+    template, and RecordError if the template rejects the chat or leaves out a part of it.
     """
     with located(prompt):
         if isinstance(prompt.text, str) and not apply_chat_template:
@@ -50,21 +50,21 @@ def render(
 
 
 def image_repeats(tokens: list[int], prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Return how often each token of a rendered chat stands in the model's input: those of its images several times."""
+    """Return how often each token of a rendered chat occurs in the model's input. Image placeholders are repeated."""
     return tokenizer_processor(tokenizer).repeats(tokens, prompt.images)
 
 
 def repeated(values: list[int], counts: list[int]) -> list[int]:
-    """Return each value as often as its count says."""
+    """Return each value repeated by its count."""
     return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
 
 
 _warned: set[str] = set()
-"""Tokenizers whose chat template was passed by, with a warning."""
+"""Tokenizers for which a warning about a string prompt was logged."""
 
 
 def warn_of_raw_prompt(prompt: Prompt, tokenizer: Any, settings: RolloutSettings) -> None:
-    """Warn once of a string prompt that passes by the chat template, unless the settings say so themselves."""
+    """Warn once about a string prompt that bypasses the chat template, unless the settings decide it."""
     decided = settings.apply_chat_template or "apply_chat_template" in settings.model_fields_set
     if decided or not isinstance(prompt.text, str) or not prompt.text or not getattr(tokenizer, "chat_template", None):
         return
@@ -72,14 +72,14 @@ def warn_of_raw_prompt(prompt: Prompt, tokenizer: Any, settings: RolloutSettings
     if name not in _warned:
         _warned.add(name)
         logger.warning(
-            f"{prompt.source_location or 'prompt'}: a string, which goes to the model without its chat template; add "
-            f"-s rollout.apply_chat_template=true to send it as a user's message, =false if it is meant as it stands"
+            f"{prompt.source_location or 'prompt'}: string prompts are sent without the chat template. Set "
+            f"-s rollout.apply_chat_template=true to send them as user messages, or =false to silence this warning."
         )
 
 
 @contextmanager
 def located(prompt: Prompt) -> Iterator[None]:
-    """Prefix a RecordError inside with the source location of the prompt."""
+    """Prefix a RecordError raised inside with the source location of the prompt."""
     try:
         yield
     except RecordError as error:
@@ -96,12 +96,12 @@ def following(
     answer: Mapping[str, Any] | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """Render `messages` that follow an assistant's text, up to the header of the assistant's next turn.
+    """Render `messages` that follow an assistant turn, up to the header of the next assistant turn.
 
     The tokens begin with the end of the assistant's turn. Earlier tokens are not rendered again, so sampled tokens stay
-    unchanged: only the difference is rendered, after placeholder texts for a user and an answer. Some templates take a
-    tool's result only after the call of it: for them `answer` is the message with the calls. Raises SettingsError
-    without a template, RecordError if it refuses such messages.
+    unchanged: only the difference is rendered, after placeholder texts for a user and an answer. Some templates accept
+    a tool result only after its call. For them `answer` is the message with the calls. Raises SettingsError without a
+    template, and RecordError if the template rejects such messages.
     """
     template = Template(tokenizer, Prompt(text="", tools=tools or None), template_kwargs)
     question = [{"role": "user", "content": STAND_INS[0]}]
@@ -117,12 +117,12 @@ def following(
     called = template.fit([*question, {"role": "assistant", "content": "", "tool_calls": calls}, *messages])
     before, rendered = template.text(called[:2]), template.text(called, header=True)
     if not rendered.startswith(before):
-        raise RecordError("the chat template writes a call of a tool otherwise once its result is there")
+        raise RecordError("the chat template changes a tool call once its result follows")
     return encode(tokenizer, shared(*ends)[::-1] + rendered[len(before) :])
 
 
 def shared(a: str, b: str) -> str:
-    """Longest common prefix."""
+    """Return the longest common prefix."""
     end = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:end]
 
@@ -132,7 +132,7 @@ def as_chat(text: str | Chat) -> Chat:
 
 
 def encode_raw(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize a text that is not a rendered chat, once with the tokens that its tokenizer adds before texts."""
+    """Tokenize a text that is not a rendered chat, preceded once by the tokens that the tokenizer adds before texts."""
     tokens, letter, with_specials = encode(tokenizer, text), encode(tokenizer, "a"), tokenizer.encode("a")
     count = next((i for i in range(len(with_specials)) if with_specials[i : i + len(letter)] == letter), 0)
     prefix = with_specials[:count]
@@ -146,7 +146,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
             text.encode()
         except UnicodeEncodeError as error:
             raise RecordError(
-                f"prompt: half of a surrogate pair at character {error.start + 1}; a tokenizer takes whole characters"
+                f"prompt: half of a surrogate pair at character {error.start + 1}. Tokenizers accept whole characters "
+                f"only."
             ) from None
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -156,15 +157,15 @@ Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 BROKEN_OFF = "broken_off"
-"""Metadata key of an interrupted turn: [number of turns before it, its text so far]."""
+"""Metadata key of an interrupted turn. The value is [number of turns before it, its text so far]."""
 
 
 class Conversation:
     """One sample as a multi-turn conversation of the policy with tools, a user or an environment.
 
-    `ask` generates the policy's turn, `tell` adds messages of other roles. The policy's tokens are kept as sampled and
-    trained on (mask 1), all others get mask 0. `sampling_params.max_tokens` bounds the whole response, other messages
-    included: when it is used up, or generation is aborted, `over` is true and `ask` returns None.
+    `ask` generates the policy's turn, and `tell` adds messages of other roles. The policy's tokens are kept as sampled
+    and trained on (mask 1). All others get mask 0. `sampling_params.max_tokens` limits the whole response, other
+    messages included. When it is used up, or generation is aborted, `over` is true and `ask` returns None.
 
     An interrupted turn (rollout.partial_rollout) resumes where it stopped, and `ask` then returns its complete text.
     """
@@ -192,7 +193,7 @@ class Conversation:
         self._template_kwargs = template_kwargs
 
     async def ask(self) -> str | None:
-        """Generate the policy's next turn; its text without the end token, None if tokens or turns are used up."""
+        """Generate the policy's next turn. Return its text without the end token, None if tokens or turns run out."""
         remaining = self._params.max_tokens - self.sample.response_length
         if self.over or remaining <= 0 or self.turns == self.max_turns:
             self._end(Status.TRUNCATED)
@@ -215,7 +216,7 @@ class Conversation:
     def tell(self, *messages: dict[str, Any]) -> None:
         """Add chat messages of other roles, rendered by the template, with the header of the next turn.
 
-        A response that keeps special tokens (rollout.skip_special_tokens) also gets the template's.
+        If the response keeps special tokens (rollout.skip_special_tokens), those of the template are added too.
         """
         cleaned = [{name: _replace_surrogates(value) for name, value in message.items()} for message in messages]
         self._add(following(self._tokenizer, cleaned, self._template_kwargs), strip_end=True)
@@ -229,7 +230,7 @@ class Conversation:
             return
         previous_tokens = self.sample.tokens
         text = response_text(self._tokenizer.decode, tokens, keep_special=not self._params.skip_special_tokens)
-        # The template ends the policy's turn; if the policy sampled the end token itself, that one stays.
+        # The template ends the policy's turn. If the policy sampled the end token itself, that one is kept instead.
         if strip_end and tokens and self.sample.response_length and previous_tokens[-1] == tokens[0]:
             tokens = tokens[1:]
         if self.sample.response_length + len(tokens) >= self._params.max_tokens:
@@ -253,10 +254,10 @@ class Conversation:
 
 
 def _replace_surrogates(value: Any) -> Any:
-    """Replace halves of surrogate pairs in a text, which tokenizers reject."""
+    """Replace halves of surrogate pairs, which tokenizers reject."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def chat_of(sample: Sample) -> Chat:
-    """The prompt of a sample as a chat."""
+    """Return the prompt of a sample as a chat."""
     return [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt

@@ -1,4 +1,4 @@
-"""Responses of OpenAI's chat completions and completions, whole and as chunks of a stream."""
+"""Builds responses of OpenAI's chat completions and completions APIs, whole or as stream chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimectl.data.tool_calls import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class ApiKind:
-    """What differs between responses of the two endpoints."""
+    """Differences between the responses of the two endpoints."""
 
     prefix: str
     complete: str
@@ -23,7 +23,7 @@ class ApiKind:
     def frame(
         self, identity: str, created: int, model: str, choices: list[dict[str, Any]], *, complete: bool
     ) -> dict[str, Any]:
-        """Return a response, or a chunk of one, with these choices."""
+        """Return a response or a stream chunk with these choices."""
         kind = self.complete if complete else self.chunk
         head = {"id": f"{self.prefix}-{identity}", "object": kind, "created": created, "model": model}
         return {**head, "choices": choices}
@@ -33,7 +33,7 @@ COMPLETION = ApiKind("cmpl", "text_completion", "text_completion", chat=False)
 CHAT = ApiKind("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
 
 OPENING = {"role": "assistant", "content": ""}
-"""Delta with which the stream of a chat's answer begins."""
+"""First delta of a streamed chat response."""
 
 
 def call_ids(calls: Sequence[ToolCall]) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def call_ids(calls: Sequence[ToolCall]) -> tuple[str, ...]:
 
 
 def assistant_message(parts: ParsedAnswer, ids: Sequence[str]) -> dict[str, Any]:
-    """Return an answer as the message that a client gets; its content is null where it only calls tools."""
+    """Return a response as the message that a client gets. Its content is null if it only calls tools."""
     message: dict[str, Any] = {"role": "assistant", "content": parts.content}
     if parts.reasoning is not None:
         message["reasoning_content"] = parts.reasoning
@@ -55,7 +55,7 @@ def assistant_message(parts: ParsedAnswer, ids: Sequence[str]) -> dict[str, Any]
 def message_delta(
     reasoning: str | None, content: str, calls: Sequence[ToolCall], ids: Sequence[str], *, first_call: int
 ) -> dict[str, Any]:
-    """Return what is new of a message that is streamed; the calls, each of them whole, are numbered from `first_call`.
+    """Return the new part of a streamed message. Calls are sent whole and numbered from `first_call`.
 
     >>> message_delta(None, "so", [], [], first_call=0)
     {'content': 'so'}
@@ -69,7 +69,7 @@ def message_delta(
 
 
 def written_calls(calls: Sequence[ToolCall], ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Return calls as a message to a client has them, with their arguments as text."""
+    """Return calls in the form of a message to a client, with their arguments as text."""
     return [
         {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call, call_id in zip(calls, ids, strict=True)
@@ -77,12 +77,12 @@ def written_calls(calls: Sequence[ToolCall], ids: Sequence[str]) -> list[dict[st
 
 
 def finish_reason(parts: ParsedAnswer, *, is_cut: bool) -> str:
-    """Return why an answer ended: its limit, its calls of tools, or its own end."""
+    """Return why a response ended: length limit, tool calls, or stop."""
     return "length" if is_cut else "tool_calls" if parts.tool_calls else "stop"
 
 
 def token_usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Return the counts of tokens of a response; `cached` ones of the prompt were not computed again."""
+    """Return the token counts of a response. `cached` counts the prompt tokens taken from the cache."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -92,10 +92,10 @@ def token_usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def token_log_prob(text: str, log_prob: float | None, content: Sequence[int] | None) -> dict[str, Any]:
-    """Return the log-probability of a token of a chat's answer; `content` are its bytes, None where not known."""
+    """Return the log-probability entry of a token of a chat response. `content` holds its bytes, None if unknown."""
     return {"token": text, "logprob": log_prob, "bytes": None if content is None else list(content)}
 
 
 def chat_log_probs(entries: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Return the `logprobs` of a chat's choice: of each token its entry, and those of the likeliest in its place."""
+    """Return the `logprobs` of a chat choice: for each token its entry, and those of the likeliest alternatives."""
     return {"content": [entry | {"top_logprobs": top} for entry, top in entries], "refusal": None}

@@ -73,11 +73,11 @@ def a_scalar(value: Any) -> str | int | float:
         return value
     if type(value) is float:
         return finite(value)
-    raise ValueError(f"expected a string or a number, got {shown(value)}; put anything else into metadata")
+    raise ValueError(f"expected a string or a number, got {shown(value)}. Put anything else into metadata.")
 
 
 def a_label(value: Any) -> str | int | float | list[Any] | dict[str, Any]:
-    """A string or a number; a list or an object, for rewards of the user's."""
+    """Accept a string or a number, and for user rewards also a list or an object."""
     return value if type(value) in (list, dict) else a_scalar(value)
 
 
@@ -86,7 +86,7 @@ def a_reward(value: Any) -> float | dict[str, Any]:
 
 
 def a_chat(value: Any) -> str | list[dict[str, Any]]:
-    """A string, or a list of messages that have a role."""
+    """Accept a string, or a list of messages that have a role."""
     if type(value) is str:
         return value
     if type(value) is not list:
@@ -103,7 +103,7 @@ def a_chat(value: Any) -> str | list[dict[str, Any]]:
 def a_status(value: Any) -> Status:
     status = STATUSES.get(value) if type(value) is str else None
     if status is None:
-        raise ValueError(f"{shown(value)} is none of {', '.join(STATUSES)}")
+        raise ValueError(f"{shown(value)} is not one of {', '.join(STATUSES)}")
     return status
 
 
@@ -114,10 +114,10 @@ def texts(value: Any) -> list[str]:
 def token_ids(value: Any) -> list[int]:
     ids: list[int] = _all_of(value, INTEGERS, "token ids")
     try:
-        array("I", ids)  # in range, in one pass
+        array("I", ids)  # checks the range in one pass
     except OverflowError:
         if min(ids) < 0 or max(ids) > LARGEST_ID:
-            raise ValueError(f"{shown(min(ids) if min(ids) < 0 else max(ids))} is no token id") from None
+            raise ValueError(f"{shown(min(ids) if min(ids) < 0 else max(ids))} is not a token id") from None
     return ids
 
 
@@ -129,14 +129,14 @@ def mask_values(value: Any) -> list[int]:
 
 
 def floats(value: Any) -> list[float]:
-    # A sum is finite if all numbers are, unless it overflows; it is six times as fast as a look at each.
+    # If the sum is finite, so is every number. This is six times as fast as checking each one.
     if type(value) is list and FLOATS.issuperset(map(type, value)) and math.isfinite(sum(value)):
         return value
     return [finite(number) for number in _all_of(value, NUMBERS, "numbers")]
 
 
 def float32_numbers(value: Any) -> list[float]:
-    """A list of numbers, each rounded to float32."""
+    """Accept a list of numbers, and round each to float32."""
     are_floats = type(value) is list and FLOATS.issuperset(map(type, value))
     numbers = value if are_floats else floats(value)
     rounded = nearest_float32(numbers)
@@ -180,11 +180,11 @@ def warn_near_miss(record: str, key: str, known_keys: Iterable[str]) -> None:
     _warned.add(name)
     for right in known_keys:
         if one_edit_apart(key, right):
-            logger.warning(f"{name}: unknown key, kept as it is; did you mean {right}?")
+            logger.warning(f"{name}: unknown key, kept unchanged. Did you mean {right}?")
 
 
 def one_edit_apart(a: str, b: str) -> bool:
-    """Whether one insertion, deletion, replacement or swap of neighbours makes `a` into `b`."""
+    """Return whether one insertion, deletion, replacement or swap of adjacent characters turns `a` into `b`."""
     if len(a) > len(b):
         a, b = b, a
     if len(b) - len(a) > 1 or a == b:

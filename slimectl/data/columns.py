@@ -18,11 +18,11 @@ INPUT_KEY, LABEL_KEY, IMAGE_KEY = "prompt", "label", "images"
 ANSWERS = (
     "reward_model.ground_truth", "ground_truth", "answer", "completion", "solution", "response", "output", "target",
 )  # fmt: skip
-"""Columns of answers where there is no label, by priority: what a verifier compares with."""
+"""Answer columns to use if there is no label column, by priority: what a verifier compares with."""
 IMITATED = (
     "completion", "response", "output", "solution", "answer", "target", "ground_truth", "reward_model.ground_truth",
 )  # fmt: skip
-"""The same columns by the priority of a demonstration: the whole answer before its result."""
+"""The same columns by priority for a demonstration: the whole answer before its final result."""
 IMAGES = (
     IMAGE_KEY, "image", "image_paths", "image_path", "image_files", "image_file", "image_urls", "image_url",
     "imgs", "img", "img_paths", "img_path", "pictures", "picture",
@@ -34,18 +34,18 @@ QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 SYSTEM = ("system", "system_prompt")
 """Columns of system messages, by priority."""
 GSM8K = "####"
-"""Mark between the steps of an answer and its number, as GSM8K has it."""
+"""Marker between the reasoning steps and the final number of an answer in GSM8K."""
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
     "assistant": "assistant", "model": "assistant", "function_call": "assistant", "tool_call": "assistant",
     "system": "system", "developer": "developer", "tool": "tool", "observation": "tool", "function_response": "tool",
     "tool_response": "tool",
 }  # fmt: skip
-"""ShareGPT's speakers, and the roles of chat templates."""
+"""Chat-template role of each ShareGPT speaker."""
 SPEAKERS = ("human", "gpt", "chatgpt")
-"""ShareGPT's speakers that are no role of any chat template."""
+"""ShareGPT speakers that are not roles of any chat template."""
 CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*"(role|content|from|value)"\s*:""")
-"""Beginning of a chat that is JSON text."""
+"""Start of a chat stored as JSON text."""
 CALLERS = ("function_call", "tool_call")
 """ShareGPT's speakers whose text is tool calls as JSON."""
 
@@ -54,7 +54,7 @@ _announced: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class Keys:
-    """Column names of a row; a dotted name is a path into objects: `reward_model.ground_truth`."""
+    """Column names of a row. A dotted name is a path into objects: `reward_model.ground_truth`."""
 
     input: str
     label: str
@@ -65,7 +65,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Columns:
-    """Prompt and label of one row; `names` are the columns that its samples need not keep besides."""
+    """Prompt and label of one row. `names` are the columns used for them, which its samples need not keep."""
 
     text: Any
     label: Any
@@ -79,7 +79,7 @@ def has_column(row: Mapping[str, Any], key: str) -> bool:
 
 
 def column(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, or at a dotted path; None if there is none.
+    """Return the value of a column or of a dotted path, or None if there is none.
 
     >>> column({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth"), column({"a.b": 1}, "a.b")
     ('4', 1)
@@ -91,10 +91,10 @@ def column(row: Mapping[str, Any], key: str) -> Any:
 
 
 def read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstration: bool) -> Columns:
-    """Return prompt and label of a row: of the columns that `keys` name, or of a known format.
+    """Return prompt and label of a row, from the columns in `keys` or from a known format.
 
-    In a `demonstration` a chat stays whole; otherwise its last turn of the assistant is the label. Raises RecordError
-    if a column that the settings name is missing, or the format is none that is known.
+    In a `demonstration` a chat stays whole. Otherwise its last assistant turn is the label. Raises RecordError if a
+    column given in the settings is missing, or if the format is unknown.
     """
     columns = _read_columns(row, keys, location, demonstration=demonstration)
     return with_context(row, columns, location)
@@ -113,13 +113,13 @@ def with_context(row: Mapping[str, Any], columns: Columns, location: str) -> Col
         return columns
     later = [*(history[:1] if system else ()), *chat[:1]]
     if any(isinstance(message, dict) and message.get("role") == "system" for message in later):
-        raise RecordError(f"{location}: {names[0]}: the chat begins with a system message, too; drop one of them")
+        raise RecordError(f"{location}: {names[0]}: the chat also begins with a system message. Remove one of them.")
     _announce(location, f"the prompt begins with {' and '.join(names)}", "rollout.input_key")
     return Columns([*system, *history, *chat], columns.label, (*columns.names, *names))
 
 
 def _history(value: Any, location: str) -> Chat:
-    """Return the turns before a prompt: pairs of a question and its answer, or messages; none for other values.
+    """Return the turns before a prompt: pairs of question and answer, or messages. Other values give none.
 
     Raises RecordError for pairs and objects that are neither.
     """
@@ -131,7 +131,9 @@ def _history(value: Any, location: str) -> Chat:
         return [{"role": role, "content": text} for pair in value for role, text in zip(roles, pair, strict=True)]
     if all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in value):
         return _checked_chat(value, location)
-    raise RecordError(f"{location}: expected pairs [question, answer] or messages; rename the column if it is neither")
+    raise RecordError(
+        f"{location}: expected pairs [question, answer] or messages. If the column holds neither, rename it."
+    )
 
 
 def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstration: bool) -> Columns:
@@ -155,20 +157,21 @@ def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstr
 
 
 def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
-    """Return the name of the column with the images: the settings' `key`, or the first of `IMAGES` that has some.
+    """Return the name of the image column: `key` from the settings, or the first of `IMAGES` that has some.
 
     Raises RecordError for columns that are not read: videos, audio, and images in several columns.
     """
     filled = [str(name) for name, value in row.items() if value not in (None, "", [], {}, ())]
     if others := unread_media(row, key):
         raise RecordError(
-            f"{location}: {others[0]}: only images are read. Give frames of a video as images, or remove the row or "
+            f"{location}: {others[0]}: only images are supported. Give the frames of a video as images, or remove the "
+            f"row or "
             f"the column."
         )
     if key != IMAGE_KEY or key in filled:
         return key
     if numbered := sorted(filter(NUMBERED_IMAGE.fullmatch, filled)):
-        raise RecordError(f"{location}: {', '.join(numbered)}: put the images of a row into one list, {key}")
+        raise RecordError(f"{location}: {', '.join(numbered)}: put the images of a row into one list, {key}.")
     name = next((name for name in IMAGES if name in filled), key)
     if name != key:
         _announce(location, f"the images are taken from {name}", "rollout.image_key")
@@ -182,20 +185,20 @@ def unread_media(row: Mapping[str, Any], key: str) -> list[str]:
 
 
 def warn_of_media(row: Mapping[str, Any], key: str, location: str) -> None:
-    """Log once for each source that a text model gets no videos and audio of its rows."""
+    """Log once for each source that a text model does not get the videos and audio of its rows."""
     for name in unread_media(row, key):
         if source := _first_time(location, name):
-            logger.warning(f"{source}: {name}: is not read. The model sees only the text of the prompt.")
+            logger.warning(f"{source}: {name}: is ignored. The model sees only the text of the prompt.")
 
 
 def chat_column(row: Mapping[str, Any]) -> str | None:
-    """Return the name of the column that has a whole chat in the published formats; None if there is none."""
+    """Return the name of the column that holds a whole chat in a published format, or None."""
     names = ("messages", "conversations", "conversation")
     return next((name for name in names if isinstance(_parsed_chat(row.get(name)), list)), None)
 
 
 def _parsed_chat(value: Any) -> Any:
-    """Return a chat that a table has as JSON text, and any other value as it is."""
+    """Parse a chat that a table stores as JSON text, and return any other value unchanged."""
     if not isinstance(value, str) or not CHAT_TEXT.match(value):
         return value
     chat = from_json(value)
@@ -203,9 +206,9 @@ def _parsed_chat(value: Any) -> Any:
 
 
 def as_messages(value: Any, location: str) -> Any:
-    """Return a chat, one message, a chat as JSON text, or ShareGPT's as a list of messages; any other value as it is.
+    """Return a chat, one message, a chat as JSON text, or a ShareGPT chat as a list of messages.
 
-    Raises RecordError for an unknown speaker.
+    Any other value is returned unchanged. Raises RecordError for an unknown speaker.
     """
     value = _parsed_chat(value)
     messages = [value] if isinstance(value, dict) and value.keys() & {"role", "from"} else value
@@ -230,13 +233,13 @@ def _checked_chat(value: Any, location: str) -> Chat:
 
 
 def missing_column(location: str, key: str, row: Mapping[str, Any], setting: str, flag: str) -> RecordError:
-    """Return the error for a row without a column, naming those that are there."""
+    """Return the error for a missing column, with a list of the row's columns."""
     names = ", ".join(_paths(row)) or "none"
-    return RecordError(f"{location}: no key {key!r}; its keys are {names}: name one by {flag} or {setting}")
+    return RecordError(f"{location}: no key {key!r}. Its keys are {names}. Choose one with {flag} or {setting}.")
 
 
 def _paths(row: Mapping[str, Any]) -> list[str]:
-    """Names of a row's columns; of an object those of its entries."""
+    """Return the names of a row's columns. For an object, return the dotted names of its entries."""
     return [
         path
         for name, value in row.items()
@@ -245,7 +248,7 @@ def _paths(row: Mapping[str, Any]) -> list[str]:
 
 
 def _label_key(row: Mapping[str, Any], keys: Keys, location: str, answers: Sequence[str]) -> str | None:
-    """Name of the column with the label: the settings', or the first of `answers` that the row has."""
+    """Return the name of the label column: from the settings, or the first of `answers` that the row has."""
     if has_column(row, keys.label):
         return keys.label
     if keys.label != LABEL_KEY:
@@ -261,7 +264,7 @@ def _question(
         more = row["input"]
         text, names = f"{text}\n\n{text_of_label(more)}" if more else text, [name, "input"]
     if name == "text" and label_key is None and demonstration:
-        _announce(location, "all of text is imitated", "rollout.input_key")
+        _announce(location, "the whole column text is trained on", "rollout.input_key")
         return Columns("", text, (name,))
     label, part = column(row, label_key) if label_key else None, ""
     if label_key == "answer" and isinstance(label, str) and GSM8K in label and not demonstration:
@@ -275,18 +278,18 @@ def _question(
 def _chat(row: Mapping[str, Any], name: str, label_key: str | None, location: str, demonstration: bool) -> Columns:
     chat = _checked_chat(row[name], f"{location}: {name}")
     if demonstration and chat and chat[-1]["role"] == "assistant":
-        untaught = "" if label_key is None else f", and {label_key} is not"
-        _announce(location, f"the turns of the assistant in {name} are imitated{untaught}", "rollout.input_key")
+        unused = "" if label_key is None else f", and {label_key} is not"
+        _announce(location, f"the assistant turns in {name} are trained on{unused}", "rollout.input_key")
         return Columns(chat, None, (name,))
     prompt, answer = _without_answer(chat)
     label, source = (answer, "its last turn") if label_key is None else (column(row, label_key), label_key)
-    words = f", the label from {source}" if label is not None else ", and there is no label"
-    _announce(location, f"the prompt is taken from {name}{words}", "rollout.input_key and rollout.label_key")
+    used = f", the label from {source}" if label is not None else ", and there is no label"
+    _announce(location, f"the prompt is taken from {name}{used}", "rollout.input_key and rollout.label_key")
     return Columns(prompt, label, (name, LABEL_KEY))
 
 
 def _completed(row: Mapping[str, Any], text: Any, location: str, demonstration: bool) -> Columns:
-    """Prompt and completion of one row, strings or chats."""
+    """Return prompt and completion of one row, strings or chats."""
     completion, names = as_messages(row["completion"], f"{location}: completion"), (INPUT_KEY, "completion")
     _announce(location, "the label is taken from completion", "rollout.label_key")
     if not isinstance(completion, list):
@@ -308,13 +311,13 @@ def _without_answer(chat: Chat) -> tuple[Chat, str | None]:
 
 
 def _message(message: Any, location: str) -> Any:
-    """Return one of ShareGPT's messages {from, value} as {role, content}. Raises RecordError."""
+    """Return a ShareGPT message {from, value} as {role, content}. Raises RecordError."""
     speaker = message.get("from", message.get("role")) if isinstance(message, dict) else None
     if speaker is None:
         return message
     role = ROLES.get(str(speaker).lower())
     if role is None:
-        raise RecordError(f"{location}: unknown speaker {speaker!r}; known are {', '.join(ROLES)}")
+        raise RecordError(f"{location}: unknown speaker {speaker!r}. Known speakers: {', '.join(ROLES)}.")
     content = message.get("value", message.get("content"))
     more = {key: value for key, value in message.items() if key not in ("from", "role", "value", "content")}
     if str(speaker).lower() in CALLERS:
@@ -323,7 +326,7 @@ def _message(message: Any, location: str) -> Any:
 
 
 def _calls(value: Any, location: str) -> list[dict[str, Any]]:
-    """Return the calls that a ShareGPT message has as JSON: an object with name and arguments, or a list of them."""
+    """Return the calls in the JSON of a ShareGPT message: an object with name and arguments, or a list of them."""
     calls = from_json(value)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -331,16 +334,16 @@ def _calls(value: Any, location: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _announce(location: str, words: str, settings: str) -> None:
+def _announce(location: str, message: str, settings: str) -> None:
     """Log once for each source how its columns are used."""
-    if source := _first_time(location, words):
-        logger.info(f"{source}: {words}. Set {settings} to use other columns.")
+    if source := _first_time(location, message):
+        logger.info(f"{source}: {message}. Set {settings} to use other columns.")
 
 
-def _first_time(location: str, words: str) -> str | None:
-    """Return the source of a location the first time that these words are about it, otherwise None."""
+def _first_time(location: str, message: str) -> str | None:
+    """Return the source of a location the first time that it gets this message, otherwise None."""
     source = re.sub(r"(:\d+|\[\d+\])$", "", location)
-    if (source, words) in _announced:
+    if (source, message) in _announced:
         return None
-    _announced.add((source, words))
+    _announced.add((source, message))
     return source

@@ -1,7 +1,7 @@
 """Filter expressions over records, such as `reward < 0.5 and metadata.level == "hard"`.
 
-The syntax is that of Python's comparisons, restricted to what cannot call anything: names and dotted names of a
-record's fields, constants, lists of constants, `and`, `or`, `not`, comparisons, `in` and `+ - * /`.
+The syntax is a subset of Python expressions that cannot call anything: names and dotted names of a record's fields,
+constants, lists of constants, `and`, `or`, `not`, comparisons, `in` and `+ - * /`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from slimectl.errors import SettingsError
 
 MAX_LENGTH = 1000
-"""Longest accepted expression in characters; nesting is bounded by it."""
+"""Longest accepted expression in characters. It also limits nesting."""
 
 COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -35,30 +35,30 @@ class FilterExpression:
     >>> FilterExpression("reward >= 0.5 and 'cat' in response").matches({"reward": 1.0, "response": "a cat"})
     True
 
-    A field that a record lacks is None; a comparison that its values do not allow is false. Raises SettingsError for
-    text that is no such expression.
+    A field that a record lacks is None. A comparison of values that cannot be compared is false. Raises SettingsError
+    for an invalid expression.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         if len(text) > MAX_LENGTH:
-            raise SettingsError(f"filter: {len(text)} characters are too many; give at most {MAX_LENGTH}")
+            raise SettingsError(f"filter: {len(text)} characters are too many. The limit is {MAX_LENGTH}.")
         try:
             self._tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise SettingsError(
-                f"filter: {text!r} cannot be read; write e.g. reward < 0.5 and 'x' in response"
+                f"filter: {text!r} is not a valid expression. Example: reward < 0.5 and 'x' in response"
             ) from None
         self._check(self._tree)
         self.names = frozenset(name for node in ast.walk(self._tree) if (name := _field_name(node)) is not None)
         """Dotted names of the fields that the expression reads."""
 
     def matches(self, record: Mapping[str, Any], known: Mapping[str, Any] = MappingProxyType({})) -> bool:
-        """Return whether the record meets the condition; `known` has values of names that count before the record's."""
+        """Return whether the record meets the condition. Values in `known` override those of the record."""
         return bool(self._evaluate(self._tree, lambda name: known[name] if name in known else field_of(record, name)))
 
     def _check(self, node: ast.AST) -> None:
-        """Raise SettingsError for a part of the expression outside the syntax."""
+        """Raise SettingsError for a part of the expression that the syntax does not allow."""
         match node:
             case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
                 children: list[ast.AST] = list(parts)
@@ -75,7 +75,8 @@ class FilterExpression:
             case _:
                 part = ast.unparse(node)[:60]
                 raise SettingsError(
-                    f"filter: {part!r} is not part of a filter; compare fields: reward < 0.5 and 'x' in response"
+                    f"filter: {part!r} is not allowed in a filter. Compare fields, as in: reward < 0.5 and 'x' in "
+                    f"response"
                 )
         for child in children:
             self._check(child)
@@ -105,7 +106,7 @@ class FilterExpression:
 
 
 def _field_name(node: ast.AST) -> str | None:
-    """Return the dotted name that a node stands for; None if it is no name."""
+    """Return the dotted name of a node, or None if it is not a name."""
     match node:
         case ast.Name(id=name):
             return name
@@ -116,7 +117,7 @@ def _field_name(node: ast.AST) -> str | None:
 
 
 def field_of(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value under a dotted name; None if the record has none."""
+    """Return the value under a dotted name, or None if the record has none."""
     return reduce(lambda value, key: value.get(key) if isinstance(value, Mapping) else None, name.split("."), record)  # type: ignore[arg-type, return-value]
 
 
@@ -129,7 +130,7 @@ def _apply(function: Callable[..., Any], *values: Any) -> Any:
 
 
 def _compare(op: ast.cmpop, left: Any, right: Any) -> bool:
-    """Compare two values; texts are searched for in any value by its text."""
+    """Compare two values. `in` searches for a string in the text of any value."""
     try:
         if isinstance(op, ast.In | ast.NotIn):
             contains = left in right if isinstance(right, list | dict | str) else False

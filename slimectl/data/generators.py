@@ -1,4 +1,4 @@
-"""Generated prompts: reasoning_gym tasks, and user functions by their path."""
+"""Generated prompts: reasoning_gym tasks, and user functions by path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END = object()
 
 
 def generated(source: str, module: str, name: str, query: str) -> Table:
-    """Rows of `reasoning_gym:TASK?…`, or of the sequence or iterator that `module:function?…` returns.
+    """Return the rows of `reasoning_gym:TASK?…`, or of the sequence or iterator that `module:function?…` returns.
 
     Query values are parsed as JSON if possible, else kept as text. Raises SettingsError, HookError.
     """
@@ -45,7 +45,7 @@ def _reasoning_gym(task: str, arguments: dict[str, Any]) -> Table:
         wanted_by = f"reasoning_gym:{task}"
         raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by=wanted_by) from None
     try:
-        # The default seed of the library is random, and a resumed run needs the same prompts.
+        # The library's default seed is random, but a resumed run needs the same prompts.
         dataset = reasoning_gym.create_dataset(task, **{"seed": 0, **arguments})
     except Exception as error:
         raise SettingsError(f"reasoning_gym:{task}: {error}") from error
@@ -79,7 +79,7 @@ def _check_arguments(source: str, function: Callable[..., Any], arguments: dict[
 
 def _called(source: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Table:
     def call() -> Any:
-        with suppress(ValueError):  # a builtin function does not show its parameters
+        with suppress(ValueError):  # a builtin function has no readable signature
             _check_arguments(source, function, arguments)
         with converted(source):
             return function(**arguments)

@@ -1,4 +1,4 @@
-"""Numbers the groups of joined rollouts through, so that samples of different prompts never share a group."""
+"""Numbers the groups of joined rollouts consecutively, so that samples of different prompts never share a group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimectl.types import Chat, Sample
 
 REMEDY = "Join rollouts end to end (slimectl score FILE FILE), or give each prompt's samples their own group_index."
 SHOWN_PROMPT = 40
-"""Characters of a prompt that an error shows."""
+"""Number of characters of a prompt that an error shows."""
 
 
 @dataclass(slots=True)
@@ -29,11 +29,11 @@ class _Group:
 
 
 class GroupNumbers:
-    """Shifts the numbers of a rollout's samples past those of the rollouts before it in the same input.
+    """Shifts the group numbers of a rollout's samples past the numbers of earlier rollouts in the same input.
 
-    Two rollouts of different files both start at group 0. Where the numbers start again, the rollouts are told apart
-    by their prompts and by the `index` (or `rollout_id`) of their samples. Later samples are shifted past the largest
-    number so far. `report` gets one message, at the first of these places.
+    Rollouts in different files both start at group 0. Where the numbers restart, rollouts are distinguished by their
+    prompts and by the `index` (or `rollout_id`) of their samples. Later samples are shifted past the largest number so
+    far. `report` gets one message, the first time that this happens.
 
     It needs about 300 bytes per group. Samples of one rollout keep their numbers, in any order.
     """
@@ -50,7 +50,8 @@ class GroupNumbers:
     def renumber(self, sample: Sample, location: str) -> None:
         """Give a sample the numbers that it has in the joined input.
 
-        Raises RecordError if its group has another prompt, or if its rollouts are mixed rather than joined end to end.
+        Raises RecordError if its group has another prompt, or if the rollouts are interleaved instead of joined end to
+        end.
         """
         number = sample.group_index
         execution = sample.index if sample.rollout_id is None else sample.rollout_id
@@ -69,13 +70,14 @@ class GroupNumbers:
         if group is not None:
             is_repeated = group.has(execution)
             differs = prompt != group.prompt
-            is_foreign = differs and sample.rollout_id is None  # parts of an execution may have prompts of their own
+            is_foreign = differs and sample.rollout_id is None  # parts of an execution may have different prompts
             if self._last == (number, execution) and not is_foreign:
                 return
             if is_repeated and not differs and number == self._last[0]:
                 name = "index" if sample.rollout_id is None else "rollout_id"
                 raise RecordError(
-                    f"{location}: {name} {execution} comes twice in group {number}, with others between. Number the "
+                    f"{location}: {name} {execution} occurs twice in group {number}, with others in between. Number "
+                    f"the "
                     f"samples of a group, and keep the parts of one execution together."
                 )
             if is_repeated or (is_foreign and number < self._last[0]):
@@ -90,15 +92,15 @@ class GroupNumbers:
             earlier = self._joined.get((number, prompt))
             if earlier is not None and not earlier.has(execution):
                 raise RecordError(
-                    f"{location}: group {number} starts in {earlier.location}, and samples of other rollouts lie "
-                    f"between. {REMEDY}"
+                    f"{location}: group {number} starts in {earlier.location}, but samples of other rollouts come "
+                    f"in between. {REMEDY}"
                 )
             group = self._groups[number] = _Group(prompt, b"", location)
         group.executions += array("q", [execution]).tobytes()
 
     def _start_rollout(self, location: str) -> None:
         if not self._shift:
-            self._report(f"{location}: group numbers start again. From here on, they are shifted by {self._end}.")
+            self._report(f"{location}: group numbers restart. From here on, they are shifted by {self._end}.")
         self._joined |= {(number, group.prompt): group for number, group in self._groups.items()}
         self._groups = {}
         self._shift = self._end

@@ -1,4 +1,4 @@
-"""Text of an answer that is still being sampled, as far as later tokens cannot change it."""
+"""Decodes a response while it is sampled, up to the text that later tokens cannot change."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from functools import partial
 from typing import Any
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character, or not yet one."""
+"""Output of decoders for bytes that do not, or not yet, form a character."""
 
 
 class GrowingText:
-    """Decodes the tokens of one answer as they come; the text of more tokens only adds to it.
+    """Decodes the tokens of one response as they arrive. More tokens only ever add to the text.
 
-    Decodes a window only: the tokens not yet in the text, after those of the piece before them, because a decoder may
-    treat the first token of a string differently. `backend` is the tokenizer of the library tokenizers.
+    Only a window is decoded: the tokens not yet in the text, preceded by the previous piece, because a decoder may
+    treat the first token of a string differently. `backend` is a tokenizer of the tokenizers library.
     """
 
     def __init__(self, backend: Any, *, keep_special: bool = False) -> None:
         self._decode: Callable[[list[int]], str] = partial(backend.decode, skip_special_tokens=not keep_special)
         decoder = backend.decoder.__getstate__().decode() if backend.decoder is not None else ""
-        # Such decoders judge a run of byte tokens as a whole: a last broken byte takes back the characters before it.
+        # Such decoders treat a run of byte tokens as a whole: an invalid last byte also removes the characters before
+        # it.
         self._token_text = backend.id_to_token if '"ByteFallback"' in decoder else None
         self._window = 0
         """First token of the window."""
@@ -31,7 +32,7 @@ class GrowingText:
         self._text = ""
 
     def read(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, which begin with those of the call before."""
+        """Return the text of `tokens`, which must begin with the tokens of the previous call."""
         if len(tokens) <= self._consumed:
             return self._text
         text = self._decode(list(tokens[self._window :]))
@@ -39,10 +40,10 @@ class GrowingText:
         if self._is_byte(tokens[-1]):
             return self._text
         if text.endswith(UNFINISHED):
-            # Only the last character may be the beginning of one: those before it are followed by what broke them.
+            # Only the last character can still be incomplete: the bytes after any earlier one have already broken it.
             return self._text + new[:-1]
         self._text += new
-        # The next window begins with text: the blank of a first piece is dropped, also behind a skipped special token.
+        # Start the next window at text: decoders drop the space of a first piece, even after a skipped special token.
         if newest := self._decode(list(tokens[self._consumed :])):
             self._window, text = self._consumed, newest
         self._consumed, self._window_text = len(tokens), text
@@ -58,7 +59,7 @@ def response_text(
 ) -> str:
     """Return the text of a response.
 
-    With `keep_special` it has special tokens, except the one that `ended` it. `decode` is a tokenizer's.
+    With `keep_special` it includes special tokens, except the one that `ended` it. `decode` is the tokenizer's method.
     """
     if not keep_special:
         return str(decode(tokens, skip_special_tokens=True))
@@ -68,7 +69,7 @@ def response_text(
 
 
 def marked_text(decode: Callable[..., str], tokens: Sequence[int], text: str, stop: Sequence[str]) -> str:
-    """Return a response with special tokens, cut at a stop string if its `text` without them is cut."""
+    """Return a response with special tokens, cut at a stop string if its `text` without them is cut there."""
     marked = str(decode(tokens, skip_special_tokens=False))
     if stop and text != decode(tokens, skip_special_tokens=True):
         marked = min((marked.partition(each)[0] for each in stop), key=len)
@@ -76,7 +77,7 @@ def marked_text(decode: Callable[..., str], tokens: Sequence[int], text: str, st
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return a growing text up to its first stop string, or to the beginning of one at its end.
+    """Return a growing text up to its first stop string, or up to a partial stop string at its end.
 
     >>> before_stop("one two\\nUs", ["\\nUser:"])
     'one two'
@@ -87,5 +88,5 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of `text` with which `stop` begins."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

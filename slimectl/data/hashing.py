@@ -1,4 +1,4 @@
-"""Content hashes of inputs for manifests: files by their bytes, weights by their headers and sizes."""
+"""Content hashes for manifests (files by bytes, weights by headers and sizes), checksums and sample seeds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def content_hash(path: str | Path, *, full: bool = False) -> str:
-    """The SHA-256 of a file's bytes, or of everything in a directory, as 64 hexadecimal digits.
+    """Return the SHA-256 of a file's bytes, or of everything in a directory, as 64 hexadecimal digits.
 
-    In a directory a weight file, and any above BRIEF_BYTES, counts by its size, and a safetensors file also by its
-    header: two steps of one run hash equally there unless `full` reads every byte. A link out of the directory is
-    hashed by its target path. Temporary files (`.tmp-…`) are ignored. Raises SettingsError if `path` does not exist.
+    In a directory, weight files and files above BRIEF_BYTES are hashed by size, and safetensors files also by their
+    header. Two steps of one run therefore have the same hash, unless `full` reads every byte. A link out of the
+    directory is hashed by its target path. Temporary files (`.tmp-…`) are ignored. Raises SettingsError if `path` does
+    not exist.
     """
     path = Path(path)
     if path.is_file():
@@ -42,7 +43,7 @@ def content_hash(path: str | Path, *, full: bool = False) -> str:
 
 
 def _entry_hash(file: Path, *, full: bool) -> str | None:
-    """The hash of one directory entry; None if it is not a file."""
+    """Return the hash of one directory entry, or None if it is not a file."""
     try:
         if leads_out(file):
             return hashlib.sha256(os.fsencode(os.readlink(file))).hexdigest()
@@ -64,13 +65,13 @@ def _weights_hash(file: Path) -> str:
     if file.suffix == ".safetensors":
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
-            # Bounded by the file size: a damaged length must not allocate all memory.
+            # Limited by the file size, so that a damaged length cannot allocate all memory.
             digest.update(stream.read(min(header_bytes, file.stat().st_size, MAX_HEADER_BYTES)))
     return digest.hexdigest()
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """BLAKE2b of dtype, shape and bytes, as 32 hexadecimal digits: equal for the same tensor in any process.
+    """Return the BLAKE2b hash of dtype, shape and bytes, as 32 hexadecimal digits: the same in every process.
 
     Compares bit patterns: -0.0 differs from 0.0, and a NaN equals itself. Weights on a GPU are copied first.
     """
@@ -78,19 +79,19 @@ def tensor_checksum(tensor: Tensor) -> str:
 
     form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n"
     digest = hashlib.blake2b(form.encode(), digest_size=16)
-    # A scalar has no bytes to view; every tensor is read flat.
+    # A scalar cannot be viewed as bytes, so every tensor is flattened first.
     digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 Digest = tuple[str, str]
-"""Name of a hash algorithm, and a digest of it in hexadecimal digits."""
+"""Name of a hash algorithm, and its hexadecimal digest."""
 SHA256, XXH3 = "sha256", "xxh3_128"
-"""Algorithms of manifests. XXH3 finds damage as surely, at 10 GB/s and more; SHA-256, at 2, hinders forgery too."""
+"""Algorithms of manifests. Both detect damage. XXH3 is faster (10 GB/s, not 2), and SHA-256 also resists forgery."""
 
 
 def damage_hash() -> tuple[str, Any]:
-    """Return the name of the fastest installed algorithm that finds damage, and a new hash of it."""
+    """Return the name of the fastest installed algorithm that detects damage, and a new hash object."""
     try:
         return XXH3, new_hash(XXH3)
     except MissingExtraError:
@@ -109,10 +110,10 @@ def new_hash(algorithm: str) -> Any:
 
 
 def sample_seed(run_seed: int, prompt: str, sample_index: int) -> int:
-    """Return a seed in [0, 2^63) for one sample; the same in every process and on every machine.
+    """Return a seed in [0, 2^63) for one sample: the same in every process and on every machine.
 
-    It uses blake2b and not `hash()`, which Python salts anew in each process. Fields are joined by a byte that numbers
-    cannot contain, the prompt last, so no two triples give the same bytes.
+    It uses blake2b, because Python salts `hash()` differently in each process. Fields are joined by a byte that numbers
+    cannot contain, with the prompt last, so no two triples give the same bytes.
     """
     key = b"\0".join([str(run_seed).encode(), str(sample_index).encode(), prompt.encode("utf-8", "surrogatepass")])
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1

@@ -29,23 +29,23 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 64 * 2**20
 """Size limit of an image file: records are untrusted."""
 MAX_PIXELS = 2**26
-"""Limit of width times height, before the model's processor makes the image smaller."""
+"""Limit of width times height, before the model's processor shrinks the image."""
 CACHE_BYTES = 64 * 2**20
-"""Patches that a processor keeps: siblings, and the trainer in the process of the engine, need them again."""
+"""Number of images whose patches a processor caches: sibling samples, and a trainer in the same process, reuse them."""
 PROCESSOR, PROCESSORS = "preprocessor_config.json", "processor_config.json"
-"""Files of a model's image processor: its own, or the one of all its processors, which transformers 5 writes."""
+"""Configuration files of a model's image processor. transformers 5 writes one file for all processors."""
 
 
 def images_of(sample: Sample) -> list[ImageSource]:
-    """Return the images of a sample, in the order of their places in the prompt."""
+    """Return the images of a sample, in prompt order."""
     return list((sample.multimodal_inputs or {}).get("images") or [])
 
 
 def image_source(value: Any, folder: Path) -> ImageSource:
-    """Return an image of a row as records have it: an absolute path, or its bytes in base64.
+    """Return an image of a row in the form of records: an absolute path, or its bytes in base64.
 
-    A row has a path (relative to `folder`), a data: URL, an object with `path` or `bytes` (base64, or raw from a
-    table), or raw bytes. Raises ValueError for anything else, including other URLs: nothing is fetched.
+    A row may hold a path (relative to `folder`), a data: URL, an object with `path` or `bytes` (base64, or raw from a
+    table), or raw bytes. Raises ValueError for anything else, including other URLs, which are not downloaded.
     """
     if isinstance(value, bytes):
         value = {"bytes": value}
@@ -53,26 +53,26 @@ def image_source(value: Any, folder: Path) -> ImageSource:
         data = value["bytes"]
         text = base64.b64encode(data).decode() if isinstance(data, bytes) else data
         if not isinstance(text, str):
-            raise ValueError("the bytes of an image are text in base64")
+            raise ValueError("the bytes of an image must be base64 text")
         return {"bytes": text}
     if isinstance(value, Mapping):
         value = value.get("path", value.get("url"))
     if not isinstance(value, str) or not value:
-        raise ValueError('an image is a path, or an object with "path" or "bytes"')
+        raise ValueError('an image must be a path, or an object with "path" or "bytes"')
     if value.startswith("data:"):
         header, comma, text = value.partition(",")
         if not comma or not header.endswith(";base64"):
-            raise ValueError("a data: address of an image holds base64")
+            raise ValueError("a data: URL of an image must hold base64")
         return {"bytes": text}
     if value.startswith("file://"):
         value = value.removeprefix("file://")
     if "://" in value:
-        raise ValueError(f"{value[:60]} is an address, and images are not fetched; download it and give its path")
+        raise ValueError(f"{value[:60]} is a URL, and images are not downloaded. Download it and give its path.")
     return str((folder / value).absolute())
 
 
 def read_image(source: ImageSource, *, folders: Sequence[Path] | None = None) -> bytes:
-    """Return the bytes of an image; with `folders`, of a file only if it lies below one of them, links followed.
+    """Return the bytes of an image. With `folders`, a file must be below one of them, after resolving links.
 
     Devices and pipes are not opened. Raises RecordError.
     """
@@ -81,26 +81,28 @@ def read_image(source: ImageSource, *, folders: Sequence[Path] | None = None) ->
     try:
         return base64.b64decode(source["bytes"], validate=True)
     except (binascii.Error, ValueError):
-        raise RecordError("image: its bytes are not base64; encode the file anew") from None
+        raise RecordError("image: its bytes are not base64. Encode the file again.") from None
 
 
 def _file_bytes(name: str, folders: Sequence[Path] | None) -> bytes:
     try:
         path = Path(name).resolve()
         if folders is not None and not any(path.is_relative_to(folder.resolve()) for folder in folders):
-            raise RecordError(f"{name}: lies outside of the folders of these samples and their data; copy it into one")
+            raise RecordError(
+                f"{name}: is outside the folders of these samples and their data. Copy it into one of them."
+            )
         with regular_file(path) as file:
             data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path, a link to itself
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path, or a link to itself
         raise RecordError(f"{name}: the image cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_BYTES:
-        raise RecordError(f"{name}: an image of more than {MAX_BYTES // 2**20} MiB; make it smaller")
+        raise RecordError(f"{name}: the image is larger than {MAX_BYTES // 2**20} MiB. Make it smaller.")
     return data
 
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """An image as a vision tower reads it: patches [P, W] in float32 and their grid; `key` stands for the content."""
+    """An image as input of a vision tower: patches [P, W] in float32 and their grid. `key` identifies the content."""
 
     pixels_PW: np.ndarray
     grid: Grid
@@ -108,18 +110,18 @@ class Patches:
 
 
 class ImageProcessor:
-    """The image processor of one model; it keeps what it processed last."""
+    """The image processor of one model, with a cache of recently processed images."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError for a model that reads no images, MissingExtraError without Pillow."""
         config = read_json(folder / "config.json", max_bytes=MAX_CONFIG_BYTES)
         if config.get("model_type") not in MODEL_TYPES:
             raise CheckpointError(
-                f"{folder}: model_type {config.get('model_type')!r} reads no images here; give a model of"
-                f" {', '.join(MODEL_TYPES)}, or prompts without images"
+                f"{folder}: model_type {config.get('model_type')!r} does not support images here. Use a model of type"
+                f" {', '.join(MODEL_TYPES)}, or prompts without images."
             )
         if not any((folder / name).is_file() for name in (PROCESSOR, PROCESSORS)):
-            raise CheckpointError(f"{folder}: no {PROCESSOR}; copy it from the model's original checkpoint")
+            raise CheckpointError(f"{folder}: no {PROCESSOR}. Copy it from the model's original checkpoint.")
         _pillow()
         from transformers import AutoConfig
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
@@ -130,21 +132,21 @@ class ImageProcessor:
             tokens = ImageTokens.of(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
         except Exception as error:
             reason = f"cannot be used ({first_line(error):.200})"
-            raise CheckpointError(f"{folder / PROCESSOR}: {reason}; copy it again") from error
+            raise CheckpointError(f"{folder / PROCESSOR}: {reason}. Copy it again.") from error
         assert tokens is not None
         self.tokens = tokens
         self._cache: OrderedDict[bytes, Patches] = OrderedDict()
         self._cached_bytes = 0
 
     def grid(self, source: ImageSource) -> Grid:
-        """Return the grid of an image from its header alone. Raises RecordError."""
+        """Return the grid of an image, reading only its header. Raises RecordError."""
         image = _open(read_image(source), source)
         width, height = image.size
         try:
-            orientation = image.getexif().get(0x0112, 1)  # a PNG may have it behind its pixels, which are decoded then
+            orientation = image.getexif().get(0x0112, 1)  # a PNG may have it after its pixels, which are then decoded
         except Exception as error:
             raise _undecodable(source, error) from None
-        if orientation >= 5:  # a camera held upright: the picture is turned when it is decoded
+        if orientation >= 5:  # rotated by 90 degrees: the image is turned when it is decoded
             width, height = height, width
         patch, merge, size = self._processor.patch_size, self.tokens.merge, self._processor.size
         try:
@@ -175,16 +177,16 @@ class ImageProcessor:
         return patches
 
     def repeats(self, tokens: Sequence[int], images: Sequence[ImageSource]) -> list[int]:
-        """Return how often each token of a rendered prompt stands in the model's input: a placeholder, once for every
-        token of its image.
+        """Return how often each token of a rendered prompt occurs in the model's input.
 
-        Raises RecordError if places and images differ in number.
+        A placeholder is repeated for every token of its image. Raises RecordError if the numbers of placeholders and
+        images differ.
         """
         places = [i for i, token in enumerate(tokens) if token == self.tokens.token]
         if len(places) != len(images):
             raise RecordError(
-                f"prompt: {len(images)} images, and the chat template has places for {len(places)}; give one part of"
-                ' type "image" for each'
+                f"prompt: {len(images)} images, but the chat template has places for {len(places)}. Give one part of"
+                ' type "image" for each.'
             )
         counts = [1] * len(tokens)
         for place, source in zip(places, images, strict=True):
@@ -200,7 +202,7 @@ class ImageProcessor:
 
 
 def thumbnail(source: ImageSource, *, side: int = 256, folders: Sequence[Path] | None = None) -> bytes:
-    """Return an image as a PNG of at most `side` pixels a side; `folders` are those of `read_image`.
+    """Return an image as a PNG of at most `side` pixels per side. `folders` is as in `read_image`.
 
     Raises RecordError, MissingExtraError.
     """
@@ -220,14 +222,14 @@ def _pillow() -> Any:
 
 
 def _open(data: bytes, source: ImageSource) -> Any:
-    """Open an image, whose pixels are not decoded yet."""
+    """Open an image without decoding its pixels."""
     library = _pillow()
     try:
         image = library.Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception:
-        raise RecordError(f"{_name(source)}: is no image of {', '.join(FORMATS)}; convert it") from None
+        raise RecordError(f"{_name(source)}: is not a {', '.join(FORMATS)} image. Convert it.") from None
     if image.width * image.height > MAX_PIXELS:
-        raise RecordError(f"{_name(source)}: {image.width} x {image.height} pixels are too many; make it smaller")
+        raise RecordError(f"{_name(source)}: {image.width} x {image.height} pixels are too many. Make it smaller.")
     return image
 
 
@@ -253,9 +255,9 @@ def _scale_transparent_level(image: Any, *, depth: int) -> None:
 
 
 def _on_white(image: Any) -> Any:
-    """Return an image in 8-bit RGB, with transparent pixels on white like the processors of Qwen's models."""
+    """Return an image in 8-bit RGB, with transparent pixels on white as in Qwen's processors."""
     library = _pillow()
-    if image.mode.startswith("I"):  # 16-bit grey: convert() would make all levels above 255 white
+    if image.mode.startswith("I"):  # 16-bit gray: convert() would turn all levels above 255 white
         import numpy as np
 
         levels_HW = np.asarray(image).clip(0, 65535)
@@ -281,13 +283,15 @@ def _name(source: ImageSource) -> str:
 
 @functools.lru_cache(maxsize=4)
 def processor_of(folder: str) -> ImageProcessor:
-    """Return the image processor of a model directory, shared by all that read it in this process."""
+    """Return the image processor of a model directory, shared within this process."""
     return ImageProcessor(Path(folder))
 
 
 def tokenizer_processor(tokenizer: Any) -> ImageProcessor:
-    """Return the image processor beside a tokenizer. Raises SettingsError for one that was not read from a model."""
+    """Return the image processor in a tokenizer's folder. Raises SettingsError if that is not a model folder."""
     folder = str(getattr(tokenizer, "name_or_path", ""))
     if not (Path(folder) / "config.json").is_file():
-        raise SettingsError("model.path: its tokenizer is of no model directory, so that its images cannot be read")
+        raise SettingsError(
+            "model.path: its tokenizer was not loaded from a model directory, so images cannot be processed"
+        )
     return processor_of(folder)

@@ -1,4 +1,4 @@
-"""Byte input and output by path: plain, .gz, .zst, stdin and stdout; output files appear only once complete."""
+"""Byte input and output by path: plain, .gz, .zst, stdin and stdout. Output files appear only once complete."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ UTF8_BOM = b"\xef\xbb\xbf"
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 OTHER_FORMATS = {
-    b"PAR1": "a Parquet file. Prompts are read from FILE.parquet, samples only from JSON Lines",
-    b"ARROW1": "an Arrow file. Prompts are read from FILE.arrow, samples only from JSON Lines",
+    b"PAR1": "a Parquet file. Prompts can be read from FILE.parquet, but samples only from JSON Lines",
+    b"ARROW1": "an Arrow file. Prompts can be read from FILE.arrow, but samples only from JSON Lines",
     b"BZh": "compressed by bzip2. Decompress it: bzip2 -dc",
     b"\xfd7zXZ": "compressed by xz. Decompress it: xz -dc",
     b"PK\x03\x04": "a zip archive. Unpack it: unzip -p",
 }
-"""What input in another format is, and what to do with it, by its first bytes."""
+"""Name and remedy of unsupported input formats, by first bytes."""
 
 
 def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, line with its end) of a file or stdin.
+    """Yield (line number, line with its line ending) of a file or stdin.
 
     Gzip and zstd are recognized by their first bytes. Raises RecordError for other formats and damaged data,
     SettingsError for a missing file.
@@ -49,12 +49,12 @@ def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(_lines(file, name), start=1):
                 yield number, line.removeprefix(UTF8_BOM) if number == 1 else line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise RecordError(f"{name}:{number + 1}: damaged or cut off ({error}); write or fetch it again") from None
+        raise RecordError(f"{name}:{number + 1}: damaged or truncated ({error}). Write or download it again.") from None
     except FileNotFoundError:
         raise missing_file(name) from None
     except OSError as error:
         reason = "is closed" if error.errno == errno.EBADF else f"cannot be read: {error.strerror or error}"
-        raise RecordError(f"{name}: {reason}; give a file, or a pipe that is open") from error
+        raise RecordError(f"{name}: {reason}. Give a file or an open pipe.") from error
 
 
 def missing_file(name: str) -> SettingsError:
@@ -70,7 +70,7 @@ def _open_input(path: str | Path) -> Any:
 
 
 def _lines(file: Any, name: str) -> Iterator[bytes]:
-    """Return the lines of a file, decompressed if its suffix or its first bytes say so."""
+    """Return the lines of a file. Decompress it if its suffix or its first bytes are those of a compressed file."""
     start = first_bytes(file)
     if start.startswith(GZIP) or name.lower().endswith(".gz"):
         return iter(gzip.GzipFile(fileobj=file))
@@ -82,7 +82,7 @@ def _lines(file: Any, name: str) -> Iterator[bytes]:
 
 
 def first_bytes(file: Any) -> bytes:
-    """Return the next bytes of a buffered file without reading past them; empty where it cannot look ahead."""
+    """Return the next bytes of a buffered file without consuming them, or b"" if it cannot look ahead."""
     return bytes(file.peek(8)[:8]) if hasattr(file, "peek") else b""
 
 
@@ -98,7 +98,7 @@ SLICE = re.compile(r"(?P<path>.+)@\[(?P<a>-?\d*):(?P<b>-?\d*)\]")
 
 
 def split_slice(source: str) -> tuple[str, slice | None]:
-    """Return the path and the slice of `path@[a:b]`; no slice for other sources and for a file of that name.
+    """Return the path and the slice of `path@[a:b]`. The slice is None for other sources and for a file of that name.
 
     >>> split_slice("scored.jsonl@[8:]"), split_slice("scored.jsonl")
     (('scored.jsonl', slice(8, None, None)), ('scored.jsonl', None))
@@ -135,7 +135,7 @@ def readable(path: str | Path) -> str | Path:
 
 
 def zstandard(wanted_by: str) -> Any:
-    """Return the library that compresses. Raises MissingExtraError, which says what wants it."""
+    """Return the zstandard module. Raises MissingExtraError with `wanted_by` as the reason."""
     try:
         return import_module("zstandard")
     except ImportError:
@@ -143,7 +143,7 @@ def zstandard(wanted_by: str) -> Any:
 
 
 def _zstd_lines(file: IO[bytes]) -> Iterator[bytes]:
-    # By hand: zstandard's own reader takes a truncated file for a complete one.
+    # Decompressed manually, because zstandard's own reader accepts a truncated file as complete.
     library = zstandard(f"reading {getattr(file, 'name', 'a .zst file')}")
     frame = None
     remainder = b""
@@ -165,7 +165,7 @@ def _zstd_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 class AtomicWriter:
-    """Byte output: stdout, a device or pipe directly, or a staged file that `commit` renames into place."""
+    """Byte output: directly to stdout, a device or a pipe, or to a staged file that `commit` renames into place."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -181,7 +181,7 @@ class AtomicWriter:
             if self.path == "-":
                 self._raw = stdio.output()
             else:
-                # An unused name: files of another writer or of the user stay untouched.
+                # An unused name, so that files of other writers or of the user stay untouched.
                 self._staged = self._final and new_file(self._final)
                 self._raw = open(self._staged or self.path, "wb")  # noqa: SIM115
             self._flush_each = self._final is None and not _is_regular(self._raw)
@@ -232,18 +232,18 @@ class AtomicWriter:
 
     def _refusal(self, error: OSError) -> StorageError:
         reason = error.strerror or str(error)
-        remedy = "free space or write elsewhere"
+        remedy = "Free space or write elsewhere."
         if isinstance(error, FileNotFoundError):
-            reason, remedy = "no such directory", f"make it: mkdir -p {os.path.dirname(self.path) or '.'}"
+            reason, remedy = "no such directory", f"Create it: mkdir -p {os.path.dirname(self.path) or '.'}"
         elif isinstance(error, PermissionError | IsADirectoryError):
-            remedy = "name another file"
+            remedy = "Use another file."
         name = "<stdout>" if self.path == "-" else self.path
-        return StorageError(f"{name}: cannot be written: {reason}; {remedy}")
+        return StorageError(f"{name}: cannot be written: {reason}. {remedy}")
 
 
 def _compressed(raw: IO[bytes], path: str) -> Any:
     if path.lower().endswith(".gz"):
-        # Without name and time, so that the same records give the same bytes.
+        # No name and time in the header, so that the same records give the same bytes.
         return gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
     if path.lower().endswith(".zst"):
         return zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
@@ -251,7 +251,7 @@ def _compressed(raw: IO[bytes], path: str) -> Any:
 
 
 def regular_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError, also for a device, a pipe and a folder, which are not opened."""
+    """Open a regular file for reading. Raises OSError, also for devices, pipes and folders, which are not opened."""
     _check_regular(path, path.stat())
     # Non-blocking, and checked again below: the file may have been replaced since.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -265,7 +265,7 @@ def regular_file(path: Path) -> BinaryIO:
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def is_pipe(path: str | Path) -> bool:

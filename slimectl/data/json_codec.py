@@ -1,7 +1,7 @@
-"""JSON text of records: orjson, and Python's json for what orjson refuses or reads differently.
+"""JSON encoding of records by orjson, and by Python's json for what orjson rejects or reads differently.
 
-orjson reads integers of more than 64 bits as floats, refuses half of a surrogate pair and keys that are no strings, and
-writes NaN as null.
+orjson reads integers of more than 64 bits as floats, rejects half of a surrogate pair and keys that are not strings,
+and writes NaN as null.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import orjson
 
 _DIGITS = bytes(ord("0") if chr(code) in "0123456789" else code if code == ord(".") else 32 for code in range(256))
-"""Translation of bytes: digits to 0, a point to itself, the rest to a space."""
+"""Byte translation table: digits to 0, a point to itself, everything else to a space."""
 _LONG_NUMBER = b"0" * 19
-"""So many digits, translated by `_DIGITS`: an integer of them may exceed 64 bits."""
+"""Digits, translated by `_DIGITS`, of an integer that may exceed 64 bits."""
 _LONG_INTEGER = b" " + _LONG_NUMBER
 
 
 def decode_object(line: bytes) -> Any:
-    """Parse a line of UTF-8; an object by orjson. Raises ValueError, RecursionError.
+    """Parse a line of UTF-8. Objects are parsed by orjson. Raises ValueError, RecursionError.
 
-    A line that orjson refuses is parsed by `decode_json`, which accepts it or names the fault.
+    A line that orjson rejects is parsed by `decode_json`, which accepts it or raises with the reason.
     """
     digits = line.translate(_DIGITS)
     if _LONG_NUMBER not in digits or _LONG_INTEGER not in digits:
@@ -56,7 +56,7 @@ def _finite_float(text: str) -> float:
 STRICT_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
 """Raises ValueError for NaN, infinity, and numbers too large for a float."""
 _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
-# A callback per number costs two thirds of the speed: only texts that may hold such a number pay for it.
+# A callback per number makes parsing three times slower, so it is used only for text that may hold such a number.
 _decode_checked = STRICT_DECODER.decode
 _LARGE_EXPONENT = re.compile(r"[eE]\+?\d\d\d")
 
@@ -80,7 +80,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def encode_with_texts(obj: Mapping[str, Any], texts: Mapping[str, bytes]) -> bytes:
-    """Encode an object with some of its entries as JSON already. Raises ValueError, and TypeError where orjson does."""
+    """Encode an object some of whose entries are already JSON. Raises ValueError, and TypeError where orjson does."""
     return _encode_by_orjson({**obj, **{key: orjson.Fragment(text) for key, text in texts.items()}})
 
 
@@ -105,7 +105,7 @@ def _has_nonfinite(value: Any) -> bool:
 
 
 def float32_text(values: Sequence[float]) -> bytes | None:
-    """Encode numbers as the shortest decimals that read back as the same float32; None if a number is no float32.
+    """Encode numbers as the shortest decimals that read back as the same float32. None if one is not a float32.
 
     >>> float32_text([0.10000000149011612, -0.5]), float32_text([0.1])
     (b'[0.1,-0.5]', None)
@@ -125,5 +125,5 @@ def float32_text(values: Sequence[float]) -> bytes | None:
 
 
 def nearest_float32(values: Sequence[float]) -> list[float]:
-    """Round numbers to float32; those too large for it become infinite."""
+    """Round numbers to float32. Numbers that are too large become infinite."""
     return array("f", values).tolist()

@@ -20,7 +20,7 @@ _PYTHON = frozenset({str, int, float, bool, type(None)})
 
 
 def plain_number(value: Any) -> int | float | None:
-    """Return a number of any library as a Python int or float; None if the value is not a single number.
+    """Return a number of any library as a Python int or float, or None if the value is not a single number.
 
     >>> from decimal import Decimal
     >>> plain_number(True), plain_number(Decimal("0.5")), plain_number("0.5")
@@ -42,13 +42,13 @@ def plain_number(value: Any) -> int | float | None:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value in which numbers, bools and arrays of other libraries are Python's, at any depth.
+    """Convert numbers, bools and arrays of other libraries in a value to Python's, at any depth.
 
     >>> from numpy import arange, bool_, float32
     >>> plain_value({"a": arange(2), "b": [float32(0.5), "text"], "c": (bool_(True), None)})
     {'a': [0, 1], 'b': [0.5, 'text'], 'c': (True, None)}
 
-    A value without any is returned as it is.
+    A value that contains none of these is returned unchanged.
     """
     kind = type(value)
     if value is None or kind in _PYTHON:
@@ -64,7 +64,7 @@ def plain_value(value: Any) -> Any:
 
 
 def plain_numbers(values: Any) -> list[Any]:
-    """Return a tensor, an array, a sequence or a single value as a list, its numbers as Python's."""
+    """Return a tensor, an array, a sequence or a single value as a list of Python numbers."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     members = list(values) if isinstance(values, list | tuple) else [values]
@@ -75,11 +75,11 @@ def plain_numbers(values: Any) -> list[Any]:
 
 
 def plain_sample(sample: Sample) -> Sample:
-    """Return a sample that a function of the user's has changed, with plain numbers in all of its fields."""
+    """Return a sample that a user function has changed, with plain numbers in all of its fields."""
     for name in sample.__dataclass_fields__:
         value = getattr(sample, name)
         if name == "reward" and value is not None:
-            with suppress(ValueError):  # grading refuses it, and names the sample
+            with suppress(ValueError):  # grading rejects it with the sample's location
                 setattr(sample, name, plain_reward(value))
         elif (plain := plain_value(value)) is not value:
             setattr(sample, name, plain)
@@ -87,14 +87,14 @@ def plain_sample(sample: Sample) -> Sample:
 
 
 def cell_value(value: Any) -> Any:
-    """Convert a table's cell to JSON types at any depth. Bytes and objects of other classes stay.
+    """Convert a table cell to JSON types at any depth. Bytes and objects of other classes are unchanged.
 
     >>> from datetime import date
     >>> from numpy import float32
     >>> cell_value({"a": float("nan"), "b": (Decimal("1.00"), date(2026, 1, 2)), "c": float32(0.1)})
     {'a': None, 'b': ['1.00', '2026-01-02'], 'c': 0.1}
 
-    NaN is a missing value, as in pandas. Decimals keep their digits, and dates and times become text.
+    NaN is a missing value, as in pandas. Decimals keep their digits. Dates and times become text.
     """
     kind = type(value)
     if value is None or kind is str or kind is int or kind is bool or kind is bytes:
@@ -127,10 +127,9 @@ def shortest_decimals(numbers: Any, dtype: str) -> Any:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert to JSON types: tuples and sets to lists, keys to strings, arrays to lists and numbers, bytes to base64,
-    the rest to text.
+    """Convert to JSON types: tuples and sets to lists, keys to strings, arrays to lists and numbers, bytes to base64.
 
-    A number that is not finite, such as a table's missing value, becomes None.
+    Anything else becomes text. A number that is not finite, such as a missing value of a table, becomes None.
     """
     if isinstance(value, dict):
         return {str(key): jsonable(member) for key, member in value.items()}
@@ -144,7 +143,7 @@ def jsonable(value: Any) -> Any:
         return value
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if hasattr(value, "tolist"):  # arrays and tensors, of one number too
+    if hasattr(value, "tolist"):  # arrays and tensors, including scalars
         return jsonable(value.tolist())
     return str(value)
 
@@ -154,7 +153,7 @@ NONE_REMEDY = ', or set score.none_reward = "skip" if None means no opinion'
 
 
 def plain_reward(value: Any) -> Any:
-    """Return a reward as JSON types: a number, or an object whose entries are JSON values.
+    """Convert a reward to JSON types: a number, or an object whose entries are JSON values.
 
     >>> plain_reward({"score": True, "parts": (1, None), "note": "ok"})
     {'score': 1.0, 'parts': [1, None], 'note': 'ok'}
@@ -171,7 +170,7 @@ def plain_reward(value: Any) -> Any:
 
 
 def is_finite(number: int | float) -> bool:
-    """Return whether the number is finite as a float; integers in JSON may be too large for one."""
+    """Return whether the number is finite as a float. Integers in JSON may be too large for one."""
     try:
         return math.isfinite(number)
     except OverflowError:
@@ -180,7 +179,7 @@ def is_finite(number: int | float) -> bool:
 
 def _key(key: Any) -> str:
     if type(key) is not str:
-        raise ValueError(f"has the key {kind_of(key)}; name its entries by strings")
+        raise ValueError(f"has the key {kind_of(key)}, but keys must be strings")
     return key
 
 
@@ -188,7 +187,7 @@ def _entry(value: Any, key: str, depth: int) -> Any:
     if value is None or type(value) is str:
         return value
     if not depth:
-        raise ValueError(f"has objects more than {DEEPEST} deep under {key!r:.60}; return a flat one")
+        raise ValueError(f"has objects more than {DEEPEST} deep under {key!r:.60}. Return a flat object.")
     if isinstance(value, dict):
         return {_key(name): _entry(entry, key, depth - 1) for name, entry in value.items()}
     if getattr(value, "ndim", 0):
@@ -199,7 +198,9 @@ def _entry(value: Any, key: str, depth: int) -> Any:
         return str(value)
     number = plain_number(value)
     if number is None or not is_finite(number):
-        raise ValueError(f"has {kind_of(value)} under {key!r:.60}, which JSON has no word for; return numbers or texts")
+        raise ValueError(
+            f"has {kind_of(value)} under {key!r:.60}, which JSON cannot represent. Return numbers or strings."
+        )
     return number
 
 

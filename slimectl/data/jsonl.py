@@ -34,7 +34,7 @@ def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{location}: not JSON that can be read: {error}") from None
     if type(obj) is not dict:
-        raise RecordError(f"{location}: expected one JSON object a line, got {type(obj).__name__}")
+        raise RecordError(f"{location}: expected one JSON object per line, got {type(obj).__name__}")
     return obj
 
 
@@ -48,14 +48,14 @@ def read_samples(
     answered: bool = False,
     vocabulary: int | None = None,
 ) -> Iterator[Sample]:
-    """Yield the samples of one or more JSON Lines files, end to end. `path@[a:b]` is a part of a file's lines.
+    """Yield the samples of one or more JSON Lines files in sequence. `path@[a:b]` selects a range of lines.
 
-    Groups are numbered through where several rollouts are joined (`GroupNumbers`).
+    If several rollouts are joined, their groups are numbered consecutively (`GroupNumbers`).
 
-    `on_error` "stop" raises RecordError at the first bad line. "skip" passes each to `report`, by default a
-    warning with a total at the end, and continues. `on_line` gets FILE:LINE of every sample before it is yielded.
-    Without `allow_reward_paths` a sample that names its own reward function is a bad line; with `answered` a prompt
-    that was never sampled is one, and with `vocabulary` a sample with a token beyond that number of tokens.
+    `on_error` "stop" raises RecordError at the first bad line. "skip" passes each bad line to `report` and continues.
+    By default `report` logs warnings with a total at the end. `on_line` gets FILE:LINE of every sample before it is
+    yielded. A sample that sets its own reward function is a bad line without `allow_reward_paths`. With `answered`, so
+    is a prompt without a response. With `vocabulary`, so is a sample with a token id beyond that number of tokens.
     """
     names = [str(paths)] if isinstance(paths, str | Path) else paths
     for name in names:  # before the first of them is graded
@@ -96,19 +96,20 @@ def read_samples(
 
 @cache
 def _say_once(message: str) -> None:
-    """Print a message the first time that it comes: a training reads its files once per epoch, and to count them."""
+    """Log a message only the first time. Training reads its files once per epoch, and once more to count them."""
     logger.info(message)
 
 
 def _sample_lines(source: str, skip: Report) -> Iterator[tuple[int, str, bytes]]:
-    """Yield (position, FILE:LINE, line) of the samples of a source. Damaged input goes to `skip` and ends it."""
+    """Yield (position, FILE:LINE, line) of the samples of a source. Damaged input is passed to `skip` and ends it."""
     if source.endswith(".pt"):
         raise RecordError(
-            f"{source}: a pickle of torch's; `slimectl convert {source} samples.jsonl --unpickle` reads rollout dumps"
+            f"{source}: this is a torch pickle. To read a rollout dump: slimectl convert {source} samples.jsonl "
+            f"--unpickle"
         )
     path, part = split_slice(source)
     if part is not None and min(part.start or 0, part.stop or 0) < 0:
-        spool(path)  # counted from the end, so it is read twice
+        spool(path)  # the bounds count from the end, so it is read twice
         part = slice(*part.indices(sum(not line.isspace() for _, line in byte_lines(path))))
     start, stop = (0, None) if part is None else (part.start, part.stop)
     filled = ((number, line) for number, line in byte_lines(path) if not line.isspace())
@@ -121,7 +122,7 @@ def _sample_lines(source: str, skip: Report) -> Iterator[tuple[int, str, bytes]]
             if is_empty:
                 raise SettingsError(f"{source}: the file has no lines there. Give another slice.") from None
             return
-        except RecordError as error:  # truncated input: nothing follows
+        except RecordError as error:  # truncated input: nothing more to read
             skip(error)
             return
         is_empty = False
@@ -132,7 +133,7 @@ def read_sample(line: bytes, *, location: str, position: int, answered: bool = F
     obj = parse_line(line, location=location)
     if answered and not {"response", "tokens"} & obj.keys():
         raise RecordError(
-            f"{location}: no response and no tokens, so nothing to grade; sample it by `slimectl rollout`"
+            f"{location}: no response and no tokens, so there is nothing to grade. Sample it with `slimectl rollout`."
         )
     try:
         sample = sample_from_json(obj, position=position)
@@ -151,20 +152,20 @@ def name_of(path: str | Path) -> str:
 
 
 def joined_name(paths: Sequence[str]) -> str:
-    """Name several inputs together: `a.jsonl and 4 more files`."""
+    """Return one name for several inputs: `a.jsonl and 4 more files`."""
     extra = len(paths) - 1
     return name_of(paths[0]) + (f" and {extra} more file{'s' * (extra > 1)}" if extra else "")
 
 
 class JsonlWriter:
-    """Writes records, one JSON object per line; `count` is their number.
+    """Writes records, one JSON object per line. `count` is their number.
 
     >>> with JsonlWriter("samples.jsonl.gz") as out:  # doctest: +SKIP
     ...     out.write(sample)
 
-    A file gets its name only once it is complete: until then, and if anything raises, it does not exist (an older file
-    of that name stays). `-` is stdout; on pipes every record is flushed. Raises StorageError for errors of the system,
-    RecordError for a record that JSON cannot represent; BrokenPipeError passes through.
+    A file gets its name only once it is complete. Until then, or if anything raises, it does not exist, and an older
+    file of that name stays. `-` is stdout. On pipes every record is flushed. Raises StorageError for OS errors and
+    RecordError for a record that JSON cannot represent. BrokenPipeError passes through.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -193,7 +194,7 @@ class JsonlWriter:
 
 
 def encode_sample(sample: Sample, *, location: str) -> bytes:
-    """Encode a sample as a line, in record version 2 where all its log-probabilities are float32.
+    """Encode a sample as a line, in record version 2 if all its log-probabilities are float32.
 
     Raises RecordError as `encode_line` does.
     """
@@ -201,7 +202,7 @@ def encode_sample(sample: Sample, *, location: str) -> bytes:
     texts = {name: float32_text(values) for name in FLOAT32_LISTS if (values := obj.get(name))}
     short = {name: text for name, text in texts.items() if text is not None}
     if short and len(short) == len(texts):
-        with suppress(TypeError, ValueError):  # `encode_line` encodes it, or names the culprit
+        with suppress(TypeError, ValueError):  # `encode_line` encodes it, or reports the bad value
             return encode_with_texts({RECORD_VERSION: VERSION, **obj}, short) + b"\n"
     return encode_line(obj, location=location)
 
@@ -224,7 +225,7 @@ def _is_json(value: Any) -> bool:
 
 
 def write_samples(path: str | Path, samples: Iterable[Sample | Mapping[str, Any]]) -> int:
-    """Write samples, or their JSON objects, as they arrive; return their number."""
+    """Write samples, or their JSON objects, as they arrive. Return their number."""
     with JsonlWriter(path) as out:
         for sample in samples:
             out.write(sample)

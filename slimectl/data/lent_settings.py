@@ -1,4 +1,4 @@
-"""Settings that a run lends to a command whose model is one of its checkpoints: how it was trained and measured."""
+"""Settings that a command inherits from a run if its model is a checkpoint of it: how it was trained and evaluated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VERIFIER = tuple(
 )
 EVALUATION = tuple(f"eval.{key}" for key in (*SAMPLING, "rm_type", "reward_key", "success_threshold"))
 MEASURED = (*ROLLOUT, *VERIFIER, *EVALUATION)
-"""Keys that decide what an evaluation of a run measures."""
+"""Keys that determine what an evaluation of a run measures."""
 
 
 def lent_layer(layers: Sequence[Layer], keys: Sequence[str]) -> Layer | None:
@@ -57,7 +57,7 @@ def lent_layer(layers: Sequence[Layer], keys: Sequence[str]) -> Layer | None:
 
 
 def run_of(model: Path) -> Path | None:
-    """Return the run that a model folder is: the run itself, a step, or the policy in it; None for others."""
+    """Return the run of a model folder: the run itself, a step, or the policy of a step. None for other folders."""
     if not model.is_dir():
         return None
     parents = [model, *(model if model.name else model.absolute()).parents][:4]
@@ -65,7 +65,7 @@ def run_of(model: Path) -> Path | None:
 
 
 def _trains_on_texts(settings: Settings, run: Path) -> bool:
-    """Return whether rollout.apply_chat_template mattered: prompts that are chats, and agents, have their own form."""
+    """Return whether rollout.apply_chat_template had an effect. It has none for agents and chat prompts."""
     rollout = settings.rollout
     if settings.has_agent or not rollout.data:
         return False
@@ -78,7 +78,7 @@ def _trains_on_texts(settings: Settings, run: Path) -> bool:
 
 
 def _absolute(values: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Return values with the paths of functions, which start from the run's working folder, made absolute."""
+    """Return values with function paths made absolute. They are relative to the run's working folder."""
 
     def placed(path: str) -> str:
         file = path.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Manifests: provenance of an output file or folder, and the check of a folder against its own: sizes and hashes."""
+"""Manifests: provenance of an output file or folder, and integrity checks of a folder against its sizes and hashes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slimectl.redaction import mask_addresses, redact, without_secrets
 
 
 def manifest_path(out: Path) -> Path:
-    """`OUT.manifest.json` beside a file, `manifest.json` inside a folder."""
+    """Return the manifest's path: `OUT.manifest.json` next to a file, `manifest.json` inside a folder."""
     return out / MANIFEST if out.is_dir() else out.with_name(out.name + f".{MANIFEST}")
 
 
@@ -37,9 +37,9 @@ def is_manifest(path: Path) -> bool:
 
 
 def sampling_model(samples: Path) -> tuple[str, str] | None:
-    """Return the folder and the hash of the model that sampled a file, or None if no manifest has them.
+    """Return the folder and the hash of the model that sampled a file, or None if no manifest records them.
 
-    A scored or selected file's manifest names the manifest of the file before it.
+    The manifest of a scored or selected file refers to the manifest of the file that it was made from.
     """
     waiting, seen = [manifest_path(samples)], set[Path]()
     while waiting:
@@ -53,31 +53,32 @@ def sampling_model(samples: Path) -> tuple[str, str] | None:
             models = [item for item in facts["inputs"].items() if item[0] not in data and not item[0].endswith(".py")]
             return models[0] if len(models) == 1 else None
         parents = map(Path, facts.get("parents", ()))
-        # A parent has the name from the command line. The files may have moved since, together.
+        # The parent's path is as given on the command line. The files may have been moved together since.
         waiting += [parent if parent.exists() else path.parent / parent.name for parent in parents]
     return None
 
 
 def other_model(samples: Path, model: Path) -> str:
-    """Return a warning if the manifest of samples names another model than `model`, else an empty text."""
+    """Return a warning if the samples come from another model than `model` according to their manifest, else ""."""
     if (sampled_from := sampling_model(samples)) is None:
         return ""
     folder, digest = sampled_from
     if digest == content_hash(model):
         return ""
     return (
-        f"{samples}: sampled from {folder}, but {model} has other files or weights. Use samples from the model that "
+        f"{samples}: sampled from {folder}, but {model} has different files or weights. Use samples from the model "
+        f"that "
         f"you train."
     )
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
-    """Hash of settings without their secrets: a new API key does not change the work."""
+    """Return a hash of the settings without secrets, because a new API key does not change the work."""
     return hashlib.sha256(json.dumps(without_secrets(settings), sort_keys=True, default=str).encode()).hexdigest()
 
 
 class Manifest:
-    """Provenance of one stage's work, written beside its output."""
+    """Provenance of one stage's work, written next to its output."""
 
     def __init__(self, stage: str, settings: dict[str, Any], inputs: dict[str, str]) -> None:
         self.facts: dict[str, Any] = {
@@ -91,11 +92,11 @@ class Manifest:
         }
 
     def unchanged(self, out: Path) -> bool:
-        """Whether the same stage made `out` from the same settings and inputs, and not every attempt failed."""
+        """Return whether the same stage made `out` from the same settings and inputs, and not every attempt failed."""
         return self._agrees(out, "stage", "settings_sha256", "inputs") and not _has_failed(out)
 
     def same_inputs(self, out: Path) -> bool:
-        """Whether the same stage made `out` from prompts and a model of the same names; they may have changed since."""
+        """Return whether this stage made `out` from a model and prompts of the same names, whatever their content."""
         return self._agrees(out, "stage", "rollout.data", "model.path")
 
     def _agrees(self, out: Path, *keys: str) -> bool:
@@ -106,7 +107,7 @@ class Manifest:
         return out.exists() and all(_fact(old, key) == _fact(self.facts, key) for key in keys)
 
     def signed(self, counts: dict[str, int], *, parents: Iterable[str] = ()) -> dict[str, Any]:
-        """The complete manifest of the finished work; manifests of the inputs (`parents`) are named if present."""
+        """Return the complete manifest of the finished work, including the existing manifests of inputs (`parents`)."""
         parent_manifests = [str(path) for path in map(manifest_path, map(Path, parents)) if path.exists()]
         return {**self.facts, "finished": _now(), "counts": counts, "parents": parent_manifests}
 
@@ -122,7 +123,7 @@ def _has_failed(out: Path) -> bool:
 
 
 def _fact(manifest: dict[str, Any], key: str) -> Any:
-    """Return an entry of a manifest, or by a dotted key one of its settings."""
+    """Return an entry of a manifest, or one of its settings by dotted key."""
     section, _, name = key.rpartition(".")
     return manifest.get("settings", {}).get(section, {}).get(name) if section else manifest.get(key)
 
@@ -132,11 +133,11 @@ def _now() -> str:
 
 
 HASHED_BYTES = 1024**3
-"""Folders up to this size are hashed on every open: that is faster than reading the weights."""
+"""Folders up to this size are hashed whenever they are opened, which is faster than reading the weights."""
 SMALL_BYTES = 32 * 1024**2
-"""Files up to this size (config, tokenizer) are hashed in larger folders too."""
+"""Files up to this size (config, tokenizer) are also hashed in larger folders."""
 HASHING_THREADS = 4
-"""Files that are hashed at once, each on a core; hashlib lets go of the interpreter's lock."""
+"""Files that are hashed in parallel, each on one core. hashlib releases the GIL."""
 
 Files = dict[str, tuple[int, Digest]]
 """Size in bytes and digest by file name."""
@@ -144,7 +145,7 @@ ALGORITHMS = (SHA256, XXH3)
 
 
 def file_digest(path: Path) -> Digest:
-    """Return the SHA-256 of a file of up to SMALL_BYTES, for people to compare; of a larger one a faster hash."""
+    """Return the SHA-256 of a file of up to SMALL_BYTES, for people to compare, or a faster hash of a larger one."""
     algorithm = SHA256 if path.stat().st_size <= SMALL_BYTES else damage_hash()[0]
     return algorithm, _hexdigest(path, algorithm)
 
@@ -155,7 +156,7 @@ def _hexdigest(path: Path, algorithm: str) -> str:
 
 
 def integrity_error(folder: Path) -> str | None:
-    """Check every byte of a folder that `write_folder` made; return the defect, or None if it is intact."""
+    """Check every byte of a folder that `write_folder` made. Return the defect, or None if it is intact."""
     try:
         files = _files(read_json(folder / MANIFEST))
     except (OSError, CheckpointError) as error:
@@ -169,10 +170,10 @@ def integrity_error(folder: Path) -> str | None:
 
 
 def check_integrity(folder: Path, *, full: bool = False) -> bool:
-    """Compare a model folder with its manifest; return whether it has one.
+    """Compare a model folder with its manifest, and return whether it has one.
 
-    The policy of a run's step is listed in the manifest of the step, one folder up. Sizes are always compared, hashes
-    for files up to SMALL_BYTES, and for all files if they total at most HASHED_BYTES or with `full`. Raises
+    The policy of a run's step is listed in the manifest of the step, one folder up. Sizes are always compared. Hashes
+    are compared for files up to SMALL_BYTES, or for all files if they total at most HASHED_BYTES or with `full`. Raises
     CheckpointError.
     """
     for root, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
@@ -184,20 +185,20 @@ def check_integrity(folder: Path, *, full: bool = False) -> bool:
             full = full or sum(size for size, _ in files.values()) <= HASHED_BYTES
             error = _first_error(root, tuple(files.items()), full, _stamps(root, files))
             if error:
-                raise CheckpointError(f"{root}: {error} in {manifest}; {_remedy(folder, manifest, prefix)}")
+                raise CheckpointError(f"{root}: {error} in {manifest}. {_remedy(folder, manifest, prefix)}")
             return True
     return False
 
 
 def _remedy(folder: Path, manifest: Path, prefix: str) -> str:
-    changed = f"copy {folder} elsewhere and use that" if prefix else f"remove {manifest}"
-    return f"copy or convert it again, or, if you changed it yourself, {changed}"
+    changed = f"copy {folder} elsewhere and use the copy" if prefix else f"remove {manifest}"
+    return f"Copy or convert it again. If you changed it yourself, {changed}."
 
 
 def _files(manifest: dict[str, Any]) -> Files | None:
-    """The files that a slimectl manifest lists; None if it lists none, or another program wrote it.
+    """Return the files that a slimectl manifest lists, or None if it lists none or another program wrote it.
 
-    Raises CheckpointError for a name that leads out of the folder.
+    Raises CheckpointError for a name that points outside the folder.
     """
     listed = manifest.get("files")
     if not isinstance(listed, dict):
@@ -209,13 +210,13 @@ def _files(manifest: dict[str, Any]) -> Files | None:
         if not isinstance(size, int) or digest is None or not isinstance(digest[1], str):
             return None
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
-            raise CheckpointError(f"{MANIFEST} names {name!r:.80}, which is no file of its folder")
+            raise CheckpointError(f"{MANIFEST} lists {name!r:.80}, which is not a file of its folder")
         files[name] = size, digest
     return files
 
 
 def _stamps(root: Path, files: Files) -> tuple[Any, ...]:
-    """Cache key of the files' state: one command opens a folder several times but hashes it once."""
+    """Return a cache key of the files' state, because a command opens a folder several times but hashes it once."""
     stamps = []
     for name in files:
         try:
@@ -228,7 +229,7 @@ def _stamps(root: Path, files: Files) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=64)
 def _first_error(root: Path, files: tuple[tuple[str, tuple[int, Digest]], ...], full: bool, _: Any) -> str | None:
-    """The defect of the first file that does not match; `_` is the cache key."""
+    """Return the defect of the first file that does not match. `_` is the cache key."""
     return _hash_error(root, files, full=full)
 
 

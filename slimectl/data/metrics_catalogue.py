@@ -13,14 +13,14 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric; `{…}` in the name stands for a variable part."""
+    """One metric. `{…}` in the name is a variable part."""
 
     name: str
     unit: str
     axis: str
     definition: str
     naming: str = "slime"
-    """The value of track.naming under which it is reported: slime or roll."""
+    """Value of track.naming under which it is reported: slime or roll."""
 
     def matches(self, name: str) -> bool:
         if "{" not in self.name:
@@ -47,8 +47,8 @@ def _train() -> list[Metric]:
         "value_loss": ("", "Clipped squared error of the critic's values, as train/critic-value_loss"),
         "value_clipfrac": ("", "Share of tokens whose value was clipped, as train/critic-value_clipfrac"),
         "sft_loss": ("nat", "Negative log-probability of the responses, reduced like the loss (the loss of sft)"),
-        "positive_sft_loss": ("nat", "Part of train/sft_loss from responses with a reward above 0"),
-        "negative_sft_loss": ("nat", "Part of train/sft_loss from the other responses"),
+        "positive_sft_loss": ("nat", "Part of train/sft_loss for responses with a reward above 0"),
+        "negative_sft_loss": ("nat", "Part of train/sft_loss for the other responses"),
         "train_rollout_logprob_abs_diff": ("nat", "Mean |trainer - engine| log-probability"),
         "train_rollout_k1": ("nat", "k1 estimate of the KL divergence between trainer and engine"),
         "train_rollout_k3": ("nat", "k3 estimate of the same"),
@@ -98,7 +98,7 @@ def _rollout() -> list[Metric]:
 
 
 def _rewards() -> Definitions:
-    """Define the metrics of a round's rewards, of what follows from them, and of log-probabilities."""
+    """Define the metrics of a round's rewards, advantages, returns and log-probabilities."""
     return {
         "raw_reward": ("", "Mean reward of the round, before any normalisation"),
         "avg_reward": ("", "The same"),
@@ -123,7 +123,7 @@ def _rewards() -> Definitions:
 
 
 def _answers() -> Definitions:
-    """Define the metrics of a round's answers, and of how agents, environments and engines came to them."""
+    """Define the metrics of a round's responses, and of the agents, environments and engines that produced them."""
     return {
         "response_len/{mean,median,max,min}": ("tokens", "Length of responses"),
         "avg_response_length": ("tokens", "Mean length of responses"),
@@ -157,7 +157,7 @@ def _answers() -> Definitions:
 
 
 def _rounds() -> Definitions:
-    """Define the metrics of a round as a whole: its groups, what is left out or kept, its age and time."""
+    """Define the metrics of a whole round: its groups, dropped and kept samples, staleness and time."""
     return {
         "zero_std/count_{reward}": ("groups", "Groups whose responses all got this reward"),
         "dynamic_filter/drop_{reason}": ("groups or samples", "Dropped from training, by reason"),
@@ -226,9 +226,9 @@ def _eval() -> list[Metric]:
 
 def _perf() -> list[Metric]:
     definitions = {
-        "perf/train_time": ("s", "Forward, backward and optimizer of one step, of policy and critic"),
-        "perf/actor_train_time": ("s", "The same of all steps of a round, of the policy alone"),
-        "perf/critic_train_time": ("s", "The same of a separate critic"),
+        "perf/train_time": ("s", "Forward, backward and optimizer of one step, for policy and critic"),
+        "perf/actor_train_time": ("s", "The same for all steps of a round, policy only"),
+        "perf/critic_train_time": ("s", "The same for a separate critic"),
         "perf/rollout_time": ("s", "Generation and grading of one round"),
         "perf/update_weights_time": ("s", "Sending new weights to the engines"),
         "perf/update_weights_bytes": ("bytes", "Bytes sent"),
@@ -286,14 +286,14 @@ PHASES = {
     "compute_values": ("perf/values_time",),
     "compute_rewards": ("perf/reward_time",),
 }
-"""ROLL's phases of a round, and the metrics whose sum is the time of each."""
+"""ROLL's phases of a round, and the metrics that add up to the time of each."""
 
 MOVES = {"onload": {"generate": "perf/engine_onload_time"}, "offload": {"generate": "perf/engine_offload_time"}}
-"""Metrics of the time that phases take to bring their states onto the device, and away from it."""
+"""Metrics of the time that phases take to load their states onto the device and to offload them."""
 
 
 def _memory() -> list[Metric]:
-    """Return the memory of phases, under ROLL's names, which trackers of either naming get (track.log_memory)."""
+    """Return the memory metrics of phases under ROLL's names, used with either naming (track.log_memory)."""
     sizes, phase = "{allocated,reserved,max_allocated,max_reserved}", "{phase}"
     definitions = {
         f"memory/{phase}/{{start,end}}/{{offload,onload}}/{sizes}/{{device}}": (
@@ -382,7 +382,7 @@ ROLL_NAMES = {
     "perf/rollout_time": "time/rollout",
     "perf/advantages_time": "time/adv",
 }
-"""slimectl's metric names and ROLL's names for them; metrics that ROLL computes from several are below."""
+"""slimectl's metric names and ROLL's names for them. Metrics that ROLL computes from several are below."""
 
 
 def _roll() -> list[Metric]:
@@ -410,7 +410,7 @@ def _roll() -> list[Metric]:
 
 CATALOGUE: tuple[Metric, ...] = (*_train(), *_rollout(), *_eval(), *_perf(), *_warmup(), *_roll(), *_memory())
 AXES = {"rollout": "rollout/step", "perf": "rollout/step", "eval": "eval/step", "warmup": "warmup/step"}
-"""Axes of metrics that are not in the catalogue, by the first part of their name; the default is train/step."""
+"""Axes of metrics that are not in the catalogue, by the first part of their name. The default is train/step."""
 
 
 def known(name: str) -> bool:
@@ -435,12 +435,12 @@ def axis_of(name: str) -> str:
 
 
 def is_supervised(metrics: Mapping[str, float]) -> bool:
-    """Return whether a step trained on demonstrations or preferences: it has a loss, and no reward."""
+    """Return whether a step trained on demonstrations or preferences, so it has a loss but no reward."""
     return "rollout/raw_reward" not in metrics and not {"train/sft_loss", "train/pair_accuracy"}.isdisjoint(metrics)
 
 
 def progress(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return the value whose curve shows how a run gets on, with its name: the reward, or a supervised loss."""
+    """Return the name and value that show a run's progress: the mean reward, or a supervised loss."""
     if is_supervised(metrics):
         return "loss", metrics["train/loss"]
     reward = metrics.get("rollout/raw_reward")

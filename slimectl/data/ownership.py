@@ -1,6 +1,6 @@
-"""Ownership of files: slimectl removes only files that it wrote, identified by a manifest or by names in a run folder.
+"""Ownership of files. slimectl removes only files that it wrote, identified by a manifest or by names in a run folder.
 
-Everything else is the user's. It is never removed, truncated or overwritten, and nothing is removed through a link.
+Everything else belongs to the user, and is never removed, truncated or overwritten. Nothing is removed through a link.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MANIFEST = "manifest.json"
 LOCK = ".slimectl.lock"
 """Lock file of the active run in a folder."""
 STAGED = ".slimectl-staged"
-"""Marks an incomplete folder, or one push of weights, whose content may be removed."""
+"""Marks an incomplete folder, or a folder of one weight push, whose content may be removed."""
 
 GROWING = ("metrics.jsonl", "perf.jsonl", "tracked.jsonl")
 """Files that a run appends to, and that a resume truncates."""
 
 EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]+")
-"""Files of TensorBoard, a new one for each start of a run: a resume truncates them too, and removes later ones."""
+"""TensorBoard files, a new one for each start of a run. A resume truncates them too, and removes later ones."""
 
 ROUND_FILES = ("samples.jsonl", "train_data.jsonl")
-"""Records of a round in its folder, which stay when its checkpoint is removed."""
+"""Records of a round in its folder, which are kept when its checkpoint is removed."""
 
 WEIGHTS = (
     r"(model|optimizer|value_head)[^/]*\.safetensors(\.index\.json)?|adapter/adapter_(model|config)\.[a-z]+"
@@ -47,14 +47,14 @@ STEP = rf"((trainer/)?(policy|critic)/{MODEL}|manifest\.json|state\.json|{'|'.jo
 PUSHES = re.compile(r"weights_\d+|current|check")
 """Folders of weights in transit to engines, in the run's folder `weights`."""
 CHECKPOINT_FILES = re.compile(f"{STEP}|{MODEL}")
-"""Relative paths of the files of a step, a model or a warm-up, for folders without a manifest that lists them."""
+"""Relative paths of the files of a step, a model or a warm-up, for folders whose manifest does not list them."""
 
 MODELS = ("model", "warmup")
 WRITTEN = r"step_\d{6,}|model|warmup|latest|best|run\.toml|manifest\.json|track\.json"
 """Entries of a run folder that are written under a temporary name first."""
 
 TRACKER_FILES = [part.facts["files"] for part in TRACKERS.parts.values() if "files" in part.facts]
-"""What slimectl's trackers write into a run folder; a tracker of another package counts as the user."""
+"""Files that slimectl's trackers write into a run folder. Files of trackers from other packages are the user's."""
 
 RUN_FILES = re.compile(
     rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json|latest|best"
@@ -65,7 +65,7 @@ RUN_FILES = re.compile(
     rf"|logs/[^/]+\.(log|tokenizer/.+)|profile/rounds_[^/]+\.(json\.gz|memory\.pickle)|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
     rf"|{'|'.join(TRACKER_FILES)}"
 )
-"""Relative paths of the files of a run folder; all other files are the user's."""
+"""Relative paths of the files of a run folder. All other files are the user's."""
 
 TEMPORARY = re.compile(rf"\.tmp-({WRITTEN}|\d+)(\.\d+)?")
 HALF_WRITTEN = re.compile(r"([^/]+/)?\.tmp-.+")
@@ -82,7 +82,7 @@ RUN_NAMES = re.compile(
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest that slimectl wrote into a folder; None if there is no readable one."""
+    """Return the manifest that slimectl wrote into a folder, or None if it is missing or unreadable."""
     with suppress(OSError, ValueError):
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if isinstance(manifest, dict) and ("slimectl" in manifest or isinstance(manifest.get("files"), dict)):
@@ -96,9 +96,10 @@ def is_run(folder: Path) -> bool:
 
 
 def is_older_run(folder: Path) -> bool:
-    """Return whether a folder without manifest is a run of an older version: slimectl wrote all a resume would touch.
+    """Return whether a folder without a manifest is a run of an older version.
 
-    Earlier versions wrote the manifest only at the end of a run.
+    It is one if slimectl wrote all files that a resume would touch. Earlier versions wrote the manifest only at the end
+    of a run.
     """
     listed = [child for child in folder.iterdir() if STEP_FOLDER.fullmatch(child.name) or child.name in MODELS]
     for child in listed:
@@ -111,7 +112,7 @@ def is_older_run(folder: Path) -> bool:
 
 
 def _holds_records(file: Path) -> bool:
-    """Return whether a run may have written a growing file: it starts with a record, is empty, or does not exist."""
+    """Return whether a growing file may come from a run: it starts with a record, is empty, or does not exist."""
     try:
         with file.open("rb") as lines:
             record = json.loads(lines.readline() or "{}")
@@ -123,26 +124,26 @@ def _holds_records(file: Path) -> bool:
 
 
 def refuse_links(folder: Path, reason: str, *, only: Collection[str] | None = None) -> None:
-    """Raise SettingsError if an entry that a run writes is a link; only its links to checkpoints may be."""
+    """Raise SettingsError if an entry that a run writes is a link. Only its links to checkpoints are allowed."""
     for child in sorted(folder.iterdir()):
         ours = RUN_NAMES.fullmatch(child.name) if only is None else child.name in only
         if ours and child.is_symlink():
-            raise SettingsError(f"{child}: is a link, so {reason}; put the thing itself there, or move it away")
+            raise SettingsError(f"{child}: is a link, so {reason}. Replace it with its target, or move it away.")
     for name in LINKS:
         link = folder / name
         if os.path.lexists(link) and not link.is_symlink() and linked_step(folder, name) is None:
-            raise SettingsError(f"{link}: is not what slimectl writes there, so {reason}. Move it away.")
+            raise SettingsError(f"{link}: was not written by slimectl, so {reason}. Move it away.")
 
 
 def file_size(file: Path) -> int:
-    """Return the size of a file in bytes; 0 if it does not exist."""
+    """Return the size of a file in bytes, or 0 if it does not exist."""
     with suppress(OSError):
         return file.stat().st_size
     return 0
 
 
 def is_made(folder: Path) -> bool:
-    """Return whether slimectl made a folder: it has a slimectl manifest or the staging mark, or is empty."""
+    """Return whether slimectl made a folder. It then has a slimectl manifest or the staging mark, or is empty."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     listed = (read_manifest(folder) or {}).get("files")
@@ -150,7 +151,7 @@ def is_made(folder: Path) -> bool:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the relative paths of all files and links below `folder`; links are not followed."""
+    """Return the relative paths of all files and links below `folder`. Links are not followed."""
     names: list[str] = []
     for parent, folders, files in os.walk(folder):
         relative = os.path.relpath(parent, folder)
@@ -171,7 +172,7 @@ def own_files(folder: Path, names: re.Pattern[str] | None = None) -> list[str]:
 
 
 def own_run_files(folder: Path) -> list[str]:
-    """Return the files of a run folder that the run owns; within a checkpoint, those that its manifest lists."""
+    """Return the files of a run folder that the run owns. In a checkpoint, these are the files in its manifest."""
     mine = [name for name in files_below(folder) if RUN_FILES.fullmatch(name)]
     listings: dict[str, dict[str, Any]] = {}
     for name in mine:
@@ -182,7 +183,7 @@ def own_run_files(folder: Path) -> list[str]:
 
 
 def _checkpoint_of(name: str) -> str:
-    """Return the checkpoint folder of a run's file; empty if it is in none."""
+    """Return the checkpoint folder of a run's file, or "" if it is in none."""
     match = re.match(r"(step_\d{6,}|model|warmup|reference/\d+)/", name)
     return match.group(1) if match else ""
 
@@ -195,9 +196,9 @@ def _is_listed(name: str, listings: dict[str, dict[str, Any]]) -> bool:
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Remove these files of a folder, the manifest last, and then its empty subfolders (not `folder` itself).
+    """Remove these files of a folder, the manifest last, and then its empty subfolders. Keep `folder` itself.
 
-    Missing files are no error: a crash may have removed them before, or a dying process may be removing them now.
+    Missing files are ignored: an earlier attempt, or another process, may have removed them.
     """
     parents: set[Path] = set()
     for name in sorted(names, key=lambda name: (Path(name).name == MANIFEST, name == MANIFEST)):
@@ -211,9 +212,9 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def remove_made(folder: Path, names: re.Pattern[str] | None = None) -> bool:
-    """Remove slimectl's files in a folder, and the folder if it is then empty; return whether it is gone.
+    """Remove slimectl's files in a folder, and the folder if it is then empty. Return whether it is gone.
 
-    A link, and a folder without manifest or mark (unless `names` are passed), is left unchanged.
+    A link is left unchanged, and so is a folder without a manifest or mark, unless `names` is given.
     """
     if folder.is_symlink() or not folder.is_dir():
         return not os.path.lexists(folder)
@@ -225,7 +226,7 @@ def remove_made(folder: Path, names: re.Pattern[str] | None = None) -> bool:
 
 
 def remove_staged(path: Path) -> None:
-    """Remove a half-written staging file or folder of a run; links are not followed."""
+    """Remove an incomplete staging file or folder of a run. Links are not followed."""
     with suppress(FileNotFoundError, NotADirectoryError):
         if path.is_dir() and not path.is_symlink():
             remove_files(path, files_below(path))

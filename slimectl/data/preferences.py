@@ -1,4 +1,4 @@
-"""Preference pairs of a chosen and a rejected answer, from any source and in any of the usual formats."""
+"""Reads preference pairs of a chosen and a rejected answer, from any source and in the common formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, the better one first; each is a prompt with its label, or a chat that ends with it.
+    """Two answers to one prompt, the better one first. Each is a prompt with its label, or a chat that ends with it.
 
     The first `shared` messages of both chats are equal: the prompt.
     """
@@ -43,14 +43,14 @@ def open_preferences(
     start: int = 0,
     on_bad_row: BadRow | None = None,
 ) -> Iterator[Preference]:
-    """The preferences of all sources, `epochs` times (None: without end): rows with the keys `chosen` and `rejected`.
+    """Yield the preferences of all sources, `epochs` times (None: endlessly), from rows with `chosen` and `rejected`.
 
-    They are numbered from `start`, the first occurrence that is read.
+    They are numbered from `start`, the first occurrence to read.
 
-    Both are strings, or both chats. With a prompt (a string or a chat under `input_key`) they are answers, or whole
-    chats that begin with it; without one they are whole texts or chats, and their common prefix is the prompt. A shared
-    text ends with a whole word. Raises RecordError, with file and line, for an invalid row,
-    or passes it to `on_bad_row`.
+    Both are strings, or both are chats. With a prompt (a string or a chat under `input_key`) they are answers, or whole
+    chats that begin with it. Without one they are whole texts or chats, and their common prefix is the prompt. A common
+    text prefix ends at a word boundary. An invalid row raises RecordError with file and line, or is passed to
+    `on_bad_row`.
     """
     keys = Keys(input_key, LABEL_KEY, metadata_key, tool_key)
     ordered = ordered_rows(sources, shuffle_seed, epochs=epochs, start=start, keep_errors=on_bad_row is not None)
@@ -69,7 +69,7 @@ def _preference(source: Row, index: int, *, keys: Keys, reads_images: bool) -> P
         if key not in row:
             key_names = ", ".join(map(str, row)) or "none"
             raise RecordError(
-                f"{location}: no key {key!r}; its keys are {key_names}: a preference has chosen and rejected"
+                f"{location}: no key {key!r}. Its keys are {key_names}, but a preference has chosen and rejected."
             )
     chosen, rejected = (_answer(location, row, key) for key in SIDES)
     name = chat_column(row) if keys.input == INPUT_KEY and INPUT_KEY not in row else None
@@ -80,12 +80,12 @@ def _preference(source: Row, index: int, *, keys: Keys, reads_images: bool) -> P
     check = nonempty_chat if has_prompt else a_chat
     base = with_parts((location, row), index, keys, columns, check, reads_images=reads_images)
     if base.images or any(map(has_places if reads_images else has_images, (chosen, rejected))):
-        raise RecordError(f"{location}: images in preferences are not trained on by this version; leave the row out")
+        raise RecordError(f"{location}: images in preferences are not supported. Remove the row.")
     if isinstance(chosen, str) and isinstance(rejected, str):
         return _text_preference(location, base, has_prompt, chosen, rejected)
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _chat_preference(location, base, has_prompt, chosen, rejected)
-    raise RecordError(f"{location}: rejected: one answer is a string and the other a chat; give two of one kind")
+    raise RecordError(f"{location}: rejected: one answer is a string and the other a chat. Give two of the same kind.")
 
 
 def _answer(location: str, row: dict[str, Any], key: str) -> str | Chat:
@@ -99,7 +99,7 @@ def _answer(location: str, row: dict[str, Any], key: str) -> str | Chat:
 def _text_preference(location: str, base: Prompt, has_prompt: bool, chosen: str, rejected: str) -> Preference:
     start = 0 if has_prompt else _shared_words(chosen, rejected)
     if not has_prompt and not chosen[:start].strip():
-        raise RecordError(f"{location}: chosen and rejected begin with different words; give their prompt, too")
+        raise RecordError(f"{location}: chosen and rejected begin with different words. Give their prompt, too.")
     text = base.text if has_prompt else chosen[:start]
     before = len(text) if isinstance(text, list) else 0
     first, second = _side("chosen", base, text, chosen[start:]), _side("rejected", base, text, rejected[start:])
@@ -117,7 +117,7 @@ def _chat_preference(location: str, base: Prompt, has_prompt: bool, chosen: Chat
     shared = _shared_messages(chosen, rejected)
     for key, chat in zip(SIDES, (chosen, rejected), strict=True):
         if not any(message["role"] == "assistant" for message in chat[shared:]):
-            raise RecordError(f"{location}: {key}: no message of the assistant after what both chats begin with")
+            raise RecordError(f"{location}: {key}: no assistant message after the messages that both chats share")
     return Preference(_side("chosen", base, chosen), _side("rejected", base, rejected), shared)
 
 
@@ -126,27 +126,31 @@ def _side(key: str, base: Prompt, text: str | Chat, label: str | None = None) ->
 
 
 def _full_chat(location: str, key: str, prompt: Chat, answer: Chat) -> Chat:
-    """The complete chat of prompt and answer. Raises RecordError if the answer's chat lacks the prompt."""
+    """Return the complete chat of prompt and answer. Raises RecordError if the answer's chat lacks the prompt."""
     if not answer:
-        raise RecordError(f"{location}: {key}: empty; give at least a message of the assistant")
+        raise RecordError(f"{location}: {key}: empty. Give at least one assistant message.")
     if answer[0]["role"] == "assistant":
         if not prompt:
-            raise RecordError(f"{location}: {key}: begins with the assistant; give the prompt, or the whole chat")
+            raise RecordError(
+                f"{location}: {key}: begins with an assistant message. Give the prompt, or the whole chat."
+            )
         return [*prompt, *answer]
     turns = [(message["role"], message.get("content")) for message in answer]
     if not all((message["role"], message.get("content")) in turns for message in prompt):
-        raise RecordError(f"{location}: {key}: does not hold the prompt; give the answer's messages only, or no prompt")
+        raise RecordError(
+            f"{location}: {key}: does not begin with the prompt. Give only the messages of the answer, or no prompt."
+        )
     return answer
 
 
 def _shared_messages(first: Chat, second: Chat) -> int:
-    """Length of the common prefix in messages; the last message of each chat never counts."""
+    """Return the length of the common prefix in messages. The last message of each chat never counts."""
     limit = min(len(first), len(second)) - 1
     return next((i for i in range(limit) if first[i] != second[i]), limit)
 
 
 def _shared_words(first: str, second: str) -> int:
-    """Length of the common prefix in characters, up to the end of a word; the blank after it belongs to the answer."""
+    """Return the length of the common prefix in characters, up to a word's end. The space after it is the answer's."""
     end = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     while end and not first[end - 1].isspace():
         end -= 1

@@ -1,4 +1,4 @@
-"""The prompts of rollout.data as a sequence, for data sources of users."""
+"""The prompts of rollout.data as a sequence, for user-defined data sources."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from slimectl.types import Prompt, Sample, json_copy
 
 
 class PromptText(str):
-    """A prompt that is a string, with the row that it comes from."""
+    """A prompt that is a string, with its row."""
 
     row: Prompt
 
 
 class PromptChat(list[Any]):
-    """A prompt that is a chat, with the row that it comes from."""
+    """A prompt that is a chat, with its row."""
 
     row: Prompt
 
 
 class PromptDataset(Sequence[Any]):
-    """The prompts as strings and chats. A sample of one takes the label and the metadata of its row.
+    """The prompts as strings and chats. A sample of a prompt gets the label and the metadata of its row.
 
     >>> dataset = PromptDataset(lambda: [Prompt("1+1=", label="2"), Prompt("2+2=", label="4")], seed=0)
     >>> len(dataset), dataset[0], sorted(dataset.sample(2)), restored(Sample(prompt=dataset[1])).label
@@ -46,7 +46,7 @@ class PromptDataset(Sequence[Any]):
         return self._items[position]
 
     def sample(self, count: int) -> list[Any]:
-        """Return the next prompts in an order that is shuffled for each epoch; none repeats within an epoch."""
+        """Return the next prompts in an order that is shuffled for each epoch. None repeats within an epoch."""
         places = [divmod(number, len(self)) for number in range(self.drawn, self.drawn + count)]
         orders = {epoch: shuffled_order(len(self), self._seed, epoch) for epoch in {epoch for epoch, _ in places}}
         self.drawn += count
@@ -60,7 +60,7 @@ def _item(row: Prompt) -> PromptText | PromptChat:
 
 
 def restored(sample: Sample) -> Sample:
-    """Give a sample whose prompt is one of a PromptDataset what the row has and the sample does not."""
+    """Fill in missing fields of a sample from its prompt's row, if the prompt comes from a PromptDataset."""
     row = getattr(sample.prompt, "row", None)
     if isinstance(row, Prompt):
         sample.prompt = json_copy(row.text)

@@ -1,4 +1,4 @@
-"""Images in rows of prompts: a column of them, marks in texts, parts of messages."""
+"""Images in prompt rows: an image column, marks in texts, message parts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from slimectl.data.images import image_source
 from slimectl.types import Chat, ImageSource, Sample
 
 OTHER_MARKS = ("<video>", "<audio>", "<|image_pad|>", "<|video_pad|>")
-"""Marks of media that are not read, and placeholder tokens that a text must not contain."""
+"""Marks of unsupported media, and placeholder tokens that a text must not contain."""
 OTHER_MEDIA = re.compile(r"(videos?|audios?|input_audio)(_(paths?|files?|urls?))?")
-"""Names of columns, and types of parts of messages, that are not read."""
+"""Unsupported column names and message part types."""
 PART: dict[str, Any] = {"type": "image"}
-"""An image in a chat of a Prompt: the source is in its `images`."""
+"""An image in the chat of a Prompt. Its source is in the prompt's `images`."""
 
 
 def folder_of(location: str) -> Path:
-    """Return the folder of the file in a row's location (FILE:LINE, FILE[ROW]); the current one for other sources."""
+    """Return the folder of the file in a row's location (FILE:LINE, FILE[ROW]), or the current folder otherwise."""
     file = Path(re.sub(r"(:\d+|\[\d+\])$", "", location))
     return file.parent if file.exists() else Path()
 
@@ -53,11 +53,11 @@ def refuse_other_media(text: str | Chat) -> None:
 def place_images(
     text: str | Chat, column: Any, folder: Path, *, reads_images: bool = False
 ) -> tuple[str | Chat, list[ImageSource]]:
-    """Return a prompt whose images are parts without a source, and the sources in their order.
+    """Return a prompt whose images are parts without a source, and the sources in order.
 
-    Sources are in the parts themselves, or in `column`. Images of `column` take the places of parts without a source
-    and of marks in the texts. Without any places, they come first in the first user message. Marks are text if
-    `column` has no images, unless the model `reads_images`. Raises ValueError if images and places differ in number.
+    Sources are in the parts themselves, or in `column`. Images of `column` go to the parts without a source and to the
+    marks in the texts. If there are none, they go to the start of the first user message. If `column` has no images,
+    marks are plain text, unless the model `reads_images`. Raises ValueError if images and places differ in number.
 
     >>> place_images("<image>Left or right?", ["/a.png"], Path("/"))
     ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Left or right?'}]}], ['/a.png'])
@@ -67,7 +67,9 @@ def place_images(
         return text, []
     chat: Chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
     if others := [mark for mark in OTHER_MARKS if any(mark in str(content) for content in _texts(chat))]:
-        raise ValueError(f"the prompt has {others[0]}. Only images are read. Mark the place of each with {IMAGE_MARK}.")
+        raise ValueError(
+            f"the prompt has {others[0]}. Only images are supported. Mark the place of each with {IMAGE_MARK}."
+        )
     if given and not any(IMAGE_MARK in str(content) for content in _texts(chat)) and not has_images(chat):
         chat = _before_question(chat, len(given))
     waiting = iter(given)
@@ -88,14 +90,14 @@ def resolved_inputs(value: Mapping[str, Any] | None, folder: Path) -> dict[str, 
         return None
     others = sorted(value.keys() - {"images"})
     if others:
-        raise ValueError(f"{others[0]}: this version reads images only")
+        raise ValueError(f"{others[0]}: only images are supported")
     if not isinstance(value.get("images"), list):
         raise ValueError("images: expected a list of paths or objects with bytes")
     return {"images": [image_source(image, folder) for image in value["images"]]}
 
 
 def record_images(record: Mapping[str, Any], folder: Path) -> list[ImageSource]:
-    """Return the images of a sample's record, whose paths are relative to `folder`; none if it is not valid."""
+    """Return the images of a sample's record, with paths relative to `folder`, or none if it is not valid."""
     value = record.get("multimodal_inputs")
     try:
         return (resolved_inputs(value, folder) or {}).get("images", []) if isinstance(value, dict) else []
@@ -111,7 +113,7 @@ def resolve_sample(sample: Sample, location: str) -> None:
 def _placed(
     message: dict[str, Any], waiting: Iterator[Any], sources: list[ImageSource], folder: Path, *, marks: bool
 ) -> dict[str, Any]:
-    """Return a message with bare parts of images; their sources are appended to `sources`."""
+    """Return a message whose image parts have no source. The sources are appended to `sources`."""
     content = message.get("content")
     if not isinstance(content, list) and not (isinstance(content, str) and marks and IMAGE_MARK in content):
         return message
@@ -143,7 +145,7 @@ def _next(waiting: Iterator[Any]) -> Any:
 
 
 def _listed(column: Any) -> list[Any]:
-    """Return the images of a column: a list, one image, or the JSON of a list, which tables of strings have."""
+    """Return the images of a column: a list, one image, or a list as JSON text, as in CSV files."""
     if isinstance(column, str) and column.startswith("["):
         with suppress(ValueError):
             column = json.loads(column)
@@ -178,7 +180,7 @@ def _is_image(part: Mapping[str, Any]) -> bool:
 
 
 def _source(part: Mapping[str, Any]) -> Any:
-    """Return the source in a part of a message, in any of the usual spellings; None if it has none."""
+    """Return the image source of a message part, under any of the usual keys, or None if it has none."""
     for key in ("image", "image_url", "path", "url"):
         value = part.get(key)
         if value is not None:

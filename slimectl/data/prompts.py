@@ -1,4 +1,4 @@
-"""Weighted mixing of prompt sources, and shuffled orders."""
+"""Opens prompt sources: reads rows as prompts, mixes sources by weight, repeats and shuffles epochs."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from slimectl.types import ImageSource, Label, Prompt, Sample
 
 Item = TypeVar("Item")
 Source = Callable[[int], Iterator[Item]]
-"""Opens a source at a row number; the iterator never ends."""
+"""Opens a source at a row number. The iterator never ends."""
 BadRow = Callable[[RecordError], None]
-"""Gets the error of a row that is left out."""
+"""Receives the error of a row that is left out."""
 
 
 def mixed(
     sources: Sequence[Source[Item]], weights: Sequence[float], *, seed: int, start: int = 0, total: int | None = None
 ) -> Iterator[Item]:
-    """Rows `start` to `total` (None: without end) of the mix: each is the next row of a source drawn by its weight.
+    """Yield rows `start` to `total` (None: endlessly) of the mix. Each is the next row of a source drawn by its weight.
 
-    The order of the sources depends on the seed alone, so any position is reached without reading earlier rows: only
-    the draws are repeated, about a million per second.
+    The order of the sources depends only on the seed, so any position is reached without reading earlier rows. Only the
+    draws are repeated, at about a million per second.
     """
     rng = random.Random(f"{seed}:mix")
     bounds = list(accumulate(weights))
@@ -67,19 +67,20 @@ def check_weights(weights: Sequence[float], sources: Sequence[str]) -> None:
     """Raise SettingsError unless there is one weight per source."""
     if len(weights) != len(sources):
         raise SettingsError(
-            f"rollout.data_weights: {len(weights)} weights for {len(sources)} sources of rollout.data; give as many"
+            f"rollout.data_weights: {len(weights)} weights for {len(sources)} sources of rollout.data. Give one "
+            f"weight per source."
         )
 
 
 def shuffled_order(size: int, seed: int | str, epoch: int) -> array[int]:
-    """The numbers below `size` in the order of one epoch. Must not change: runs resume across versions."""
+    """Return the numbers below `size` in the order of one epoch. This must not change: runs resume across versions."""
     order = array("Q", range(size))
     random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
 
 
 SAMPLE_FIELDS = frozenset([*(field.name for field in fields(Sample)), RECORD_VERSION])
-"""Keys of a sample's record, which no prompt hands on."""
+"""Keys of a sample's record, which are not passed on from a prompt."""
 
 
 def open_prompts(
@@ -102,20 +103,20 @@ def open_prompts(
 ) -> Iterator[Prompt]:
     """Yield the prompts of all sources, `epochs` times (None: endlessly), numbered consecutively from `start`.
 
-    A source is a file (JSONL, JSON array, CSV, Parquet; .gz, .zst), a glob, `path@[a:b]`, `-`,
-    `reasoning_gym:TASK?key=value`, or `module:function?key=value` that yields rows or Prompts. Files stream. With a
-    `shuffle_seed` each epoch is shuffled differently, and only positions are held in memory. The prompt at occurrence
+    A source is a file (JSONL, JSON array, CSV or Parquet, also as .gz or .zst), a glob, `path@[a:b]`, `-`,
+    `reasoning_gym:TASK?key=value`, or `module:function?key=value` that yields rows or Prompts. Files are streamed. With
+    a `shuffle_seed` each epoch is shuffled differently, and only positions are held in memory. The prompt at occurrence
     `i` does not depend on `start`.
 
-    With `weights`, one per source, each prompt comes from a source drawn by weight and `mix_seed`. Every source repeats
-    its rows endlessly. An epoch has as many prompts as all sources together.
+    With `weights`, one per source, each prompt comes from a source drawn by weight with `mix_seed`. Every source
+    repeats its rows endlessly. An epoch has as many prompts as all sources have rows.
 
     `named` opens sources by their names in the settings. With the default keys, rows of other published formats are
-    recognized (columns.py). In `demonstrations` chats stay whole, with the assistant's responses. For a model that
-    `reads_images`, every mark in a text is the place of an image, which the row must have.
+    recognized (columns.py). In `demonstrations` chats stay whole, including the assistant's responses. For a model that
+    `reads_images`, every image mark in a text needs an image in the row.
 
-    Raises SettingsError for a missing source, RecordError for a row that is not a prompt. With `on_bad_row` such rows
-    are passed to it and left out. The numbers of the other rows stay the same.
+    Raises SettingsError for a missing source, RecordError for a row that is not a prompt. With `on_bad_row`, the errors
+    of such rows are passed to it and the rows are left out. The numbers of the other rows stay the same.
     """
     keys = Keys(input_key, label_key, metadata_key, tool_key, image_key)
     if weights:
@@ -129,7 +130,7 @@ def open_prompts(
 
 
 def without_bad(items: Iterator[Item], on_bad_row: BadRow | None) -> Iterator[Item]:
-    """Yield the items, and pass each RecordError to `on_bad_row` if there is one. `items` must survive its errors."""
+    """Yield the items. Pass each RecordError to `on_bad_row` if it is given. `items` must continue after an error."""
     while True:
         try:
             yield next(items)
@@ -150,7 +151,7 @@ def ordered_rows(
     named: NamedTables | None = None,
     keep_errors: bool = False,
 ) -> Iterator[Row]:
-    """Unvalidated rows of all sources, each with its source location.
+    """Yield the unvalidated rows of all sources, each with its source location.
 
     With `keep_errors`, the value of a row that cannot be read is its RecordError.
     """
@@ -196,7 +197,7 @@ def _in_order(table: Table, epochs: int | None, start: int) -> Iterator[Row]:
     if epochs == 1:
         yield from table.scan(start)
         return
-    # At position 0 nothing has to be counted, and the first prompt comes immediately.
+    # At position 0 nothing has to be counted, so the first prompt is available immediately.
     epoch, skipped = divmod(start, _size(table)) if start else (0, 0)
     for _ in count() if epochs is None else range(epoch, epochs):
         yield from table.scan(skipped)
@@ -218,7 +219,7 @@ def _by_position(
 def _size(table: Table) -> int:
     size = len(table)
     if not size:
-        raise SettingsError("rollout.data: its sources have no rows")
+        raise SettingsError("rollout.data: the sources have no rows")
     return size
 
 
@@ -236,7 +237,7 @@ def prompt_of(row: Row, index: int, keys: Keys, *, demonstration: bool = False, 
     if not isinstance(value, dict):
         raise RecordError(f"{location}: expected an object, got {shown(value)}")
     columns = read_columns(value, keys, location, demonstration=demonstration)
-    is_text = columns.text == "" and demonstration and columns.label  # imitated from its first token on
+    is_text = columns.text == "" and demonstration and columns.label  # trained on from its first token
     check = a_chat if is_text else nonempty_chat
     return with_parts((location, value), index, keys, columns, check, reads_images=reads_images)
 
@@ -275,7 +276,7 @@ def with_parts(
 
 
 def _extra_columns(row: dict[str, Any], used: set[str]) -> dict[str, Any]:
-    """Return the columns that are neither the prompt's own nor named like a field of a sample."""
+    """Return the columns that the prompt does not use and whose names are not sample fields."""
     return {str(key): jsonable(value) for key, value in row.items() if key not in used and key not in SAMPLE_FIELDS}
 
 
@@ -288,7 +289,7 @@ def _checked(location: str, key: str, value: Any, check: Callable[[Any], Any]) -
 
 def nonempty_chat(value: Any) -> Any:
     if not a_chat(value):
-        raise ValueError("empty; a prompt needs at least a word")
+        raise ValueError("empty. A prompt needs at least one word.")
     return value
 
 
@@ -299,7 +300,7 @@ def _label(value: Any) -> Label:
 
 def _metadata(value: Any) -> dict[str, Any]:
     parsed = _parse_json(value)
-    # Tables and functions of other programs may hold dates, numpy numbers and tuples, which JSON cannot represent.
+    # Tables and user functions may hold dates, numpy numbers and tuples, which JSON cannot represent.
     return {} if parsed in (None, "") else jsonable(a_mapping(parsed))
 
 
@@ -313,7 +314,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _functions(row: dict[str, Any], key: str) -> Any:
-    """Return the tools of the column `functions`, OpenAI's older name, unless the settings name another column."""
+    """Return the tools of the column `functions`, OpenAI's older name, unless the settings choose another column."""
     functions = from_json(row.get("functions")) if key == "tools" else None
     named = isinstance(functions, list) and all(
         isinstance(f, dict) and {"name", "parameters"} <= {*f} for f in functions
@@ -322,7 +323,7 @@ def _functions(row: dict[str, Any], key: str) -> Any:
 
 
 def _parse_json(value: Any) -> Any:
-    """Parse an object from JSON text, as tables of strings (CSV, some Parquet) store it."""
+    """Parse an object from JSON text, as CSV and some Parquet files store it."""
     if type(value) is not str or not value:
         return value
     try:

@@ -1,4 +1,4 @@
-"""Conversion of samples from and to JSON objects, with validation."""
+"""Converts samples from and to JSON objects, with validation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from slimectl.data.routed_experts import a_routing, routed_tokens
 from slimectl.errors import RecordError
 from slimectl.types import PrefixCacheCounts, Sample, SamplerState, SpeculationCounts, Status
 
-# In the order of docs/records.md, which is also the order of keys in written lines.
+# In the order of docs/records.md, which is also the key order of written lines.
 CHECKS: dict[str, Check] = {
     "group_index": a_count,
     "index": a_count,
@@ -68,7 +68,7 @@ ALWAYS_WRITTEN = frozenset(list(CHECKS)[:12]) - {"rollout_id"}
 RECORD_VERSION = "record_version"
 """Key of a line's version. Without it the line has version 1, whose log-probabilities are doubles."""
 VERSION = 2
-"""Newest version: log-probabilities are float32 numbers, in the shortest decimals that tell them apart."""
+"""Newest version. Log-probabilities are float32 numbers in their shortest decimal form."""
 FLOAT32_LISTS = ("rollout_log_probs", "teacher_log_probs", "ref_log_probs")
 CHECKS_BY_VERSION: dict[object, dict[str, Check]] = {
     1: CHECKS,
@@ -77,18 +77,18 @@ CHECKS_BY_VERSION: dict[object, dict[str, Check]] = {
 # Null means "absent" for these: other programs write every key of their schema.
 EMPTY_WHEN_NULL = frozenset({"weight_versions", "metadata", "spec_info", "prefix_cache_info"})
 
-assert [*CHECKS, "extra"] == [field.name for field in fields(Sample)], "records.md and Sample name the same fields"
+assert [*CHECKS, "extra"] == [field.name for field in fields(Sample)], "CHECKS must list the fields of Sample in order"
 
 
 PATHS = {"custom_rm_path": "score", "generate_function_path": "rollout"}
-"""Keys of a sample that name code, and the section whose `allow_paths_in_records` permits them."""
+"""Keys of a sample that refer to code, and the section whose `allow_paths_in_records` permits them."""
 
 
 def refused_path(key: str, path: object) -> str:
-    """Return the error message for a record that names code, with the remedy."""
+    """Return the error message for a record that refers to code, with the remedy."""
     return (
-        f"{key}: {shown(path)} names code, and records may not choose what is run; drop the key, or set "
-        f"{PATHS[key]}.allow_paths_in_records = true if you trust the file"
+        f"{key}: {shown(path)} refers to code, and records may not choose the code to run. Remove the key, or set "
+        f"{PATHS[key]}.allow_paths_in_records = true if you trust the file."
     )
 
 
@@ -98,8 +98,8 @@ def sample_from_json(obj: Mapping[str, Any], *, position: int = 0) -> Sample:
     >>> sample_from_json({"index": 3, "prompt": "1+1=", "tokens": [5, 6], "response_length": 1, "note": "mine"}).extra
     {'note': 'mine'}
 
-    Without an `index` it takes `position` (its place in the file), and without a `group_index` it forms a group of one:
-    unrelated samples must never share group statistics. Raises RecordError naming the field.
+    Without an `index` it gets `position` (its place in the file). Without a `group_index` it forms a group of one,
+    because unrelated samples must never share group statistics. Raises RecordError with the name of the field.
     """
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
@@ -123,20 +123,21 @@ def sample_from_json(obj: Mapping[str, Any], *, position: int = 0) -> Sample:
 
 
 def _checks_of(version: Any) -> dict[str, Check]:
-    """Return the checks of a line of that version. Raises RecordError if there is no such version."""
+    """Return the checks for a line of that version. Raises RecordError for an unknown version."""
     if type(version) is not int or version < 1:
-        raise RecordError(f"Sample.{RECORD_VERSION}: expected a whole number from 1 on, got {shown(version)}")
+        raise RecordError(f"Sample.{RECORD_VERSION}: expected a whole number of at least 1, got {shown(version)}")
     if version > VERSION:
         raise RecordError(
-            f"Sample.{RECORD_VERSION}: {shown(version)} is newer than this slimectl reads ({VERSION}); update slimectl"
+            f"Sample.{RECORD_VERSION}: {shown(version)} is newer than this slimectl supports ({VERSION}). Update "
+            f"slimectl."
         )
     return CHECKS_BY_VERSION[version]
 
 
 def with_float32(obj: dict[str, Any]) -> dict[str, Any]:
-    """Return the object of a line of any version as that of version 1: its log-probabilities as doubles.
+    """Convert the object of a line of any version to version 1, with log-probabilities as doubles.
 
-    Values that are no lists of numbers stay as they are.
+    Values that are not lists of numbers are unchanged.
     """
     if obj.pop(RECORD_VERSION, None) == VERSION:
         for name in obj.keys() & set(FLOAT32_LISTS):
@@ -155,8 +156,9 @@ def _check_lengths(sample: Sample) -> None:
             raise RecordError(f"Sample.{name}: {len(values)} values for {count} response tokens")
     if routed_tokens(sample.rollout_routed_experts) > max(0, len(sample.tokens) - 1):
         raise RecordError(
-            f"Sample.rollout_routed_experts: experts of {routed_tokens(sample.rollout_routed_experts)} tokens, and of "
-            f"{len(sample.tokens)} the last one is not read"
+            f"Sample.rollout_routed_experts: has experts for {routed_tokens(sample.rollout_routed_experts)} tokens, "
+            f"but of "
+            f"{len(sample.tokens)} tokens all but the last one need them"
         )
 
 
@@ -168,14 +170,14 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """The JSON object of a sample: core fields always, others if not at their default, unknown keys last."""
+    """Return the JSON object of a sample: core fields always, others if not at their default, unknown keys last."""
     obj: dict[str, Any] = {}
     for key in CHECKS:
         value = getattr(sample, key)
         if key in ALWAYS_WRITTEN or value != _DEFAULTS[key]:
             obj[key] = value
     obj["status"] = Status(sample.status).value
-    for key, value in sample.extra.items():  # attributes that users set may be of any kind
+    for key, value in sample.extra.items():  # attributes set by users may have any type
         if key != RECORD_VERSION:
             obj.setdefault(key, value if value is None or type(value) in PLAIN else jsonable(value))
     return obj

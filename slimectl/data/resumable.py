@@ -19,11 +19,11 @@ from slimectl.errors import RecordError, StorageError
 from slimectl.types import Sample
 
 FLUSH_S = 0.5
-"""Flush interval: the maximum work in seconds that a killed process loses."""
+"""Flush interval in seconds: the most work that a killed process loses."""
 
 
 def can_be_resumable(out: str) -> bool:
-    """Whether `out` is, or will be, a regular file, so that its writing can be resumed."""
+    """Return whether `out` is, or will be, a regular file, so that writing it can be resumed."""
     try:
         return out != "-" and stat.S_ISREG(os.stat(out).st_mode)
     except OSError:
@@ -31,9 +31,9 @@ def can_be_resumable(out: str) -> bool:
 
 
 def _partial_path(final: Path) -> Path:
-    """Return the path of the unfinished output: OUT.partial, or OUT.partial.1, … if that is another program's file.
+    """Return the path of the unfinished output: OUT.partial, or OUT.partial.1, … if another program owns that file.
 
-    Slimectl's own file has a manifest beside it, or is empty.
+    slimectl's own file has a manifest next to it, or is empty.
     """
     path, number = final.with_name(f"{final.name}.partial"), 0
     while not is_manifest(manifest_path(path)) and (file_size(path) or os.path.lexists(manifest_path(path))):
@@ -43,13 +43,13 @@ def _partial_path(final: Path) -> Path:
 
 
 def partial_output(out: Path) -> Path | None:
-    """Return the unfinished file of an output that a stage writes or has written a part of; None without one."""
+    """Return the unfinished file of an output that a stage is writing or left incomplete, or None."""
     path = _partial_path(Path(os.path.realpath(out)))
     return path if file_size(path) and is_manifest(manifest_path(path)) else None
 
 
 class ResumableOutput:
-    """Resumable writer of samples to the file `out`: until `commit` they are in `out`.partial, beside a manifest.
+    """Resumable writer of samples to the file `out`. Until `commit` they are in `out`.partial, next to a manifest.
 
     >>> with ResumableOutput("scored.jsonl", manifest) as partial:  # doctest: +SKIP
     ...     before = list(partial.done())
@@ -81,9 +81,9 @@ class ResumableOutput:
         self._unlink()
 
     def done(self, *, whole_groups: bool = False) -> Iterator[Sample]:
-        """Samples of the interrupted attempt, if it was the same work; a torn last line is truncated.
+        """Yield the samples of the interrupted attempt, if it was the same work. An incomplete last line is truncated.
 
-        With `whole_groups` the last group is truncated too, since its siblings may be missing.
+        With `whole_groups` the last group is dropped too, because some of its samples may be missing.
         """
         if not self._manifest.unchanged(self.path):
             self._unlink()
@@ -109,7 +109,7 @@ class ResumableOutput:
         os.truncate(self.path, complete_bytes)
 
     def write(self, sample: Sample) -> None:
-        """Append a sample. Raises StorageError for errors of the system, RecordError for values that are not JSON."""
+        """Append a sample. Raises StorageError for OS errors, RecordError for values that are not JSON."""
         line = encode_sample(sample, location=f"{self._out}: record {self.count + 1}")
         try:
             if self._file is None:
@@ -125,7 +125,7 @@ class ResumableOutput:
         self.count += 1
 
     def commit(self) -> None:
-        """Finish the output: give the file its final name, compressed if the suffix says so."""
+        """Finish the output: give the file its final name, and compress it if it has a suffix of a compressed file."""
         try:
             self._close()
             if self._out.lower().endswith((".gz", ".zst")):
@@ -170,4 +170,6 @@ class ResumableOutput:
         manifest_path(self.path).unlink(missing_ok=True)
 
     def _refusal(self, error: OSError) -> StorageError:
-        return StorageError(f"{self.path}: cannot be written: {error.strerror or error}; free space or write elsewhere")
+        return StorageError(
+            f"{self.path}: cannot be written: {error.strerror or error}. Free space or write elsewhere."
+        )

@@ -1,6 +1,6 @@
-"""Routed experts of a sample: the experts that an engine chose for every token it read, as a record carries them.
+"""Routed experts of a sample: the experts that an engine chose for every token that it read, as stored in records.
 
-I tokens that were read · L layers of the model, dense ones included · k experts of a token.
+I tokens read · L layers of the model, dense ones included · k experts per token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Routing = dict[str, Any]
 
 def no_experts(setting: str) -> str:
     """Return the message for a setting that replays the routing of a model without experts."""
-    return f"{setting}: this model has no experts to route to; set it to false"
+    return f"{setting}: this model has no experts to route to. Set it to false."
 
 
 NO_EXPERTS = no_experts("train.use_rollout_routing_replay")
@@ -34,13 +34,13 @@ MOST_EXPERTS_OF_UINT8 = 256
 
 
 def encoded(experts: Any) -> Routing:
-    """Return the record of an array [I, L, k] of any integer type; one byte an expert where that suffices.
+    """Return the record of an array [I, L, k] of any integer type, with one byte per expert if that is enough.
 
     >>> import numpy
     >>> encoded(numpy.array([[[0, 3]], [[2, 1]]]))
     {'shape': [2, 1, 2], 'dtype': 'uint8', 'data': 'AAMCAQ=='}
 
-    Raises ValueError for another number of dimensions, or an expert that is none.
+    Raises ValueError for another number of dimensions, or for an invalid expert number.
     """
     import numpy as np
 
@@ -51,7 +51,7 @@ def encoded(experts: Any) -> Routing:
         raise ValueError(f"expected whole numbers, got {experts_ILk.dtype}")
     highest = int(experts_ILk.max(initial=0))
     if experts_ILk.min(initial=0) < 0 or highest >= 2**16:
-        raise ValueError(f"{int(experts_ILk.min(initial=0)) or highest} is no expert")
+        raise ValueError(f"{int(experts_ILk.min(initial=0)) or highest} is not an expert")
     dtype = "uint8" if highest < MOST_EXPERTS_OF_UINT8 else "uint16"
     data = experts_ILk.astype(f"<u{ITEM_BYTES[dtype]}").tobytes()
     return {"shape": list(experts_ILk.shape), "dtype": dtype, "data": base64.b64encode(data).decode()}
@@ -76,7 +76,7 @@ def decoded(routing: Routing) -> np.ndarray:
 
 
 def routing_marks(rows: Sequence[TrainingSample]) -> list[np.ndarray]:
-    """Return a number for each input token of the rows, uint64 [I]: equal where the experts are, 0 without any.
+    """Return a number for each input token of the rows, uint64 [I]: equal for equal experts, 0 without experts.
 
     Two different choices get the same number with a probability below 2^-48: sums of random multiples modulo 2^64
     (Carter and Wegman 1979, doi:10.1016/0022-0000(79)90044-8).
@@ -97,7 +97,7 @@ def routing_marks(rows: Sequence[TrainingSample]) -> list[np.ndarray]:
 
 
 def a_routing(value: Any) -> Routing:
-    """Return a valid record of routed experts, of nested lists too. Raises ValueError with the reason."""
+    """Return a valid record of routed experts, from a record or nested lists. Raises ValueError with the reason."""
     if isinstance(value, list):
         return encoded(value)
     routing = a_mapping(value)
@@ -124,10 +124,10 @@ def routed_tokens(routing: Routing | None) -> int:
 
 
 def extended(routing: Routing | None, later: Routing, *, tokens: int) -> Routing | None:
-    """Return `routing` with the tokens behind its last one from `later`, up to `tokens`; both begin at the same token.
+    """Return `routing`, extended up to `tokens` by the further tokens of `later`. Both begin at the same token.
 
-    A token keeps the experts of the request that read it first: its log-probabilities were taken with them. A record
-    of another model has no common shape: then the later one stands.
+    A token keeps the experts of the request that read it first, because its log-probabilities were computed with them.
+    If the shapes differ, the records come from different models, and the later one is returned.
     """
     import numpy as np
 

@@ -52,15 +52,16 @@ def write_folder(
 ) -> None:
     """Write the folder `target` atomically: complete or not at all.
 
-    `fill` writes into a staging folder beside it (and may return known digests by file); the files are
-    fsynced, a manifest with `manifest_fields`, sizes and digests is added, the folder renamed, the parent fsynced. An
-    older `target` stays until the new one is complete; the user's files in it move into the new one.
+    `fill` writes into a staging folder next to it, and may return known digests by file. Then the files are fsynced, a
+    manifest with `manifest_fields`, sizes and digests is added, the folder is renamed, and its parent is fsynced. An
+    older `target` stays until the new one is complete. The user's files in it move into the new one.
 
-    `resume` identifies the work. With it an interruption leaves the staging folder, and the next call with the same
-    identifier finds there what `fill` had written; an error leaves nothing. `names` are passed within a locked folder
-    of slimectl: files of these names belong to slimectl there, whether or not a manifest lists them.
+    `resume` identifies the work. With it, an interruption leaves the staging folder, and the next call with the same
+    identifier finds there what `fill` had written. An error leaves nothing. `names` is given within a locked folder of
+    slimectl. Files that match it belong to slimectl there, whether or not a manifest lists them.
 
-    Raises SettingsError if another process writes `target`, or if slimectl did not make it; StorageError.
+    Raises SettingsError if another process is writing `target`, or if slimectl did not create it. Raises StorageError
+    for OS errors.
     """
     with storage_errors(target), ExitStack() as ending:
         if names is None:
@@ -88,7 +89,8 @@ def write_folder(
 def _sign(staged: Path, hashes: Mapping[str, Digest], manifest_fields: dict[str, Any]) -> None:
     """Sync every file of a staging folder to disk and list it in the manifest.
 
-    Files get the mode that the umask gives to new ones: safetensors 0.8 and huggingface_hub make theirs 0600.
+    Files get the mode that the umask gives to new files, because safetensors 0.8 and huggingface_hub create files as
+    0600.
     """
     (staged / RESUME).unlink(missing_ok=True)
     mode = stat.S_IMODE((staged / STAGED).stat().st_mode)
@@ -110,8 +112,8 @@ def _sign(staged: Path, hashes: Mapping[str, Digest], manifest_fields: dict[str,
 class RunDir:
     """The folder of one run.
 
-    Its manifest, the first file written there, marks it as a run. `ownership` defines which files belong to the run;
-    all others are the user's and stay unchanged.
+    Its manifest, the first file written there, marks it as a run. `ownership` defines which files belong to the run.
+    All others are the user's and stay unchanged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,7 +123,7 @@ class RunDir:
         return self.path / f"step_{number:06d}"
 
     def checkpoints(self) -> list[int]:
-        """Rounds of all checkpoints under their final name, oldest first."""
+        """Return the rounds of all complete checkpoints, oldest first."""
         matches = [STEP.fullmatch(child.name) for child in self.path.glob("step_*") if _is_checkpoint(child)]
         return sorted(int(match.group(1)) for match in matches if match)
 
@@ -130,37 +132,40 @@ class RunDir:
     def lock(self, *, warn: Callable[[str], None] = lambda text: None) -> Lock:
         """Lock the folder for the duration of a run, creating it if needed.
 
-        Raises SettingsError, in one line that names the holder, if another run is active there.
+        Raises SettingsError, with the process that holds the lock, if another run is active there.
         """
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         return Lock(
             self.path / LOCK,
-            f"{self.path}: a run goes on there",
-            way_out="wait for its end, stop it, or name another with -s run.name=ANOTHER",
+            f"{self.path}: another run is active there",
+            way_out="Wait until it ends, stop it, or choose another name with -s run.name=ANOTHER.",
             warn=warn,
         ).acquire()
 
     def check_start(self) -> None:
-        """Raise SettingsError if no run can start here because the folder is not a run's; changes nothing."""
+        """Raise SettingsError if no run can start here because the folder is not a run's. Nothing is changed."""
         if not os.path.lexists(self.path):
             return
         if not self.path.is_dir():
-            raise SettingsError(f"{self.path}: is no folder; give the run another with -s run.name=ANOTHER")
+            raise SettingsError(
+                f"{self.path}: is not a folder. Choose another name for the run with -s run.name=ANOTHER."
+            )
         strangers = [child.name for child in self.path.iterdir() if not ownership.UNSIGNED.fullmatch(child.name)]
         if strangers and not ownership.is_run(self.path):
-            old = ", or go on with an older version's run by --resume" if (self.path / "run.toml").exists() else ""
+            old = ", or continue a run of an older version with --resume" if (self.path / "run.toml").exists() else ""
             raise SettingsError(
-                f"{self.path}: holds {min(strangers)!r} but no manifest.json of a run, so it is not slimectl's to use; "
-                f"give the run another folder with -s run.name=ANOTHER{old}"
+                f"{self.path}: contains {min(strangers)!r} but no manifest.json of a run, so slimectl does not write "
+                f"there. "
+                f"Choose another name for the run with -s run.name=ANOTHER{old}."
             )
 
     def check_free(self) -> None:
         """Raise SettingsError if the folder holds a run with any output."""
         if ownership.is_run(self.path) and self._has_output():
             raise SettingsError(
-                f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
-                f"or -s run.name=ANOTHER"
+                f"{self.path}: already holds a run. Add --resume to continue it, --force to replace it, "
+                f"or -s run.name=ANOTHER to use another folder."
             )
 
     def start(
@@ -171,10 +176,10 @@ class RunDir:
         manifest: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Create the folder, write its `manifest` (stage, settings, host) and run.toml.
+        """Create the folder, and write its `manifest` (stage, settings, host) and run.toml.
 
-        The files of a run that failed before any output (such as a missing model) are replaced. Raises SettingsError
-        if a run exists already and not `force`, or if the folder is not a run's.
+        The files of a run that failed before any output (because of a missing model, for example) are replaced. Raises
+        SettingsError if a run exists already and `force` is false, or if the folder is not a run's.
         """
         self.check_start()
         if not force:
@@ -192,12 +197,12 @@ class RunDir:
         return bool(self.checkpoints()) or any(ownership.file_size(self.path / name) for name in GROWING)
 
     def discard(self) -> None:
-        """Remove a run that failed before its first output, unless a log says why; files of the user stay."""
+        """Remove a run that failed before its first output, unless a log explains it. The user's files stay."""
         if self._has_output() or any(map(ownership.file_size, self.path.glob("logs/*"))):
             return
         with suppress(OSError):
             ownership.remove_files(self.path, ownership.own_run_files(self.path))
-            for folder in (self.path, self.path.parent):  # both only if nothing else is in there
+            for folder in (self.path, self.path.parent):  # each only if it is empty
                 folder.rmdir()
 
     def _sign(self, manifest: Mapping[str, Any] | None) -> None:
@@ -205,11 +210,11 @@ class RunDir:
         write_text(self.path / MANIFEST, json.dumps(signed, indent=2, default=str) + "\n")
 
     def _clear(self, warn: Callable[[str], None]) -> None:
-        """Remove the files of a run, its manifest last; warn about remaining files."""
+        """Remove the files of a run, its manifest last. Warn about remaining files."""
         if self.path.is_symlink():
             raise SettingsError(
-                f"{self.path}: is a link, and nothing is removed through one; give the run's own folder "
-                f"({self.path.resolve()}), or -s run.name=ANOTHER"
+                f"{self.path}: is a link, and slimectl removes nothing through a link. Give the run's folder itself "
+                f"({self.path.resolve()}), or -s run.name=ANOTHER."
             )
         ownership.refuse_links(self.path, "its run cannot be replaced")
         with storage_errors(self.path):
@@ -219,48 +224,48 @@ class RunDir:
             remains = [name for name in ownership.files_below(self.path) if name != LOCK]
         if remains:
             more = f" and {len(remains) - 3} more" if len(remains) > 3 else ""
-            warn(f"{self.path}: {', '.join(remains[:3])}{more} left in place: slimectl did not write that")
+            warn(f"{self.path}: {', '.join(remains[:3])}{more} left in place, because slimectl did not write it")
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 
     def check_command(self, command: str) -> None:
-        """Raise SettingsError if another command began the run; one of older versions is that of `slimectl run`."""
+        """Raise SettingsError if another command started the run. Runs of older versions belong to `slimectl run`."""
         first = (ownership.read_manifest(self.path) or {}).get("command", "run")
         if first != command:
             raise SettingsError(
-                f"{self.path}: was begun by `slimectl {first}`; go on with: slimectl {first} --resume {self.path}"
+                f"{self.path}: was started by `slimectl {first}`. Continue with: slimectl {first} --resume {self.path}"
             )
 
     def adopt(self, manifest: Mapping[str, Any] | None = None) -> None:
-        """Prepare a folder for a resume: remove the half-written files of a killed run.
+        """Prepare a folder for a resume: remove the incomplete files of a killed run.
 
-        A run of an older version, which wrote its manifest only at its end, gets one now. Raises SettingsError without
-        a run.
+        A run of an older version, which wrote its manifest only at its end, gets one now. Raises SettingsError if there
+        is no run.
         """
         if not (self.path / "run.toml").exists():
-            raise SettingsError(f"{self.path}: no run to resume; start it without --resume")
+            raise SettingsError(f"{self.path}: no run to resume. Start it without --resume.")
         signed = ownership.is_run(self.path)
         if not signed and not ownership.is_older_run(self.path):
             raise SettingsError(
-                f"{self.path}: has a run.toml, but no manifest.json and no files of a run; begin a run of these "
+                f"{self.path}: has a run.toml, but no manifest.json and no files of a run. Start a run with these "
                 f"settings elsewhere: slimectl run -c {self.path / 'run.toml'} -s run.name=ANOTHER"
             )
-        ownership.refuse_links(self.path, "its run cannot go on", only=(*GROWING, MANIFEST))
+        ownership.refuse_links(self.path, "its run cannot continue", only=(*GROWING, MANIFEST))
         with storage_errors(self.path):
             self._sweep()
             for push in self.path.glob("weights/*"):
                 if ownership.PUSHES.fullmatch(push.name) and push.is_dir() and not push.is_symlink():
-                    (push / STAGED).touch()  # earlier versions did not mark folders of pushes
+                    (push / STAGED).touch()  # earlier versions did not mark the folders of weight pushes
         if not signed or "finished" in (ownership.read_manifest(self.path) or {}):
             self._sign(manifest)
 
     @property
     def next_round(self) -> int:
-        """The round after the newest checkpoint."""
+        """Return the round after the newest checkpoint."""
         return max(self.checkpoints(), default=0) + 1
 
     def change_settings(self, settings_toml: str, changes: Sequence[str], *, first: int) -> None:
-        """Write the settings of a resume to run.toml, with comments: the `first` round with them, and the changes."""
+        """Write the settings of a resume to run.toml, with the `first` round and the changes as comments."""
         path = self.path / "run.toml"
         notes = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
         resumed = f"# {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, slimectl {__version__}: resumed at round {first} with"
@@ -269,7 +274,7 @@ class RunDir:
             write_text(path, "\n".join([settings_toml, *notes, resumed, *lines, ""]))
 
     def _sweep(self) -> None:
-        """Remove half-written files of a killed run, and finish interrupted renames."""
+        """Remove incomplete files of a killed run, and finish interrupted renames."""
         for parent in (self.path, self.path / "reference"):
             for old in parent.glob(".old-*"):
                 recover(old.with_name(old.name.removeprefix(".old-")), ownership.CHECKPOINT_FILES)
@@ -290,7 +295,7 @@ class RunDir:
         self.point_latest(self.step(number))
 
     def point_latest(self, checkpoint: Path) -> None:
-        """Point `latest` to a checkpoint, unless it does already."""
+        """Point `latest` to a checkpoint, unless it already does."""
         self._point("latest", checkpoint)
 
     def point_best(self, checkpoint: Path) -> None:
@@ -299,12 +304,12 @@ class RunDir:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint that `best` points to."""
+        """Return the checkpoint that `best` points to."""
         step = linked_step(self.path, BEST)
         return self.path / step if step else None
 
     def _point(self, name: str, checkpoint: Path) -> None:
-        """Write a link to a checkpoint, or a file with its name where the file system has no links."""
+        """Write a link to a checkpoint, or a file with its name if the file system has no links."""
         link = self.path / name
         with storage_errors(link):
             if linked_step(self.path, name) == checkpoint.name:
@@ -319,7 +324,7 @@ class RunDir:
             sync_folder(self.path)
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the best and the newest `keep` checkpoints; their saved samples stay, and so do links."""
+        """Remove all but the best and the newest `keep` checkpoints. Their saved samples and links stay."""
         for number in self.checkpoints()[: -keep if keep else 0]:
             folder = self.step(number)
             if folder.is_symlink() or folder == self.best:
@@ -332,7 +337,7 @@ class RunDir:
                 folder.rmdir()
 
     def newest(self, warn: Callable[[str], None]) -> Path:
-        """The newest intact checkpoint with complete metrics; each newer, rejected one is reported to `warn`.
+        """Return the newest intact checkpoint with complete metrics. `warn` gets a message for each rejected one.
 
         Raises CheckpointError if there is none.
         """
@@ -343,13 +348,13 @@ class RunDir:
                 fallback = folder
                 if (reason := self.lost_metrics(folder)) is None:
                     return folder
-            warn(f"{folder}: {reason}; falling back to the checkpoint before it")
+            warn(f"{folder}: {reason}. Falling back to the previous checkpoint.")
         if fallback is not None:
             raise CheckpointError(
                 f"{self.path}: metrics.jsonl is shorter than at every checkpoint. Restore it from a copy, or start a "
                 f"new run from the weights: --model {shlex.quote(str(fallback))}"
             )
-        raise CheckpointError(f"{self.path}: no whole checkpoint to resume from; start the run anew with --force")
+        raise CheckpointError(f"{self.path}: no intact checkpoint to resume from. Start the run again with --force.")
 
     # --- growing files -----------------------------------------------------------------------------------------------
 
@@ -359,11 +364,11 @@ class RunDir:
         for name in present:
             with storage_errors(self.path / name), (self.path / name).open("rb+") as handle:
                 os.fsync(handle.fileno())
-        # The folder's own entry says that the checkpoint knows of TensorBoard: those of older versions do not.
+        # The entry of the folder itself marks a checkpoint that records TensorBoard files. Older versions did not.
         return {"tensorboard/": 0} | {name: (self.path / name).stat().st_size for name in present}
 
     def _event_files(self) -> list[str]:
-        """Return the names of the files of TensorBoard in this folder, oldest first; links are the user's."""
+        """Return the names of the TensorBoard files in this folder, oldest first. Links are the user's."""
         folder = self.path / "tensorboard"
         if folder.is_symlink():
             return []
@@ -371,9 +376,9 @@ class RunDir:
         return [name for name in files if ownership.EVENTS.fullmatch(name) and not (self.path / name).is_symlink()]
 
     def cut_back(self, sizes: dict[str, int]) -> None:
-        """Truncate the growing files to their sizes at a checkpoint, so that they equal those of an uninterrupted run.
+        """Truncate the growing files to their sizes at a checkpoint, so that they match an uninterrupted run.
 
-        A shorter file stays shorter: lost content must not be replaced by zeros.
+        A shorter file is not extended: lost content must not be replaced by zeros.
         """
         for name in self._event_files() if "tensorboard/" in sizes or not sizes else ():
             if name not in sizes:
@@ -387,13 +392,13 @@ class RunDir:
                     os.fsync(handle.fileno())
 
     def lost_metrics(self, folder: Path) -> str | None:
-        """Describe the loss if metrics from before a checkpoint are missing; None if complete."""
+        """Return a description of metrics missing from before a checkpoint, or None if they are complete."""
         try:
             size = int(json.loads((folder / "state.json").read_text())["sizes"].get("metrics.jsonl", 0))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None  # the reader of the state reports its defects
         present = ownership.file_size(self.path / "metrics.jsonl")
-        return f"metrics.jsonl has {present} bytes, and had {size} when it was saved" if present < size else None
+        return f"metrics.jsonl has {present} bytes, but had {size} when it was saved" if present < size else None
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The settings of a run's folder, and the working folder that their relative paths start from."""
+"""The settings stored in a run's folder, and the working folder that their relative paths start from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN_TOML = "run.toml"
 
 
 def run_path(run: Path) -> Path:
-    """Return the path of a run's folder by its own settings, run.dir/run.name; it may be relative."""
+    """Return the path of a run's folder from its own settings, run.dir/run.name. It may be relative."""
     settings = {}
     with suppress(OSError, ValueError):
         settings = tomllib.loads((run / RUN_TOML).read_text(encoding="utf-8")).get("run", {})
@@ -28,9 +28,10 @@ def run_path(run: Path) -> Path:
 
 
 def working_folder(run: Path) -> Path | None:
-    """Return the folder in which a run was started; None if it is not known or no longer there.
+    """Return the folder in which a run was started, or None if it is unknown or no longer exists.
 
-    The manifest has it. If the project was moved, and of earlier versions, it is where run.dir/run.name is the run.
+    The manifest records it. If the project was moved, or for a run of an earlier version, it is the folder from which
+    run.dir/run.name leads to the run.
     """
     recorded, own = (read_manifest(run) or {}).get("folder"), run_path(run)
     started = Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else None
@@ -43,7 +44,7 @@ def working_folder(run: Path) -> Path | None:
 
 
 def changed_settings(settings: Settings, run: Path) -> Iterator[str]:
-    """Yield the settings that differ from those in the run's file, with both values; secrets are left out."""
+    """Yield the settings that differ from the run's file, with both values. Secrets are left out."""
     try:
         before = dict(flat(resolve([from_file(run / RUN_TOML)]).settings))
     except SettingsError:  # a file of an older version may need settings from the command line
@@ -51,6 +52,6 @@ def changed_settings(settings: Settings, run: Path) -> Iterator[str]:
     skipped = {"run.name", "run.dir", *unused_interpreters(settings.engine.backend)}
     for key, value in flat(settings):
         old, new = redact(before.get(key)), redact(value)
-        # The name and place of a folder are those that --resume gives.
+        # --resume determines the name and location of the folder.
         if old != new and MASK not in (old, new) and key not in skipped:
             yield f"{key} = {toml_value(new)} (was {toml_value(old)})"

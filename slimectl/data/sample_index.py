@@ -1,7 +1,7 @@
-"""Index of a samples file: the place of every line, and the numbers by which samples are sorted and counted.
+"""Index of a samples file: the offset of every line, and the columns by which samples are sorted and counted.
 
-A file of a million samples does not fit in memory; its index does (about 100 bytes a sample). It grows while the file
-grows, and is stored beside large files, so that they are read through once.
+A file of a million samples does not fit in memory, but its index does (about 100 bytes per sample). It grows with the
+file, and is stored next to large files, so that they are read only once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS = {
     "offset": "q", "length": "q", "group": "q", "index": "q", "trajectory": "q", "prompt": "Q",
     "reward": "d", "response_length": "q", "status": "b", "version": "d", "mismatch": "d", "advantage": "d",
 }  # fmt: skip
-"""Columns of an index with their array type; numbers that a sample lacks are NaN.
+"""Columns of an index with their array type. Numbers that a sample lacks are NaN.
 
 `mismatch` is the mean |old - rollout log-probability| of the trained tokens: trainer minus engine.
 """
@@ -39,16 +39,16 @@ COLUMNS = {
 TRAINING_COLUMNS = ("mismatch", "advantage")
 STATUSES = tuple(Status)
 STORED_BYTES = 64 << 20
-"""Smallest file whose index is stored beside it."""
+"""Smallest file whose index is stored next to it."""
 CACHED_BYTES = 64 << 10
-"""Smallest file whose index is stored in the user's cache: a run of many rounds has many of them."""
+"""Smallest file whose index is stored in the user's cache. A run of many rounds has many such files."""
 MAX_CACHED = 10_000
-"""Most indexes in the cache."""
+"""Maximum number of indexes in the cache."""
 FORMAT = 2
 """Version of the stored index."""
 FINGERPRINT_BYTES = 4096
 SEARCHED_BYTES = 16 << 20
-"""Bytes that a search reads at once."""
+"""Bytes that a search reads at a time."""
 BATCH_LINES = 512
 """Lines that are indexed under one lock."""
 
@@ -56,7 +56,7 @@ BATCH_LINES = 512
 class SampleIndex:
     """Index of one samples file, plain, .gz or .zst.
 
-    `extend` reads new lines; it may run in a thread while others query. Lines that are no samples are counted in
+    `extend` reads new lines. It may run in a thread while other threads query. Invalid lines are counted in
     `bad_lines`, with the first messages in `errors`.
     """
 
@@ -81,23 +81,23 @@ class SampleIndex:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the uncompressed file at present."""
+        """Return the current size of the uncompressed file."""
         return os.fstat(self._file.fileno()).st_size
 
     @property
     def replaced(self) -> bool:
-        """Whether the path leads to another file by now, or to one that was cut."""
+        """Return whether the path now leads to another file, or the file was truncated."""
         present = _identity(self.path)
         cut = not self._compressed and self.file_bytes < self.bytes_read
         return cut or (present is not None and present != self._identity)
 
     @property
     def complete(self) -> bool:
-        """Whether every complete line of the file is indexed."""
+        """Return whether every complete line of the file is indexed."""
         return self.bytes_read >= self.file_bytes or not self._has_line()
 
     def extend(self, seconds: float = math.inf) -> bool:
-        """Index new lines for at most so many seconds; return whether the end of the file is reached."""
+        """Index new lines for at most `seconds`. Return whether the end of the file is reached."""
         deadline = time.monotonic() + seconds
         with self._extending:
             before = self.bytes_read
@@ -119,7 +119,7 @@ class SampleIndex:
         return True
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return all columns as arrays of one length; they do not change later."""
+        """Return all columns as arrays of equal length, which do not change later."""
         with self._lock:
             count = len(self)
             if not self._snapshot or len(self._snapshot["offset"]) != count:
@@ -129,18 +129,18 @@ class SampleIndex:
     def line(self, row: int) -> bytes:
         """Return the line of a sample. Raises SettingsError for a row that the file does not have."""
         if not 0 <= row < len(self):
-            raise SettingsError(f"{self.path}: has no sample {row}; it has {len(self)}")
+            raise SettingsError(f"{self.path}: no sample {row}. The file has {len(self)} samples.")
         return os.pread(self._file.fileno(), self._columns["length"][row], self._columns["offset"][row])
 
     def record(self, row: int) -> dict[str, Any]:
-        """Return the JSON object of a sample. Raises RecordError if the file was changed since."""
+        """Return the JSON object of a sample. Raises RecordError if the file has changed since."""
         return with_float32(parse_line(self.line(row), location=f"{self.path}: sample {row}"))
 
     def records(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         return map(self.record, rows)
 
     def search(self, text: str) -> list[int]:
-        """Return the rows whose line contains a text; the case of ASCII letters is ignored."""
+        """Return the rows whose line contains a text, ignoring the case of ASCII letters."""
         offsets, lengths = self.columns()["offset"], self.columns()["length"]
         needles = json_forms(text)
         rows: list[int] = []
@@ -155,15 +155,15 @@ class SampleIndex:
         return sorted(set(rows))
 
     def reward_of(self, record: dict[str, Any]) -> float:
-        """Return the reward of a record as a number: NaN if it has none."""
+        """Return the reward of a record as a number, or NaN if it has none."""
         return reward_number(record.get("reward"), self.reward_key)
 
     def training_record(self, row: int) -> dict[str, Any]:
-        """Return the values that training had for each token of a sample; of a plain samples file, its own record."""
+        """Return the training values of each token of a sample, or the sample's record in a plain samples file."""
         return self.record(row)
 
     def rows_without_training(self) -> list[int] | None:
-        """Return the rows that no step trained on; None if nothing says which."""
+        """Return the rows that no step trained on, or None if unknown."""
         return None
 
     def close(self) -> None:
@@ -187,14 +187,14 @@ class SampleIndex:
         return lines
 
     def _ends_here(self, line: bytes) -> bool:
-        """Return whether a last line without a newline is a whole record."""
+        """Return whether a last line without a newline is a complete record."""
         with suppress(RecordError):
             parse_line(line, location="")
             return True
         return False
 
     def _row(self, offset: int, line: bytes, *, position: int) -> tuple[Any, ...] | None:
-        """Return the values of all columns for a line; None for a blank or bad one, which is counted."""
+        """Return the values of all columns for a line, or None for a blank or bad line. Bad lines are counted."""
         if line.isspace():
             return None
         try:
@@ -229,13 +229,13 @@ class SampleIndex:
 
     @property
     def stored_path(self) -> Path:
-        """File of the stored index: beside a large file, with which it grows, else in the user's cache."""
+        """Return the path of the stored index: next to a large file, or in the user's cache."""
         if self.file_bytes >= STORED_BYTES:
             return self.path.with_name(f".{self.path.name}.index.npz")
         return cache_folder() / f"{hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:32]}.npz"
 
     def _fingerprint(self, size: int) -> str:
-        """Digest of both ends of the first `size` bytes, by which a stored index knows its file."""
+        """Return a digest of both ends of the first `size` bytes, by which a stored index recognizes its file."""
         ends = (
             os.pread(self._file.fileno(), FINGERPRINT_BYTES, start) for start in (0, max(0, size - FINGERPRINT_BYTES))
         )
@@ -250,7 +250,7 @@ class SampleIndex:
             rows[name] = column
         path = self.stored_path
         staged = path.with_name(f"{path.name}.{os.getpid()}")
-        try:  # where nothing can be written it is read again the next time
+        try:  # if it cannot be written, the file is indexed again the next time
             if path.parent != self.path.parent:
                 _make_room(path.parent)
             with staged.open("wb") as file:
@@ -260,7 +260,7 @@ class SampleIndex:
             staged.unlink(missing_ok=True)
 
     def _load(self) -> None:
-        """Take over a stored index if it is one of this file, which may have grown since."""
+        """Load a stored index if it belongs to this file, which may have grown since."""
         path = self.stored_path
         if not path.is_file() or path.is_symlink():
             return
@@ -282,7 +282,7 @@ def cache_folder() -> Path:
 
 
 def _make_room(folder: Path) -> None:
-    """Make the cache's folder; of too many indexes in it, remove the older half."""
+    """Create the cache folder. If it holds too many indexes, remove the older half."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if len(os.listdir(folder)) >= MAX_CACHED:
         for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)[: MAX_CACHED // 2]:
@@ -290,13 +290,13 @@ def _make_room(folder: Path) -> None:
 
 
 def _state(path: Path) -> list[int]:
-    """Return the numbers that change when a file is written to or replaced."""
+    """Return numbers that change when a file is written to or replaced."""
     status = path.stat()
     return [status.st_dev, status.st_ino, status.st_mtime_ns]
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the numbers by which a system tells files apart; None for one that is gone."""
+    """Return the numbers that identify a file to the system, or None if it is gone."""
     try:
         status = path.stat()
     except OSError:
@@ -305,27 +305,27 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def prompt_hash(prompt: Any) -> int:
-    """Return a number of 53 bits that identifies a prompt's text or chat; JavaScript holds it exactly."""
+    """Return a 53-bit number that identifies a prompt's text or chat. JavaScript represents it exactly."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11
 
 
 def reward_number(reward: Any, key: str | None = None) -> float:
-    """Return a reward as a number: of an object the value under `key`, else the first number; NaN if there is none."""
+    """Return a reward as a number. For an object, use the value under `key`, else its first number. NaN if none."""
     if isinstance(reward, dict):
         reward = reward.get(key) if key else next((v for v in reward.values() if isinstance(v, int | float)), None)
     return float(reward) if isinstance(reward, int | float) else math.nan
 
 
 def json_forms(text: str) -> set[bytes]:
-    """Return the forms of a text in a JSON string, with and without escapes beyond ASCII, in small letters."""
+    """Return the forms of a text in a JSON string, with and without escapes beyond ASCII, in lower case."""
     forms = {json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)}
     return {form.encode("utf-8", "surrogatepass").lower() for form in forms}
 
 
 def _rows_with(needle: bytes, chunk: bytes, offsets: np.ndarray, first_row: int) -> Iterator[int]:
-    """Yield the rows of a chunk that contain a text; `offsets` are those of its lines."""
+    """Yield the rows of a chunk that contain a text. `offsets` are the offsets of its lines."""
     position = chunk.find(needle)
     while position >= 0:
         row = int(np.searchsorted(offsets, position, side="right")) - 1
@@ -334,7 +334,7 @@ def _rows_with(needle: bytes, chunk: bytes, offsets: np.ndarray, first_row: int)
 
 
 def _int64(value: Any) -> int:
-    """Return a whole number of 64 bits. Raises ValueError, TypeError."""
+    """Return a 64-bit integer. Raises ValueError, TypeError."""
     number = int(value)
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"{str(value)[:40]} has more than 64 bits")
@@ -342,7 +342,7 @@ def _int64(value: Any) -> int:
 
 
 def _mean(values: Any, mask: Any) -> float:
-    """Mean of the values where the mask is 1; NaN without values."""
+    """Return the mean of the values where the mask is 1, or NaN without values."""
     if not values:
         return math.nan
     taught = [value for value, bit in zip(values, mask or [1] * len(values), strict=True) if bit]
@@ -365,9 +365,9 @@ def _decompressed(path: Path) -> IO[bytes]:
 
 
 class TrainedSampleIndex(SampleIndex):
-    """Index of a round's samples beside the record of what was trained on (`train_data.jsonl`).
+    """Index of a round's samples together with the record of its training rows (`train_data.jsonl`).
 
-    The columns of training (advantage, mismatch) are those of the rows that were trained on, and NaN for all others.
+    The training columns (advantage, mismatch) have values for the rows that were trained on, and NaN for all others.
     """
 
     def __init__(self, path: Path, training: Path, *, reward_key: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Report of lines skipped with --on-error skip: the first few individually, all counted by reason."""
+"""Reports lines skipped with --on-error skip: the first few individually, all counted by reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOCATION = re.compile(r"\S+:\d+: ")
 
 
 class SkippedLines:
-    """Counts the skipped lines of one file; `say` prints a message.
+    """Counts the skipped lines of one file. `say` prints a message.
 
     >>> skipped = SkippedLines("a.jsonl", print)
     >>> skipped.add_bad_line(RecordError("a.jsonl:2: not JSON: Extra data at column 3"))
@@ -39,16 +39,16 @@ class SkippedLines:
         return self._reasons.total()
 
     def add_line(self, location: str) -> None:
-        """Record a good line, FILE:LINE; results of the samples are reported in the same order."""
+        """Record a good line, FILE:LINE. The results of samples are reported in the same order."""
         self._lines += 1
         self._locations.append(location)
 
     def count_line(self, location: str) -> None:
-        """Record a good line that nothing reports about later."""
+        """Record a good line whose result is not reported later."""
         self._lines += 1
 
     def pass_line(self) -> str:
-        """Record that the next good line is finished; return its FILE:LINE."""
+        """Record that the next good line is finished. Return its FILE:LINE."""
         return self._locations.popleft() if self._locations else ""
 
     def add_bad_line(self, error: RecordError) -> None:
@@ -61,7 +61,7 @@ class SkippedLines:
         self._add(f"{self.pass_line()}: {error}")
 
     def add_earlier(self) -> None:
-        """Record that the next good line was skipped by the same work before its interruption."""
+        """Record that the next good line was already skipped before the work was interrupted."""
         self.pass_line()
         self._count("left out before", "left out before")
 
@@ -90,7 +90,7 @@ class SkippedLines:
 
 
 def locate(error: RecordError, location: str) -> RecordError:
-    """Return the error prefixed with FILE:LINE, unless it begins with a location, perhaps in another file."""
+    """Return the error prefixed with FILE:LINE, unless it already begins with a location."""
     if not location or str(error).startswith(f"{location.rpartition(':')[0]}:") or LOCATION.match(str(error)):
         return error
     return RecordError(f"{location}: {error}")

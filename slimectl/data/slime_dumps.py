@@ -1,4 +1,4 @@
-"""Reads slime's rollout dumps (--save-debug-rollout-data), which are pickles, in a process without rights."""
+"""Reads slime's rollout dumps (--save-debug-rollout-data), which are pickles, in a sandboxed process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from slimectl.types import Sample
 
 MIB = 1 << 20
 MEMORY_PER_MIB = 32
-"""MiB of memory that the program may use for a MiB of the file: numbers of Python are larger than pickled ones."""
+"""Memory limit of the program, per byte of the file. Python numbers are larger than pickled ones."""
 
 OUTPUT_PER_BYTE = 8
-"""Bytes of JSON for a byte of the file."""
+"""Limit on bytes of JSON per byte of the file."""
 
 
 def slime_samples(path: Path) -> Iterator[Sample]:
-    """Yield the samples of a dump; what is pickled in it is neither run nor imported.
+    """Yield the samples of a dump. Nothing in the pickle is executed or imported.
 
-    A restricted unpickler reads it in the sandbox of programs that a model wrote: no network, no files, another user.
-    Images and routed experts are left out. Raises RecordError, and BackendError where the kernel grants no sandbox.
+    A restricted unpickler reads it in the sandbox that is used for model-written programs: no network, no files,
+    another user. Images and routed experts are left out. Raises RecordError, and BackendError if the kernel does not
+    allow a sandbox.
     """
     try:
         content = path.read_bytes()
@@ -49,12 +50,12 @@ def slime_samples(path: Path) -> Iterator[Sample]:
     )
     if outcome.status != "ended":
         reason = outcome.error or outcome.status
-        raise RecordError(f"{path}: not a rollout dump of slime's that can be read here: {reason}")
+        raise RecordError(f"{path}: not a slime rollout dump that can be read here: {reason}")
     for number, line in enumerate(outcome.stdout.splitlines()):
         sample = json.loads(line)
         if not isinstance(sample, dict):
             raise RecordError(
-                f"{path}: sample {number}: expected an object, got {shown(sample)}; give a dump of "
+                f"{path}: sample {number}: expected an object, got {shown(sample)}. Use a dump of "
                 f"--save-debug-rollout-data"
             )
         try:

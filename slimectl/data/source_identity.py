@@ -1,4 +1,4 @@
-"""Identity of prompt sources, which a resumed run compares before it continues at its position in them."""
+"""Identity of prompt sources, which a resumed run compares before it continues reading them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from slimectl.stdio import logger
 from slimectl.types import Prompt
 
 Identity = dict[str, Any]
-"""`source`: its name in the settings. `files`: path, bytes and SHA-256 of each file. `rows`, `first`: of other rows."""
+"""`source` is its name in the settings. `files` holds path, bytes and SHA-256 of each file. Other sources have `rows`
+(their number) and `first` (a hash of the first row)."""
 
 
 def source_identity(source: str) -> Identity:
-    """Return the identity of a source. Pipes, stdin and the tasks of an environment have only their name.
+    """Return the identity of a source. For pipes, stdin and environment tasks, it is only the name.
 
     Files are read once to hash them. Functions and generators are called for their first row.
     """
@@ -42,7 +43,7 @@ def source_identity(source: str) -> Identity:
 
 
 def changes(before: Sequence[Identity], now: Sequence[Identity]) -> Iterator[str]:
-    """Yield a description of each source that differs; the same files elsewhere are the same source.
+    """Yield a description of each source that differs. The same files at another path are the same source.
 
     >>> list(changes([{"source": "a", "rows": 3}], [{"source": "a", "rows": 4}]))
     ['a: changed (3 rows then, 4 rows now)']
@@ -51,7 +52,7 @@ def changes(before: Sequence[Identity], now: Sequence[Identity]) -> Iterator[str
         if _content(old) == _content(new):
             continue
         if old["source"] != new["source"]:
-            yield f"{new['source']}: takes the place of {old['source']}"
+            yield f"{new['source']}: replaces {old['source']}"
             continue
         sizes = [_size(identity) for identity in (old, new)]
         how = f"{sizes[0]} then, {sizes[1]} now" if sizes[0] != sizes[1] else f"{sizes[0]}, with other content now"
@@ -59,7 +60,7 @@ def changes(before: Sequence[Identity], now: Sequence[Identity]) -> Iterator[str
 
 
 def _content(identity: Identity) -> Any:
-    """Return what must stay as it is; without files or rows, the name."""
+    """Return the part of an identity that must not change: files or rows, or else the name."""
     facts = {key: value for key, value in identity.items() if key not in ("source", "files")}
     part = identity["source"].removeprefix(split_slice(identity["source"])[0])
     files = [entry[1:] for entry in identity.get("files", ())]
@@ -80,31 +81,31 @@ def _stamped_hash(file: Path) -> tuple[int, str]:
 
 @lru_cache(maxsize=4096)
 def _hash(file: str, *_: int) -> str:
-    """Return the hash of a file, which the other arguments tell apart from an earlier one of its name."""
+    """Return the hash of a file. The other arguments distinguish it from an earlier file of the same name."""
     return content_hash(file)
 
 
 def check_data(folder: RunDir, settings: Settings, data: Mapping[str, Sequence[Identity]]) -> int:
-    """Compare the data with the newest checkpoint of a run, and return its round; 0 without a checkpoint.
+    """Compare the data with the newest checkpoint of a run. Return its round, or 0 without a checkpoint.
 
-    Checkpoints of earlier versions do not record their data. Raises SettingsError as run.on_data_change says; other
-    differences are warnings.
+    Checkpoints of earlier versions do not record their data. Raises SettingsError depending on run.on_data_change.
+    Other differences are warnings.
     """
     number = max(folder.checkpoints(), default=0)
     checkpoint = folder.step(number)
     before: Mapping[str, Sequence[Identity]] = {}
-    with suppress(OSError, ValueError):  # a damaged checkpoint is left out, with a message, when it is loaded
+    with suppress(OSError, ValueError):  # a damaged checkpoint is reported and skipped when it is loaded
         before = json.loads((checkpoint / "state.json").read_text()).get("data", {})
     for key in before.keys() & data.keys():
         for change in changes(before[key], data[key]):
             message = f"{key}: {change} since {checkpoint} was saved."
             if key != "rollout.data":
-                logger.warning(f"{message} Its metrics do not compare with earlier ones.")
+                logger.warning(f"{message} Its metrics are not comparable with earlier ones.")
             elif settings.run.on_data_change == "warn":
-                logger.warning(f"{message} Prompts may repeat or be left out.")
+                logger.warning(f"{message} Prompts may be repeated or skipped.")
             else:
                 raise SettingsError(
-                    f"{message} Prompts would repeat or be left out. Restore the data, or continue in the new data: "
+                    f"{message} Prompts would be repeated or skipped. Restore the data, or continue with the new data: "
                     f"-s run.on_data_change=warn"
                 )
     return number

@@ -24,20 +24,20 @@ FORMS = "a file, a glob, path@[a:b], -, a data set of the hub (org/name), reason
 
 
 class NamedTables(Protocol):
-    """Tables that a name in the settings stands for."""
+    """Tables of sources that the settings refer to by name."""
 
     def open(self, source: str, *, unbounded: bool) -> Table | None:
-        """Return the table of a source, `unbounded` where a slice of it is meant; None for another source."""
+        """Return the table of a source, `unbounded` if a slice of it is taken, or None for another source."""
         ...
 
 
 def open_table(sources: Sequence[str], *, replay: bool, named: NamedTables | None = None) -> Table:
-    """Open all sources as one table, one after another; with `replay` they can be read more than once.
+    """Open all sources as one table, one after another. With `replay` they can be read more than once.
 
-    A source of `named` goes before a file of its name. Raises SettingsError for a missing source.
+    A source of `named` takes precedence over a file of the same name. Raises SettingsError for a missing source.
     """
     if not sources:
-        raise SettingsError(f"rollout.data: no prompt source; give {FORMS}")
+        raise SettingsError(f"rollout.data: no prompt source. Give {FORMS}.")
     return Chained([(source, _table(source, replay, named)) for source in sources])
 
 
@@ -50,7 +50,7 @@ def first_row(source: str) -> int:
 
 
 def source_folders(source: str) -> list[Path]:
-    """Return the folder of the files that a prompt source names; none for a source of another kind.
+    """Return the folder of the files of a prompt source, or none for other kinds of source.
 
     >>> source_folders("/dev/null@[0:3]")
     [PosixPath('/dev')]
@@ -74,7 +74,7 @@ def _table(source: str, replay: bool, named: NamedTables | None, *, unbounded: b
     if rows is not None:
         return Sliced(source, _table(path, replay, named, unbounded=True), rows.start, rows.stop)
     if "://" in source and not Path(source).exists():
-        raise SettingsError(f"{source}: an address, and data is read from files only; fetch it, and give the file")
+        raise SettingsError(f"{source}: a URL, but data is read only from files. Download it and give the file.")
     if (table := generated_rows(source)) is not None:
         return table
     tables = [(str(path), _file(path, replay)) for path in _paths(source)]
@@ -82,7 +82,7 @@ def _table(source: str, replay: bool, named: NamedTables | None, *, unbounded: b
 
 
 def generated_rows(source: str) -> Table | None:
-    """Return the table of a function or a generator without a slice; None for files. Raises SettingsError."""
+    """Return the table of a function or a generator without a slice, or None for files. Raises SettingsError."""
     call = CALL.fullmatch(source)
     if call is None or Path(source).exists():
         return None
@@ -90,7 +90,7 @@ def generated_rows(source: str) -> Table | None:
 
 
 def _paths(source: str) -> list[Path]:
-    """Return the files and saved folders that a source without a slice names. Raises SettingsError."""
+    """Return the files and saved folders of a source without a slice. Raises SettingsError."""
     path = Path(source)
     if not path.exists() and (files := hub_files(source)):
         return files
@@ -98,7 +98,7 @@ def _paths(source: str) -> list[Path]:
         return [path]
     paths = [Path(path) for path in sorted(glob.glob(source, recursive=True)) if Path(path).is_file()]
     if not paths:
-        hint = "; a slice is written path@[a:b]" if "@[" in source else ""
+        hint = ". A slice is written path@[a:b]." if "@[" in source else ""
         raise SettingsError(f"{source}: no file matches{hint}")
     return paths
 
@@ -112,9 +112,9 @@ def _file(path: Path, replay: bool) -> Table:
     if path.is_dir():
         if files := saved_files(path):
             return Chained([(str(file), Spooled(partial(arrow_rows, file))) for file in files])
-        raise SettingsError(f"{path}: a directory; give its files, such as '{path}/*.jsonl'")
+        raise SettingsError(f"{path}: a directory. Give its files, such as '{path}/*.jsonl'")
     if not path.exists():
-        raise SettingsError(f"{path}: no such prompt file; give {FORMS}")
+        raise SettingsError(f"{path}: no such prompt file. Give {FORMS}.")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     kind = next((suffix for suffix in reversed(suffixes) if suffix not in (".gz", ".zst")), "")
     if kind in (*PARQUET, *ARROW, ".json"):  # read more than once, or from the end
@@ -149,7 +149,7 @@ def _json_array(path: Path) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not JSON that can be read: {error}") from None
     if type(rows) is not list:
-        raise RecordError(f"{path}: more follows its first JSON array; give one array, or one object a line")
+        raise RecordError(f"{path}: there is more after the first JSON array. Give one array, or one object per line.")
     return rows
 
 
@@ -162,7 +162,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
         for row in reader:
             location = f"{path}:{reader.line_num}"
             if None in row or None in row.values():
-                raise RecordError(f"{location}: not as many columns as the {len(columns)} of the header")
+                raise RecordError(f"{location}: the number of columns differs from the {len(columns)} of the header")
             yield location, row
     except csv.Error as error:
         raise RecordError(f"{path}:{reader.reader.line_num}: not CSV: {error}") from None

@@ -1,4 +1,4 @@
-"""Iterator adaptors: batching, tee, a check of types, and prefetching."""
+"""Iterator adapters: batching, tee, type checks and prefetching."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slimectl.errors import RecordError
 
 Item = TypeVar("Item")
 ABANDONED_POLL_S = 0.05
-"""Seconds between two looks at whether a thread that is waited for has been abandoned."""
+"""Seconds between checks whether a thread that is waited for has been abandoned."""
 
 
 def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Yield lists of `size` items, the last one shorter; nothing is read beyond a full list."""
+    """Yield lists of `size` items, the last one possibly shorter. Nothing is read beyond a full list."""
     batch: list[Item] = []
     for item in items:
         batch.append(item)
@@ -35,7 +35,7 @@ def tee(items: Iterable[Item], sink: Callable[[Item], Any]) -> Iterator[Item]:
 
 
 def of_type(items: Iterable[Any], record_type: type[Item], remedy: str) -> Iterator[Item]:
-    """Yield the items. Raises RecordError for the first one of another type, with the remedy.
+    """Yield the items. Raises RecordError with the remedy for the first one of another type.
 
     >>> list(of_type([1, "2"], int, "convert it with int(…)"))
     Traceback (most recent call last):
@@ -53,14 +53,14 @@ def prefetch(
 ) -> Iterator[Item]:
     """Run an iterator in a thread that produces at most `ahead` items before they are requested.
 
-    `ahead` 0 is the iterator itself. Closing the result (or dropping it) ends the thread after the current item; an
-    interrupt does not wait for that, nor does a close once `abandoned` is set. An exception of the producer is raised
-    in place of its item.
+    With `ahead` 0 the iterator itself is returned. Closing or dropping the result ends the thread after the current
+    item. An interrupt does not wait for that, nor does a close once `abandoned` is set. An exception of the producer is
+    raised in place of its item.
     """
     if ahead == 0:
         yield from make()
         return
-    # The slot is taken before producing: a bounded queue alone would let one more item be produced.
+    # The slot is taken before producing. With only a bounded queue, one more item would be produced.
     slots = threading.Semaphore(ahead)
     ready: Queue[tuple[str, Any]] = Queue()
     closing = threading.Event()
@@ -91,7 +91,7 @@ def prefetch(
                 return
             if kind == "error":
                 raise value
-            # Freed on delivery: while the consumer works on this item, the producer may produce `ahead` more.
+            # Released on delivery, so that the producer may produce `ahead` more while the consumer works on this item.
             slots.release()
             yield value
     except KeyboardInterrupt:

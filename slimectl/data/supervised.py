@@ -1,4 +1,4 @@
-"""Supervised samples: loss masks of chats, derived from the chat template itself."""
+"""Builds supervised samples. The loss masks of chats are derived from the chat template itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slimectl.types import Chat, Label, Prompt, text_of_label
 
 
 def stop_tokens(tokenizer: Any, stop_token_ids: Collection[int] = ()) -> frozenset[int]:
-    """Return the tokens at which an engine ends a response, or none for a tokenizer without a model."""
+    """Return the tokens at which an engine ends a response. Empty for a tokenizer without a model."""
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
     if not (folder / "config.json").is_file():
         return frozenset()
@@ -40,8 +40,8 @@ def sft_sample(
 
     A string prompt is followed by its label and the end token. In a chat every assistant turn is trained on with its
     end-of-turn token, unless the turn is marked otherwise. A label is one more such turn, or continues the last message
-    if that is the assistant's. The mask comes from the template: headers, other roles, text between turns and messages
-    before `from_message` get 0. The response spans the first to the last token that is trained on.
+    if that is from the assistant. The mask comes from the template. Headers, other roles, text between turns and
+    messages before `from_message` get 0. The response spans the first to the last token that is trained on.
 
     With `end_tokens` each turn must end with one of them, or be followed by one, which is then trained on too. If the
     template ends only the last turn with such a token, the ends of earlier turns are not trained on.
@@ -61,7 +61,7 @@ def sft_sample(
             counts = image_repeats(tokens, prompt, tokenizer)
             tokens, mask = repeated(tokens, counts), repeated(mask, counts)
         if 1 not in mask:
-            raise RecordError("prompt: no assistant message to train on, and no label, so there is nothing to imitate")
+            raise RecordError("prompt: no assistant message and no label, so there is nothing to train on")
     first, end = mask.index(1), len(mask) - mask[::-1].index(1)
     return tokens[:end], end - first, mask[first:end]
 
@@ -71,7 +71,7 @@ def _with_label(chat: Chat, label: Label) -> tuple[Chat, Chat | None]:
     if label is None:
         return chat, None
     if isinstance(label, list | dict):
-        raise RecordError("label: a list or an object. Imitation needs the response as a text.")
+        raise RecordError("label: a list or an object. Supervised training needs the response as a string.")
     if not chat or chat[-1]["role"] != "assistant":
         return [*chat, {"role": "assistant", "content": text_of_label(label)}], None
     last = chat[-1]
@@ -83,9 +83,9 @@ def _with_label(chat: Chat, label: Label) -> tuple[Chat, Chat | None]:
 def _string_sample(text: str, label: Label, tokenizer: Any) -> tuple[list[int], int, list[int]]:
     if label is None or isinstance(label, list | dict):
         fault = "missing" if label is None else "a list or an object"
-        raise RecordError(f"label: {fault}. Imitation of a string prompt needs the response as its label.")
+        raise RecordError(f"label: {fault}. Supervised training on a string prompt needs the response as its label.")
     if tokenizer.eos_token_id is None:
-        raise SettingsError("model.path: its tokenizer has no end token; set eos_token in tokenizer_config.json")
+        raise SettingsError("model.path: its tokenizer has no end token. Set eos_token in tokenizer_config.json.")
     prompt, answer = encode_raw(tokenizer, text), [*encode(tokenizer, text_of_label(label)), tokenizer.eos_token_id]
     # The first token cannot be predicted without a token before it.
     length = len(answer) if prompt else len(answer) - 1
@@ -173,7 +173,7 @@ class _Rendering:
         return [span for token, span in zip(self.tokens, self.offsets, strict=True) if token in self.special]
 
     def tokens_between(self, start: int, end: int) -> list[int]:
-        """Return the places of the tokens that have characters, all of them between `start` and `end`."""
+        """Return the indices of the tokens whose characters all lie between `start` and `end`."""
         places = range(bisect_left(self.begins, start), bisect_left(self.begins, end))
         return [t for t in places if self.begins[t] < self.offsets[t][1] <= end]
 
@@ -194,7 +194,7 @@ class _Rendering:
         return start, content_end, end
 
     def _is_other_end(self, i: int, content_end: int, token: tuple[int, int]) -> bool:
-        """Return whether a special token ends turn i, although the last turn of a chat ends with another (gpt-oss).
+        """Return whether turn i ends with a special token that differs from the one that ends the last turn (gpt-oss).
 
         `token` is the span of the first special token after the turn's text. A token that opens a turn does not count.
         """
@@ -232,7 +232,7 @@ class _Rendering:
 
 
 def _token_after(template: Template, tokenizer: Any, message: Mapping[str, Any], *, is_last: bool) -> int | None:
-    """Return the token of the next role if the turn is last, else the token with which a last turn ends."""
+    """Return the token of the next role if the turn is last, else the token that ends a last turn."""
     question, answer = {"role": "user", "content": STAND_INS[0]}, {"role": "assistant", "content": STAND_INS[1]}
     following: dict[str, Any] = question
     if calls := message.get("tool_calls"):
@@ -252,14 +252,15 @@ def _token_after(template: Template, tokenizer: Any, message: Mapping[str, Any],
 
 
 def _turn_span(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:
-    """(start, end, tail end) of the assistant's turn i in `text`, the rendering of `chat`.
+    """Return (start, end, tail end) of the assistant's turn i in `text`, the rendering of `chat`.
 
-    Templates may rewrite earlier turns when later ones come (dropping their thinking), so a rendered prefix of the
-    chat need not be a prefix of `text`. Usually, with another text in message i, everything before and after it stays
-    the same. Otherwise (a tool's answer that is only rendered after a call), the turn is what it appends to the chat
-    that ends before it, if the template leaves that chat unchanged. Raises RecordError if neither shows the turn.
+    Templates may rewrite earlier turns when later ones follow (for example, drop their thinking), so a rendered prefix
+    of the chat need not be a prefix of `text`. Usually everything before and after message i stays the same if its text
+    is replaced. Otherwise (as with a tool result that is only rendered after a call), the turn is the text that it
+    appends to the chat before it, if the template leaves that chat unchanged. Raises RecordError if neither way finds
+    the turn.
     """
-    # A turn is what the model writes after its prompt. Not every template begins it so once it is there.
+    # A turn is what the model writes after its prompt. Not every template renders a finished turn after that prompt.
     prompt = _text_before(template, chat[:i], header=True)
     begin = len(prompt) if prompt and text.startswith(prompt) else None
     try:
@@ -302,19 +303,19 @@ def _span_between(template: Template, chat: Chat, i: int, text: str, begin: int 
         end = len(text) - len(suffix)
         start = _shown_header_end(template, chat, i, text, prefix) if begin is None or begin > end else begin
         beyond = end
-        if i + 1 < len(chat) and chat[i].get("tool_calls"):  # answers may depend on the calls, and vanish with them
+        if i + 1 < len(chat) and chat[i].get("tool_calls"):  # tool results may vanish without the calls
             answer = _render_around(template, chat, i + 1)
             beyond = end if answer is None else len(shared(answer[0], text))
         if start is not None and start <= end <= beyond and text.endswith(suffix):
             return start, end, end + len(shared(last[1], suffix))
     raise RecordError(
-        f"prompt: the chat template does not show what message {i} of the chat became; give what comes before "
-        f"it as the prompt, and it as the label"
+        f"prompt: cannot find message {i} in the rendered chat. Give the messages before "
+        f"it as the prompt, and the message as the label."
     )
 
 
 def _shown_header_end(template: Template, chat: Chat, i: int, text: str, prefix: str) -> int | None:
-    """Return where the header of turn i ends that the template shows behind the message before it; None without one."""
+    """Return the end of the header that the template shows before turn i, or None if it shows none."""
     around = _render_around(template, chat, i - 1) if i else None
     before_end = len(text) - len(around[1]) if around is not None else 0
     opened = _header_end(text[before_end:], _generation_header(template, chat[:i]), shared(prefix, text)[before_end:])
@@ -328,9 +329,9 @@ def _generation_header(template: Template, chat: Chat) -> str:
 
 
 def _render_around(template: Template, chat: Chat, i: int) -> tuple[str, str] | None:
-    """(text before, text after) message i in the rendered chat, found by placing two different texts there.
+    """Return (text before, text after) message i in the rendered chat, found by placing two different texts there.
 
-    None if the template does not show the message.
+    Return None if the template does not show the message.
     """
     first, second = (template.text([*chat[:i], _replace_content(chat[i], text), *chat[i + 1 :]]) for text in STAND_INS)
     return None if first == second else (shared(first, second), shared(first[::-1], second[::-1])[::-1])
@@ -344,10 +345,10 @@ def _replace_content(message: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _header_end(text: str, header: str, gap: str) -> int | None:
-    """Index in `text` at which the header ends; `gap` is its prefix that does not depend on the message."""
+    """Return the index in `text` at which the header ends. `gap` is its prefix that all messages share."""
     n = next(n for n in range(len(header), -1, -1) if header[:n] in gap)
-    # The header may open a thinking block that earlier turns lack, or have empty: then the gap holds only the shared
-    # part. Some templates have no header, because the end of the user's turn opens the answer.
+    # The header may open a thinking block that earlier turns do not have, or have empty. Then the gap holds only the
+    # shared part. Some templates have no header, because the end of the user's turn opens the answer.
     if not header or not (2 * n >= len(header) or (n and gap.endswith(header[:n]))):
         return None if header else len(gap)
     at = gap.index(header[:n])

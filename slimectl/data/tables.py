@@ -20,7 +20,7 @@ Row = tuple[str, "dict[str, Any] | Prompt"]
 
 
 class Table(Protocol):
-    """Rows in a fixed order. `scan` streams them; length and access by number may need a full pass."""
+    """Rows in a fixed order. `scan` streams them. Length and access by number may need a full pass."""
 
     def scan(self, start: int = 0) -> Iterator[Row]: ...
     def __len__(self) -> int: ...
@@ -28,7 +28,7 @@ class Table(Protocol):
 
 
 class JsonLines:
-    """A plain JSONL file; access by number builds an index of 16 bytes per row."""
+    """A plain JSONL file. Access by number builds an index of 16 bytes per row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,9 +67,9 @@ class JsonLines:
 
 
 class Spooled:
-    """Rows that can only be read in order; for access by number they are first written to a temporary file.
+    """Rows that can only be read in order. For access by number they are first written to a temporary file.
 
-    With `once` the source cannot be read twice (stdin): it is spooled before anything is read.
+    With `once` the source cannot be read twice (stdin), so it is spooled before anything is read.
     """
 
     def __init__(self, rows: Callable[[], Iterable[Row]], *, once: bool = False) -> None:
@@ -145,7 +145,7 @@ class Sliced:
 
 
 class Chained:
-    """Concatenation of tables. Raises SettingsError naming a table without rows."""
+    """Concatenation of tables. Raises SettingsError for a table without rows."""
 
     def __init__(self, named: Sequence[tuple[str, Table]]) -> None:
         self._named = named
@@ -176,4 +176,4 @@ class Chained:
 
 
 def _no_rows(name: str) -> SettingsError:
-    return SettingsError(f"{name}: no rows; give a file or a slice that has some")
+    return SettingsError(f"{name}: no rows. Give a file or a slice that has some.")

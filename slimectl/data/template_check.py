@@ -1,8 +1,8 @@
-"""Resource check of chat templates: a template ships with a model, so its author may be untrusted.
+"""Resource check of chat templates. A template ships with a model, so its author may be untrusted.
 
 transformers renders templates in jinja's sandbox, which denies access to files and to Python's internals, but does not
-stop endless loops or texts that fill the memory. A template that does either for a plain question is refused here; one
-that does so only for certain chats is not detected.
+stop endless loops or texts that fill the memory. A template that does either for a simple question is rejected here.
+One that does so only for certain chats is not detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slimectl.errors import CheckpointError
 
 PROBE = [{"role": "user", "content": "What is 1 + 1?"}]
 MAX_LINES = 500_000
-"""Maximum executed lines of the compiled template for one short chat; templates with tools take a few hundred."""
+"""Maximum executed lines of the compiled template for one short chat. Templates with tools need a few hundred."""
 MAX_CPU_S = 5.0
 MAX_MEMORY_BYTES = 1024**3
 
@@ -40,10 +40,10 @@ def check_template(tokenizer: Any, folder: Path) -> None:
     except (_LimitError, MemoryError, RecursionError) as error:
         reason = "takes too much memory" if isinstance(error, MemoryError) else "does not end"
         raise CheckpointError(
-            f"{folder}: the chat template {reason}; replace it by that of the model's original checkpoint"
+            f"{folder}: the chat template {reason}. Replace it with the template of the model's original checkpoint."
         ) from None
     except Exception:
-        # Other errors of a template are reported when a chat is rendered; many models never render one.
+        # Other errors of a template are reported when a chat is rendered, which many models never need.
         return
 
 
@@ -72,7 +72,7 @@ def _limited_lines() -> Iterator[None]:
 def _limited_cpu_time() -> Iterator[None]:
     """Limit the CPU time of a template within one line: an endless filter, function or power.
 
-    Signals reach the main thread only; other threads have no such limit.
+    Signals reach only the main thread. Other threads have no such limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

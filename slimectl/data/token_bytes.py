@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
-"""Bytes that byte-level tokenizers write as the character of that number; the others are characters from 256 on."""
+"""Bytes that byte-level tokenizers write as the character of the same number. Others become characters above 255."""
 
 
 class TokenBytes:
@@ -30,7 +30,7 @@ class TokenBytes:
         piece = self._backend.id_to_token(token)
         if token in self._added:
             return self._added[token].encode()
-        if piece is None:  # an id of the model that its tokenizer has no token for
+        if piece is None:  # an id of the model for which the tokenizer has no token
             return b""
         if self._byte_level and all(char in self._byte_of for char in piece):
             return bytes(self._byte_of[char] for char in piece)
@@ -41,5 +41,5 @@ class TokenBytes:
         return str(piece).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def text(self, token: int) -> str:
-        """Return the token as text; a part of a multi-byte character is a replacement character."""
+        """Return the token as text. A part of a multi-byte character becomes a replacement character."""
         return self.of(token).decode("utf-8", "replace")

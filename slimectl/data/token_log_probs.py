@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as OpenAI's API and vLLM show them."""
+"""Log-probabilities of tokens in the formats of OpenAI's API and vLLM."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slimectl.types import TopTokens
 
 
 class TokenLogProb(NamedTuple):
-    """A token's log-probability, None without a context; `top` are the likeliest in its place, if they were asked for.
+    """A token's log-probability (None without a context), and in `top` the most likely alternatives, if requested.
 
-    A prompt's are at temperature 1, an answer's those with which it was sampled. In a prompt with `top`, `rank` is the
-    number of tokens that are at least as likely.
+    Prompt tokens are scored at temperature 1, response tokens as they were sampled. For prompt tokens with `top`,
+    `rank` is the number of tokens that are at least as likely.
     """
 
     log_prob: float | None
@@ -25,7 +25,7 @@ class TokenLogProb(NamedTuple):
 
 
 def ranked_tokens(scores: Sequence[TokenLogProb], vocabulary: TokenBytes, top: int) -> list[Any]:
-    """Return vLLM's `prompt_logprobs`: in place of each token itself and the `top` likeliest, null for the first."""
+    """Return vLLM's `prompt_logprobs`: per position the token and the `top` likeliest ones, null for the first."""
 
     def entry(score: TokenLogProb) -> dict[str, Any]:
         likeliest = [(token, log_prob, i + 1) for i, (token, log_prob) in enumerate((score.top or [])[:top])]
@@ -39,11 +39,11 @@ def ranked_tokens(scores: Sequence[TokenLogProb], vocabulary: TokenBytes, top: i
 
 
 TokenName = Callable[[int], str]
-"""Returns what a client reads as a token: its text, or its id."""
+"""Returns the name of a token for a client: its text, or its id."""
 
 
 def token_by_id(token: int) -> str:
-    """Return the name of a token whose text is broken or taken, or under `return_tokens_as_token_ids`.
+    """Return the name of a token by id: for broken or duplicate texts, or with `return_tokens_as_token_ids`.
 
     >>> token_by_id(5)
     'token_id:5'
@@ -54,9 +54,9 @@ def token_by_id(token: int) -> str:
 def completion_log_probs(
     scores: Sequence[TokenLogProb], vocabulary: TokenBytes, *, offset: int, name: TokenName
 ) -> dict[str, Any]:
-    """Return the `logprobs` of a completion's choice, whose tokens begin at character `offset` of its text.
+    """Return the `logprobs` of a completion choice, whose tokens begin at character `offset` of its text.
 
-    `top_logprobs` has the token itself, too, so that it is never without it; the first token of a prompt has none.
+    `top_logprobs` always includes the token itself. It is null for the first token of a prompt.
     """
     offsets = []
     for score in scores:
@@ -71,7 +71,7 @@ def completion_log_probs(
 
 
 def _by_name(score: TokenLogProb, name: TokenName) -> dict[str, float | None]:
-    """Map names of tokens to log-probabilities. A token whose text is broken or taken is named by its id."""
+    """Map token names to log-probabilities. A token whose text is broken or already used is named by its id."""
     named: dict[str, float | None] = {}
     for token, log_prob in [(score.token, score.log_prob), *(score.top or [])]:
         text = name(token)
@@ -81,7 +81,7 @@ def _by_name(score: TokenLogProb, name: TokenName) -> dict[str, float | None]:
 
 
 def chat_scores(scores: Sequence[TokenLogProb], vocabulary: TokenBytes, *, name: TokenName) -> dict[str, Any]:
-    """Return the `logprobs` of a chat's choice."""
+    """Return the `logprobs` of a chat choice."""
 
     def entry(token: int, log_prob: float | None) -> dict[str, Any]:
         return token_log_prob(name(token), log_prob, vocabulary.of(token))

@@ -1,4 +1,4 @@
-"""Notations of tool calls in the answers of model families: each is read as the family's chat template writes it."""
+"""Parses tool calls in the notations of model families, each as the family's chat template writes it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from slimectl.data.json_codec import STRICT_DECODER
 from slimectl.types import AnyGrammar, JsonGrammar
 
 PYTHON = {"True": True, "False": False, "None": None}
-"""Values that Qwen3.5's template writes in Python's way."""
+"""Values that Qwen3.5's template writes as Python literals."""
 
 Tools = Sequence[Mapping[str, Any]]
-"""Tools as a request declares them: {"type": "function", "function": {name, parameters}}, or the function alone."""
+"""Tools as declared in a request: {"type": "function", "function": {name, parameters}}, or the inner object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a model wrote; `arguments` is a JSON object as text, `call_id` the model's own name of the call."""
+    """A call that a model wrote. `arguments` is a JSON object as text, and `call_id` the id that the model gave it."""
 
     name: str
     arguments: str
@@ -31,11 +31,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallNotation:
-    """How a family writes calls: in blocks from `opening` to `closing`, each with one call or several.
+    """The way a family writes calls: in blocks from `opening` to `closing`, each with one or several calls.
 
-    `markers` occur in the chat template of the family, and in none of an earlier notation in NOTATIONS. `read` returns
-    the calls of the inside of a block, or none if it is not well formed. `may_begin` returns whether a text before a
-    closing tag may be the start of a well-formed inside, because the tag may be a part of an argument. Without
+    `markers` occur in the chat template of the family, but not in templates of earlier notations in NOTATIONS. `read`
+    returns the calls in the inside of a block, or none if it is malformed. `may_begin` returns whether the text before
+    a closing tag may be the start of a well-formed inside, because the tag may be a part of an argument. Without
     `opening` the whole response is a block. If a call is a JSON object, `arguments_key` is the key of its arguments.
     """
 
@@ -48,7 +48,7 @@ class CallNotation:
     may_begin: Callable[[str, Tools], bool] = lambda text, tools: True
 
     def call_grammar(self, tools: Tools, name: str = "") -> JsonGrammar | None:
-        """Return the grammar of one call of a tool, of any without `name`; None where calls are not JSON objects."""
+        """Return the grammar of one call of a tool (any tool without `name`), or None if calls are not JSON objects."""
         functions = [function for tool in tools if name in ("", (function := _function(tool)).get("name"))]
         if not self.arguments_key or not functions:
             return None
@@ -73,20 +73,20 @@ class CallNotation:
 def schema_or_call(schema: JsonGrammar, notation: CallNotation | None, tools: Tools) -> AnyGrammar:
     """Return the grammar of a response that follows a schema, or is one call of a tool.
 
-    Raises MessageError where calls are not JSON objects.
+    Raises MessageError if calls are not JSON objects.
     """
     call = None if notation is None else notation.call_grammar(tools)
     if call is None:
         raise MessageError(
             "tools",
-            "cannot be called beside a response schema, because this model's chat template does not write calls as "
+            "cannot be combined with a response schema, because this model's chat template does not write calls as "
             "JSON objects. Leave out the schema, or set tool_choice to none.",
         )
     return AnyGrammar((schema, call))
 
 
 def _rerooted(schema: Any, root: str) -> Any:
-    """Return a schema whose references to itself are references to `root`."""
+    """Return a schema whose references to itself point to `root`."""
     if isinstance(schema, list):
         return [_rerooted(item, root) for item in schema]
     if not isinstance(schema, Mapping):
@@ -98,7 +98,7 @@ def _rerooted(schema: Any, root: str) -> Any:
 
 
 def _json_call(text: str, tools: Tools) -> list[ToolCall]:
-    """Read {"name": …, "arguments": {…}}; Llama says parameters."""
+    """Read {"name": …, "arguments": {…}}. Llama uses "parameters" instead."""
     call = _json_object(text)
     arguments = call.get("arguments", call.get("parameters", {})) if call else None
     if call is None or not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
@@ -107,7 +107,7 @@ def _json_call(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def _declared_json_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """Read Llama's calls of declared tools, several divided by semicolons; any other object is an answer."""
+    """Read Llama's calls of declared tools, separated by semicolons. Any other object is a plain answer."""
     calls: list[ToolCall] = []
     names = {_function(tool).get("name") for tool in tools}
     position, text = 0, text.rstrip("; \n")
@@ -129,7 +129,7 @@ def _begins_object(text: str, tools: Tools) -> bool:
 
 
 def _begins_tool_name(text: str, tools: Tools) -> bool:
-    """Whether the first line is the name of a declared tool, or the beginning of one."""
+    """Return whether the first line is the name of a declared tool, or the beginning of one."""
     line, newline, _ = text.partition("\n")
     names = [str(_function(tool).get("name")) for tool in tools]
     return line in names if newline else any(name.startswith(line) for name in names)
@@ -156,7 +156,7 @@ def _deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def _kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """Read Kimi-K2's calls, whose id functions.NAME:INDEX has the name, and which its template shows again."""
+    """Read Kimi-K2's calls. The name is a part of the id, functions.NAME:INDEX, which the template renders again."""
     calls = []
     for call_id, arguments in _elements(text, KIMI_CALL, "<|tool_call_end|>") or ():
         name = re.sub(r":\d+$", "", call_id.strip().removeprefix("functions."))
@@ -176,7 +176,7 @@ def _glm_call(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def _function_call(text: str, tools: Tools) -> list[ToolCall]:
-    """Read a call of Qwen3-Coder and Qwen3.5: <function=NAME> with <parameter=KEY> blocks, values on their lines."""
+    """Read a call of Qwen3-Coder and Qwen3.5: <function=NAME> with <parameter=KEY> blocks, values on separate lines."""
     return _calls_of_elements(text, FUNCTION, "</function>", PARAMETER, tools, on_lines=True)
 
 
@@ -196,7 +196,7 @@ def _calls_of_elements(
 ) -> list[ToolCall]:
     """Return a call for each element, with inner elements as parameters, or no calls if an element is not closed.
 
-    With `on_lines` each tag of a parameter has its own line.
+    With `on_lines` each parameter tag is on its own line.
     """
     calls = []
     for name, body in _elements(text, opening, closing) or ():
@@ -218,14 +218,14 @@ INVOKE, NAMED_PARAMETER = re.compile('<invoke name="([^"]*)">'), re.compile('<pa
 
 
 MOST_NESTED = 64
-"""Limit of tags within an element that are paired, so a text of only tags is read quickly."""
+"""Most tags within an element that are paired, so that a text of only tags is read quickly."""
 
 
 def _elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[str, str]] | None:
     """Return name and content of every element, or None if one is not closed.
 
-    Content may have tags in it, like a program that writes calls. It ends at the last closing tag before the next
-    element. A closed element within it belongs to it.
+    Content may contain tags, such as a program that writes calls. It ends at the last closing tag before the next
+    element. A closed element inside it belongs to it.
     """
     elements: list[tuple[str, str]] = []
     match = opening.search(text)
@@ -241,7 +241,7 @@ def _elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[s
 
 
 def _first_end(text: str, start: int, opening: re.Pattern[str], closing: str) -> int:
-    """Return the place of the first closing tag that no tag after `start` opens, else of the first one, else -1."""
+    """Return the index of the first closing tag not opened after `start`, else of the first closing tag, else -1."""
     depth = 0
     tags = re.compile(f"{opening.pattern}|(?P<closing>{re.escape(closing)})")
     for tag in islice(tags.finditer(text, start), MOST_NESTED):
@@ -255,7 +255,7 @@ def _first_end(text: str, start: int, opening: re.Pattern[str], closing: str) ->
 
 
 def _breaks_off_in_string(text: str, tools: Tools) -> bool:
-    """Whether a text is JSON that ends within a string, where a closing tag is content."""
+    """Return whether a text is JSON that ends within a string, where a closing tag is content."""
     try:
         STRICT_DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -286,18 +286,18 @@ NOTATIONS = (
                  _begins_object),
     CallNotation("glm4", ("<|observation|>", "metadata"), "", "", _named_json_call, may_begin=_begins_tool_name),
 )  # fmt: skip
-"""Notations of the families; the first whose markers a chat template has is that of its model."""
+"""Notations of the families. A model uses the first one whose markers occur in its chat template."""
 
 
 def notation_of(chat_template: str) -> CallNotation | None:
-    """Return the notation of the model with this chat template; None if it is none of these."""
+    """Return the notation of the model with this chat template, or None if it is unknown."""
     return next(
         (notation for notation in NOTATIONS if all(marker in chat_template for marker in notation.markers)), None
     )
 
 
 def _call_of_texts(name: str, pairs: Iterable[tuple[str, ...]], tools: Tools) -> ToolCall:
-    """Return a call whose arguments are texts: JSON, unless the tool declares a string."""
+    """Return a call from arguments that are texts. They are parsed as JSON, unless the tool declares a string."""
     functions = (_function(tool) for tool in tools)
     declared = next((function for function in functions if function.get("name") == name), {})
     parameters = declared.get("parameters")
@@ -314,7 +314,7 @@ def _value(text: str, schema: Any) -> Any:
         value = PYTHON[text] if text in PYTHON else STRICT_DECODER.decode(text)
     except (ValueError, RecursionError):
         return text
-    # A text like 5 of an argument that may be a string, but no number, is a string.
+    # For an argument that may be a string but not a number, a text like 5 is a string.
     names = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"}
     kind = names.get(type(value), "string")
     fits = not types or kind in types or (kind == "integer" and "number" in types)
@@ -322,7 +322,7 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> Iterator[str]:
-    """Yield the types that a schema names, of its alternatives too."""
+    """Yield the types of a schema, including its alternatives."""
     if not isinstance(schema, Mapping):
         return
     declared = schema.get("type", [])

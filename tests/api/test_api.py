@@ -98,7 +98,7 @@ def test_stages_by_hand_are_the_stages(settings: Settings, workshop: Workshop):
     [report] = train(iter(samples), settings, save="better")
     assert report.metrics["rollout/raw_reward"] == pytest.approx(sum(map(small, samples)) / 16)
     assert (workshop.folder / "better" / "config.json").exists()
-    with pytest.raises(SettingsError, match="better: exists already"):
+    with pytest.raises(SettingsError, match="better: already exists"):
         next(train(iter(samples), settings, save="better"))
 
 

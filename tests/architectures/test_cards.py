@@ -240,7 +240,7 @@ def test_the_weight_mapping_is_the_one_that_the_card_names(name: str):
 
 
 def test_an_unknown_card_is_answered_with_the_nearest():
-    with pytest.raises(SettingsError, match=r"^model.card: no card 'qwen3-8c'; did you mean qwen3-8B\?$"):
+    with pytest.raises(SettingsError, match=r"^model.card: no card 'qwen3-8c'\. Did you mean qwen3-8B\?$"):
         cards.load("qwen3-8c")
 
 
@@ -269,7 +269,7 @@ def test_lists_that_follow_from_a_key_are_compared_too():
     assert key == "layer_types"
     assert (
         cards.describe_difference((key, card, config))
-        == "layer_types[3] is 'linear_attention', the card says 'full_attention'"
+        == "layer_types[3] is 'linear_attention', but 'full_attention' in the card"
     )
 
 
@@ -283,8 +283,8 @@ def test_a_contradiction_is_refused_in_one_line_with_both_values():
     with pytest.raises(CheckpointError) as caught:
         cards.check("qwen3-0.6B", config, location="models/mine")
     assert str(caught.value) == (
-        "models/mine: contradicts the card qwen3-0.6B: rope_theta is 10000.0, the card says 1000000.0; hidden_size is"
-        " 2048, the card says 1024; give the card of this checkpoint, or none: config.json is the truth about it"
+        "models/mine: contradicts the card qwen3-0.6B: rope_theta is 10000.0, but 1000000.0 in the card; hidden_size is"
+        " 2048, but 1024 in the card. Give the card of this checkpoint, or none. config.json takes precedence."
     )
 
 
@@ -379,7 +379,7 @@ def test_a_card_is_found_by_the_names_of_its_other_models(alias: str, name: str)
     ],
 )
 def test_a_model_without_a_card_leads_to_the_nearest(unknown: str, nearest: str):
-    with pytest.raises(SettingsError, match=f"no card '{unknown}'; did you mean {nearest}"):
+    with pytest.raises(SettingsError, match=f"no card '{unknown}'. Did you mean {nearest}"):
         cards.path_of(unknown)
 
 

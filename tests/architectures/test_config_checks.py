@@ -27,7 +27,7 @@ def refusal(**changes: Any) -> str:
         check_config({**CONFIG, **changes}, "config.json", weight_bytes=100_000)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 250
-    return str(error.value).removesuffix("; copy config.json and weights from the same checkpoint")
+    return str(error.value).removesuffix(". Copy config.json and weights from the same checkpoint.")
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -58,16 +58,16 @@ def test_a_size_is_a_number_within_reason(key: str, value: Any):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
-        ({"num_key_value_heads": 8}, "num_attention_heads 4 is no multiple of num_key_value_heads 8"),
-        ({"hidden_size": 66}, "hidden_size 66 is no multiple of num_attention_heads 4, and there is no head_dim"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 8}, "num_attention_heads 4 is not a multiple of num_key_value_heads 8"),
+        ({"hidden_size": 66}, "hidden_size 66 is not a multiple of num_attention_heads 4, and there is no head_dim"),
         ({"head_dim": -16}, "head_dim -16, not a number from 1 to 8192"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps -1e-05, not a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan, not a positive number"),
         ({"rope_theta": "10000"}, "rope_theta '10000', not a positive number"),
         ({"model_type": 7}, "model_type 7, not text"),
-        ({"dtype": "nope"}, "dtype 'nope', not a type of weights such as float32, bfloat16 or float16"),
-        ({"torch_dtype": "int8"}, "torch_dtype 'int8', not a type of weights such as float32, bfloat16 or float16"),
+        ({"dtype": "nope"}, "dtype 'nope', not a weight dtype such as float32, bfloat16 or float16"),
+        ({"torch_dtype": "int8"}, "torch_dtype 'int8', not a weight dtype such as float32, bfloat16 or float16"),
         ({"model_type": "a" * 10_000}, ""),
         ({"layer_types": "full_attention"}, "layer_types 'full_attention', not a list"),
         ({"layer_types": ["full_attention"] * 100_000}, "layer_types has 100000 entries"),
@@ -77,8 +77,8 @@ def test_a_size_is_a_number_within_reason(key: str, value: Any):
         ({"eos_token_id": "</s>"}, "eos_token_id '</s>', not a token or a list of tokens"),
         ({"eos_token_id": [2, None]}, "eos_token_id a list, not a token or a list of tokens"),
         ({"num_experts": 2**13, "num_hidden_layers": 2**10}, "num_hidden_layers 1024 with 8192 experts each"),
-        ({"vocab_size": 10_000}, "vocab_size 10000 x hidden_size 64 is more than 100000 bytes of weights hold"),
-        ({"num_hidden_layers": 2000}, "num_hidden_layers 2000 are more than 100000 bytes of weights hold"),
+        ({"vocab_size": 10_000}, "vocab_size 10000 x hidden_size 64 is too large for 100000 bytes of weights"),
+        ({"num_hidden_layers": 2000}, "num_hidden_layers 2000 is too large for 100000 bytes of weights"),
         ({"text_config": {"hidden_size": "64"}}, "hidden_size '64', not a number from 1 to 262144"),
         ({"text_config": [7]}, "text_config a list, not an object"),
     ],

@@ -117,7 +117,7 @@ def test_experts_are_known_by_their_links():
 
 
 def test_unknown_architecture_names_those_that_are_known():
-    with pytest.raises(CheckpointError, match=r"model_type 'bert' has no weight mapping; known are .*kimi_k2, llama"):
+    with pytest.raises(CheckpointError, match=r"model_type 'bert' has no weight mapping. Supported: .*kimi_k2, llama"):
         family_of({"model_type": "bert"})
 
 
@@ -134,7 +134,7 @@ def test_spare_layers_are_carried_and_others_are_not():
         ("llama", {"attention_bias": True}, "attention_bias True: llama models .* only with False"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob false"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is false"),
         ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "num_experts_per_tok 2 over topk_group 2"),
         ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
     ],

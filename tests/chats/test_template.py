@@ -220,7 +220,7 @@ def test_turns_that_are_marked_are_not_taught():
     taught, length, mask = sft_sample(Prompt([USER, turns[0], USER, turns[1]]), tokens)
     assert tokens.decode(taught[-length:]) == "good<|im_end|>"
     assert mask == [1] * length
-    with pytest.raises(RecordError, match="no assistant message to train on"):
+    with pytest.raises(RecordError, match="no assistant message and no label"):
         sft_sample(Prompt([USER, turns[0]]), tokens)
 
 

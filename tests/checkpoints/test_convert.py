@@ -83,11 +83,11 @@ def test_the_same_conversion_again_does_nothing(tmp_path: Path, model_dir: Model
     made = (target / "model.safetensors").stat().st_mtime_ns
     assert convert_checkpoint(model_dir("llama"), target)["unchanged"]
     assert (target / "model.safetensors").stat().st_mtime_ns == made
-    with pytest.raises(SettingsError, match="exists already; add --force"):
+    with pytest.raises(SettingsError, match="already exists. Add --force"):
         convert_checkpoint(model_dir("llama"), target, dtype="float16")
     assert "unchanged" not in convert_checkpoint(model_dir("llama"), target, force=True)
     (target / "tokenizer.json").unlink()
-    with pytest.raises(SettingsError, match="exists already"):
+    with pytest.raises(SettingsError, match="already exists"):
         convert_checkpoint(model_dir("llama"), target)
 
 
@@ -212,5 +212,5 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, model_d
     )
     child = forkserver.run_python(program, [str(model_dir("llama")), str(tmp_path / "out")], cwd=tmp_path)
     assert child.returncode == 0, child.stderr
-    assert child.stdout.startswith(f"{tmp_path}/out: File too large; nothing was left under that name; free space")
+    assert child.stdout.startswith(f"{tmp_path}/out: File too large. Nothing was left under that name. Free space")
     assert os.listdir(tmp_path) == []

@@ -115,10 +115,10 @@ def test_written_model_computes_what_the_file_holds(tmp_path: Path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: small_gguf(path, pre="gpt-9"), "cuts words in the way 'gpt-9', known are gpt-2, smollm"),
-        (lambda path: small_gguf(path, kind="llama"), "a tokenizer of kind llama is not read yet"),
+        (lambda path: small_gguf(path, pre="gpt-9"), "the pre-tokenizer 'gpt-9' is not supported, only gpt-2, smollm"),
+        (lambda path: small_gguf(path, kind="llama"), "a tokenizer of kind llama is not supported"),
         (lambda path: small_gguf(path, extra="rope_freqs"), "12 tensors, of which only 11 have a Hugging Face name"),
-        (lambda path: small_gguf(path, rows=6), r"embed_tokens.weight has shape \(6, 8\), its config says \(5, 8\)"),
+        (lambda path: small_gguf(path, rows=6), r"embed_tokens.weight has shape \(6, 8\), but \(5, 8\) is expected"),
         (
             lambda path: small_gguf(path, **{"split.count": 2}),
             "one of the 2 files of a model. .* llama-gguf-split --merge",
@@ -176,7 +176,7 @@ def test_scaled_rotary_frequencies_are_written(fields: dict[str, Any], rope: dic
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (scaling("longrope", 4.0), r"rope.scaling.type = 'longrope' is not read, only linear and yarn"),
+        (scaling("longrope", 4.0), r"rope.scaling.type = 'longrope' is not supported, only linear and yarn"),
         (scaling("yarn", 4.0, yarn_log_multiplier=0.5), r"yarn_log_multiplier = 0.5 changes the rotary frequencies"),
         (scaling("linear", 4.0, attn_factor=2.0), r"attn_factor = 2.0 changes the rotary frequencies"),
         ({"llama.attention.sliding_window": 16}, "attention.sliding_window = 16 changes what the model computes"),
@@ -232,7 +232,7 @@ ARRAY = (9).to_bytes(4, "little")
     ("data", "message"),
     [
         (gguf_bytes(body=KEY + ARRAY + bytes(4) + number(2**60)), "an array of 1152921504606846976 values"),
-        (gguf_bytes(body=KEY + ARRAY + bytes(4) + number(10**6)), "cut short"),
+        (gguf_bytes(body=KEY + ARRAY + bytes(4) + number(10**6)), "truncated"),
         (gguf_bytes(body=KEY + ARRAY + ARRAY + number(2)), "an array of values of kind 9"),
         (gguf_bytes(body=number(2**40)), "a text of 1099511627776 bytes"),
         (gguf_bytes(body=KEY + (99).to_bytes(4, "little")), "a value of kind 99"),
@@ -242,8 +242,8 @@ ARRAY = (9).to_bytes(4, "little")
             gguf_bytes(fields=0, tensors=1, body=KEY + (2**31).to_bytes(4, "little")),
             "a tensor of 2147483648 dimensions",
         ),
-        (gguf_bytes(), "cut short"),
-        (b"GGUF", "cut short"),
+        (gguf_bytes(), "truncated"),
+        (b"GGUF", "truncated"),
         (b"", "it does not begin with GGUF"),
         (bytes(100), "it does not begin with GGUF"),
     ],

@@ -110,8 +110,8 @@ def test_the_tensor_of_a_genuine_archive_is_read(folder: Path):
         (archive(tensor_pickle(size=(2, 64), stride=(64, 1), kind="ComplexFloatStorage")), "no business"),
         (archive(tensor_pickle(size=(2, 64), stride=(64, 1), key="../../../etc/passwd")), ""),
         (archive(tensor_pickle(size=(2, 64), stride=(64, 1)), packed=True), "a compressed entry"),
-        (archive(b"\x80\x02]."), "where a tensor belongs"),
-        (archive(b"\x80\x02" + text("a") + b"."), "where a tensor belongs"),
+        (archive(b"\x80\x02]."), "instead of a tensor"),
+        (archive(b"\x80\x02" + text("a") + b"."), "instead of a tensor"),
         (archive(tensor_pickle(), edit=lambda zip: zip.writestr("other/data.pkl", b"N.")), "no pickle of a tensor"),
         (archive(tensor_pickle(), edit=lambda zip: zip.writestr("/etc/data.pkl", b"N.")), "no pickle of a tensor"),
         (archive(tensor_pickle(), edit=lambda zip: [zip.writestr(f"{i:09}", b"") for i in range(1200)]), "table of"),
@@ -134,7 +134,7 @@ def test_an_entry_that_comes_twice_is_refused(folder: Path):
     chunk = archive(tensor_pickle(), edit=twice)
     (folder / "__0_0.distcp").write_bytes(chunk)
     changed(folder, lambda metadata: [point_to(place, 0, len(chunk)) for place in metadata.storage_data.values()])
-    assert "an entry twice" in refusal(folder)
+    assert "a duplicate entry" in refusal(folder)
 
 
 def every_place(**fields: Any) -> Change:
@@ -158,32 +158,32 @@ def every_chunk(**fields: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (every_place(relative_path="../secret"), "'../secret', which is no file of the folder"),
-        (every_place(relative_path="/etc/passwd"), "'/etc/passwd', which is no file of the folder"),
-        (every_place(relative_path=".."), "which is no file of the folder"),
-        (every_place(relative_path="a\0b"), "which is no file of the folder"),
-        (every_place(relative_path=7), "which is no file of the folder"),
+        (every_place(relative_path="../secret"), "'../secret', which is not a file of the folder"),
+        (every_place(relative_path="/etc/passwd"), "'/etc/passwd', which is not a file of the folder"),
+        (every_place(relative_path=".."), "which is not a file of the folder"),
+        (every_place(relative_path="a\0b"), "which is not a file of the folder"),
+        (every_place(relative_path=7), "which is not a file of the folder"),
         (every_place(relative_path="not-there.distcp"), "No such file"),
-        (every_place(offset=-1), "an offset that is no number from 0"),
-        (every_place(offset=2**70), "an offset that is no number from 0"),
-        (every_place(offset=MAX_SIZE), "cut short"),
-        (every_place(length=True), "an length that is no number from 0"),
-        (every_place(length=float("nan")), "an length that is no number from 0"),
+        (every_place(offset=-1), "an offset that is not a number from 0"),
+        (every_place(offset=2**70), "an offset that is not a number from 0"),
+        (every_place(offset=MAX_SIZE), "truncated"),
+        (every_place(length=True), "an length that is not a number from 0"),
+        (every_place(length=float("nan")), "an length that is not a number from 0"),
         (every_place(length=8), "8 bytes for a tensor [2, 64]"),
         (every_place(transform_descriptors=["zstd"]), "is stored zstd-encoded"),
-        (every_place(transform_descriptors=7), "transform_descriptors that are no list"),
+        (every_place(transform_descriptors=7), "transform_descriptors that are not a list"),
         (every_chunk(offsets=torch.Size([0, 0])), "chunks of a overlap at [0, 0]"),
         (every_chunk(offsets=torch.Size([0])), "a chunk of 2 dimensions in a tensor of 2"),
         (every_chunk(sizes=torch.Size([2**40, 64])), f"a chunk [{2**40}, 64] at"),
-        (every_chunk(sizes=torch.Size([2] * 17)), "a shape that is no list of up to 16 numbers"),
-        (every_chunk(sizes=(2, -64)), "a size that is no number"),
-        (every_chunk(sizes="a"), "a shape that is no list"),
-        (lambda metadata: setattr(metadata.state_dict_metadata["a"], "chunks", None), "chunks that are no list"),
+        (every_chunk(sizes=torch.Size([2] * 17)), "a shape that is not a list of up to 16 numbers"),
+        (every_chunk(sizes=(2, -64)), "a size that is not a number"),
+        (every_chunk(sizes="a"), "a shape that is not a list"),
+        (lambda metadata: setattr(metadata.state_dict_metadata["a"], "chunks", None), "chunks that are not a list"),
         (lambda metadata: setattr(metadata.state_dict_metadata["a"].properties, "dtype", torch.complex64), "complex64"),
-        (lambda metadata: setattr(metadata, "storage_data", None), "where a dictionary belongs"),
+        (lambda metadata: setattr(metadata, "storage_data", None), "instead of a dictionary"),
         (lambda metadata: setattr(metadata, "storage_data", {}), "lacks the chunk at [0, 0]"),
-        (lambda metadata: metadata.state_dict_metadata.update({("a",): None}), "neither text nor a small number"),
-        (lambda metadata: metadata.state_dict_metadata.update({7: None}), "a key that is no text"),
+        (lambda metadata: metadata.state_dict_metadata.update({("a",): None}), "neither a string nor a small number"),
+        (lambda metadata: metadata.state_dict_metadata.update({7: None}), "a key that is not a string"),
     ],
 )  # fmt: skip
 def test_metadata_beyond_its_types_and_bounds_is_refused(change: Change, message: str, folder: Path):
@@ -215,7 +215,7 @@ def test_a_tracker_leads_to_a_folder_beside_it_only(folder: Path, tmp_path: Path
     tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
     for words in ("../elsewhere", "/etc", "..", "²", "9" * 5000, "\0"):
         tracker.write_text(words)
-        with pytest.raises(CheckpointError, match=r"which is no folder beside it|which is not there"):
+        with pytest.raises(CheckpointError, match=r"which is not a folder next to it|which does not exist"):
             TorchDistReader(tmp_path / "run")
     (tmp_path / "run" / "metadata.json").write_text("[" * 10**6)
     tracker.unlink()

@@ -92,7 +92,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(layout: str, tmp_
         stream.truncate(LEAST_BYTES // 2)
     assert torch.equal(first, tensors["carried.a"])
     with pytest.raises(
-        CheckpointError, match=rf"^{file}: cannot be read .*; (download or convert|copy or save) it again$"
+        CheckpointError, match=rf"^{file}: cannot be read .*\. (Download or convert|Copy or save) it again\.$"
     ):
         get("carried.b")
 

@@ -158,7 +158,7 @@ BOGUS = ["-s", "track.with=['jsonl']", "-s", "track.kwargs={jsonl={bogus=1}}"]
     ("words", "code", "problem"),
     [
         (["train", "prompts.jsonl", "--algorithm", "dpo"], 3, "prompts.jsonl:1: no key 'chosen'"),
-        (["train", "prompts.jsonl", "--algorithm", "sft", "--save", "."], 2, ".: exists already; add --force"),
+        (["train", "prompts.jsonl", "--algorithm", "sft", "--save", "."], 2, ".: already exists. Add --force"),
         (["train", "prompts.jsonl", "--algorithm", "sft", "--name", "a", *BOGUS], 2, "jsonl.bogus: no such argument"),
         (["eval", *BOGUS], 2, "track.kwargs.jsonl.bogus: no such argument"),
         (["score", "prompts.jsonl", "--reference", "nowhere"], 1, "nowhere: no such model directory"),

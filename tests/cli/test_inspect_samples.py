@@ -108,7 +108,7 @@ def test_samples_of_a_run_are_those_of_all_its_files_the_newest_first(run: Path)
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--where", "len(x)"], "filter: 'len(x)' is not part of a filter"),
+        (["--where", "len(x)"], "filter: 'len(x)' is not allowed in a filter"),
         (["--sort", "nothing"], "--sort nothing: no sample has a value there; fields of one are group_index"),
         (["--color-by", "mood"], "--color-by: 'mood' is none of logprob"),
         (["--prompt", "prompt"], "3 prompts contain 'prompt'; give one's number:"),
@@ -339,4 +339,4 @@ def test_images_of_a_sample_are_named_and_with_colours_pictured(tmp_path: Path):
     assert lines[0].startswith("\x1b[38;2;255;0;0;48;2;255;0;0m▀")
     assert lines[-1].startswith("\x1b[38;2;0;0;255;48;2;0;0;255m▀")
     assert "gone.png: the image cannot be read" in coloured
-    assert "outside.png: lies outside of the folders of these samples" in coloured
+    assert "outside.png: is outside the folders of these samples" in coloured

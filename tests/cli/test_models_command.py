@@ -59,15 +59,15 @@ def test_check_prints_a_line_for_each_difference(tmp_path: Path):
     code, out, _ = models("check", "qwen3-0.6B", folder)
     assert code == 1
     assert out.splitlines() == [
-        "rope_theta is 10000.0, the card says 1000000.0",
-        "num_hidden_layers is 27, the card says 28",
+        "rope_theta is 10000.0, but 1000000.0 in the card",
+        "num_hidden_layers is 27, but 28 in the card",
     ]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["show", "qwen3-5B"], "slimectl: model.card: no card 'qwen3-5B'; did you mean qwen3-"),
+        (["show", "qwen3-5B"], "slimectl: model.card: no card 'qwen3-5B'. Did you mean qwen3-"),
         (["check", "qwen3-8B", "nowhere"], "slimectl: nowhere: no such model directory"),
         (["check", "qwen3-8B"], "slimectl: models: write `slimectl models`"),
     ],

@@ -48,7 +48,7 @@ def test_a_model_that_cannot_be_cut_so_is_said_too():
     settings = ("train.backend=megatron", "model.card=qwen3-8B", "megatron.pipeline_model_parallel_size=8")
     code, _, err = plan(*settings)
     assert code == 1
-    assert "megatron.pipeline_model_parallel_size: 8 does not divide 36 layers; possible are 1, 2, 3, 4" in err
+    assert "megatron.pipeline_model_parallel_size: 8 does not divide 36 layers. Possible: 1, 2, 3, 4" in err
 
 
 def test_batches_that_leave_ranks_idle_are_a_note():

@@ -162,7 +162,7 @@ def test_a_layout_that_does_not_fit_is_shown_all_the_same():
             "--recompute-module norm: must be one of core_attn, mlp, moe",
         ),
         (["--card", "qwen3-8B", "--backend", "fsdp", "--tp", "2"], "--backend fsdp: takes no parallel sizes"),
-        (["--card", "qwen3-8c"], "model.card: no card 'qwen3-8c'; did you mean qwen3-8B?"),
+        (["--card", "qwen3-8c"], "model.card: no card 'qwen3-8c'. Did you mean qwen3-8B?"),
         (
             ["--model", "Llama 3 8B"],
             "Llama 3 8B: no such model directory. For the card of this model: --card llama3-8B",

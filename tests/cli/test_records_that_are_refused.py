@@ -32,8 +32,8 @@ def test_a_sample_that_names_code_is_refused_with_its_line_and_the_way_out(works
     write(workshop, {}, {"custom_rm_path": "evil.py:reward"})
     workshop.slimectl("score", "samples.jsonl", "--rm-type", "exact", code=3)
     assert workshop.stderr.splitlines()[-1] == (
-        "slimectl: samples.jsonl:2: Sample.custom_rm_path: 'evil.py:reward' names code, and records may not choose "
-        "what is run; drop the key, or set score.allow_paths_in_records = true if you trust the file"
+        "slimectl: samples.jsonl:2: Sample.custom_rm_path: 'evil.py:reward' refers to code, and records may not choose "
+        "the code to run. Remove the key, or set score.allow_paths_in_records = true if you trust the file."
     )
     assert not (workshop.folder / "proof").exists()
     allowed = ("-s", "score.allow_paths_in_records=true")
@@ -47,7 +47,7 @@ BAD = [
     ({"metadata": {"rm_type": "exakt"}}, "metadata.rm_type: score.rm_type: no verifier 'exakt'; did you mean exact?"),
     ({"metadata": {"rm_type": "remote_rm"}}, "metadata.rm_type: score.rm_options.url: missing"),
     (json.dumps(SAMPLE)[:-1] + ', "note": 1e999}', "not JSON that can be read: 1e999 is too large for a float"),
-    ({"custom_rm_path": "evil.py:reward"}, "Sample.custom_rm_path: 'evil.py:reward' names code"),
+    ({"custom_rm_path": "evil.py:reward"}, "Sample.custom_rm_path: 'evil.py:reward' refers to code"),
 ]
 
 

@@ -35,10 +35,10 @@ def test_changed_data_is_refused_unless_it_is_wanted(one_round: Workshop):
     assert refusal in one_round.slimectl(*more, "--dry-run", code=2).decode()
     one_round.slimectl(*more, code=2)
     assert refusal in one_round.stderr
-    assert "continue in the new data: -s run.on_data_change=warn" in one_round.stderr
+    assert "continue with the new data: -s run.on_data_change=warn" in one_round.stderr
     assert settings.read_text() == before
     one_round.slimectl(*more, "-s", "run.on_data_change=warn")
-    assert "Prompts may repeat or be left out." in one_round.stderr
+    assert "Prompts may be repeated or skipped." in one_round.stderr
     assert "eval.data.small: prompts.jsonl@[0:3]: changed (" in one_round.stderr  # a warning only
     # The second half of the reversed file is the first half of the file as it was.
     assert prompts(one_round, 2) == prompts(one_round, 1)[::-1] == ["say four", "say three", "say two", "say one"]

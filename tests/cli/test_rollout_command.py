@@ -75,7 +75,7 @@ def test_a_string_that_passes_by_the_chat_template_is_said_once_unless_it_is_dec
     sampled = workshop.slimectl("rollout", *undecided, *options)
     lines = [line for line in workshop.stderr.splitlines() if "rollout.apply_chat_template=true" in line]
     assert len(lines) == warned
-    assert all(line.startswith("prompts.jsonl:1: a string") for line in lines)
+    assert all(line.startswith("prompts.jsonl:1: string prompts") for line in lines)
     templated = "rollout.apply_chat_template=true" in options
     prompt = "say one"
     assert (len(records(sampled)[0]["tokens"]) - 2 > len(prompt)) == templated

@@ -215,7 +215,8 @@ def test_other_settings_or_force_begin_anew(workshop: Workshop):
 def test_prompts_that_were_never_sampled_are_no_samples_of_reward_0(workshop: Workshop):
     workshop.slimectl("score", "prompts.jsonl", "--rm-type", "exact", "-o", "scored.jsonl", code=3)
     assert workshop.stderr == (
-        "slimectl: prompts.jsonl:1: no response and no tokens, so nothing to grade; sample it by `slimectl rollout`\n"
+        "slimectl: prompts.jsonl:1: no response and no tokens, so there is nothing to grade. "
+        "Sample it with `slimectl rollout`.\n"
     )
     assert not (workshop.folder / "scored.jsonl").exists()
     workshop.slimectl("score", "prompts.jsonl", "--rm-type", "exact", "--on-error", "skip", "-o", "s.jsonl", code=3)

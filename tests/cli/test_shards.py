@@ -123,7 +123,7 @@ def test_training_in_a_folder_reads_several_files(shared_workshop: Workshop, who
     (folder / "two.jsonl").write_bytes(b"".join(scored[16:]))
     changes = ["-s", "eval.data={}", "-s", "run.num_rollout=none"]
     shared_workshop.slimectl("train", "one.jsonl", "two.jsonl", "-c", "slimectl.toml", "--name", "both", *changes)
-    assert shared_workshop.stderr.count("group numbers start again") == 0  # the numbers of the whole file
+    assert shared_workshop.stderr.count("group numbers restart") == 0  # the numbers of the whole file
     steps = [line["step"] for line in shared_workshop.metrics("both") if "train/step" in line["metrics"]]
     assert steps == [1, 2]  # 32 samples, 16 a round
     (folder / "two.jsonl").write_bytes(b"".join(scored[20:]))
@@ -137,7 +137,7 @@ def test_a_restart_of_the_numbers_is_said_once_for_all_epochs(shared_workshop: W
     changes = ["-s", "eval.data={}", "-s", "run.num_rollout=none", "-s", "run.num_epoch=2"]
     files = ["scored.jsonl", "scored.jsonl"]
     shared_workshop.slimectl("train", *files, "-c", "slimectl.toml", "--name", "twice", *changes)
-    assert shared_workshop.stderr.count("group numbers start again") == 1
+    assert shared_workshop.stderr.count("group numbers restart") == 1
 
 
 def test_samples_and_demonstrations_together_are_refused(shared_workshop: Workshop, whole: bytes):

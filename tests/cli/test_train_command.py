@@ -101,7 +101,7 @@ def test_a_killed_training_goes_on_to_the_bytes_of_an_undisturbed_one(workshop: 
     process.wait()
     workshop.slimectl("train", "--resume", "runs/broken")
     workshop.slimectl("run", "--resume", "runs/broken", code=2)
-    assert "runs/broken: was begun by `slimectl train`; go on with: slimectl train --resume" in workshop.stderr
+    assert "runs/broken: was started by `slimectl train`. Continue with: slimectl train --resume" in workshop.stderr
     whole = workshop.folder / "runs" / "sft"
     shown = workshop.slimectl("inspect", "runs/sft").decode()
     assert "runs/sft: 6 rounds" in shown
@@ -123,7 +123,7 @@ def test_samples_of_another_model_are_named_and_their_log_probs_compared(worksho
     save_file({name: 1.5 * tensor for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
     (other / "generation_config.json").write_text('{"temperature": 0.5}')
     workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--name", "warned")
-    assert f"scored.jsonl: sampled from {workshop.model}, but other has other files or weights" in workshop.stderr
+    assert f"scored.jsonl: sampled from {workshop.model}, but other has different files or weights" in workshop.stderr
     assert workshop.stderr.count("the log-probabilities of the samples and the model differ by") == 1
     stop = ("-s", "run.on_logprob_mismatch=stop")
     workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--save", "out", *stop, code=1)

@@ -86,7 +86,7 @@ def test_prompt_and_label_of_a_published_format(read: Any, row: dict[str, Any], 
 def test_a_demonstration_keeps_the_whole_chat(read: Any):
     assert read({"messages": [USER, ANSWER]}, demonstrations=True)[:2] == ([USER, ANSWER], None)
     imitated = read({"messages": [USER, ANSWER], "answer": "two"}, demonstrations=True)
-    assert imitated[3] == "the turns of the assistant in messages are imitated, and answer is not"
+    assert imitated[3] == "the assistant turns in messages are trained on, and answer is not"
     assert read({"conversations": SHAREGPT}, demonstrations=True)[0] == [SYSTEM, USER, ANSWER]
     assert read({"prompt": [USER], "completion": [ANSWER]}, demonstrations=True)[0] == [USER, ANSWER]
     assert read({"question": "q", "answer": "a\n#### 2"}, demonstrations=True)[1] == "a\n#### 2"
@@ -105,7 +105,7 @@ def test_of_a_plain_text_every_token_but_the_first_is_imitated(read: Any):
         encode = staticmethod(lambda text, **_: list(text.encode()))
 
     text, label, _, words = read({"text": "abc"}, demonstrations=True)
-    assert (text, label, words) == ("", "abc", "all of text is imitated")
+    assert (text, label, words) == ("", "abc", "the whole column text is trained on")
     (prompt,) = open_prompts_of(text, label)
     assert sft_sample(prompt, Bytes()) == ([97, 98, 99, 256], 3, [1, 1, 1])
 
@@ -137,17 +137,17 @@ def test_functions_are_tools_by_their_older_name(tmp_path: Path):
 
 
 def test_a_row_of_no_known_format_names_its_columns(read: Any):
-    with pytest.raises(RecordError, match=r"no key 'prompt'; its keys are words, info.a: name one by --input-key or"):
+    with pytest.raises(RecordError, match=r"no key 'prompt'. Its keys are words, info.a. Choose one with --input-key"):
         read({"words": 1, "info": {"a": 1}})
-    with pytest.raises(RecordError, match=r"unknown speaker 'alien'; known are human, user, gpt"):
+    with pytest.raises(RecordError, match=r"unknown speaker 'alien'. Known speakers: human, user, gpt"):
         read({"conversations": [{"from": "alien", "value": "x"}]})
     for history in ([{"user": "1+1?", "bot": "2"}], [["1+1?", None]], [["1+1?"]]):
         with pytest.raises(RecordError, match=r"history: expected pairs \[question, answer\] or messages"):
             read({"prompt": "2?", "history": history})
     for row in ({"system": "Be long."}, {"system": "Be short.", "history": [["1+1?", "2"]]}):
-        with pytest.raises(RecordError, match=r"system: the chat begins with a system message, too"):
+        with pytest.raises(RecordError, match=r"system: the chat also begins with a system message"):
             read({"prompt": [SYSTEM, USER], **row})
-    with pytest.raises(RecordError, match=r"history: the chat begins with a system message, too"):
+    with pytest.raises(RecordError, match=r"history: the chat also begins with a system message"):
         read({"prompt": [SYSTEM, USER], "history": [["1+1?", "2"]]})
     with pytest.raises(RecordError, match=r"messages: message 1 of the chat: content is 3, expected a string"):
         read({"messages": [USER, {"role": "tool", "content": 3}]})

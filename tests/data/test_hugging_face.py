@@ -48,7 +48,7 @@ def test_arrow_files_and_saved_folders_are_read_like_other_files(tmp_path: Path)
     (tmp_path / "two" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert rows(tmp_path / "two") == EXPECTED
     (tmp_path / "two" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(SettingsError, match=r"two: has the splits train, test; name one: .*two/train"):
+    with pytest.raises(SettingsError, match=r"two: has the splits train, test. Choose one: .*two/train"):
         rows(tmp_path / "two")
 
 
@@ -83,10 +83,10 @@ def test_a_hub_name_is_a_cached_snapshot_and_its_training_split(cache: Path) -> 
     assert rows("org/sums") == EXPECTED
     assert rows("org/sums/main/test*") == EXPECTED
     assert rows("org/sums@[0:1]") == EXPECTED[:1]
-    with pytest.raises(SettingsError, match=r"no data file of org/sums matches; it has main/test-00000.arrow"):
+    with pytest.raises(SettingsError, match=r"no data file of org/sums matches. It has main/test-00000.arrow"):
         rows("org/sums/other")
     write_arrow(folder / "hard" / "train-00000.arrow")
-    with pytest.raises(SettingsError, match=r"has several parts; name one of them: org/sums/hard/train-00000.arrow"):
+    with pytest.raises(SettingsError, match=r"has several parts. Choose one of them: org/sums/hard/train-00000.arrow"):
         rows("org/sums")
     assert rows("org/sums/hard") == EXPECTED
 
@@ -99,9 +99,9 @@ def test_what_is_not_in_the_cache_says_how_to_fetch_it(cache: Path) -> None:
     with pytest.raises(CheckpointError, match=r"org/model: no such model directory; .*: hf download org/model$"):
         model_folder("org/model")
     (cache.parent / "data").mkdir()
-    with pytest.raises(SettingsError, match=r"^data/train: no such prompt file; give"):
+    with pytest.raises(SettingsError, match=r"^data/train: no such prompt file. Give"):
         rows("data/train")
-    with pytest.raises(SettingsError, match=r"^files/train.jsonl: no such prompt file; give"):
+    with pytest.raises(SettingsError, match=r"^files/train.jsonl: no such prompt file. Give"):
         rows("files/train.jsonl")
 
 

@@ -89,13 +89,13 @@ def test_bytes_stay_base64_and_another_key_can_name_the_column(tmp_path: Path):
 def test_an_image_is_a_regular_file_and_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):  # reading the first two would never end
-        with pytest.raises(RecordError, match="the image cannot be read: no regular file"):
+        with pytest.raises(RecordError, match="the image cannot be read: not a regular file"):
             read_image(str(path))
     monkeypatch.setattr("slimectl.data.images.MAX_BYTES", 10)
     (tmp_path / "image").write_bytes(b"x" * 10)
     assert read_image(str(tmp_path / "image")) == b"x" * 10
     (tmp_path / "image").write_bytes(b"x" * 11)
-    with pytest.raises(RecordError, match="an image of more than 0 MiB"):
+    with pytest.raises(RecordError, match="the image is larger than 0 MiB"):
         read_image(str(tmp_path / "image"))
 
 
@@ -139,10 +139,10 @@ def test_rows_without_images_stay_as_they_are(tmp_path: Path):
     [
         ({"prompt": "<image> <image>", "images": ["a.png"]}, "more places for images than the row has images"),
         ({"prompt": "<image>", "images": ["a.png", "b.png"]}, "2 images, but the prompt has places for 1"),
-        ({"prompt": "<image>", "images": ["https://example.org/a.png"]}, "is an address, and images are not fetched"),
-        ({"prompt": "<image>", "images": [7]}, 'an image is a path, or an object with "path" or "bytes"'),
+        ({"prompt": "<image>", "images": ["https://example.org/a.png"]}, "is a URL, and images are not downloaded"),
+        ({"prompt": "<image>", "images": [7]}, 'an image must be a path, or an object with "path" or "bytes"'),
         ({"prompt": [{"role": "user", "content": [PART]}]}, "more places for images"),
-        ({"prompt": "<image><video>", "images": ["a.png"]}, "the prompt has <video>. Only images are read"),
+        ({"prompt": "<image><video>", "images": ["a.png"]}, "the prompt has <video>. Only images are supported"),
     ],
 )
 def test_a_row_that_does_not_fit_its_images_is_named(tmp_path: Path, row: dict[str, Any], reason: str):
@@ -183,9 +183,9 @@ def generated(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
-        ({"videos": ["a.mp4"]}, "videos: only images are read"),
-        ({"video": "a.mp4", "images": ["a.png"]}, "video: only images are read"),
-        ({"audio": {"path": "a.wav", "bytes": None}}, "audio: only images are read"),
+        ({"videos": ["a.mp4"]}, "videos: only images are supported"),
+        ({"video": "a.mp4", "images": ["a.png"]}, "video: only images are supported"),
+        ({"audio": {"path": "a.wav", "bytes": None}}, "audio: only images are supported"),
         ({"image_1": "a.png", "image_2": "b.png"}, "image_1, image_2: put the images of a row into one list, images"),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_video_part_is_refused_by_name_and_a_text_model_warns_of_a_column(
         prompt = prompt_of(tmp_path, {"prompt": "Which?", "video": "a.mp4"})
     assert prompt.extra == {"video": "a.mp4"}
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.endswith("rows.jsonl: video: is not read. The model sees only the text of the prompt.")
+    assert line.endswith("rows.jsonl: video: is ignored. The model sees only the text of the prompt.")
 
 
 def test_the_model_of_the_settings_decides_whether_a_mark_is_a_place(folder: Path, model_dir: Any, tmp_path: Path):
@@ -251,7 +251,7 @@ def test_placeholders_become_as_many_as_the_image_has_tokens(folder: Path, tmp_p
     assert whole[: len(tokens)] == tokens
     assert tokenizer.decode(whole[-length:]) == "yes<|im_end|>"
     assert mask == [1] * length
-    with pytest.raises(RecordError, match="1 images, and the chat template has places for 2"):
+    with pytest.raises(RecordError, match="1 images, but the chat template has places for 2"):
         render(Prompt(chat, images=images[:1]), tokenizer)
 
 
@@ -388,7 +388,7 @@ def test_a_processor_among_others_in_one_file_is_read(folder: Path, tmp_path: Pa
 def test_files_that_are_no_images_are_one_line(folder: Path, tmp_path: Path):
     processor = processor_of(str(folder))
     (tmp_path / "a.png").write_text("no image")
-    with pytest.raises(RecordError, match=r"a.png: is no image of PNG, JPEG, WEBP, GIF, BMP; convert it"):
+    with pytest.raises(RecordError, match=r"a.png: is not a PNG, JPEG, WEBP, GIF, BMP image. Convert it."):
         processor.grid(str(tmp_path / "a.png"))
     whole = Path(image_file(tmp_path / "b.png", width=64, height=64)).read_bytes()
     (tmp_path / "b.png").write_bytes(whole[: len(whole) // 2])
@@ -405,7 +405,7 @@ def test_files_that_are_no_images_are_one_line(folder: Path, tmp_path: Path):
 
 def test_a_text_model_refuses_images(model_dir: Any, tmp_path: Path):
     tokenizer = builders.tokenizer(model_dir("llama"))
-    with pytest.raises(CheckpointError, match="model_type 'llama' reads no images here"):
+    with pytest.raises(CheckpointError, match="model_type 'llama' does not support images here"):
         render(Prompt([{"role": "user", "content": [PART]}], images=[image_file(tmp_path / "a.png")]), tokenizer)
 
 
@@ -420,7 +420,7 @@ def test_samples_keep_their_images_and_take_paths_from_their_file(tmp_path: Path
     assert list(map(images_of, read_samples(tmp_path / "elsewhere.jsonl"))) == list(map(images_of, (first, second)))
     file.write_text('{"prompt": "?", "multimodal_inputs": {"videos": ["a.mp4"]}}\n')
     with pytest.raises(
-        RecordError, match=r"samples.jsonl:1: Sample.multimodal_inputs: videos: this version reads images"
+        RecordError, match=r"samples.jsonl:1: Sample.multimodal_inputs: videos: only images are supported"
     ):
         list(read_samples(file))
 

@@ -129,7 +129,7 @@ def test_label_is_one_more_turn():
     assert learned(TURNS[:2], CHATML, label=7) == "7<|im_end|>"
     tokens, length, _ = sft_sample(Prompt("x?", label="7"), tokenizer(), apply_chat_template=True)
     assert tokens[:-length] == render(Prompt("x?"), tokenizer(), apply_chat_template=True)
-    with pytest.raises(RecordError, match="nothing to imitate"):
+    with pytest.raises(RecordError, match="nothing to train on"):
         sft_sample(Prompt(TURNS[:2]), tokenizer())
 
 

@@ -52,8 +52,8 @@ def test_a_flipped_byte_is_refused_and_the_message_says_how_to_go_on(name: str, 
     assert model_folder(str(model)) == model
     flip(model / name)
     expected = (
-        f"{model}: {name} does not match its checksum in {model}/manifest.json; copy or convert it again, or, if you"
-        f" changed it yourself, remove {model}/manifest.json"
+        f"{model}: {name} does not match its checksum in {model}/manifest.json. Copy or convert it again. If you"
+        f" changed it yourself, remove {model}/manifest.json."
     )
     assert refused(model) == expected
     with pytest.raises(CheckpointError, match="does not match its checksum"):
@@ -86,7 +86,7 @@ def test_a_step_of_a_run_is_known_by_the_manifest_above_its_policy(converted: Pa
     flip(step / "policy" / "model.safetensors")
     for path in (step, step / "policy", tmp_path / "latest"):
         assert "policy/model.safetensors does not match its checksum" in refused(path)
-        assert "elsewhere and use that" in refused(path)
+        assert "elsewhere and use the copy" in refused(path)
     with pytest.raises(CheckpointError, match="does not match its checksum"):
         convert_checkpoint(step, tmp_path / "out")
 
@@ -170,8 +170,8 @@ def test_a_manifest_of_another_program_says_nothing(files: Any, model: Path):
 def test_a_manifest_leads_nowhere_else(name: str, model: Path):
     facts = {"bytes": 1, "sha256": "0" * 64}
     (model / "manifest.json").write_text(json.dumps({"files": {name: facts}}))
-    assert "which is no file of its folder" in refused(model)
-    assert "which is no file of its folder" in str(integrity_error(model))
+    assert "which is not a file of its folder" in refused(model)
+    assert "which is not a file of its folder" in str(integrity_error(model))
 
 
 def test_a_damaged_manifest_is_refused_in_a_line(model: Path):

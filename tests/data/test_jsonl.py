@@ -40,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path, suffix: str):
         (b'{"reward": NaN}', "NaN is not a JSON number"),
         (b'{"metadata": {"x": -Infinity}}', "-Infinity is not a JSON number"),
         (b'{"index": 1', "not JSON: Expecting ',' delimiter at column 12"),
-        (b"[1, 2]", "expected one JSON object a line, got list"),
+        (b"[1, 2]", "expected one JSON object per line, got list"),
         (b'{"response": "\xff"}', "not UTF-8 at byte 15"),
         (b"[" * 100_000, "not JSON that can be read"),
         (b'{"response_length": 2, "rollout_log_probs": [0.5]}',
@@ -80,7 +80,7 @@ def test_compressed_file_that_was_cut_off_is_no_shorter_file(tmp_path: Path, suf
     path = tmp_path / f"samples.jsonl{suffix}"
     write_samples(path, [Sample(index=i, group_index=i, response=os.urandom(200).hex()) for i in range(500)])
     path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(RecordError, match="damaged or cut off"):
+    with pytest.raises(RecordError, match="damaged or truncated"):
         list(read_samples(path))
     seen: list[RecordError] = []
     assert 400 < len(list(read_samples(path, on_error="skip", report=seen.append))) < 500
@@ -126,12 +126,12 @@ def test_link_is_written_through(tmp_path: Path):
 
 
 def test_refusals_of_the_system_say_the_way_out(tmp_path: Path):
-    with pytest.raises(StorageError, match=r"no such directory; make it: mkdir -p .*/deep"):
+    with pytest.raises(StorageError, match=r"no such directory. Create it: mkdir -p .*/deep"):
         write_samples(tmp_path / "deep" / "samples.jsonl", SAMPLES)
-    with pytest.raises(StorageError, match="name another file"):
+    with pytest.raises(StorageError, match="Use another file"):
         write_samples(tmp_path, SAMPLES)
     if os.path.exists("/dev/full"):
-        with pytest.raises(StorageError, match=r"/dev/full: cannot be written: No space left on device; free space"):
+        with pytest.raises(StorageError, match=r"/dev/full: cannot be written: No space left on device. Free space"):
             write_samples("/dev/full", SAMPLES)
         assert not os.path.exists("/dev/.tmp-full")
 

@@ -40,7 +40,7 @@ def other_process(work: Callable[[], None]) -> Iterator[int]:
 
 
 def lock(path: Path, **options: Any) -> Lock:
-    return Lock(path, "runs/a: a run goes on there", **options)
+    return Lock(path, "runs/a: another run is active there", **options)
 
 
 def test_a_held_lock_is_refused_with_its_holder_and_free_once_that_is_killed(tmp_path: Path):
@@ -48,7 +48,7 @@ def test_a_held_lock_is_refused_with_its_holder_and_free_once_that_is_killed(tmp
     with other_process(lambda: lock(path).acquire() and None) as pid:
         host = socket.gethostname()
         with pytest.raises(
-            SettingsError, match=rf"^runs/a: a run goes on there \(process {pid} on {host} since \d+-.*\);"
+            SettingsError, match=rf"^runs/a: another run is active there \(process {pid} on {host} since \d+-.*\)\."
         ):
             lock(path).acquire()
     with lock(path):
@@ -92,7 +92,7 @@ def test_a_forked_child_frees_nothing(tmp_path: Path):
 def test_the_same_process_is_refused_too_and_keeps_what_it_holds(tmp_path: Path):
     path = tmp_path / "lock"
     with lock(path):
-        with pytest.raises(SettingsError, match="this very process"):
+        with pytest.raises(SettingsError, match="this process"):
             lock(path).acquire()
 
         def taken() -> None:
@@ -137,7 +137,7 @@ def test_a_stale_lock_is_known_by_host_boot_process_and_start(tmp_path: Path, ch
         if free:
             lock(path, lockf=unsupported).acquire().release()
             return
-        with pytest.raises(SettingsError, match="a run goes on there") as refusal:
+        with pytest.raises(SettingsError, match="another run is active there") as refusal:
             lock(path, lockf=unsupported).acquire()
     assert ("remove " in str(refusal.value)) == bool(change)
 
@@ -145,7 +145,7 @@ def test_a_stale_lock_is_known_by_host_boot_process_and_start(tmp_path: Path, ch
 def test_somebody_elses_file_and_a_link_are_left_alone(tmp_path: Path):
     path = tmp_path / "lock"
     path.write_text("my notes\n")
-    with pytest.raises(SettingsError, match="is not a lock of slimectl's; move it away"):
+    with pytest.raises(SettingsError, match="is not a slimectl lock. Move it away"):
         lock(path).acquire()
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(StorageError, match="link: the lock cannot be written"):

@@ -65,5 +65,5 @@ def test_weights_are_settings_and_one_is_wanted_for_each_source(workshop: Worksh
     assert prompts.count("say one") > 2
     workshop.slimectl("rollout", "-c", "slimectl.toml", *data, "-s", "rollout.data_weights=[1]", code=2)
     assert workshop.stderr == (
-        "slimectl: rollout.data_weights: 1 weights for 2 sources of rollout.data; give as many\n"
+        "slimectl: rollout.data_weights: 1 weights for 2 sources of rollout.data. Give one weight per source.\n"
     )

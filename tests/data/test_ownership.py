@@ -49,7 +49,7 @@ def test_a_users_folder_is_refused_and_stays(tmp_path: Path, names: list[str], f
     for name in names:
         (folder / name).write_text("{}")
     before = contents(folder)
-    with pytest.raises(SettingsError, match=r"but no manifest.json of a run, so it is not slimectl's to use; give the"):
+    with pytest.raises(SettingsError, match=r"but no manifest.json of a run, so slimectl does not write there. Choose"):
         RunDir(folder).start("", force=force)
     assert contents(folder) == before
 
@@ -76,8 +76,8 @@ def test_force_removes_what_a_run_writes_and_says_what_stays(tmp_path: Path):
     run.start("x = 2\n", force=True, warn=words.append)
     assert sorted(contents(run.path)) == sorted([*theirs, "manifest.json", "run.toml"])
     assert words == [
-        f"{run.path}: eval/mine.txt, notes.jsonl, step_000001/notes.txt and 2 more left in place: "
-        "slimectl did not write that"
+        f"{run.path}: eval/mine.txt, notes.jsonl, step_000001/notes.txt and 2 more left in place, "
+        "because slimectl did not write it"
     ]
     assert run.checkpoints() == []
     (run.path / "metrics.jsonl").write_text(RECORD)
@@ -89,7 +89,7 @@ def test_force_removes_what_a_run_writes_and_says_what_stays(tmp_path: Path):
 def test_nothing_is_removed_through_a_link(tmp_path: Path):
     run = finished(tmp_path / "real")
     (tmp_path / "link").symlink_to(run.path)
-    with pytest.raises(SettingsError, match="link: is a link, and nothing is removed through one"):
+    with pytest.raises(SettingsError, match="link: is a link, and slimectl removes nothing through a link"):
         RunDir(tmp_path / "link").start("", force=True)
     moved = run.step(1).rename(tmp_path / "moved")
     run.step(1).symlink_to(moved)
@@ -107,7 +107,7 @@ def test_metrics_that_are_a_link_are_not_cut(tmp_path: Path):
     (tmp_path / "mine").write_text("x" * 100)
     (run.path / "metrics.jsonl").unlink()
     (run.path / "metrics.jsonl").symlink_to(tmp_path / "mine")
-    with pytest.raises(SettingsError, match=r"metrics.jsonl: is a link, so its run cannot go on"):
+    with pytest.raises(SettingsError, match=r"metrics.jsonl: is a link, so its run cannot continue"):
         run.adopt()
     assert (tmp_path / "mine").read_text() == "x" * 100
 
@@ -136,7 +136,7 @@ def test_a_users_folder_with_a_run_toml_is_not_resumed(tmp_path: Path, name: str
     file.write_text("mine\n")
     (tmp_path / "mine" / "run.toml").write_text("")
     with pytest.raises(
-        SettingsError, match=r"has a run.toml, but no manifest.json and no files of a run; begin a run of"
+        SettingsError, match=r"has a run.toml, but no manifest.json and no files of a run. Start a run with"
     ):
         RunDir(tmp_path / "mine").adopt()
     assert file.read_text() == "mine\n"
@@ -188,8 +188,8 @@ def test_a_checkpoint_whose_metrics_are_lost_is_passed_over(tmp_path: Path):
     (run.path / "metrics.jsonl").write_text(RECORD + RECORD[:9])
     assert run.newest(words.append) == run.step(1)
     assert words == [
-        f"{run.step(2)}: metrics.jsonl has 36 bytes, and had 54 when it was saved; falling back to the checkpoint "
-        "before it"
+        f"{run.step(2)}: metrics.jsonl has 36 bytes, but had 54 when it was saved. Falling back to the "
+        "previous checkpoint."
     ]
     (run.path / "metrics.jsonl").write_text("")
     with pytest.raises(
@@ -207,7 +207,7 @@ def test_a_folder_is_replaced_only_if_it_is_ours_and_keeps_what_is_not(tmp_path:
     assert integrity_error(target) is None
     (target / "manifest.json").unlink()
     before = contents(target)
-    with pytest.raises(SettingsError, match="model: slimectl did not make it"):
+    with pytest.raises(SettingsError, match="model: slimectl did not create it"):
         write_folder(target, fill)
     assert contents(target) == before
 
@@ -217,7 +217,7 @@ def test_what_lies_under_a_staging_name_is_left_alone(tmp_path: Path, name: str)
     (tmp_path / name).mkdir()
     (tmp_path / name / "notes.txt").write_text("mine")
     if name == ".tmp-model":
-        with pytest.raises(SettingsError, match=r"\.tmp-model: is in the way, and slimectl did not make it"):
+        with pytest.raises(SettingsError, match=r"\.tmp-model: is in the way, and slimectl did not create it"):
             write_folder(tmp_path / "model", fill)
     else:
         write_folder(tmp_path / "model", fill)

@@ -46,8 +46,8 @@ def test_rewards_become_what_json_has(given: Any, wanted: Any):
         (Decimal("nan"), "is of type Decimal, not a finite number"),
         (Sample(), "is of type Sample, not a finite number"),
         ((i for i in ()), "is of type generator"),
-        ({"a": float("inf")}, "has inf under 'a', which JSON has no word for"),
-        ({1: 2.0}, "has the key 1; name its entries by strings"),
+        ({"a": float("inf")}, "has inf under 'a', which JSON cannot represent"),
+        ({1: 2.0}, "has the key 1, but keys must be strings"),
         ({"a": {1}}, "has of type set under 'a'"),
     ],
 )

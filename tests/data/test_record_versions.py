@@ -64,7 +64,8 @@ def test_nan_beside_float32_numbers_is_refused_by_name(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("version", "message"),
-    [(3, "3 is newer than this slimectl reads (2); update slimectl"), (0, "expected a whole number from 1 on, got 0"),
+    [(3, "3 is newer than this slimectl supports (2). Update slimectl."),
+     (0, "expected a whole number of at least 1, got 0"),
      (True, "got true"), ("2", "got '2'")],
 )  # fmt: skip
 def test_unknown_version_is_refused(version: Any, message: str):

@@ -60,7 +60,7 @@ def test_key_one_edit_away_warns_once_naming_both(caplog: pytest.LogCaptureFixtu
     checks._warned.clear()
     for _ in range(3):
         assert sample_from_json({"rewrad": 1.0}).extra == {"rewrad": 1.0}
-    assert caplog.messages == ["Sample.rewrad: unknown key, kept as it is; did you mean reward?"]
+    assert caplog.messages == ["Sample.rewrad: unknown key, kept unchanged. Did you mean reward?"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_one_edit(a: str, b: str, apart: bool):
         ({"tokens": [5]}, "Sample.tokens: 1 tokens are fewer than response_length 2"),
         ({"tokens": [5, "6", 7, 8]}, "Sample.tokens: expected a list of token ids, got '6' at [1]"),
         ({"tokens": [5, True, 7, 8]}, "Sample.tokens: expected a list of token ids, got true at [1]"),
-        ({"tokens": [5, 6, 7, -8]}, "Sample.tokens: -8 is no token id"),
+        ({"tokens": [5, 6, 7, -8]}, "Sample.tokens: -8 is not a token id"),
         ({"loss_mask": [1, 2]}, "Sample.loss_mask: 2 is neither 0 nor 1"),
         ({"rollout_log_probs": [0.0, math.nan]}, "Sample.rollout_log_probs: nan is not a finite number"),
         ({"rollout_log_probs": [0, 10**400]}, "Sample.rollout_log_probs: a number too large for a float"),
@@ -92,8 +92,8 @@ def test_one_edit(a: str, b: str, apart: bool):
         ({"index": -1}, "Sample.index: expected a number from 0 to 2^63, got -1"),
         ({"index": 1.0}, "Sample.index: expected a whole number, got 1.0"),
         ({"index": None}, "Sample.index: expected a whole number, got null"),
-        ({"status": "done"}, "Sample.status: 'done' is none of pending, completed, truncated, aborted, failed"),
-        ({"label": True}, "Sample.label: expected a string or a number, got true; put anything else into metadata"),
+        ({"status": "done"}, "Sample.status: 'done' is not one of pending, completed, truncated, aborted, failed"),
+        ({"label": True}, "Sample.label: expected a string or a number, got true. Put anything else into metadata"),
         ({"prompt": [{"content": "hi"}]}, "Sample.prompt: message 0 of the chat: expected {role, content}, got an"),
         ({"metadata": []}, "Sample.metadata: expected an object, got a list"),
         ({"remove_sample": 1}, "Sample.remove_sample: expected true or false, got 1"),

@@ -51,7 +51,7 @@ def test_a_full_disk_leaves_nothing_under_the_final_name_and_keeps_the_old(tmp_p
         (staged / "half").write_bytes(b"12")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(StorageError, match=r"No space left on device.*free space or write elsewhere"):
+    with pytest.raises(StorageError, match=r"No space left on device.*Free space or write elsewhere"):
         write_folder(tmp_path / "new", full)
     assert list(tmp_path.iterdir()) == []
     write_folder(tmp_path / "old", fill)
@@ -68,12 +68,12 @@ def test_the_newest_whole_checkpoint_is_found_past_a_damaged_one(tmp_path: Path)
     (run.step(3) / "policy" / "weights").write_bytes(b"")
     warnings: list[str] = []
     assert run.newest(warnings.append) == run.step(2)
-    assert "falling back" in warnings[0]
+    assert "Falling back" in warnings[0]
     assert (tmp_path / "latest").resolve() == run.step(3)
 
 
 def test_without_a_whole_checkpoint_there_is_nothing_to_resume(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
         RunDir(tmp_path).newest(print)
 
 
@@ -147,5 +147,5 @@ def test_another_file_named_latest_leads_nowhere(tmp_path: Path, text: str):
     (tmp_path / "latest").write_text(text)
     assert linked_step(tmp_path) is None
     assert follow_links(tmp_path / "latest") == tmp_path / "latest"
-    with pytest.raises(SettingsError, match="latest: is not what slimectl writes there"):
+    with pytest.raises(SettingsError, match="latest: was not written by slimectl"):
         refuse_links(tmp_path, "it cannot be replaced")

@@ -92,7 +92,7 @@ def test_what_is_no_dump_is_refused_in_a_line(tmp_path: Path, content: Any, reas
         path.write_bytes(content)
     else:
         torch.save(content, path)
-    refusal = f"model.pt: not a rollout dump of slime's that can be read here: .*{reason}"
+    refusal = f"model.pt: not a slime rollout dump that can be read here: .*{reason}"
     with pytest.raises(RecordError, match=refusal) as error:
         list(slime_samples(path))
     assert "\n" not in str(error.value)
@@ -111,8 +111,8 @@ def test_an_entry_that_is_no_sample_is_refused_in_a_line(tmp_path: Path, entry: 
     assert next(samples).index == 9
     with pytest.raises(RecordError) as error:
         next(samples)
-    way_out = "give a dump of --save-debug-rollout-data"
-    assert str(error.value) == f"{path}: sample 1: expected an object, got {words}; {way_out}"
+    way_out = "Use a dump of --save-debug-rollout-data"
+    assert str(error.value) == f"{path}: sample 1: expected an object, got {words}. {way_out}"
 
 
 def test_classes_are_inert_whatever_they_are_called(tmp_path: Path):

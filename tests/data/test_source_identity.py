@@ -88,9 +88,9 @@ def test_the_same_rows_elsewhere_are_no_change(folder: Path):
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        ("p.jsonl", "p.parquet", "p.parquet: takes the place of p.jsonl"),
-        ("p.jsonl@[0:2]", "p.jsonl@[1:3]", "p.jsonl@[1:3]: takes the place of p.jsonl@[0:2]"),
-        ("env", "env:eval", "env:eval: takes the place of env"),
+        ("p.jsonl", "p.parquet", "p.parquet: replaces p.jsonl"),
+        ("p.jsonl@[0:2]", "p.jsonl@[1:3]", "p.jsonl@[1:3]: replaces p.jsonl@[0:2]"),
+        ("env", "env:eval", "env:eval: replaces env"),
     ],
 )
 def test_another_source_is_named(folder: Path, before: str, now: str, message: str):
@@ -99,5 +99,5 @@ def test_another_source_is_named(folder: Path, before: str, now: str, message: s
 
 def test_a_source_more_or_less_is_named(folder: Path):
     one, two = source_identity("p.jsonl"), source_identity("p.parquet")
-    assert list(changes([one], [one, two])) == ["p.parquet: takes the place of nothing"]
-    assert list(changes([one, two], [one])) == ["nothing: takes the place of p.parquet"]
+    assert list(changes([one], [one, two])) == ["p.parquet: replaces nothing"]
+    assert list(changes([one, two], [one])) == ["nothing: replaces p.parquet"]

@@ -124,9 +124,9 @@ def test_sources_that_are_not_there_are_refused_before_anything_is_read(tmp_path
     (tmp_path / "empty.jsonl").touch()
     for source, message in [
         (str(tmp_path / "none.jsonl"), "no such prompt file"),
-        ("https://host/a.jsonl@[0:3]", "https://host/a.jsonl: an address, and data is read from files only"),
-        ("s3://bucket/a.parquet", "s3://bucket/a.parquet: an address"),
-        (str(tmp_path), "a directory; give its files"),
+        ("https://host/a.jsonl@[0:3]", "https://host/a.jsonl: a URL, but data is read only from files"),
+        ("s3://bucket/a.parquet", "s3://bucket/a.parquet: a URL"),
+        (str(tmp_path), "a directory. Give its files"),
         ("no_such_module:prompts", "importing no_such_module failed"),
         (f"{tmp_path}/none.py:prompts", "no such file"),
         ("json:nothing", "json has no such name: nothing"),
@@ -143,10 +143,10 @@ def test_sources_that_are_not_there_are_refused_before_anything_is_read(tmp_path
 @pytest.mark.parametrize(
     ("name", "body", "message"),
     [
-        ("p.csv", b"prompt,label\nfine,1\nonly\n", r"p\.csv:3: not as many columns as the 2 of the header"),
+        ("p.csv", b"prompt,label\nfine,1\nonly\n", r"p\.csv:3: the number of columns differs from the 2 of the header"),
         ("p.csv", b"prompt,label\nfine,1\n\xff,2\n", r"p\.csv:3: not UTF-8 at byte 1\. Save the file as UTF-8"),
         ("p.csv", b'prompt,label\nfine,1\n"open,2\n', r"p\.csv:3: not CSV: unexpected end of data"),
-        ("p.CSV", b"prompt,label,prompt\na,1,b\n", r"p\.CSV:1: two columns are called 'prompt'\. Rename one"),
+        ("p.CSV", b"prompt,label,prompt\na,1,b\n", r"p\.CSV:1: two columns are named 'prompt'\. Rename one"),
         ("p.json", b'[{"prompt": "x"}', r"p\.json: not JSON that can be read: Expecting ',' delimiter"),
         ("p.json", b'[{"prompt": "x", "metadata": {"a": NaN}}]', r"p\.json: not JSON .*NaN is not a JSON number"),
         ("p.json", b"[" * 100_000, r"p\.json: not JSON that can be read: maximum recursion"),
@@ -156,7 +156,7 @@ def test_files_that_are_broken_are_named_with_the_line(tmp_path: Path, name: str
     (tmp_path / name).write_bytes(body)
     with pytest.raises(RecordError, match=message):
         texts(tmp_path / name)
-    with pytest.raises(SettingsError, match=r"no file matches; a slice is written path@\[a:b\]"):
+    with pytest.raises(SettingsError, match=r"no file matches. A slice is written path@\[a:b\]"):
         texts(f"{tmp_path / name}@[1]")
 
 
@@ -170,7 +170,7 @@ def test_tables_of_other_programs_hold_more_than_json(tmp_path: Path):
     assert prompt.metadata == {"at": str(when), "n": 3}
     twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
     parquet.write_table(twice, tmp_path / "q.parquet")
-    with pytest.raises(RecordError, match="two columns are called 'prompt'"):
+    with pytest.raises(RecordError, match="two columns are named 'prompt'"):
         texts(tmp_path / "q.parquet")
 
 
@@ -253,7 +253,7 @@ def test_a_label_is_taught_preferred_judged_and_graded_as_one_text(tmp_path: Pat
 
 def test_a_binary_file_among_json_lines_is_named(tmp_path: Path):
     as_parquet(tmp_path / "p.data")
-    with pytest.raises(RecordError, match=r"p\.data: this is a Parquet file\. Prompts are read from FILE\.parquet"):
+    with pytest.raises(RecordError, match=r"p\.data: this is a Parquet file\. Prompts can be read from FILE\.parquet"):
         texts(tmp_path / "p.data")
 
 

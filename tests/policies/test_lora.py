@@ -118,7 +118,7 @@ def test_an_adapter_of_pefts_is_taken_up(model_dir: ModelDir, tmp_path: Path):
 
 
 def test_a_target_that_is_no_layer_is_refused_with_those_that_are(model_dir: ModelDir):
-    with pytest.raises(SettingsError, match=r"no linear layer is called qkv; there are .*'q_proj'"):
+    with pytest.raises(SettingsError, match=r"no linear layer is named qkv. Available: .*'q_proj'"):
         new_policy(model_dir(), lora=LoraOptions(4, 8.0, ("qkv",)))
 
 

@@ -232,7 +232,7 @@ def test_a_dataset_without_a_verifier_is_measured_by_the_loss_of_training(
 def test_a_file_that_has_changed_is_not_gone_on_with(training: Training) -> None:
     text = (training.folder / "words.jsonl").read_text()
     (training.folder / "fewer.jsonl").write_text(text[: text.index("\n") + 1])
-    with pytest.raises(SettingsError, match=r"fewer.jsonl: takes the place of .*words.jsonl"):
+    with pytest.raises(SettingsError, match=r"fewer.jsonl: replaces .*words.jsonl"):
         training.run("fewer.jsonl").execute(resume=True)
 
 
@@ -243,7 +243,9 @@ def test_another_command_does_not_go_on_with_it(training: Training) -> None:
         "rollout.data": [training.file("words.jsonl")],
     }
     settings = load_settings(values=training.settings | changes)
-    with pytest.raises(SettingsError, match="was begun by `slimectl train`; go on with: slimectl train --resume"):
+    with pytest.raises(
+        SettingsError, match=r"was started by `slimectl train`\. Continue with: slimectl train --resume"
+    ):
         TrainingRun(settings).execute(resume=True)
 
 

@@ -208,7 +208,7 @@ ROWS: dict[str, Row] = {
     "score.rm_options": see(graded, {"pattern": "Answer: (.*)"}, score__rm_type="regex"),
     "score.rm": see(graded, [{"type": "contains", "weight": 0.5}], score__rm=[{"type": "contains", "weight": 1.0}]),
     "score.custom_rm_path": elsewhere(HOOKS),
-    "score.allow_paths_in_records": unlocks(graded_by_name, True, "records may not choose what is run"),
+    "score.allow_paths_in_records": unlocks(graded_by_name, True, "records may not choose the code to run"),
     "score.custom_reward_post_process_path": elsewhere(HOOKS),
     "score.none_reward": unlocks(graded, "skip", "None, not a finite number",
                                  score__custom_rm_path="{folder}/own.py:silent"),

@@ -166,5 +166,5 @@ def test_a_damaged_checkpoint_is_passed_over(workshop: Workshop):
     file = workshop.folder / "runs" / "a" / "step_000003" / "policy" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=4")
-    assert "falling back to the checkpoint before it" in workshop.stderr
+    assert "Falling back to the previous checkpoint" in workshop.stderr
     assert [line["step"] for line in workshop.metrics("a") if "train/step" in line["metrics"]] == [1, 2, 3, 4]

@@ -21,8 +21,9 @@ def test_a_users_folder_with_a_run_toml_is_not_touched(workshop: Workshop):
     for more in ([], ["--force"]):
         workshop.slimectl("run", *more, code=2)
         assert workshop.stderr == (
-            "slimectl: runs/a: holds 'run.toml' but no manifest.json of a run, so it is not slimectl's to use; give "
-            "the run another folder with -s run.name=ANOTHER, or go on with an older version's run by --resume\n"
+            "slimectl: runs/a: contains 'run.toml' but no manifest.json of a run, so slimectl does not write there. "
+            "Choose another name for the run with -s run.name=ANOTHER, "
+            "or continue a run of an older version with --resume.\n"
         )
     assert {file.name: file.read_text() for file in folder.iterdir()} == {
         "run.toml": "# my own\n", "thesis.txt": "three years of work\n",
@@ -38,8 +39,8 @@ def test_beside_a_living_run_nothing_begins_and_after_its_death_it_goes_on(works
     for command in (["run"], ["run", "--force"], ["run", "--resume", "runs/a"]):
         workshop.slimectl(*command, code=2)
         (line,) = workshop.stderr.splitlines()
-        assert line.startswith(f"slimectl: runs/a: a run goes on there (process {process.pid} on ")
-        assert line.endswith("; wait for its end, stop it, or name another with -s run.name=ANOTHER")
+        assert line.startswith(f"slimectl: runs/a: another run is active there (process {process.pid} on ")
+        assert line.endswith(". Wait until it ends, stop it, or choose another name with -s run.name=ANOTHER.")
     assert process.poll() is None
     process.kill()
     process.wait()
@@ -77,7 +78,7 @@ def test_metrics_that_were_lost_are_written_again_from_the_checkpoint_before(wor
         file.truncate(size - 7)  # a torn line: the disk had not all of it when the power went
     workshop.slimectl("run", "--resume", "runs/a")
     assert (
-        f"step_000003: metrics.jsonl has {size - 7} bytes, and had {size} when it was saved; falling" in workshop.stderr
+        f"step_000003: metrics.jsonl has {size - 7} bytes, but had {size} when it was saved. Falling" in workshop.stderr
     )
     assert (folder / "metrics.jsonl").read_bytes() == whole
     with (folder / "metrics.jsonl").open("ab") as file:

@@ -258,7 +258,7 @@ def test_a_round_is_searched_filtered_and_sorted(page: Any, view: View):
     page.wait_for_selector("text=0 of them match")
     page.get_by_label("Filter expression").fill("open('x')")
     page.keyboard.press("Enter")
-    page.wait_for_selector("text=is not part of a filter")
+    page.wait_for_selector("text=is not allowed in a filter")
     page.get_by_label("Filter expression").fill("")
     page.get_by_label("Search text").fill("say five")
     page.keyboard.press("Enter")

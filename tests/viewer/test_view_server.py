@@ -114,10 +114,10 @@ def test_no_other_file_is_served(view: View, path: str):
         ("api/groups?file=/etc/passwd", "is not in this view"),
         ("api/metrics?run=../..", "is not in this view"),
         ("api/group?file=n0.r1&group=x", "is not a whole number"),
-        ("api/sample?file=n0.r1&row=99999", "has no sample 99999; it has 14"),
+        ("api/sample?file=n0.r1&row=99999", "no sample 99999. The file has 14"),
         ("api/sample?file=n0.r1&row=-1", "out of range"),
         ("api/sample?file=n0.r1&row=" + "9" * 5000, "not a whole number"),
-        ("api/groups?file=n0.r1&where=open(1)", "is not part of a filter"),
+        ("api/groups?file=n0.r1&where=open(1)", "is not allowed in a filter"),
         ("api/compare?before=n0.r1&after=n0.r2&threshold=x", "is not a number"),
         ("api/explain?file=n0.r1&row=0", "which a view does not run"),
     ],
@@ -248,7 +248,7 @@ def test_the_images_of_a_sample_are_small_pictures_or_one_line(tmp_path: Path):
     assert first["address"] == third["address"]
     data = base64.b64decode(first["address"].removeprefix("data:image/png;base64,"))
     assert struct.unpack(">II", data[16:24]) == (256, 85)
-    assert second["error"].endswith("secret.txt: is no image of PNG, JPEG, WEBP, GIF, BMP; convert it")
+    assert second["error"].endswith("secret.txt: is not a PNG, JPEG, WEBP, GIF, BMP image. Convert it.")
 
 
 def test_images_come_from_files_of_the_samples_their_run_and_its_data_alone(
@@ -264,11 +264,11 @@ def test_images_come_from_files_of_the_samples_their_run_and_its_data_alone(
     (data / "prompts.jsonl").write_text("{}\n")
     (run / "run.toml").write_text(f"[rollout]\ndata = ['{data}/prompts.jsonl@[0:1]', 'no/such/file']\n")
     refused: dict[str, str] = {
-        str(secret): "lies outside", "../../../private/secret.png": "lies outside",
-        "link.png": "lies outside", "folder/secret.png": "lies outside",
-        "/dev/zero": "lies outside", "zero": "lies outside", "fifo": "no regular file", ".": "no regular file",
+        str(secret): "is outside", "../../../private/secret.png": "is outside",
+        "link.png": "is outside", "folder/secret.png": "is outside",
+        "/dev/zero": "is outside", "zero": "is outside", "fifo": "not a regular file", ".": "not a regular file",
         "a\0b": "cannot be read", "half \ud800": "cannot be read", "loop": "cannot be read", "gone.png": "No such file",
-        "large": "more than 0 MiB", str(data / "prompt.png"): "lies outside",
+        "large": "larger than 0 MiB", str(data / "prompt.png"): "is outside",
     }  # fmt: skip
     for samples in (run / "step_000001" / "samples.jsonl", named):
         folder = samples.parent

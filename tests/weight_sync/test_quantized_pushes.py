@@ -144,7 +144,7 @@ def test_checkpoints_of_other_models_are_refused_by_the_name_of_a_tensor():
         list(recode(stream("b.weight")))
     other = QuantizedStream({**FORMS, "a.weight": ((8, 4), torch.float8_e4m3fn)}, Fp8Scale(), torch.bfloat16)
     with pytest.raises(
-        CheckpointError, match=r"a\.weight has shape \[8, 4\] and 1 scales, the policy's \[4, 4\] and 1"
+        CheckpointError, match=r"a\.weight has shape \[8, 4\] and 1 scales, but the policy's has \[4, 4\] and 1"
     ):
         list(other(stream("a.weight")))
 

@@ -1,8 +1,8 @@
 """Validates a chunk of a .distcp file, an archive of torch.save, before torch opens it.
 
 torch.load(weights_only=True) executes no code of a file, but it unpacks compressed entries, makes views that are larger
-than their storage, and accepts every class that was ever registered with it. Here an archive is a plain tensor or it is
-refused: stored without compression, no larger than its part of the file, with names of an exact list.
+than their storage, and accepts every class that was ever registered with it. Here an archive must be a plain tensor:
+stored without compression, no larger than its part of the file, with names from an exact list.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slimectl.checkpoints.torch_dist.pickle_tree import (
 )
 
 MAX_DIRECTORY_BYTES = 64 * 1024
-"""torch.save writes about 600 bytes of directory for a tensor."""
+"""Limit on the directory of an archive. torch.save writes about 600 bytes for a tensor."""
 MAX_PICKLE_BYTES = 64 * 1024
 
 _STORAGES = (
@@ -39,14 +39,14 @@ _STORAGE = {
     torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
     torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
 }  # fmt: skip
-"""Names of the storages of numbers that models have most."""
+"""Names of the storages for the most common dtypes of models."""
 _DTYPES = ("float8_e4m3fn", "float8_e5m2")
 TENSOR_NAMES = frozenset({
     ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), ("collections", "OrderedDict"),
     ("torch._utils", "_rebuild_parameter"), ("torch.storage", "UntypedStorage"),
     *(("torch", name) for name in (*_STORAGES, *_DTYPES)),
 })  # fmt: skip
-"""Every name in the pickle of a tensor or parameter."""
+"""All names that occur in the pickle of a tensor or parameter."""
 
 
 class FileRange(io.RawIOBase):
@@ -59,7 +59,7 @@ class FileRange(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise ValueError(f"a place {base + offset} before the beginning")
+            raise ValueError(f"position {base + offset} is before the beginning")
         self._position = base + offset
         return self._position
 
@@ -103,30 +103,30 @@ def load_tensor(
     view.seek(0)
     values = torch.load(cast("IO[bytes]", view), map_location="cpu", weights_only=True)
     if not isinstance(values, Tensor) or values.layout != torch.strided or values.is_quantized:
-        raise ValueError(f"{type(values).__name__} where a tensor belongs")
+        raise ValueError(f"{type(values).__name__} instead of a tensor")
     values = values.detach()
     if tuple(values.shape) != shape or values.dtype != dtype:
-        raise ValueError(f"it is {values.dtype} {list(values.shape)}, .metadata says {dtype} {list(shape)}")
+        raise ValueError(f"it is {values.dtype} {list(values.shape)}, but {dtype} {list(shape)} in .metadata")
     if values.untyped_storage().nbytes() < values.nbytes or not values.is_contiguous():
         raise ValueError(f"{values.untyped_storage().nbytes()} bytes for a tensor {list(shape)}")
     return values
 
 
 def check_archive(view: FileRange, length: int, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
-    """Return where the numbers of a contiguous tensor of that form begin; None for one that torch has to rebuild.
+    """Return the offset of the data of a contiguous tensor of that form, or None if torch has to rebuild it.
 
-    Raises ValueError (or what zipfile raises) unless this is a plain tensor's archive.
+    Raises ValueError, or an error of zipfile, unless this is the archive of a plain tensor.
     """
     with _open_archive(view, length) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         pickles = [entry for name, entry in entries.items() if name.endswith("data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
             raise ValueError("no pickle of a tensor")
-        for entry in entries.values():  # torch.save writes 0 where it was told to leave checksums out
+        for entry in entries.values():  # torch.save writes 0 if checksums are disabled
             entry.CRC = None  # type: ignore[assignment]
         tree = parse_pickle(archive.read(pickles[0]), allowed=TENSOR_NAMES, persistent=True)
         if not _is_tensor(tree):
-            raise UnsafePickleError("something else where a tensor belongs")
+            raise UnsafePickleError("something else instead of a tensor")
         folder, storage = pickles[0].filename.removesuffix("data.pkl"), _whole_storage(tree, shape, dtype)
         order, data = entries.get(f"{folder}byteorder"), entries.get(f"{folder}data/{storage}")
         if storage is None or data is None or data.file_size != prod(shape) * dtype.itemsize:
@@ -141,7 +141,7 @@ def check_archive(view: FileRange, length: int, shape: tuple[int, ...], dtype: t
 
 
 def _whole_storage(tree: Construction, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    """Return the name of the storage that a contiguous tensor of that form fills; None for any other tensor."""
+    """Return the name of the storage if a contiguous tensor of that form fills it, else None."""
     if tree.reference.name != "_rebuild_tensor_v2":
         return None
     persistent, offset, size, stride = tree.arguments[:4]
@@ -154,7 +154,7 @@ def _whole_storage(tree: Construction, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def check_stored(view: FileRange, length: int) -> None:
-    """Raises ValueError (or what zipfile raises) for an archive of torch.save that grows when it is read."""
+    """Raise ValueError, or an error of zipfile, for a torch.save archive that would expand when it is read."""
     _open_archive(view, length).close()
     view.seek(0)
 
@@ -164,7 +164,7 @@ def _open_archive(view: FileRange, length: int) -> zipfile.ZipFile:
     archive = zipfile.ZipFile(cast("IO[bytes]", view))
     entries = archive.infolist()
     if len({entry.filename for entry in entries}) < len(entries):
-        raise ValueError("an entry twice")
+        raise ValueError("a duplicate entry")
     if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
         raise ValueError("a compressed entry, which torch.save never writes")
     if sum(entry.file_size for entry in entries) > length:
@@ -181,14 +181,14 @@ def _is_tensor(tree: Any) -> bool:
 
 
 def _check_directory(view: FileRange, length: int) -> None:
-    """Raises ValueError for a table of contents that would take much memory to read."""
+    """Raise ValueError for a table of contents that would need much memory to read."""
     end = struct.Struct("<4s4H2LH")
     if length < end.size:
-        raise ValueError(f"{length} bytes are no archive: cut short")
+        raise ValueError(f"{length} bytes are too short for an archive")
     view.seek(length - end.size, os.SEEK_SET)
     signature, *_, size, _, _ = end.unpack(view.read(end.size))
     if signature != b"PK\5\6":
-        raise ValueError("no archive of torch.save ends here")
+        raise ValueError("the end is not that of a torch.save archive")
     if size == 0xFFFFFFFF:
         size = _zip64_directory_bytes(view, length - end.size)
     if size > MAX_DIRECTORY_BYTES:

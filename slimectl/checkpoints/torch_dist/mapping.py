@@ -24,15 +24,16 @@ from slimectl.errors import CheckpointError
 from slimectl.protocols import Weights
 
 CARRIED = "carried."
-"""Prefix of tensors that Megatron does not have, stored under their Hugging Face names."""
+"""Prefix of tensors without a Megatron counterpart, stored under their Hugging Face names."""
 TRAINING = re.compile(r"(chained_\d+\.)?optimizer\b|rng_state|rerun_state_machine|.*_extra_state")
-"""Keys of a training checkpoint that are not of the model."""
+"""Keys of a training checkpoint that do not belong to the model."""
 
 
 class TorchDistWeights:
-    """Weights of a torch_dist folder by Hugging Face name; written by this package or Megatron, in training or before.
+    """Weights of a torch_dist folder by Hugging Face name, written by this package or by Megatron.
 
-    One Megatron parameter is in memory at a time. Raises CheckpointError for missing, extra and misshapen tensors.
+    One Megatron parameter is in memory at a time. Raises CheckpointError for missing or extra tensors, and for wrong
+    shapes.
     """
 
     def __init__(self, folder: Path, model: Model, memory: TensorMemory | None = None) -> None:
@@ -42,7 +43,7 @@ class TorchDistWeights:
 
     @cached_property
     def _prefix(self) -> str:
-        """Prefix that a framework adds to Megatron's names; usually empty."""
+        """Return the prefix that a framework added to Megatron's names, which is usually empty."""
         ends = [key for key in self._reader.tensors if key.endswith(EMBEDDING) and not TRAINING.match(key)]
         return min(ends, key=len).removesuffix(EMBEDDING) if ends else ""
 
@@ -67,7 +68,7 @@ class TorchDistWeights:
 
     @cached_property
     def _links(self) -> dict[str, tuple[ParamMapping, torch.dtype]]:
-        """Link and dtype by Hugging Face name."""
+        """Return link and dtype by Hugging Face name."""
         links: dict[str, tuple[ParamMapping, torch.dtype]] = {}
         for link in self._model.links:
             for region in self._regions(link):
@@ -89,8 +90,8 @@ class TorchDistWeights:
         padded = link.padded and shape[1:] == expected[1:] and shape[0] >= expected[0]
         if shape != expected and not padded:
             raise CheckpointError(
-                f"{self._reader.folder}: {region.key} has shape {list(shape)}, config.json asks for {list(expected)};"
-                " give the config of this checkpoint with --config"
+                f"{self._reader.folder}: {region.key} has shape {list(shape)}, but {list(expected)} is expected from"
+                " config.json. Give the config of this checkpoint with --config."
             )
 
     def forms(self) -> Mapping[str, TensorSpec]:
@@ -120,10 +121,10 @@ class TorchDistWeights:
 
 
 class ModelCheckpoint(HFCheckpoint):
-    """Reads a model folder of either layout, Hugging Face's or torch_dist; writes the former.
+    """Reads a model folder in Hugging Face or torch_dist layout, and writes Hugging Face layout.
 
-    A torch_dist folder is a model with the config.json of its Hugging Face model in it; of Megatron-LM's own folders
-    that is the one with the tracker file.
+    A torch_dist folder needs the config.json of its Hugging Face model. For Megatron-LM's own folders, put it next to
+    the tracker file.
     """
 
     def open(self, path: Path, memory: TensorMemory | None = None) -> Weights:
@@ -133,10 +134,10 @@ class ModelCheckpoint(HFCheckpoint):
 
 
 def chunks_of(weights: Weights, model: Model, carried: tuple[str, ...]) -> list[Chunk]:
-    """Build the chunks of all Megatron parameters of a model; `weights` must hold the tensors of its links.
+    """Build the chunks of all Megatron parameters of a model. `weights` must hold the tensors of its links.
 
-    Norms get the names of mcore's local and of its TransformerEngine modules, over the same bytes.
-    Raises CheckpointError if tensors that Megatron fuses have different dtypes.
+    Norms are stored once, under the names of both mcore's local modules and its TransformerEngine modules. Raises
+    CheckpointError if tensors that Megatron fuses have different dtypes.
     """
     forms, dtypes = weights.forms(), dict[str, tuple[torch.dtype, str]]()
     empty = TensorMemory().empty
@@ -144,7 +145,7 @@ def chunks_of(weights: Weights, model: Model, carried: tuple[str, ...]) -> list[
     for chunk in chunks:
         dtype, _ = dtypes.setdefault(chunk.key, (chunk.dtype, chunk.key))
         if dtype != chunk.dtype:
-            raise CheckpointError(f"{chunk.key}: {dtype} in one layer, {chunk.dtype} in another; add --dtype")
+            raise CheckpointError(f"{chunk.key}: {dtype} in one layer, but {chunk.dtype} in another. Add --dtype.")
     for name in carried:
         shape, dtype = forms[name]
         chunks.append(Chunk(CARRIED + name, shape, (0,) * len(shape), shape, dtype, partial(weights.get, name)))
@@ -152,9 +153,9 @@ def chunks_of(weights: Weights, model: Model, carried: tuple[str, ...]) -> list[
 
 
 def extra_states(model: Model) -> list[str]:
-    """Keys of the extra state of modules (TransformerEngine's for fp8), which mcore requires.
+    """Return the keys of the modules' extra state (TransformerEngine's for fp8), which mcore requires.
 
-    They are those of all module types; mcore ignores the ones that it does not have.
+    They cover all module types. mcore ignores keys of modules that the model does not have.
     """
     keys = []
     for link in model.links:
@@ -176,7 +177,9 @@ def _object_key(module: str, region: ShardKey) -> str:
 def _dtype(link: ParamMapping, forms: Mapping[str, TensorSpec]) -> torch.dtype:
     dtypes = {forms[name][1] for name in link.hf}
     if len(dtypes) > 1:
-        raise CheckpointError(f"{' and '.join(link.hf)} differ in dtype, Megatron has them in one tensor; add --dtype")
+        raise CheckpointError(
+            f"{' and '.join(link.hf)} differ in dtype, but Megatron stores them in one tensor. Add --dtype."
+        )
     return dtypes.pop()
 
 
@@ -200,5 +203,5 @@ def _chunks(weights: Weights, model: Model, link: ParamMapping, dtype: torch.dty
 
 
 def _norm_styles(style: KeyStyle) -> list[KeyStyle]:
-    """Key styles of the same stacking with both kinds of norm names, `style` first."""
+    """Return the key styles of the same stacking with both kinds of norm names, `style` first."""
     return [style, KeyStyle(style.stacked, not style.fused)]

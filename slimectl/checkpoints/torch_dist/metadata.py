@@ -1,4 +1,4 @@
-"""Reads and writes `.metadata` of a torch_dist folder: its tensors, their chunks and byte offsets."""
+"""Reads and writes `.metadata` of a torch_dist folder: tensors, their chunks and byte offsets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT_FACTS = {
     "common_backend_version": 1,
 }
 TRACKER = "latest_checkpointed_iteration.txt"
-"""File that names the latest of the folders beside it: a number, or "release"."""
+"""File with the name of the latest iteration's folder: a number, or "release"."""
 
 MAX_METADATA_BYTES = 256 * 1024**2
 MAX_LAYOUT_BYTES = 1024**2
@@ -28,15 +28,15 @@ MAX_TRACKER_BYTES = 64
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Return whether a folder is a torch_dist checkpoint, damaged ones included. Raises CheckpointError."""
+    """Return whether a folder is a torch_dist checkpoint, possibly damaged. Raises CheckpointError."""
     if any((folder / name).exists() for name in (METADATA, TRACKER)) or any(folder.glob("*.distcp")):
         return True
-    # Beside safetensors a file of that name is somebody's own, of any size.
+    # In a folder with safetensors, a file of that name is an unrelated file of any size.
     return not any(folder.glob("*.safetensors")) and "sharded_backend" in _read_layout(folder)
 
 
 def newest(folder: Path) -> Path:
-    """Return the folder itself, or its iteration that Megatron's tracker file names. Raises CheckpointError."""
+    """Return the folder itself, or the iteration given in Megatron's tracker file. Raises CheckpointError."""
     tracker = folder / TRACKER
     if (folder / METADATA).exists() or not tracker.exists():
         return folder
@@ -44,9 +44,11 @@ def newest(folder: Path) -> Path:
         iteration = file.read(MAX_TRACKER_BYTES).decode(errors="replace").strip()
     name = f"iter_{int(iteration):07d}" if iteration.isascii() and iteration.isdigit() else iteration
     if not plain_name(name):
-        raise CheckpointError(f"{tracker}: names {name!r}, which is no folder beside it; copy the checkpoint again")
+        raise CheckpointError(
+            f"{tracker}: lists {name!r}, which is not a folder next to it. Copy the checkpoint again."
+        )
     if not (folder / name).is_dir():
-        raise CheckpointError(f"{tracker}: names {name}, which is not there; give the iteration's folder itself")
+        raise CheckpointError(f"{tracker}: lists {name}, which does not exist. Give the folder of an iteration.")
     return folder / name
 
 
@@ -56,7 +58,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _read_layout(folder: Path) -> dict[str, Any]:
-    """Read metadata.json; empty if there is none. Raises CheckpointError."""
+    """Read metadata.json, or return {} if there is none. Raises CheckpointError."""
     try:
         return read_json(folder / LAYOUT, max_bytes=MAX_LAYOUT_BYTES)
     except FileNotFoundError:
@@ -66,9 +68,9 @@ def _read_layout(folder: Path) -> dict[str, Any]:
 def read_metadata(folder: Path) -> Any:
     """Read torch's Metadata of the folder. Raises CheckpointError.
 
-    The pickle is parsed by pickle_tree and torch's objects are built by tables: no name in it is looked up or called.
+    pickle_tree parses the pickle, and tables builds torch's objects. No name in it is looked up or called.
     """
-    # Not above: whether a folder is one at all is asked by commands that need no torch.
+    # Imported here, because commands without torch use the other functions of this module.
     from slimectl.checkpoints.torch_dist.pickle_tree import parse_pickle
     from slimectl.checkpoints.torch_dist.tables import METADATA_NAMES, metadata_of
 
@@ -78,18 +80,18 @@ def read_metadata(folder: Path) -> Any:
             data = file.read(MAX_METADATA_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder}: a torch_dist checkpoint without {METADATA}; saving it was interrupted or it was copied without"
-            " hidden files: copy or save it again"
+            f"{folder}: a torch_dist checkpoint without {METADATA}. Saving it was interrupted, or it was copied without"
+            " hidden files. Copy or save it again."
         ) from None
     layout = _read_layout(folder) or LAYOUT_FACTS
     try:
         if layout.get("sharded_backend") != "torch_dist":
-            raise ValueError(f"{LAYOUT} says {layout.get('sharded_backend')!r:.40}, not 'torch_dist'")
+            raise ValueError(f"{LAYOUT} has {layout.get('sharded_backend')!r:.40}, not 'torch_dist'")
         if len(data) > MAX_METADATA_BYTES:
-            raise ValueError(f"over {MAX_METADATA_BYTES} bytes")
+            raise ValueError(f"more than {MAX_METADATA_BYTES} bytes")
         return metadata_of(parse_pickle(data, allowed=METADATA_NAMES, placeholders=("megatron",)))
     except ValueError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); copy or save the checkpoint again") from error
+        raise CheckpointError(f"{path}: cannot be read ({error}). Copy or save the checkpoint again.") from error
 
 
 def write_metadata(folder: Path, metadata: Any, common: dict[str, Any]) -> None:

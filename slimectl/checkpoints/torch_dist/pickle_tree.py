@@ -1,8 +1,8 @@
-"""Parses a pickle into a tree of plain data: nothing is imported, looked up or called.
+"""Parses a pickle into a tree of plain data. Nothing is imported, looked up or called.
 
-Python's unpickler resolves names and calls them; a checkpoint may be untrusted. Here a name stays a name (Reference), a
-call stays a description (Construction), and both are accepted only if the exact pair of module and name is on the
-caller's list. Instructions that genuine checkpoints do not have are refused.
+Python's unpickler resolves names and calls them, but a checkpoint may be untrusted. Here a name stays a name
+(Reference) and a call stays a description (Construction). Both are accepted only if the exact pair of module and name
+is on the caller's list. Instructions that do not occur in real checkpoints are rejected.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_OPCODES = 20_000_000
-"""Twice the count for a model with 120 000 expert tensors and their moments: 2 GB of memory at worst."""
+"""Twice the count of a model with 120 000 expert tensors and their moments. This needs at most 2 GB of memory."""
 MAX_KEY = 2**31
-"""Larger numbers as keys could be chosen to collide."""
+"""Larger numbers could be chosen so that they collide as keys."""
 
 
 class UnsafePickleError(ValueError):
-    """The pickle is not one of a genuine checkpoint."""
+    """Raised for a pickle that does not come from a real checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A global name in the file; it is never resolved."""
+    """A global name in the file, which is never resolved."""
 
     module: str
     name: str
@@ -33,7 +33,7 @@ class Reference:
 
 @dataclass(eq=False, slots=True)
 class Construction:
-    """Description of an object in the file: the callable's name, its arguments and the state."""
+    """Description of an object in the file: the name of the callable, its arguments and the state."""
 
     reference: Reference
     arguments: tuple[Any, ...]
@@ -44,7 +44,7 @@ class Construction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persistent:
-    """Persistent id of data beside the pickle: a tensor's storage."""
+    """Persistent id of data outside the pickle: a tensor's storage."""
 
     name: Any
 
@@ -54,8 +54,8 @@ def parse_pickle(
 ) -> Any:
     """Parse a pickle into a tree. Raises UnsafePickleError.
 
-    `allowed` are the pairs (module, name) that may occur, besides any name of the packages in `placeholders`, whose
-    objects are not read. `persistent` allows persistent ids.
+    `allowed` are the pairs (module, name) that may occur, in addition to any name of the packages in `placeholders`,
+    whose objects are not read. `persistent` allows persistent ids.
     """
     machine = _Machine(allowed, placeholders, persistent)
     try:
@@ -89,7 +89,7 @@ class _Machine:
         elif name in _OPERATIONS:
             _OPERATIONS[name](self, argument)
         elif name not in _FRAMING:
-            raise UnsafePickleError(f"an instruction {name}, which no checkpoint has")
+            raise UnsafePickleError(f"the instruction {name} does not occur in checkpoints")
 
     def result(self) -> Any:
         if len(self._stack) != 1 or self._marked:
@@ -111,7 +111,7 @@ class _Machine:
     def put_tuple(self, length: int) -> None:
         items = tuple(self._stack[-length:])
         if len(items) != length:
-            raise UnsafePickleError("a damaged pickle: it takes more than there is")
+            raise UnsafePickleError("a damaged pickle: its stack is too short")
         self._stack[-length:] = [items]
 
     def memoize(self, _: Any) -> None:
@@ -148,18 +148,18 @@ class _Machine:
     def name_from_stack(self, _: Any) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
-            raise UnsafePickleError("a name that is no text")
+            raise UnsafePickleError("a name that is not a string")
         self._push_reference(module, name)
 
     def _push_reference(self, module: str, name: str) -> None:
         if (module, name) not in self._allowed and module.partition(".")[0] not in self._placeholders:
-            raise UnsafePickleError(f"{module}.{name}"[:120] + " has no business in a checkpoint")
+            raise UnsafePickleError(f"{module}.{name}"[:120] + " is not allowed in a checkpoint")
         self._stack.append(Reference(module, name))
 
     def construct(self, _: Any) -> None:
         arguments, reference = self._stack.pop(), self._stack.pop()
         if not isinstance(reference, Reference) or not isinstance(arguments, tuple):
-            raise UnsafePickleError("a call of something that is no name")
+            raise UnsafePickleError("a call of something that is not a name")
         self._stack.append(Construction(reference, arguments))
 
     def build(self, _: Any) -> None:
@@ -171,7 +171,7 @@ class _Machine:
 
     def refer_beside(self, _: Any) -> None:
         if not self._persistent:
-            raise UnsafePickleError("an instruction BINPERSID, which no such file has")
+            raise UnsafePickleError("the instruction BINPERSID does not occur in such files")
         self._stack.append(Persistent(self._stack.pop()))
 
 
@@ -211,7 +211,7 @@ def _elements(target: Any) -> list[Any]:
         return target
     if isinstance(target, Construction):
         return target.elements
-    raise UnsafePickleError("elements for something that is no list")
+    raise UnsafePickleError("elements for something that is not a list")
 
 
 def _items(target: Any) -> dict[Any, Any]:
@@ -219,11 +219,11 @@ def _items(target: Any) -> dict[Any, Any]:
         return target
     if isinstance(target, Construction):
         return target.items
-    raise UnsafePickleError("items for something that is no dictionary")
+    raise UnsafePickleError("items for something that is not a dictionary")
 
 
 def _check_key(key: Any) -> Any:
-    """Check that a key cannot be chosen to collide with many others."""
+    """Return the key. Raises UnsafePickleError if it could be chosen to collide with many others."""
     if isinstance(key, str | Construction) or (isinstance(key, int) and abs(key) < MAX_KEY):
         return key
-    raise UnsafePickleError("a key that is neither text nor a small number")
+    raise UnsafePickleError("a key that is neither a string nor a small number")

@@ -22,7 +22,7 @@ Ints = tuple[int, ...]
 
 
 class TorchDistReader:
-    """Reads without Megatron or a process group, one chunk at a time, independent of the layout that wrote it."""
+    """Reads tensors without Megatron or a process group, one chunk at a time, whatever parallel layout wrote them."""
 
     def __init__(self, folder: Path, memory: TensorMemory | None = None) -> None:
         self.folder, self._memory = newest(folder), memory
@@ -34,7 +34,7 @@ class TorchDistReader:
 
     @cached_property
     def tensors(self) -> dict[str, Form]:
-        """Shape and dtype of every tensor, optimizer states included; other objects are left out."""
+        """Return shape and dtype of every tensor, optimizer states included. Other objects are left out."""
         return {
             key: (tuple(entry.size), entry.properties.dtype)
             for key, entry in self._metadata.state_dict_metadata.items()
@@ -42,7 +42,7 @@ class TorchDistReader:
         }
 
     def read(self, key: str, offsets: Ints, sizes: Ints) -> Tensor:
-        """Read the box of `sizes` at `offsets`. Raises CheckpointError if a part of it is missing or damaged."""
+        """Read the box of size `sizes` at `offsets`. Raises CheckpointError if a part of it is missing or damaged."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
         entry, box = self._metadata.state_dict_metadata[key], None
@@ -59,24 +59,24 @@ class TorchDistReader:
         return box
 
     def _parts(self, key: str, offsets: Ints, sizes: Ints) -> list[tuple[Any, Ints, Ints]]:
-        """List (chunk, start, end) of the parts of the box, each element once. Raises CheckpointError."""
+        """Return (chunk, start, end) for the parts of the box, covering each element once. Raises CheckpointError."""
         entry = self._metadata.state_dict_metadata[key]
         parts: list[tuple[Any, Ints, Ints]] = []
         for chunk in entry.chunks:
             start, end = _overlap(offsets, sizes, tuple(chunk.offsets), tuple(chunk.sizes))
             if all(a < b for a, b in zip(start, end, strict=True)):
                 if any(_intersects(start, end, *bounds) for _, *bounds in parts):
-                    raise CheckpointError(f"{self.folder}: chunks of {key} overlap at {list(start)}; save it again")
+                    raise CheckpointError(f"{self.folder}: chunks of {key} overlap at {list(start)}. Save it again.")
                 parts.append((chunk, start, end))
         count = sum(prod(b - a for a, b in zip(start, end, strict=True)) for _, start, end in parts)
         if not parts or count < prod(sizes):
-            raise CheckpointError(f"{self.folder}: {key} lacks the chunk at {list(offsets)}; copy or save it again")
+            raise CheckpointError(f"{self.folder}: {key} lacks the chunk at {list(offsets)}. Copy or save it again.")
         return parts
 
     def _empty(self, key: str, sizes: Ints, dtype: torch.dtype) -> Tensor:
-        """Allocate a box of several chunks. Raises CheckpointError if the folder is too small to hold them all."""
+        """Allocate a box of several chunks. Raises CheckpointError if the files are too small to hold them all."""
         if prod(sizes) * dtype.itemsize > sum(file.stat().st_size for file in self.folder.glob("*.distcp")):
-            raise CheckpointError(f"{self.folder}: {key} is larger than all its files; copy or save it again")
+            raise CheckpointError(f"{self.folder}: {key} is larger than all its files. Copy or save it again.")
         return torch.empty(sizes, dtype=dtype)
 
     def _chunk(self, key: str, chunk: Any, dtype: torch.dtype) -> Tensor:
@@ -85,11 +85,11 @@ class TorchDistReader:
         index = MetadataIndex(key, chunk.offsets)
         if self._last is not None and self._last[0] == index:
             return self._last[1]
-        self._last = None  # one chunk in memory, not two
+        self._last = None  # keep one chunk in memory, not two
         location = self._metadata.storage_data.get(index)
         if location is None:
             raise CheckpointError(
-                f"{self.folder}: {key} lacks the chunk at {list(chunk.offsets)}; copy or save it again"
+                f"{self.folder}: {key} lacks the chunk at {list(chunk.offsets)}. Copy or save it again."
             )
         return self._load(key, location, tuple(chunk.sizes), dtype)
 
@@ -97,20 +97,22 @@ class TorchDistReader:
         path = self.folder / location.relative_path
         if location.transform_descriptors:
             raise CheckpointError(
-                f"{path}: {key} is stored {location.transform_descriptors[0]}-encoded; save it plainly"
+                f"{path}: {key} is stored {location.transform_descriptors[0]}-encoded. Save it without encoding."
             )
         try:
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < location.offset + location.length:
-                    raise ValueError(f"{size} bytes, {key} ends at {location.offset + location.length}: cut short")
+                    raise ValueError(
+                        f"{size} bytes, but {key} ends at {location.offset + location.length}, so it is truncated"
+                    )
                 form: dict[str, Any] = {"shape": shape, "dtype": dtype, "memory": self._memory}
                 return load_tensor(file, location.offset, location.length, **form)
         except CheckpointError:
             raise
         except Exception as error:
             line = first_line(error)
-            raise CheckpointError(f"{path}: cannot be read ({line}); copy or save it again") from error
+            raise CheckpointError(f"{path}: cannot be read ({line}). Copy or save it again.") from error
 
 
 def _overlap(offsets: Ints, sizes: Ints, chunk: Ints, extent: Ints) -> tuple[Ints, Ints]:

@@ -1,4 +1,4 @@
-"""Builds torch's checkpoint metadata from a parsed pickle, with types and bounds of every field checked."""
+"""Builds torch's checkpoint metadata from a parsed pickle, and checks types and bounds of every field."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ METADATA_NAMES = frozenset({
     ("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set"), ("builtins", "dict"),
     ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
 })  # fmt: skip
-"""Every name in the `.metadata` of torch 2.x and megatron-core 0.8 to 0.16."""
+"""All names in the `.metadata` files of torch 2.x and megatron-core 0.8 to 0.16."""
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**48
-"""Elements along an axis, and bytes in a file."""
+"""Limit on elements along an axis, and on bytes in a file."""
 
 
 def metadata_of(tree: Any) -> Any:
-    """Build torch's Metadata from a parsed `.metadata`, without the plans of saving. Raises UnsafePickleError."""
+    """Build torch's Metadata from a parsed `.metadata`, without the save plans. Raises UnsafePickleError."""
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     state = _state(tree, _METADATA, "Metadata")
@@ -51,9 +51,9 @@ def metadata_of(tree: Any) -> Any:
 
 
 def _state(tree: Any, module: str, name: str) -> dict[Any, Any]:
-    """Return the fields of an object, checked to be of the class `name`."""
+    """Return the fields of an object, which must be of the class `name`."""
     if not isinstance(tree, Construction) or tree.reference != Reference(module, name):
-        raise UnsafePickleError(f"something else where a {name} belongs")
+        raise UnsafePickleError(f"something else instead of a {name}")
     return _dict({} if tree.state is None else tree.state)
 
 
@@ -61,19 +61,19 @@ def _dict(value: Any) -> dict[Any, Any]:
     if isinstance(value, Construction) and value.reference.name in ("OrderedDict", "defaultdict", "dict"):
         return value.items
     if not isinstance(value, dict):
-        raise UnsafePickleError("something else where a dictionary belongs")
+        raise UnsafePickleError("something else instead of a dictionary")
     return value
 
 
 def _text(value: Any, description: str) -> str:
     if not isinstance(value, str):
-        raise UnsafePickleError(f"{description} that is no text")
+        raise UnsafePickleError(f"{description} that is not a string")
     return value
 
 
 def _number(value: Any, description: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
-        raise UnsafePickleError(f"{description} that is no number from 0 to {MAX_SIZE}")
+        raise UnsafePickleError(f"{description} that is not a number from 0 to {MAX_SIZE}")
     return value
 
 
@@ -81,12 +81,12 @@ def _size(value: Any) -> torch.Size:
     if isinstance(value, Construction) and value.reference == Reference("torch", "Size") and len(value.arguments) == 1:
         value = value.arguments[0]
     if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
-        raise UnsafePickleError(f"a shape that is no list of up to {MAX_DIMENSIONS} numbers")
+        raise UnsafePickleError(f"a shape that is not a list of up to {MAX_DIMENSIONS} numbers")
     return torch.Size([_number(size, "a size") for size in value])
 
 
 def _entry(tree: Any) -> Any:
-    """Build the metadata of one key: a tensor, or bytes of an object."""
+    """Build the metadata of one key: a tensor, or the bytes of an object."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorProperties, TensorStorageMetadata
 
     if isinstance(tree, Construction) and tree.reference != Reference(_METADATA, "TensorStorageMetadata"):
@@ -95,19 +95,19 @@ def _entry(tree: Any) -> Any:
     size = _size(state.get("size"))
     chunks = state.get("chunks")
     if not isinstance(chunks, list):
-        raise UnsafePickleError("chunks that are no list")
+        raise UnsafePickleError("chunks that are not a list")
     properties = TensorProperties(dtype=_dtype(state.get("properties")))
     return TensorStorageMetadata(properties, size, [_chunk(chunk, size) for chunk in chunks])
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """Return the dtype from the properties of a tensor, which are pickled as a tuple that starts with it."""
+    """Return the dtype of a tensor: the first entry of its properties, which are pickled as a tuple."""
     if not isinstance(properties, Construction) or properties.reference != Reference(_METADATA, "TensorProperties"):
-        raise UnsafePickleError("something else where TensorProperties belong")
+        raise UnsafePickleError("something else instead of TensorProperties")
     state = properties.state
     reference = state[0] if isinstance(state, tuple) and state else _dict(state).get("dtype")
     if not isinstance(reference, Reference) or reference.module != "torch" or reference.name not in DTYPES:
-        raise UnsafePickleError("a dtype that is none of " + ", ".join(DTYPES))
+        raise UnsafePickleError("a dtype that is not one of " + ", ".join(DTYPES))
     dtype: torch.dtype = DTYPES[reference.name]
     return dtype
 
@@ -137,17 +137,17 @@ def _index(tree: Any) -> Any:
 
 
 def _location(tree: Any) -> Any:
-    """Build the storage location of a chunk; its file must be in the folder itself."""
+    """Build the storage location of a chunk. Its file must be in the folder itself."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     state = _state(tree, _FILESYSTEM, "_StorageInfo")
     name = state.get("relative_path")
     if not plain_name(name):
-        raise UnsafePickleError(f"a chunk in {name!r:.80}, which is no file of the folder")
+        raise UnsafePickleError(f"a chunk in {name!r:.80}, which is not a file of the folder")
     offset, length = (_number(state.get(key), f"an {key}") for key in ("offset", "length"))
     transforms = state.get("transform_descriptors")
     if transforms is not None and not (isinstance(transforms, list | tuple) and all(map(_is_short_text, transforms))):
-        raise UnsafePickleError("transform_descriptors that are no list of names")
+        raise UnsafePickleError("transform_descriptors that are not a list of names")
     return _StorageInfo(name, offset, length, transforms)
 
 

@@ -17,15 +17,15 @@ from slimectl.checkpoints.torch_dist.metadata import write_metadata
 from slimectl.data.hashing import Digest
 
 COMMON_STATE = {"checkpoint_version": 3.0, "iteration": 0}
-"""Content of common.pt that Megatron-LM requires for an untrained model."""
+"""Content of common.pt that Megatron-LM requires, for an untrained model."""
 
 ALIGNMENT = 64
-"""Bytes of which every archive begins at a multiple, as its numbers do within it: they can be read where they lie."""
+"""Alignment of archives, and of the data within them, in bytes, so that tensors can be mapped directly."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of the tensor `key` of shape `tensor_shape`; `load` reads it when it is written.
+    """One box of the tensor `key` of shape `tensor_shape`. `load` reads it when it is written.
 
     `aliases` are other keys for the same bytes.
     """
@@ -46,10 +46,10 @@ class Chunk:
 def write_torch_dist(
     folder: Path, chunks: Sequence[Chunk], *, max_file_bytes: int | None = None, objects: Sequence[str] = ()
 ) -> dict[str, Digest]:
-    """Write all chunks and their metadata; returns the digests of the .distcp files.
+    """Write all chunks and their metadata. Return the digests of the .distcp files.
 
-    `objects` are keys of objects that are not tensors and that mcore requires; None is stored. Two chunks are in memory
-    at a time. Files have at most `max_file_bytes`; complete ones of an interrupted call are kept.
+    `objects` are keys of objects other than tensors that mcore requires. None is stored for them. Two chunks are in
+    memory at a time. Files have at most `max_file_bytes`. Complete files of an interrupted call are kept.
     """
     max_bytes = max_file_bytes or file_bytes(sum(chunk.nbytes for chunk in chunks))
     groups = list(grouped(chunks, lambda chunk: chunk.nbytes, max_bytes))
@@ -74,7 +74,7 @@ def write_torch_dist(
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Let torch.save leave out its checksums, which no reader of torch looks at: they cost as much as the writing."""
+    """Disable torch.save's checksums, which torch never verifies and which take as long as the writing."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -84,14 +84,14 @@ def _without_crc32() -> Iterator[None]:
 
 
 def _write_file(file: HashedFile, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Write the chunks; returns offset and length of each archive."""
+    """Write the chunks. Return offset and length of each archive."""
     locations = []
     for chunk, loaded in zip(chunks, one_ahead(chunk.load for chunk in chunks), strict=True):
         file.write(bytes(-file.tell() % ALIGNMENT))
         start = file.tell()
         tensor = loaded.reshape(chunk.sizes)
         assert tensor.dtype == chunk.dtype, chunk.key
-        # torch.save writes the full storage, also if the tensor is a part of it.
+        # torch.save writes the full storage, even if the tensor is only a part of it.
         if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         torch.save(tensor, cast("BinaryIO", file))
@@ -100,7 +100,7 @@ def _write_file(file: HashedFile, chunks: Sequence[Chunk]) -> list[tuple[int, in
 
 
 def _write_empty_object(file: HashedFile) -> list[tuple[int, int]]:
-    """Write a list of one None, which mcore uses for the extra state of a module that has none."""
+    """Write a list of one None, which mcore uses for a module without extra state."""
     torch.save([None], cast("BinaryIO", file))
     return [(0, file.tell())]
 

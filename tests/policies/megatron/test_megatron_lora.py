@@ -236,7 +236,7 @@ def test_a_policy_that_is_its_own_critic_keeps_its_head_beside_what_peft_reads(f
 
 
 def test_what_cannot_be_is_refused(four_layers: ModelDir, tmp_path: Path):
-    with pytest.raises(SettingsError, match=r"no linear layer is called lm_head; there are \['down_proj', .*'v_proj'"):
+    with pytest.raises(SettingsError, match=r"no linear layer is named lm_head. Available: \['down_proj', .*'v_proj'"):
         megatron(four_layers(), lora=lora("lm_head"))
     with pytest.raises(SettingsError, match=r"moe_router_bias_update_rate: is not possible with train.lora_rank \(it"):
         megatron(four_layers("latent"), lora=lora("o_proj"), args={"moe_router_bias_update_rate": 1e-3})

@@ -152,5 +152,5 @@ def test_norms_inside_transformer_engines_layers_have_the_names_of_norms_beside_
 
 
 def test_an_architecture_without_weight_names_is_refused_with_the_way_to_add_them():
-    with pytest.raises(CheckpointError, match=r"has no weight mapping; .* CONTRIBUTING, recipe 3"):
+    with pytest.raises(CheckpointError, match=r"has no weight mapping. .* CONTRIBUTING, recipe 3"):
         family_of({"model_type": "brand_new"})
