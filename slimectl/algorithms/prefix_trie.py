@@ -79,7 +79,7 @@ def build_tries(
     for i, row in enumerate(rows):
         if row.prompt_length < 1:
             raise RecordError(
-                f"row {i}: all {len(row.tokens)} tokens are response tokens ({row.response_length}). A row needs at least one"
+                f"row {i}: {len(row.tokens)} tokens with a response of {row.response_length}. A row needs at least one"
                 " prompt token, which predicts the first response token."
             )
     tries = [PrefixTrie((i,), (row.input_length,), (0,)) for i, row in enumerate(rows)]
