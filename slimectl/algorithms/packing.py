@@ -14,7 +14,7 @@ from slimectl.types import TrainingSample
 
 
 def round_robin(count: int, shares: int) -> list[list[int]]:
-    """Assign positions 0, 1, … to shares in turn.
+    """Assign positions 0, 1, … to shares in round-robin order.
 
     >>> round_robin(5, 2)
     [[0, 2, 4], [1, 3]]
@@ -77,7 +77,7 @@ class BatchingOptions:
     """Rows per pack, in input order and of any length. None fills packs up to a number of tokens."""
 
     balance: Literal["tokens", "flops", "none"] = "tokens"
-    """Quantity that is balanced over ranks. "none" assigns packs in turn."""
+    """Quantity that is balanced over ranks. "none" assigns packs round robin."""
 
     pair_cost: float = 0.0
     """Cost of an attention pair, relative to the rest of a token's cost, which is 1. Used by balance "flops"."""

@@ -138,11 +138,11 @@ def test_the_token_that_pads_elsewhere_has_its_gradient(new_model: NewModel, tie
     [
         ("gpt2", "has no layers at model.layers"),
         ("opt", "has no layers at model.layers"),
-        ("gptj", "does not accept another attention"),
-        ("gpt_neo", "does not accept another attention"),
-        ("bloom", "does not accept another attention"),
-        ("mpt", "does not accept another attention"),
-        ("codegen", "does not accept another attention"),
+        ("gptj", "does not accept a custom attention function"),
+        ("gpt_neo", "does not accept a custom attention function"),
+        ("bloom", "does not accept a custom attention function"),
+        ("mpt", "does not accept a custom attention function"),
+        ("codegen", "does not accept a custom attention function"),
         ("phi", "has no plain linear head"),
     ],
 )

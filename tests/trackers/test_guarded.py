@@ -36,7 +36,7 @@ def test_the_first_failure_is_told_and_what_works_later_is_tracked():
     tracker.close()
     assert unsteady.seen == [2, 4]
     assert told == [
-        "track.with: wandb failed at step 1: server hung up; the run goes on, and its metrics.jsonl has every number"
+        "track.with: wandb failed at step 1: server hung up. The run continues, and its metrics.jsonl has every number."
     ]
 
 

@@ -195,7 +195,7 @@ def test_one_that_cannot_start_stops_the_run_with_the_way_out(name: str, tmp_pat
 @pytest.mark.parametrize(
     ("tracker", "arguments", "words"),
     [
-        ("wandb", '{notez = "x"}', r"wandb\.notez: no such argument; did you mean notes\?"),
+        ("wandb", '{notez = "x"}', r"wandb\.notez: no such argument\. Did you mean notes\?"),
         ("wandb", "{settings = {silentt = true}}", r"wandb\.settings\.silentt: .*did you mean silent\?"),
         ("swanlab", '{experiment_nam = "x"}', r"swanlab\.experiment_nam: .*did you mean experiment_name\?"),
         ("swanlab", '{login_kwargs = {hots = "x"}}', r"swanlab\.login_kwargs\.hots: .*did you mean host\?"),
@@ -204,8 +204,8 @@ def test_one_that_cannot_start_stops_the_run_with_the_way_out(name: str, tmp_pat
         ("tensorboard", '{logdir = "x"}', r"tensorboard\.logdir: .*did you mean log_dir\?"),
         ("mlflow", '{uri = "x"}', r"mlflow\.uri: .*give one: api_key, experiment_name"),
         ("trackio", '{spaceid = "x"}', r"trackio\.spaceid: .*did you mean space_id\?"),
-        ("jsonl", '{file = "x"}', r"jsonl\.file: no such argument; drop it, or give one: path"),
-        ("stdout", '{file = "x"}', r"stdout\.file: no such argument; drop it: it takes none"),
+        ("jsonl", '{file = "x"}', r"jsonl\.file: no such argument\. Drop it, or use one: path"),
+        ("stdout", '{file = "x"}', r"stdout\.file: no such argument\. Drop it: this tracker has no arguments"),
     ],
 )
 def test_an_argument_that_the_tracker_does_not_take_is_refused(

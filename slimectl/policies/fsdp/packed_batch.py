@@ -23,7 +23,7 @@ from slimectl.types import TrainingSample
 LEAST_FILL = 0.85
 """A bucket accepts the next span while at least this fraction of its attention pairs is real."""
 CALL_PAIRS = 4096
-"""Number of attention pairs that cost about as much as one call on a CPU. A bucket may have this many as padding."""
+"""Number of attention pairs that cost about the same as one call on a CPU. A bucket may have this many as padding."""
 
 
 @dataclass(frozen=True)
