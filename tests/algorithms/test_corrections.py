@@ -54,7 +54,7 @@ def test_weights_are_constants():
 
 
 def test_bounds_the_wrong_way_round_are_refused():
-    with pytest.raises(ValueError, match=r"low is 2.0 and high 1.0"):
+    with pytest.raises(ValueError, match=r"low is 2.0 and high is 1.0"):
         by_token(OLD_T, ROLLOUT_T, low=2.0, high=1.0)
 
 

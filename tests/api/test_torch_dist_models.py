@@ -79,7 +79,7 @@ def test_a_run_on_megatron_saves_such_folders_and_goes_on_from_them():
             {"train.backend": "fsdp"},
             r'megatron.save_format has no effect on train.backend = "fsdp"; set train.backend =',
         ),
-        ({"train.lora_rank": 4}, "megatron.save_format: torch_dist has no adapters. Set hf with train.lora_rank"),
+        ({"train.lora_rank": 4}, "megatron.save_format: torch_dist has no adapters; set hf with train.lora_rank"),
         ({"algorithm.name": "reward_model"}, "torch_dist has no value head, which reward_model trains in the same mod"),
     ],
 )

@@ -65,7 +65,7 @@ def test_an_interrupt_goes_through():
             SettingsError,
             r"track\.kwargs\.wandb: init\(\) got",
         ),
-        (ConnectionError(), BackendError, "wandb cannot start: ConnectionError; set WANDB_API_KEY"),
+        (ConnectionError(), BackendError, r"wandb cannot start: ConnectionError\. Set WANDB_API_KEY"),
         (ZeroDivisionError("division by zero"), BackendError, "wandb cannot start: ZeroDivisionError: division by"),
         (BackendError("as it is"), BackendError, "^as it is$"),
     ],

@@ -43,7 +43,7 @@ def test_arguments_go_to_the_class_that_takes_them():
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_name():
-    with pytest.raises(SettingsError, match=r"^megatron\.args\.moe_z_los_coeff: .*did you mean moe_z_loss_coeff\?$"):
+    with pytest.raises(SettingsError, match=r"^megatron\.args\.moe_z_los_coeff: .*Did you mean moe_z_loss_coeff\?$"):
         configured(args={"moe_z_los_coeff": 1e-3})
 
 
@@ -122,7 +122,7 @@ def test_transformer_engine_that_is_not_installed_is_refused_with_the_command_th
     with pytest.raises(SettingsError) as refused:
         configured(args={"transformer_impl": "transformer_engine", "fp8": "hybrid"})
     assert str(refused.value) == (
-        f"megatron.args.transformer_impl: transformer_engine is not installed for {sys.executable}; with a GPU run: "
+        f"megatron.args.transformer_impl: transformer_engine is not installed for {sys.executable}. With a GPU run: "
         f"{sys.executable} -m pip install --no-build-isolation 'transformer-engine[pytorch]', or drop it"
     )
 
