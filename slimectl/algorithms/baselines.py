@@ -1,4 +1,4 @@
-"""Rewards compared with those of other answers to the same prompt: whether they differ, and baselines of a group.
+"""Group baselines: compares the rewards of responses to the same prompt.
 
 G attempts of one group
 """
@@ -21,13 +21,13 @@ SPREAD_EPSILON = 1e-6
 
 
 def has_signal(rewards: Sequence[float]) -> tuple[bool, str]:
-    """Return whether the rewards of one group differ, and if not the reason, which names their common value.
+    """Return whether the rewards of one group differ. If not, also return the reason, with their common value.
 
     >>> has_signal([1.0, 0.0]), has_signal([1.0, 1.0])
     ((True, ''), (False, 'zero_std_1.0'))
 
     DAPO's dynamic sampling, arXiv:2503.14476, eq. 11: a group without spread has no gradient. Differences up to 1e-6
-    count as rounding. A group of one has no spread; an empty group is "empty".
+    count as rounding. A group of one has no spread. An empty group gives the reason "empty".
     """
     if not rewards:
         return False, "empty"
@@ -37,7 +37,7 @@ def has_signal(rewards: Sequence[float]) -> tuple[bool, str]:
 
 
 def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
-    """Return rewards compared within their groups by the baseline of the algorithm; as they are without a baseline."""
+    """Return the rewards compared within their groups by the algorithm's baseline, or unchanged without a baseline."""
     if algorithm.baseline == "none":
         return list(rewards)
     return group_advantages(
@@ -46,7 +46,7 @@ def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algor
         [sample.trajectory_id for sample in samples],
         baseline=algorithm.baseline,
         std_normalization=algorithm.std_normalization,
-        # Tokens of the policy, also those that are not trained on: a removed sample still counts in the statistics.
+        # Count masked-out samples as well: a removed sample still contributes to the statistics.
         lengths=[sum(sample.loss_mask or [1] * sample.response_length) for sample in samples],
     )
 
@@ -55,11 +55,11 @@ STD_EPSILON = 1e-6
 
 
 def group_normalized(rewards_G: Tensor, *, std_normalization: bool = True) -> Tensor:
-    """Rewards of one group, centred on their mean and divided by their standard deviation; [G] to [G].
+    """Return the rewards of one group, centered on their mean and divided by their standard deviation. [G] to [G].
 
     Shao et al. 2024, arXiv:2402.03300, section 4.1.2: (r - mean(r)) / (std(r) + 1e-6), the unbiased std. Without
-    `std_normalization` only centred (Dr. GRPO, arXiv:2503.20783). Equal rewards, one member included, give
-    exact zeros: rounding in their mean would otherwise come out divided by 1e-6.
+    `std_normalization` they are only centered (Dr. GRPO, arXiv:2503.20783). Equal rewards, and a group of one, give
+    exact zeros. Otherwise the rounding error of their mean would be divided by 1e-6.
     """
     if rewards_G.numel() == 0 or bool((rewards_G == rewards_G[0]).all()):
         return torch.zeros_like(rewards_G)
@@ -68,10 +68,10 @@ def group_normalized(rewards_G: Tensor, *, std_normalization: bool = True) -> Te
 
 
 def leave_one_out(rewards_G: Tensor) -> Tensor:
-    """Each reward less the mean of the others in its group; [G] to [G].
+    """Return each reward minus the mean of the others in its group. [G] to [G].
 
     RLOO, Ahmadian et al. 2024, arXiv:2402.14740: r_i - mean(r_j, j != i). Equal
-    rewards, one member included, give exact zeros.
+    rewards, and a group of one, give exact zeros.
     """
     count = rewards_G.numel()
     if count == 0 or bool((rewards_G == rewards_G[0]).all()):
@@ -80,10 +80,10 @@ def leave_one_out(rewards_G: Tensor) -> Tensor:
 
 
 def length_weighted(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
-    """Each reward less sum(length reward) / sum(length) of its group; [G], [G] to [G].
+    """Return each reward minus sum(length reward) / sum(length) of its group. [G], [G] to [G].
 
-    OPO, Hao et al. 2025, arXiv:2505.23585: the baseline of least variance where the squared gradient of a
-    sequence grows with its length. Equal rewards give exact zeros; without any length the mean is the plain one.
+    OPO, Hao et al. 2025, arXiv:2505.23585: the minimum-variance baseline if the squared gradient of a sequence grows
+    with its length. Equal rewards give exact zeros. If all lengths are 0, the plain mean is used.
     """
     if rewards_G.numel() == 0 or bool((rewards_G == rewards_G[0]).all()):
         return torch.zeros_like(rewards_G)
@@ -92,17 +92,17 @@ def length_weighted(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
 
 
 def mean_normalized(rewards_G: Tensor) -> Tensor:
-    """(r - mean) / mean of one group, for rewards that are not negative; [G] to [G].
+    """Return (r - mean) / mean of one group, for nonnegative rewards. [G] to [G].
 
-    MaxRL, Tajwar et al. 2026, arXiv:2602.02710: over groups of n this is the gradient of the log-likelihood of a right
-    answer, expanded to pass@n. Equal rewards, none right included, give exact zeros.
+    MaxRL, Tajwar et al. 2026, arXiv:2602.02710: over groups of n this is the gradient of the log-likelihood of a
+    correct response, expanded to pass@n. Equal rewards, and a group without a correct response, give exact zeros.
     Raises RecordError on a negative reward.
     """
     if rewards_G.numel() == 0 or bool((rewards_G == rewards_G[0]).all()):
         return torch.zeros_like(rewards_G)
     if bool((rewards_G < 0).any()):
         raise RecordError(
-            f"a reward of {float(rewards_G.min()):g}: algorithm.name maxrl wants rewards from 0 on; use grpo"
+            f"reward {float(rewards_G.min()):g} is negative, but algorithm.name maxrl needs rewards >= 0. Use grpo."
         )
     return (rewards_G - rewards_G.mean()) / rewards_G.mean()
 
@@ -116,25 +116,25 @@ def group_advantages(
     std_normalization: bool = True,
     lengths: Sequence[int] = (),
 ) -> list[float]:
-    """Return the advantage of every sample within its group, in the order of the input; sequences of one length.
+    """Return the advantage of every sample within its group, in input order. All sequences have one length.
 
     >>> group_advantages([1.0, 7.0, 3.0], groups=[0, 9, 0], executions=[0, 1, 2], std_normalization=False)
     [-1.0, 0.0, 1.0]
 
-    A group is all samples of one id, in any order and number. Samples of one execution (fan-out) are one attempt: it
-    counts once, with the mean of their rewards and the sum of their lengths, and they share its advantage.
-    `std_normalization` applies to group_mean; only length_weighted reads `lengths`, in trained tokens.
+    A group is all samples with the same id, in any order and number. Samples of one execution (fan-out) are one
+    attempt: it counts once, with their mean reward and total length, and they share its advantage.
+    `std_normalization` applies to group_mean. Only length_weighted reads `lengths`, in trained tokens.
 
-    Raises ValueError on unequal lengths and on a reward that is not finite.
+    Raises ValueError if the lengths differ or a reward is not finite.
     """
     if not len(rewards) == len(groups) == len(executions):
-        raise ValueError(f"{len(rewards)} rewards, {len(groups)} groups, {len(executions)} executions: not one of each")
+        raise ValueError(f"{len(rewards)} rewards, {len(groups)} groups, {len(executions)} executions: must be equal")
     if baseline == "length_weighted" and len(lengths) != len(rewards):
         raise ValueError(f"{len(lengths)} lengths for {len(rewards)} rewards")
     attempts: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for position, (reward, group, execution) in enumerate(zip(rewards, groups, executions, strict=True)):
         if not math.isfinite(reward):
-            raise ValueError(f"rewards[{position}] is {reward}, which no advantage can be made of")
+            raise ValueError(f"rewards[{position}] is {reward}, which is not finite")
         attempts[group][execution].append(position)
     advantages: dict[tuple[int, int], float] = {}
     for group, by_execution in attempts.items():

@@ -1,6 +1,6 @@
 """Advantages of a round, one function per family of algorithms, from token-level rewards, returns and whitening.
 
-T tokens of one answer. The registry says which algorithm uses which estimator. An estimator reads a batch and the
+T tokens of one response. The registry maps algorithms to estimators. An estimator reads a batch and the
 settings of its algorithm, and returns a tensor [T] per row.
 """
 
@@ -23,48 +23,48 @@ from slimectl.settings.rollout_algorithms import Ppo, ReinforcePlusPlus
 from slimectl.types import Metrics, Sample, TrainingSample
 
 Estimator = Callable[["TrainingBatch", Any], list[Tensor]]
-"""Returns the advantage of every token of a batch's rows, [T] each, from the batch and its algorithm's settings."""
+"""Returns the advantages of each row's tokens, [T] per row, from a batch and its algorithm's settings."""
 
 
 @dataclass
 class TrainingBatch:
-    """The rows of a round that are trained on, with what they came from."""
+    """The rows of a round that are trained on, and the samples and rewards they came from."""
 
     rows: list[TrainingSample]
     executions: list[int]
-    """The execution of each row; the number of its pair for preferences."""
+    """The execution of each row. For preferences, the index of its pair."""
 
     samples: list[Sample] = field(default_factory=list)
-    """The samples of the round that are neither failed nor stale, also those of groups without signal."""
+    """The samples of the round that are neither failed nor stale. Includes groups without signal."""
 
     rewards: list[float] = field(default_factory=list)
-    """Their rewards, or those that a user's function gave them."""
+    """Rewards of `samples`: their own, or from a user's function."""
 
     positions: list[int] = field(default_factory=list)
-    """The position of each row's sample among them."""
+    """The index of each row's sample in `samples`."""
 
     compared: bool = False
-    """Rewards come from a user's function, which has compared them already."""
+    """Whether rewards come from a user's function, which has compared them already."""
 
     reported_rewards: list[float] | None = None
-    """Rewards of the whole round from that function, which metrics show in place of the samples' own."""
+    """Rewards of the whole round from that function. Metrics show them instead of the samples' own rewards."""
 
     normalized_rewards: list[float] = field(default_factory=list)
-    """The rewards after the comparison within groups; as they are if nothing is compared."""
+    """The rewards compared within groups, or unchanged if nothing is compared."""
 
     @property
     def row_samples(self) -> list[Sample]:
-        """The sample of each row."""
+        """Return the sample of each row."""
         return [self.samples[i] for i in self.positions]
 
     @property
     def rewards_differ(self) -> bool:
-        """Whether any two rewards of the round differ."""
+        """Return whether any two rewards of the round differ."""
         return has_signal(self.rewards)[0]
 
     @property
     def any_group_differs(self) -> bool:
-        """Whether any two answers to the same prompt have different rewards."""
+        """Return whether any two responses to the same prompt have different rewards."""
         groups: dict[int, list[float]] = {}
         for sample, reward in zip(self.samples, self.rewards, strict=True):
             groups.setdefault(sample.group_index, []).append(reward)
@@ -74,10 +74,11 @@ class TrainingBatch:
 def estimate_advantages(
     batch: TrainingBatch, algorithm: AlgorithmSection, estimator: Estimator
 ) -> tuple[list[Tensor], Metrics]:
-    """Return the advantage of every token of the rows, and metrics; rows with values of a critic get their returns.
+    """Return the advantage of every token of the rows, and metrics. Rows with critic values also get their returns.
 
-    These are the estimator's advantages, less opd_kl_coef times the divergence from a teacher (Agarwal et al. 2023,
-    arXiv:2306.13649), whitened over the batch where the algorithm says so (Hu et al. 2025, arXiv:2501.03262).
+    These are the estimator's advantages, minus opd_kl_coef times the divergence from a teacher (Agarwal et al. 2023,
+    arXiv:2306.13649). If the algorithm asks for it, they are whitened over the batch (Hu et al. 2025,
+    arXiv:2501.03262).
     """
     advantages = estimator(batch, algorithm)
     metrics: Metrics = {}
@@ -101,7 +102,7 @@ def estimate_advantages(
 
 
 def penalized_rewards(batch: TrainingBatch, algorithm: PolicyGradient) -> list[float]:
-    """Return the compared reward of each row, less kl_coef times its divergence from the reference.
+    """Return the compared reward of each row, minus kl_coef times its divergence from the reference.
 
     The sum of the token-level rewards of PPO from human feedback (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
     """
@@ -112,9 +113,9 @@ def penalized_rewards(batch: TrainingBatch, algorithm: PolicyGradient) -> list[f
 
 
 def group_relative(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tensor]:
-    """Return the normalized reward of each answer, less kl_coef times its divergence, at every token.
+    """Return the normalized reward of each response, minus kl_coef times its divergence, at every token.
 
-    GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2), and RLOO, OPO, MaxRL by their baselines.
+    GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). RLOO, OPO and MaxRL differ only in their baselines.
     """
     advantages = [batch.normalized_rewards[i] for i in batch.positions]
     if algorithm.kl_coef:
@@ -131,7 +132,7 @@ def group_relative(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tens
 
 
 def group_relative_tokens(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tensor]:
-    """Return the normalized reward of each answer, less kl_coef times the divergence of the token itself.
+    """Return the normalized reward of each response, minus kl_coef times the divergence of the token itself.
 
     REINFORCE++ with a baseline, Hu et al. 2025, arXiv:2501.03262.
     """
@@ -161,12 +162,12 @@ def critic_relative(batch: TrainingBatch, algorithm: Ppo) -> list[Tensor]:
 
 
 def without_rewards(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tensor]:
-    """Return zeros, from which the divergence from a teacher is taken (Agarwal et al. 2023, arXiv:2306.13649)."""
+    """Return zeros, from which the teacher divergence is subtracted later (Agarwal et al. 2023, arXiv:2306.13649)."""
     return [torch.zeros_like(_mask(row)) for row in batch.rows]
 
 
 def _token_inputs(batch: TrainingBatch, algorithm: PolicyGradient) -> list[tuple[float, Tensor | None, Tensor]]:
-    """Return (reward, divergence from the reference if it is charged, mask) of each row."""
+    """Return (reward, divergence from the reference if it is penalized, mask) of each row."""
     return [
         (reward, _reference_kl(row) if algorithm.kl_coef else None, _mask(row))
         for row, reward in zip(batch.rows, [batch.rewards[i] for i in batch.positions], strict=True)
@@ -195,7 +196,7 @@ VARIANCE_EPSILON = 1e-8
 
 
 def discounted(rewards_T: Tensor, gamma: float) -> Tensor:
-    """Return G_t = r_t + gamma G_{t+1}, with 0 after the last token; [T] to [T]. Sutton & Barto 2018, eq. 3.9."""
+    """Return G_t = r_t + gamma G_{t+1}, with 0 after the last token. [T] to [T]. Sutton & Barto 2018, eq. 3.9."""
     returns_T = torch.empty_like(rewards_T)
     following = rewards_T.new_zeros(())
     for t in range(len(rewards_T) - 1, -1, -1):
@@ -205,9 +206,9 @@ def discounted(rewards_T: Tensor, gamma: float) -> Tensor:
 
 
 def sequence_rewards(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_coef: float) -> Tensor:
-    """Return the reward of every token of one answer, [T]: -kl_coef kl, plus `reward` at the last unmasked token.
+    """Return the reward of every token of one response, [T]: -kl_coef kl, plus `reward` at the last unmasked token.
 
-    Ouyang et al. 2022, arXiv:2203.02155, eq. 2, token by token. A wholly masked answer gives zeros.
+    Ouyang et al. 2022, arXiv:2203.02155, eq. 2, token by token. A fully masked response gives zeros.
     """
     rewards_T = torch.zeros_like(mask_T) if kl_T is None else -kl_coef * kl_T * mask_T
     positions = mask_T.nonzero()
@@ -218,10 +219,10 @@ def sequence_rewards(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_c
 
 
 def reinforce_returns(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_coef: float, gamma: float) -> Tensor:
-    """Return the discounted returns of one answer, [T]; zero where masked.
+    """Return the discounted returns of one response, [T]. Zero where masked.
 
-    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: the returns of `sequence_rewards`. Actions are the unmasked tokens:
-    what a tool wrote between them is no step, and discounts nothing.
+    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: the returns of `sequence_rewards`. Actions are the unmasked tokens.
+    Tool output between them is not a step and adds no discount.
     """
     is_action_T = mask_T != 0
     returns_T = torch.zeros_like(mask_T)
@@ -233,9 +234,9 @@ def reinforce_returns(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_
 def whitened(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
     """Normalize each [T] over all unmasked tokens: (x - mean) rsqrt(var + 1e-8), zero where masked.
 
-    Advantage normalisation (Andrychowicz et al. 2020, arXiv:2006.05990), over a global batch as in REINFORCE++ (Hu et
-    al. 2025, arXiv:2501.03262). The variance is Bessel-corrected. `values` must be a whole batch: whitening parts of it
-    gives other results. Fewer than two tokens have no scale and give zeros, as equal values do.
+    Advantage normalization (Andrychowicz et al. 2020, arXiv:2006.05990), over a global batch as in REINFORCE++ (Hu et
+    al. 2025, arXiv:2501.03262). The variance is Bessel-corrected. `values` must be a whole batch, because whitening
+    parts of it gives different results. Fewer than two tokens have no scale and give zeros, as equal values do.
     """
     masked_values = torch.cat([value_T[mask_T != 0] for value_T, mask_T in zip(values, masks, strict=True)])
     if len(masked_values) < 2 or bool((masked_values == masked_values[0]).all()):

@@ -1,6 +1,6 @@
 """Measures and corrects the mismatch between engine and trainer log-probabilities (importance sampling, rejection).
 
-T tokens. `old`: log-probabilities of the sampling policy, computed by the trainer; `rollout`: those of the engine.
+T tokens. `old`: log-probabilities of the sampling policy, computed by the trainer. `rollout`: computed by the engine.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ def importance_weights(
     high: float = 2.0,
     veto: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return importance weights of the token losses, and 1.0 where bounds or veto changed them; each [T], constant.
+    """Return importance weights of the token losses, and 1.0 where bounds or veto changed them. Each [T], no gradient.
 
-    Truncated importance sampling: Ionides 2008, doi:10.1198/106186008X320456; for engine mismatch Yao et al. 2025,
-    fengyao.notion.site/off-policy-rl. `level`: the ratio exp(old - rollout) of a token, its product over the row, or
-    the geometric mean over the row, over tokens that `mask_T` keeps; log-weights are clamped to ±20. `mode`: clip
-    clamps weights to [low, high], truncate to at most high, mask sets those outside to 0, which at token level is
-    IcePop (Ling team 2025, arXiv:2510.18855). `veto` zeroes a whole sequence with a token ratio below it.
+    Truncated importance sampling: Ionides 2008, doi:10.1198/106186008X320456. For engine mismatch: Yao et al. 2025,
+    fengyao.notion.site/off-policy-rl. `level` selects the ratio exp(old - rollout) of a token, its product over the
+    row, or its geometric mean over the row, using only tokens that `mask_T` keeps. Log-weights are clamped to ±20.
+    `mode`: clip clamps weights to [low, high], truncate to at most high. mask sets weights outside the range to 0,
+    which at token level is IcePop (Ling team 2025, arXiv:2510.18855). `veto` zeroes any sequence that has a token
+    ratio below it.
 
-    Raises ValueError unless 0 <= low < high, and on another level or mode.
+    Raises ValueError unless 0 <= low < high, and for an unknown level or mode.
     """
     check_tokens(
         "importance_weights", old_T=old_T, rollout_T=rollout_T, mask_T=token_rows.mask_T, row_T=token_rows.row_T
     )
     _check_bounds(low, high)
     if mode not in MODES:
-        raise ValueError(f"no mode {mode!r}; there are {', '.join(MODES)}")
+        raise ValueError(f"unknown mode {mode!r}. Available: {', '.join(MODES)}")
     old_T, rollout_T = old_T.detach(), rollout_T.detach()
     raw_T = _ratios(old_T, rollout_T, token_rows, level)
     if mode == "mask":
@@ -56,12 +57,12 @@ def importance_weights(
 def rejection_mask(
     old_T: Tensor, rollout_T: Tensor, token_rows: TokenRows, *, level: str, low: float, high: float
 ) -> Tensor:
-    """Return 1.0 where the weight of `level` lies within [low, high], else 0.0; [T], constant.
+    """Return 1.0 where the weight of `level` lies within [low, high], else 0.0. [T], no gradient.
 
     Rejection of masked importance sampling: Liu, Li et al. 2025, "When Speed Kills Stability". Level "token" rejects
-    single tokens; "sequence" and "geometric" reject whole rows.
+    single tokens. "sequence" and "geometric" reject whole rows.
 
-    Raises ValueError unless 0 <= low < high, and on another level.
+    Raises ValueError unless 0 <= low < high, and for an unknown level.
     """
     check_tokens("rejection_mask", old_T=old_T, rollout_T=rollout_T, mask_T=token_rows.mask_T)
     _check_bounds(low, high)
@@ -70,10 +71,10 @@ def rejection_mask(
 
 
 def self_normalization(weights_T: Tensor, token_rows: TokenRows, *, level: str) -> float:
-    """Return the mean weight of a whole step, by which the weights are divided: over tokens, or rows at other levels.
+    """Return the mean weight of a whole step, over tokens at level "token" and over rows at other levels.
 
-    The self-normalised estimate of importance sampling (Owen 2013, artowen.su.domains/mc, section 9.2), over tokens and
-    rows that `mask_T` keeps. 1 if the mean is 0.
+    The weights are divided by it: the self-normalized estimate of importance sampling (Owen 2013,
+    artowen.su.domains/mc, section 9.2), over tokens and rows that `mask_T` keeps. 1 if the mean is 0.
     """
     mask_T, row_T, rows = token_rows
     masked_weights = weights_T[mask_T]
@@ -88,9 +89,9 @@ def self_normalization(weights_T: Tensor, token_rows: TokenRows, *, level: str) 
 
 
 def _ratios(old_T: Tensor, rollout_T: Tensor, token_rows: TokenRows, level: str) -> Tensor:
-    """Return exp(old - rollout) of each token, or of its row; [T]."""
+    """Return exp(old - rollout) of each token, or of its row. [T]."""
     if level not in LEVELS:
-        raise ValueError(f"no level {level!r}; there are {', '.join(LEVELS)}")
+        raise ValueError(f"unknown level {level!r}. Available: {', '.join(LEVELS)}")
     raw_T = ratio(old_T, rollout_T)
     if level == "token":
         return raw_T
@@ -101,11 +102,11 @@ def _ratios(old_T: Tensor, rollout_T: Tensor, token_rows: TokenRows, level: str)
 
 
 def engine_mismatch_metrics(old_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:
-    """Return mismatch metrics by name; each [T], constant, to be reduced with the token weights.
+    """Return mismatch metrics by name. Each is [T], without gradient, and is reduced with the token weights.
 
-    With w = exp(old - rollout), its logarithm clamped to ±20: |old - rollout|, w before truncation, and two estimates
-    of KL(engine || trainer), whose tokens the engine sampled: k1 = -log w and k3 = w - 1 - log w (Schulman 2020,
-    joschu.net/blog/kl-approx.html).
+    With w = exp(old - rollout) and log w clamped to ±20, the metrics are |old - rollout|, w before truncation, and two
+    estimates of KL(engine || trainer) over tokens that the engine sampled: k1 = -log w and k3 = w - 1 - log w
+    (Schulman 2020, joschu.net/blog/kl-approx.html).
     """
     log_weights_T = old_T.detach() - rollout_T.detach()
     weights_T = ratio(old_T.detach(), rollout_T.detach())
@@ -119,4 +120,4 @@ def engine_mismatch_metrics(old_T: Tensor, rollout_T: Tensor) -> dict[str, Tenso
 
 def _check_bounds(low: float, high: float) -> None:
     if not 0 <= low < high:
-        raise ValueError(f"low is {low} and high {high}, must be 0 <= low < high")
+        raise ValueError(f"low is {low} and high is {high}, but 0 <= low < high is required")

@@ -1,10 +1,10 @@
 """Losses of whole packs: combines surrogate, KL divergence, entropy and importance sampling, and reduces them.
 
 T tokens. A loss is a frozen picklable value, so that it can be sent to every rank. Everything that it returns is a sum
-over the pack's tokens with `weights_T` applied, so packs, micro-batches and ranks add up. Over a step the weights sum
-to 1 (a mean) unless whole samples were masked or the reduction is by a fixed length (see reductions.py): pg_loss,
-kl_loss and entropy_loss then carry that factor, like the loss that they add up to; all other metrics are means. A
-metric whose name ends in _max or _min is an extreme, and is combined over packs as one.
+over the pack's tokens with `weights_T` applied, so packs, micro-batches and ranks add up. The weights of a step
+normally sum to 1, which gives a mean. They do not if whole samples were masked or the reduction is by a fixed length
+(see reductions.py). pg_loss, kl_loss and entropy_loss then carry that factor, like the loss that they add up to. All
+other metrics are means. A metric whose name ends in _max or _min is combined over packs as a maximum or minimum.
 """
 
 from __future__ import annotations
@@ -22,26 +22,31 @@ from slimectl.errors import SettingsError
 from slimectl.types import Loss, TokenBatch
 
 PARTS = ("pg_loss", "kl_loss", "entropy_loss", "sft_loss", "positive_sft_loss", "negative_sft_loss")
-"""Metrics that are reduced like the loss: its terms, and what the loss of sft would be."""
+"""Metrics that are reduced like the loss: its terms, and the loss that sft would have."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """Policy gradient loss: pg_loss + kl_loss_coef * kl_loss - entropy_coef * entropy_loss.
 
-    pg_loss is that of the `surrogate`: the clipped loss of PPO and GRPO, or another one of surrogates.py.
+    pg_loss comes from the `surrogate`: the clipped loss of PPO and GRPO, or another one of surrogates.py.
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 9; GRPO, arXiv:2402.03300, eq. 3. If the pack has no `old_logprobs_T`,
-    the policy is the one that sampled: the ratio is 1 and the gradient A grad logp.
+    Schulman et al. 2017, arXiv:1707.06347, eq. 9. GRPO, arXiv:2402.03300, eq. 3. If the pack has no `old_logprobs_T`,
+    the current policy is the sampling policy: the ratio is 1 and the gradient is A grad logp.
 
-    Metrics: pg_loss (after the correction), pg_clipfrac, those of `approx_kl_metrics` and `ratio_bound_metrics`, and
-    the extremes ratio_max and ratio_min, where gspo's ratio is the sequence's; sft_loss, the negative log-probability,
-    and with rewards its parts positive_sft_loss (rewards above 0) and negative_sft_loss; with a reference kl_loss; with
-    entropy entropy_loss and its sum over tokens, token_entropy; with rollout log-probabilities tis_clipfrac (whether or
-    not the weights are applied), tis_masked (tokens zeroed by TIS and rejection), those of `engine_mismatch_metrics`
-    and the maximum tis_max. `tis_scale` is 1 over the step's mean weight if weights are normalised
-    (importance_sampling.self_normalization), `report_scale` 1 over the sum of the step's `weights_T`. The loss itself
-    is the first of the returned pair and not repeated among the metrics.
+    Metrics:
+    - pg_loss (after the correction), pg_clipfrac, and the metrics of `approx_kl_metrics` and `ratio_bound_metrics`
+    - ratio_max and ratio_min (gspo uses the ratio of the sequence)
+    - sft_loss, the negative log-probability, and with rewards its parts positive_sft_loss (rewards above 0) and
+      negative_sft_loss
+    - with a reference, kl_loss
+    - with entropy, entropy_loss and its sum over tokens, token_entropy
+    - with rollout log-probabilities, tis_clipfrac (whether or not the weights are applied), tis_masked (tokens zeroed
+      by TIS and rejection), the metrics of `engine_mismatch_metrics`, and the maximum tis_max
+
+    `tis_scale` is 1 over the step's mean weight if weights are normalized (importance_sampling.self_normalization).
+    `report_scale` is 1 over the sum of the step's `weights_T`. The loss is the first element of the returned pair and
+    is not repeated among the metrics.
 
     Raises SettingsError if the pack lacks a column that a coefficient needs.
     """
@@ -89,7 +94,7 @@ class PolicyLoss:
         metrics = {name: value * (1.0 if name in PARTS else self.report_scale) for name, value in metrics.items()}
         mask_T = weights_T != 0
         if bool(mask_T.any()) if pack.has_weight is None else pack.has_weight:
-            # No token is selected: on a GPU the program would wait for their number.
+            # Use masks instead of selecting tokens: on a GPU, a selection waits for the number of tokens.
             metrics |= {
                 "ratio_max": _largest(values_T["ois"], mask_T),
                 "ratio_min": -_largest(-values_T["ois"], mask_T),
@@ -101,17 +106,17 @@ class PolicyLoss:
         return self._total(pack, pg_T, loss_T), metrics
 
     def _weighted_sum(self, pack: TokenBatch, name: str, values_T: Tensor) -> Tensor:
-        """Return the weighted sum of `values_T` over the pack; the sums of packs add up."""
+        """Return the weighted sum of `values_T` over the pack. Sums over packs can be added."""
         return (pack.weights_T * values_T).sum()
 
     def _total(self, pack: TokenBatch, pg_T: Tensor, loss_T: Tensor) -> Tensor:
-        """Return the loss to minimise, from the policy term `pg_T` and the total `loss_T` of each token."""
+        """Return the loss to minimize, from the policy term `pg_T` and the total `loss_T` of each token."""
         return self._weighted_sum(pack, "loss", loss_T)
 
     def _surrogate(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the corrected surrogate of each token, and its metrics."""
         if pack.advantages_T is None:
-            raise SettingsError("a policy loss needs advantages; these samples carry none: score them first")
+            raise SettingsError("a policy loss needs advantages, which these samples lack. Score them first.")
         old_T, advantages_T = _old_logprobs(pack), pack.advantages_T
         token_rows = TokenRows(pack.weights_T != 0, pack.row_T, pack.rows)
         logprobs_T = self.surrogate.policy_logprobs(pack.logprobs_T, old_T, token_rows)
@@ -127,7 +132,7 @@ class PolicyLoss:
             values_T["tis_masked"] = (correction_T == 0).to(loss_T.dtype)
         elif self.use_tis or self.use_rs:
             name = "use_tis" if self.use_tis else "use_rs"
-            raise SettingsError(f"algorithm.{name} needs rollout_log_probs, which these samples lack; turn it off")
+            raise SettingsError(f"algorithm.{name} needs rollout_log_probs, which these samples lack. Turn it off.")
         if self.use_opsm:
             kept_T = opsm_mask(pack.logprobs_T, old_T, advantages_T, token_rows, delta=self.opsm_delta)
             loss_T, values_T["opsm_clipfrac"] = loss_T * kept_T, 1.0 - kept_T
@@ -151,10 +156,12 @@ class PolicyLoss:
         return factor_T, changed_T
 
     def _divergence(self, pack: TokenBatch) -> Tensor | None:
-        """Return the KL estimate of each token if there is a reference; with gradients only if it is in the loss."""
+        """Return the KL estimate of each token, or None without a reference. Has gradients only if the loss uses it."""
         if pack.ref_logprobs_T is None:
             if self.kl_loss_coef:
-                raise SettingsError("algorithm.kl_loss_coef needs ref_log_probs, which these samples lack; set it to 0")
+                raise SettingsError(
+                    "algorithm.kl_loss_coef needs ref_log_probs, which these samples lack. Set it to 0."
+                )
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.kl_loss_coef != 0):
             if self.use_unbiased_kl:
@@ -173,8 +180,8 @@ class PolicyLoss:
 class WatchedLoss:
     """A user's loss, with the metrics that PolicyLoss computes from log-probabilities.
 
-    The user's loss replaces pg_loss, and its own metrics replace those with the same name. The entropy is measured for
-    the metrics if that needs no gradient. The user's loss gets it only if it needs it.
+    The user's loss replaces pg_loss. Its metrics replace metrics of the same name. The entropy is measured for the
+    metrics if that needs no gradient. The user's loss receives it only if it needs it.
     """
 
     loss: Loss
@@ -205,7 +212,7 @@ class WatchedLoss:
 
 @dataclass(frozen=True)
 class SftLoss:
-    """Mean negative log-probability of the unmasked tokens; the metric sft_loss has the same value.
+    """Mean negative log-probability of the unmasked tokens. The metric sft_loss has the same value.
 
     Supervised fine-tuning: Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
     """
@@ -225,9 +232,9 @@ def _largest(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def _imitation(pack: TokenBatch) -> dict[str, Tensor]:
-    """Return the negative log-probability of each token by metric: of all, of good answers and of the others.
+    """Return the negative log-probability of each token by metric: all responses, good ones, and the others.
 
-    What imitation of each kind would minimise (TOPR, arXiv:2503.14286, treats the two apart).
+    These are the losses of imitating each kind (TOPR, arXiv:2503.14286, treats the two separately).
     """
     nll_T = -pack.logprobs_T.detach()
     values_T = {"sft_loss": nll_T}
@@ -238,5 +245,5 @@ def _imitation(pack: TokenBatch) -> dict[str, Tensor]:
 
 
 def _old_logprobs(pack: TokenBatch) -> Tensor:
-    """Return log-probabilities of the policy that sampled, constant; of the current policy if none were recorded."""
+    """Return the sampling policy's log-probabilities without gradient, or the current ones if none were recorded."""
     return (pack.logprobs_T if pack.old_logprobs_T is None else pack.old_logprobs_T).detach()

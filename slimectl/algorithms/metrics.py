@@ -14,7 +14,7 @@ from slimectl.types import Metrics, Sample, Status
 
 
 def standard_deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation of all values, which divides by their number.
+    """Return the population standard deviation, which divides by the number of values.
 
     >>> standard_deviation([1.0, 1.0, 3.0, 3.0])
     1.0
@@ -24,7 +24,7 @@ def standard_deviation(values: Sequence[float]) -> float:
 
 
 def mean_and_spread(name: str, values: Sequence[float]) -> Metrics:
-    """Return the mean of values under a name, and their deviation, maximum and minimum under names below it."""
+    """Return the mean of values under `name`, and their deviation, maximum and minimum under names below it."""
     spread = {"std": standard_deviation(values), "max": float(max(values)), "min": float(min(values))}
     return {name: fmean(values), **{f"{name}/{part}": value for part, value in spread.items()}}
 
@@ -34,7 +34,7 @@ QUANTILES = (10, 25, 50, 75, 90)
 
 
 def quantiles(name: str, values: Sequence[float]) -> Metrics:
-    """Return the percentiles of values under names below `name`, linear between neighbors as in numpy.
+    """Return the percentiles of values under names below `name`, with linear interpolation as in numpy.
 
     >>> quantiles("reward", [0.0, 1.0, 2.0, 3.0, 4.0])["reward/p90"]
     3.6
@@ -48,7 +48,7 @@ def quantiles(name: str, values: Sequence[float]) -> Metrics:
 
 
 def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metrics:
-    """Return reward, length, truncation and failure metrics of a round; `rewards` are of samples that have one."""
+    """Return reward, length, truncation and failure metrics of a round. `rewards` has an entry per scored sample."""
     lengths = [sample.response_length for sample in samples]
     metrics = {
         "rollout/response_len/mean": statistics.fmean(lengths),
@@ -81,11 +81,11 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metr
 
 AGENT_MEANS = {"turn_count": "turns", "tool_calls": "tool_calls", "refused_requests": "refused_requests",
                "timed_out": "timed_out"}  # fmt: skip
-"""Numbers of metadata.agent, and the metrics that are their means."""
+"""Numbers in metadata.agent, with the metrics that are their means."""
 
 
 def agent_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Return the means over attempts of programs (`rollout.agent`); of several branches of one, the first counts."""
+    """Return means over program attempts (`rollout.agent`). If an attempt has several branches, the first counts."""
     attempts = {_attempt(sample): sample.metadata["agent"] for sample in reversed(samples) if _has_report(sample)}
     if not attempts:
         return {}
@@ -99,11 +99,11 @@ def agent_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 ENVIRONMENT_MEANS = ("turns", "tool_calls", "errors", "failures", "timeouts")
-"""Numbers of metadata.env, whose means are metrics."""
+"""Numbers in metadata.env whose means are metrics."""
 
 
 def environment_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Return the means over episodes (`rollout.env`), and over their turns of the reward of a turn."""
+    """Return means over episodes (`rollout.env`), and the mean reward per turn."""
     episodes: dict[tuple[int, int], Mapping[str, Any]] = {}
     turn_rewards: list[float] = []
     for sample in samples:
@@ -130,7 +130,7 @@ def _has_report(sample: Sample) -> bool:
 
 
 def count_failures(prefix: str, samples: Sequence[Sample]) -> Metrics:
-    """Count failed attempts by exception; no metrics if none failed."""
+    """Count failed attempts by exception. Returns no metrics if none failed."""
     failures = Counter(_category(sample) for sample in samples if sample.status is Status.FAILED)
     return {f"{prefix}error/{name}": float(count) for name, count in sorted(failures.items())}
 
@@ -148,7 +148,7 @@ def _speculation(infos: Sequence[Mapping[str, int]]) -> Metrics:
 
 
 def zero_std_groups(rewards: Sequence[Sequence[float]]) -> Metrics:
-    """Count groups with zero reward spread, by their common reward."""
+    """Count groups whose rewards are all equal, by their common reward."""
     counts = Counter(group[0] for group in rewards if len(group) > 1 and min(group) == max(group))
     return {f"rollout/zero_std/count_{value:g}": float(count) for value, count in sorted(counts.items())}
 
@@ -160,7 +160,7 @@ def _category(sample: Sample) -> str:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimate the probability that k of n attempts, of which c succeeded, include a success: 1 - C(n-c, k) / C(n, k).
 
-    Chen et al. 2021, arXiv:2107.03374, eq. 1; unbiased, exact in integers.
+    Chen et al. 2021, arXiv:2107.03374, eq. 1. Unbiased, and exact in integers.
 
     Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
@@ -170,7 +170,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_k_values(n: int) -> list[int]:
-    """Return the k of pass@k: 1, 2, 4, ... up to n.
+    """Return the values of k for pass@k: 1, 2, 4, ... up to n.
 
     >>> pass_k_values(6)
     [1, 2, 4]
@@ -181,16 +181,16 @@ def pass_k_values(n: int) -> list[int]:
 def majority_at_n(
     answers: Sequence[str | None], successes: Sequence[bool], same: Callable[[str, str], bool] = operator.eq
 ) -> float:
-    """Return the success of the most frequent answer (Wang et al. 2022, arXiv:2203.11171); one success per attempt.
+    """Return the success of the most frequent answer (Wang et al. 2022, arXiv:2203.11171). One success per attempt.
 
     >>> majority_at_n(["7", "7", "3", None], [True, True, False, False])
     1.0
 
-    Attempts without an answer (None) do not vote; if none has one the result is 0. Tied answers give the mean of their
-    successes, so the order of attempts does not matter. Answers that are the `same` vote together: equal strings, or
-    what a verifier holds equal.
+    Attempts without an answer (None) do not vote. If no attempt has an answer, the result is 0. Tied answers give the
+    mean of their successes, so the order of attempts does not matter. Answers that are the `same` vote together: by
+    default equal strings, or answers that a verifier considers equal.
 
-    Raises ValueError if there are not as many answers as successes.
+    Raises ValueError if the numbers of answers and successes differ.
     """
     if len(answers) != len(successes):
         raise ValueError(f"{len(answers)} answers for {len(successes)} successes")

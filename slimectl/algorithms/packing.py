@@ -1,4 +1,4 @@
-"""Balances loads over ranks, so that none waits for another: round robin, or Karmarkar-Karp differencing."""
+"""Packs rows into micro-batches and balances them over ranks: round robin, or Karmarkar-Karp differencing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimectl.types import TrainingSample
 
 
 def round_robin(count: int, shares: int) -> list[list[int]]:
-    """Assign positions 0, 1, … to shares in turn.
+    """Assign positions 0, 1, … to shares in round-robin order.
 
     >>> round_robin(5, 2)
     [[0, 2, 4], [1, 3]]
@@ -23,25 +23,25 @@ def round_robin(count: int, shares: int) -> list[list[int]]:
 
 
 def karmarkar_karp(costs: Sequence[float], shares: int) -> list[list[int]]:
-    """Partition the positions of `costs` into shares of equal number and nearly equal sum, the heaviest share first.
+    """Partition the positions of `costs` into shares of equal size and nearly equal sum, the heaviest share first.
 
     >>> karmarkar_karp([8, 7, 6, 5], 2)
     [[0, 3], [1, 2]]
 
     Karmarkar & Karp 1982, "The differencing method of set partitioning", UC Berkeley report CSD-82-113, in the form
-    that keeps numbers equal: every `shares` neighbours by size start as one partial division, and the two most uneven
-    are joined, heaviest part with lightest, until one remains. Its heaviest share is never heavier than that of
-    `round_robin`, which is returned if it is better. Deterministic: ties are broken by position.
+    that keeps sizes equal. Every `shares` neighbors by size start as one partial division. The two most uneven
+    divisions are joined, heaviest part with lightest, until one remains. If `round_robin` has a lighter heaviest
+    share, its result is returned instead. Deterministic: ties are broken by position.
 
     Raises ValueError if `shares` does not divide the number of costs.
     """
     if len(costs) % shares:
-        raise ValueError(f"{len(costs)} loads for {shares} shares of equal number")
+        raise ValueError(f"{len(costs)} costs cannot be divided into {shares} shares of equal size")
     by_size = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     divisions = [
         _sort_by_cost([[i] for i in by_size[start : start + shares]], costs) for start in range(0, len(costs), shares)
     ]
-    # The most uneven first; the running number breaks ties, so that the lists are never compared.
+    # The most uneven first. The running number breaks ties, so that the lists are never compared.
     heap = [(-_cost_range(parts, costs), number, parts) for number, parts in enumerate(divisions)]
     heapq.heapify(heap)
     for number in range(len(divisions), 2 * len(divisions) - 1):
@@ -74,13 +74,13 @@ class BatchingOptions:
     """Options of packing rows and balancing packs over ranks."""
 
     micro_batch_size: int | None = None
-    """Rows per pack, in input order and of any length; None fills packs up to a number of tokens."""
+    """Rows per pack, in input order and of any length. None fills packs up to a number of tokens."""
 
     balance: Literal["tokens", "flops", "none"] = "tokens"
-    """Quantity that is balanced over ranks; "none" assigns packs in turn."""
+    """Quantity that is balanced over ranks. "none" assigns packs round robin."""
 
     pair_cost: float = 0.0
-    """Cost of an attention pair relative to the other cost of a token, which is 1; for balance "flops"."""
+    """Cost of an attention pair, relative to the rest of a token's cost, which is 1. Used by balance "flops"."""
 
     def cost(self, pack: Pack) -> float:
         """Return the compute cost of a pack, in tokens."""
@@ -97,7 +97,7 @@ def tokens_of(pack: Pack) -> int:
 
 
 def pack(tries: Sequence[PrefixTrie], *, max_tokens: int) -> list[Pack]:
-    """Pack tries first-fit by decreasing size; one larger than `max_tokens` gets its own pack.
+    """Pack tries first-fit by decreasing size. A trie larger than `max_tokens` gets its own pack.
 
     At most 11/9 times the minimum number of packs, plus 4: Johnson et al. 1974, doi:10.1137/0203025.
     """
@@ -108,8 +108,8 @@ def pack(tries: Sequence[PrefixTrie], *, max_tokens: int) -> list[Pack]:
 def assign_to_ranks(packs: Sequence[Pack], *, ranks: int, batching: BatchingOptions = DYNAMIC) -> list[list[Pack]]:
     """Assign the same number of packs to every rank, heaviest first, with costs balanced over ranks.
 
-    The heaviest pack is split until the number is a multiple of `ranks`; if nothing can be split any more, empty packs
-    are added, so that every rank makes the same number of collective calls.
+    The heaviest pack is split until the number is a multiple of `ranks`. If no pack can be split, empty packs are
+    added, so that every rank makes the same number of collective calls.
     """
     packs = list(packs)
     while len(packs) % ranks:
@@ -127,14 +127,14 @@ def _can_split(pack: Pack) -> bool:
 
 
 def _split_pack(pack: Pack) -> list[Pack]:
-    """Split a pack into two of nearly equal size; a single trie is split between rows, what both need is copied."""
+    """Split a pack into two of nearly equal size. A single trie is split between rows, and shared tokens are copied."""
     if len(pack) > 1:
         return [[pack[i] for i in half] for half in _split_evenly([trie.tokens for trie in pack])]
     return [[half] for half in pack[0].halves()]
 
 
 def _split_evenly(costs: Sequence[int]) -> list[list[int]]:
-    """Split positions into two halves: each, heaviest first, joins the lighter half; order within a half is kept."""
+    """Split positions into two halves: each, heaviest first, joins the lighter half. Order within a half is kept."""
     halves: list[list[int]] = [[], []]
     sums = [0, 0]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -153,9 +153,9 @@ def plan_batches(
     batching: BatchingOptions = DYNAMIC,
     marks: Sequence[np.ndarray] | None = None,
 ) -> list[list[Pack]]:
-    """Return the packs of every rank; each row is in exactly one pack. Raises RecordError.
+    """Return the packs of every rank. Each row is in exactly one pack. Raises RecordError.
 
-    `share`: tokens that rows of a pack begin with are computed once; `marks` are those of build_tries.
+    With `share`, tokens that rows of a pack begin with are computed once. `marks` are passed to build_tries.
     """
     size = batching.micro_batch_size
     if size is None:
@@ -169,7 +169,7 @@ def plan_batches(
 def _micro_batch(
     rows: Sequence[TrainingSample], members: Sequence[int], share: bool, marks: Sequence[np.ndarray] | None
 ) -> Pack:
-    """Return the pack of the rows `members`, of any number of tokens."""
+    """Return one pack of the rows `members`, however many tokens they have."""
     tokens = sum(len(rows[i].tokens) for i in members)
     marks = None if marks is None else [marks[i] for i in members]
     tries = build_tries([rows[i] for i in members], max_tokens=tokens, share=share, marks=marks)

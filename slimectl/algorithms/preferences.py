@@ -1,8 +1,8 @@
 """Preference pairs, their Bradley-Terry and DPO losses, and the linearized loss by which a policy is trained on them.
 
-P pairs · T tokens. The loss of a pair depends only on the sums over its two answers, so its gradient is the loss's
-slope times the gradient of a sum: with slopes from an earlier pass (without gradients, at the same weights) the answers
-of a pair may be in different packs, micro-batches and ranks.
+P pairs · T tokens. The loss of a pair depends only on the log-probability sums of its two responses. Its gradient is
+therefore the loss's slope times the gradient of a sum. The slopes come from an earlier pass at the same weights,
+without gradients, so the responses of a pair may be in different packs, micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slimectl.types import TokenBatch
 def preference_pairs(
     rewards: Sequence[float], kind: Literal["best_worst", "all"] = "best_worst"
 ) -> list[tuple[int, int]]:
-    """Return pairs (position of the better, of the worse answer) of one prompt; none if all rewards are equal.
+    """Return pairs (position of the better response, of the worse one) of one prompt. Empty if all rewards are equal.
 
     >>> preference_pairs([0.0, 1.0, 0.5]), preference_pairs([0.0, 1.0, 0.5], "all")
     ([(1, 0)], [(1, 0), (2, 0), (1, 2)])
@@ -36,7 +36,7 @@ def preference_pairs(
 
 
 def preference_loss(margins_P: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return -(1 - e) log sigmoid(m) - e log sigmoid(-m), and its slope in m; each [P].
+    """Return -(1 - e) log sigmoid(m) - e log sigmoid(-m), and its slope in m. Each [P].
 
     Bradley-Terry loss of a reward model (Ouyang et al. 2022, arXiv:2203.02155, eq. 1), where a fraction e of the pairs
     is assumed to be mislabelled (cDPO, Mitchell 2023, ericmitchell.ai/cdpo.pdf).
@@ -46,9 +46,9 @@ def preference_loss(margins_P: Tensor, *, label_smoothing: float = 0.0) -> tuple
 
 
 def dpo_rewards(logprob_sums_P: Tensor, ref_sums_P: Tensor, *, beta: float) -> Tensor:
-    """Return beta (log pi(y|x) - log pi_ref(y|x)), the implicit reward of each answer; [P].
+    """Return beta (log pi(y|x) - log pi_ref(y|x)), the implicit reward of each response. [P].
 
-    Rafailov et al. 2023, arXiv:2305.18290, section 4; its loss (eq. 7) is `preference_loss` of chosen less rejected.
+    Rafailov et al. 2023, arXiv:2305.18290, section 4. Its loss (eq. 7) is `preference_loss` of chosen minus rejected.
     """
     return beta * (logprob_sums_P - ref_sums_P)
 
@@ -57,7 +57,7 @@ def dpo_rewards(logprob_sums_P: Tensor, ref_sums_P: Tensor, *, beta: float) -> T
 class LinearizedLoss:
     """Linearized loss -sum(weight advantage value), with the gradient of any loss whose negative slopes are advantages.
 
-    It has no metrics: the value to report is the loss from which the slopes come.
+    It has no metrics. Report the loss from which the slopes were computed.
     """
 
     @property
@@ -66,5 +66,5 @@ class LinearizedLoss:
 
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if pack.advantages_T is None:
-            raise SettingsError("a preference loss needs its slopes; train with algorithm.name dpo or reward_model")
+            raise SettingsError("a preference loss needs its slopes. Train with algorithm.name dpo or reward_model.")
         return -(pack.weights_T * pack.advantages_T * pack.logprobs_T).sum(), {}

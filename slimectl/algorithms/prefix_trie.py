@@ -1,7 +1,7 @@
-"""Prefix tries: of rows that begin with the same tokens, a trainer computes those tokens once.
+"""Prefix tries, which let a trainer compute the tokens that several rows begin with only once.
 
-Causal attention makes the state of a token a function of the tokens before it. Rows of a group share their prompt,
-turns of an episode their history, forks of a session all that came before the fork.
+With causal attention, the state of a token depends only on the tokens before it. Rows of a group share their prompt,
+turns of an episode share their history, and forks of a session share everything before the fork.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from slimectl.errors import RecordError
 from slimectl.types import TrainingSample
 
 LEAST_SAVING = 1 / 32
-"""A fork saves at least this fraction of the tokens after it; else its masks cost about as much as it saves."""
+"""Minimum saving of a fork, as a fraction of the tokens after it. Below this, its masks cost about what it saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixTrie:
-    """Rows, by their position in the batch, in depth-first order: each begins with tokens of the row before it.
+    """Rows, by their position in the batch, in depth-first order. Each begins with tokens of the row before it.
 
-    `lengths` are the tokens that a forward pass reads of each row: all but the last token of a response, which predicts
-    nothing. `shared` are how many of them are those of the row before.
+    `lengths` are the numbers of tokens that a forward pass reads of each row: all but the last token of a response,
+    which predicts nothing. `shared` is how many of them are shared with the previous row.
 
     >>> PrefixTrie(rows=(0, 1), lengths=(12, 13), shared=(0, 10)).tokens
     15
@@ -41,15 +41,15 @@ class PrefixTrie:
 
     @property
     def pairs(self) -> int:
-        """Number of attention pairs: a token and one that it attends to, itself included."""
+        """Number of attention pairs. A token attends to itself and to earlier tokens."""
         return sum(_triangle(n) - _triangle(m) for n, m in zip(self.lengths, self.shared, strict=True))
 
     def part(self, start: int, stop: int) -> PrefixTrie:
-        """Return the trie of consecutive rows, with a copy of what they share with the rows before."""
+        """Return the trie of consecutive rows, with a copy of the tokens that they share with earlier rows."""
         return PrefixTrie(self.rows[start:stop], self.lengths[start:stop], (0, *self.shared[start + 1 : stop]))
 
     def halves(self) -> tuple[PrefixTrie, PrefixTrie]:
-        """Cut two or more rows in two where the larger half is smallest."""
+        """Split two or more rows where the larger half is smallest."""
         before, total, sizes = 0, self.tokens, []
         for length, shared, next_shared in zip(self.lengths, self.shared, self.shared[1:], strict=False):
             before += length - shared
@@ -69,18 +69,18 @@ def build_tries(
     share: bool = True,
     marks: Sequence[np.ndarray] | None = None,
 ) -> list[PrefixTrie]:
-    """Divide the rows into tries of at most `max_tokens`; each row is in one, and a longer row in one of its own.
+    """Divide the rows into tries of at most `max_tokens`. A longer row gets a trie of its own.
 
-    A prefix is copied into several tries where one would be too large, and is not shared where that saves little.
-    Without `share` every row is a trie. `marks` are whole numbers for each row's input tokens: rows share a token only
-    if its marks are equal, too. Raises RecordError for a row without a prompt token: nothing predicts its first
+    A prefix is copied into several tries if one would be too large, and is not shared if that saves little.
+    Without `share`, every row is a trie. `marks` are whole numbers for each row's input tokens: rows share a token only
+    if its marks are also equal. Raises RecordError for a row without a prompt token, because nothing predicts its first
     response token.
     """
     for i, row in enumerate(rows):
         if row.prompt_length < 1:
             raise RecordError(
-                f"row {i}: {len(row.tokens)} tokens with a response of {row.response_length}; a row needs at least one"
-                " prompt token, which predicts the first response token"
+                f"row {i}: {len(row.tokens)} tokens with a response of {row.response_length}. A row needs at least one"
+                " prompt token, which predicts the first response token."
             )
     tries = [PrefixTrie((i,), (row.input_length,), (0,)) for i, row in enumerate(rows)]
     if not share or len(rows) < 2:
@@ -90,7 +90,7 @@ def build_tries(
         inputs = [_marked(*pair) for pair in zip(inputs, marks, strict=True)]
     width, head = 1 if marks is None else 3, 0
     if any(row.images for row in rows):
-        # Tokens do not tell images apart: rows share tokens only if all their images are the same.
+        # Tokens do not tell images apart, so rows share tokens only if all their images are the same.
         keys = [np.frombuffer(row.images_digest, dtype=">u4") for row in rows]
         inputs, head = [np.concatenate(pair) for pair in zip(keys, inputs, strict=True)], len(keys[0])
     order = sorted(range(len(rows)), key=lambda i: inputs[i].tobytes())
@@ -105,7 +105,7 @@ def _marked(tokens_I: np.ndarray, marks_I: np.ndarray) -> np.ndarray:
 
 
 def _common_length(first: np.ndarray, second: np.ndarray) -> int:
-    """Number of equal tokens at the beginning of both."""
+    """Return the number of equal tokens at the beginning of both."""
     length = min(len(first), len(second))
     if not length:
         return 0
@@ -115,7 +115,7 @@ def _common_length(first: np.ndarray, second: np.ndarray) -> int:
 
 
 def _joined(tries: Sequence[PrefixTrie], shared: Sequence[int], max_tokens: int) -> list[PrefixTrie]:
-    """Join neighbours, `shared` tokens at a time, the deepest forks first.
+    """Join neighbors, `shared` tokens at a time, the deepest forks first.
 
     Forks are the intervals of equal longest common prefixes, which a stack finds in one pass (Abouelhoda et al. 2004,
     doi:10.1016/S1570-8667(03)00065-0).
@@ -138,7 +138,7 @@ def _joined(tries: Sequence[PrefixTrie], shared: Sequence[int], max_tokens: int)
 
 
 def _join(tries: list[PrefixTrie], depth: int, max_tokens: int) -> list[PrefixTrie]:
-    """Join tries that share `depth` tokens, as far as the limit allows; none if that saves too little."""
+    """Join tries that share `depth` tokens, up to the token limit. Joins none if that saves too little."""
     costs = [trie.tokens - depth for trie in tries]
     if depth * (len(tries) - 1) < LEAST_SAVING * sum(costs):
         return tries
@@ -154,7 +154,7 @@ def _concatenate(tries: list[PrefixTrie], depth: int) -> PrefixTrie:
 
 
 def first_fit(costs: Sequence[int], room: int) -> list[list[int]]:
-    """Return positions by bin; each is put into the first bin with room, an oversize one into its own.
+    """Return positions by bin. Each position goes into the first bin with room, an oversized one into its own bin.
 
     First fit of Johnson et al. 1974, doi:10.1137/0203025.
     """

@@ -1,6 +1,6 @@
 """The algorithms: each has a settings class, an estimator of advantages, and a loss.
 
-An algorithm of rollouts is added by its settings class (settings/rollout_algorithms.py) and what is new in it: a
+To add an algorithm on rollouts, write its settings class (settings/rollout_algorithms.py) and whatever is new in it: a
 surrogate (surrogates.py), or an estimator of advantages (estimators.py) with its line in `ALGORITHMS`.
 """
 
@@ -33,13 +33,13 @@ from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.types import Loss, TrainingSample
 
 COMPUTED = {"surrogate", "report_scale", "tis_scale"}
-"""Fields of PolicyLoss that `policy_loss` makes; every other one is the setting of the same name."""
+"""Fields of PolicyLoss that `policy_loss` computes. Every other field is the setting of the same name."""
 
 LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)} - COMPUTED
 
 
 def policy_loss(algorithm: PolicyGradient, rows: Sequence[TrainingSample]) -> PolicyLoss:
-    """Return the policy-gradient loss of a step over `rows`, which have their loss weights."""
+    """Return the policy-gradient loss of a step over `rows`, which must already have loss weights."""
     surrogate = SURROGATES[algorithm.surrogate]
     return PolicyLoss(
         surrogate=surrogate(**algorithm.model_dump(include={field.name for field in fields(surrogate)})),
@@ -56,9 +56,9 @@ def _report_scale(rows: Sequence[TrainingSample]) -> float:
 
 
 def _mean_weight(rows: Sequence[TrainingSample], algorithm: PolicyGradient) -> float:
-    """Return the mean importance weight of a step; its rows have old and rollout log-probabilities.
+    """Return the mean importance weight of a step. Its rows must have old and rollout log-probabilities.
 
-    The self-normalised estimate of importance sampling (Owen 2013, artowen.su.domains/mc, section 9.2).
+    The self-normalized estimate of importance sampling (Owen 2013, artowen.su.domains/mc, section 9.2).
     """
     old_T = torch.tensor([value for row in rows for value in row.old_log_probs or []], dtype=torch.float64)
     rollout_T = torch.tensor([value for row in rows for value in row.rollout_log_probs or []], dtype=torch.float64)
@@ -79,7 +79,7 @@ def _mean_weight(rows: Sequence[TrainingSample], algorithm: PolicyGradient) -> f
 
 
 def _critic_loss(algorithm: rollouts.Ppo, rows: Sequence[TrainingSample]) -> ValueLoss:
-    """Return the value loss of ppo's critic (Schulman et al. 2017, arXiv:1707.06347, eq. 9)."""
+    """Return the value loss of PPO's critic (Schulman et al. 2017, arXiv:1707.06347, eq. 9)."""
     return ValueLoss(algorithm.value_clip, _report_scale(rows))
 
 
@@ -94,20 +94,20 @@ def _sft_loss(algorithm: names.Sft, rows: Sequence[TrainingSample]) -> Loss:
 
 
 def _pair_loss(algorithm: names.Pairwise, rows: Sequence[TrainingSample]) -> Loss:
-    """Return the linearized loss of pairs, whose slopes the rows carry as advantages."""
+    """Return the linearized loss of pairs. The rows carry its slopes as advantages."""
     return LinearizedLoss()
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm: its settings, whose `needs` say what else must be there, and the functions that define it."""
+    """An algorithm: its settings, whose `needs` list what a run must also provide, and the functions that define it."""
 
     settings: type[AlgorithmSection]
     loss: Callable[[Any, Sequence[TrainingSample]], Loss]
     """Makes the token loss of a step, from the settings and its rows."""
 
     advantages: Estimator | None = None
-    """Estimates the advantage of every token of a round; None for an algorithm without them."""
+    """Estimates the advantage of every token of a round. None for an algorithm without advantages."""
 
     critic_loss: Callable[[Any, Sequence[TrainingSample]], Loss] | None = None
     """Makes the loss of a step of a separate critic."""
@@ -129,4 +129,4 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dpo": Algorithm(names.Dpo, _pair_loss),
     "reward_model": Algorithm(names.RewardModel, _pair_loss),
 }
-"""Algorithms by name: a policy gradient compares the answers of a group unless it has a line here."""
+"""Algorithms by name. The default estimator of a policy gradient compares the responses of a group."""

@@ -1,6 +1,6 @@
 """Surrogate objectives of policy gradients: one value per token, before any reduction.
 
-A surrogate is added by a function of its paper and a class in `SURROGATES` that gives it the settings of an algorithm.
+To add a surrogate, write the function of its paper and a class in `SURROGATES` that passes it the algorithm's settings.
 
 T tokens
 """
@@ -19,16 +19,16 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def check_tokens(function: str, **tensors: Tensor) -> None:
-    """Raises ValueError unless the tensors are [T] of one length: others would broadcast to a wrong loss in silence.
+    """Raise ValueError unless the tensors are [T] of one length. Other shapes would silently broadcast to a wrong loss.
 
     >>> check_tokens("ppo_clip", logprobs_T=torch.zeros(2), advantages_T=torch.zeros(2, 1))
     Traceback (most recent call last):
-    ValueError: ppo_clip: logprobs_T [2], advantages_T [2, 1]: not one dimension of the same length
+    ValueError: ppo_clip: logprobs_T [2], advantages_T [2, 1]: must be one-dimensional and of equal length
     """
     shapes = [tensor.shape for tensor in tensors.values()]
     if any(len(shape) != 1 or shape != shapes[0] for shape in shapes):
         listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"{function}: {listed}: not one dimension of the same length")
+        raise ValueError(f"{function}: {listed}: must be one-dimensional and of equal length")
 
 
 class TokenRows(NamedTuple):
@@ -40,10 +40,10 @@ class TokenRows(NamedTuple):
 
 
 def ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """Return exp(logp - old), the probability ratio of each token; [T].
+    """Return exp(logp - old), the probability ratio of each token. [T].
 
-    Schulman et al. 2017, arXiv:1707.06347, section 3. The log-ratio is clamped to ±20: an infinite ratio times a zero
-    weight would be NaN for the whole step.
+    Schulman et al. 2017, arXiv:1707.06347, section 3. The log-ratio is clamped to ±20, because an infinite ratio times
+    a zero weight would make the whole step NaN.
     """
     return torch.exp((logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
@@ -57,31 +57,31 @@ def ppo_clip(
     high: float,
     dual: float | None = None,
 ) -> Tensor:
-    """Clipped surrogate, to minimise; one value per token, [T].
+    """Return the clipped surrogate loss of each token, to be minimized. [T].
 
     Schulman et al. 2017, arXiv:1707.06347, eq. 7: max(-ratio A, -clip(ratio, 1 - low, 1 + high) A). `low` and `high`
     may differ (DAPO, arXiv:2503.14476, eq. 10): a wider upper bound lets rare tokens grow and slows entropy collapse.
-    `dual` c bounds the loss of bad tokens whose ratio exploded (Ye et al. 2020, arXiv:1912.09729): where A < 0,
-    min(that, -c A). Gradients flow through `logprobs_T` only, and not where the clipped branch is the larger.
+    `dual` c bounds the loss of bad tokens whose ratio exploded (Ye et al. 2020, arXiv:1912.09729): where A < 0, the
+    loss is min(that, -c A). Gradients flow through `logprobs_T` only, and not where the clipped branch is larger.
 
-    Raises ValueError if `low` is not in (0, 1], `high` not positive, or `dual` not above 1.
+    Raises ValueError if `low` is not in (0, 1], `high` is not positive, or `dual` is not above 1.
     """
     unclipped_T, clipped_T = _branches(logprobs_T, old_logprobs_T, advantages_T, low=low, high=high)
     loss_T = torch.maximum(unclipped_T, clipped_T)
     if dual is None:
         return loss_T
     if dual <= 1:
-        raise ValueError(f"dual is {dual}, must be above 1")
+        raise ValueError(f"dual is {dual}, but must be above 1")
     return torch.where(advantages_T < 0, torch.minimum(loss_T, -dual * advantages_T), loss_T)
 
 
 def clip_fraction(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """Return 1.0 for tokens where `ppo_clip` clips (its clipped branch is strictly larger), else 0.0; [T], no gradient.
+    """Return 1.0 for tokens where `ppo_clip` clips (its clipped branch is strictly larger), else 0.0. [T], no gradient.
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 7. The dual clip does not count: it bounds the loss and is not the trust
-    region.
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7. The dual clip does not count, because it bounds the loss and is not
+    the trust region.
     """
     with torch.no_grad():
         unclipped_T, clipped_T = _branches(logprobs_T, old_logprobs_T, advantages_T, low=low, high=high)
@@ -89,9 +89,10 @@ def clip_fraction(
 
 
 def ratio_bound_metrics(ratio_T: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
-    """Return 1.0 for tokens whose ratio is above 1 + high, or below 1 - low, by metric name; each [T], no gradient.
+    """Return 1.0 for tokens whose ratio is above 1 + high, or below 1 - low, by metric name. Each [T], no gradient.
 
-    For any advantage: `clip_fraction` counts only tokens whose gradient the bound stops (arXiv:1707.06347).
+    Counts tokens of any advantage. `clip_fraction` counts only tokens whose gradient the bound stops
+    (arXiv:1707.06347).
     """
     ratio_T = ratio_T.detach()
     return {
@@ -103,7 +104,7 @@ def ratio_bound_metrics(ratio_T: Tensor, *, low: float, high: float) -> dict[str
 def cispo_loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """Return -stopgrad(clip(ratio, 1 - low, 1 + high)) A logp, to minimise, and 1.0 where clipped; each [T].
+    """Return -stopgrad(clip(ratio, 1 - low, 1 + high)) A logp, to be minimized, and 1.0 where clipped. Each [T].
 
     CISPO, MiniMax 2025, arXiv:2506.13585, eq. 4: only the weight is clipped, so every token keeps its gradient.
     """
@@ -118,10 +119,10 @@ def cispo_loss(
 def sapo_loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, tau_pos: float, tau_neg: float
 ) -> Tensor:
-    """Return -(4 / tau) sigmoid(tau (ratio - 1)) A, to minimise; [T].
+    """Return -(4 / tau) sigmoid(tau (ratio - 1)) A, to be minimized. [T].
 
     SAPO, Qwen 2025, arXiv:2511.20347: a gate that closes softly on either side of 1, where its slope is 1. `tau` is
-    `tau_pos` for A > 0, else `tau_neg`: a larger one closes faster.
+    `tau_pos` for A > 0, else `tau_neg`. A larger value closes faster.
     """
     check_tokens("sapo_loss", logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
     tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
@@ -133,15 +134,15 @@ def _branches(
 ) -> tuple[Tensor, Tensor]:
     check_tokens("ppo_clip", logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
     if not 0 < low <= 1:
-        raise ValueError(f"low is {low}, must be in (0, 1]")
+        raise ValueError(f"low is {low}, but must be in (0, 1]")
     if high <= 0:
-        raise ValueError(f"high is {high}, must be positive")
+        raise ValueError(f"high is {high}, but must be positive")
     ratio_T = ratio(logprobs_T, old_logprobs_T.detach())
     return -ratio_T * advantages_T, -ratio_T.clamp(1 - low, 1 + high) * advantages_T
 
 
 def row_means(values_T: Tensor, token_rows: TokenRows) -> Tensor:
-    """Return the mean of each row over its unmasked tokens, at every token of the row; [T]; 0 for a masked row."""
+    """Return the mean over each row's unmasked tokens, at every token of the row. [T]. 0 for a fully masked row."""
     mask_T, row_T, rows = token_rows
     check_tokens("row_means", values_T=values_T, mask_T=mask_T, row_T=row_T)
     sums = values_T.new_zeros(rows).index_add(0, row_T, torch.where(mask_T, values_T, 0.0))
@@ -150,9 +151,9 @@ def row_means(values_T: Tensor, token_rows: TokenRows) -> Tensor:
 
 
 def gspo_logprobs(logprobs_T: Tensor, old_T: Tensor, token_rows: TokenRows) -> Tensor:
-    """Return log-probabilities whose ratio to `old_T` is the sequence-level ratio at each token, for `ppo_clip`; [T].
+    """Return log-probabilities for `ppo_clip` whose ratio to `old_T` is the sequence-level ratio at each token. [T].
 
-    GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7: s = exp(mean(logp - old)), the length-normalised ratio.
+    GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7: s = exp(mean(logp - old)), the length-normalized ratio.
     """
     old_T = old_T.detach()
     return old_T + row_means(logprobs_T - old_T, token_rows)
@@ -167,7 +168,7 @@ def gmpo_loss(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return -A times the geometric mean of the clipped ratios, to minimise, and 1.0 where clipped; each [T].
+    """Return -A times the geometric mean of the clipped ratios, to be minimized, and 1.0 where clipped. Each [T].
 
     GMPO, Zhao et al. 2025, arXiv:2507.20673: bounds are on the log-ratio, [-low, high], and apply on the side
     to which the advantage pushes. Advantages must be equal within a row.
@@ -182,9 +183,9 @@ def gmpo_loss(
 def opsm_mask(
     logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows, *, delta: float
 ) -> Tensor:
-    """Return 0.0 for tokens of off-policy bad sequences (A < 0, mean(old - logp) > delta), else 1.0; [T].
+    """Return 0.0 for tokens of off-policy bad sequences (A < 0, mean(old - logp) > delta), else 1.0. [T], no gradient.
 
-    Off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556. Constant.
+    Off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556.
     """
     distance_T = row_means((old_T - logprobs_T).detach(), token_rows)
     return 1.0 - ((advantages_T < 0) & (distance_T > delta)).to(logprobs_T.dtype)
@@ -192,34 +193,34 @@ def opsm_mask(
 
 @dataclass(frozen=True)
 class Surrogate(ABC):
-    """Surrogate of an algorithm; its fields are the settings of the same names in the algorithm's section."""
+    """Surrogate of an algorithm. Its fields are the settings of the same names in the algorithm's section."""
 
     @abstractmethod
     def __call__(
         self, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token, to minimise, and 1.0 where it is clipped; each [T]."""
+        """Return the loss of each token, to be minimized, and 1.0 where it is clipped. Each [T]."""
 
     def policy_logprobs(self, logprobs_T: Tensor, old_T: Tensor, token_rows: TokenRows) -> Tensor:
-        """Return the log-probabilities whose ratio to `old_T` the surrogate takes; [T]."""
+        """Return the log-probabilities whose ratio to `old_T` the surrogate uses. [T]."""
         return logprobs_T
 
     @property
     def ratio_bounds(self) -> dict[str, float] | None:
-        """Bounds of the ratio as `ratio_bound_metrics` takes them; None without any."""
+        """Return the ratio bounds as arguments of `ratio_bound_metrics`, or None without bounds."""
         return None
 
 
 @dataclass(frozen=True)
 class BoundedSurrogate(Surrogate):
-    """Surrogate with a bound on either side of its ratio, or of its logarithm."""
+    """Surrogate with a bound on either side of its ratio, or of the logarithm of its ratio."""
 
     eps_clip: float = 0.2
     eps_clip_high: float | None = None
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Distances to the lower and the upper bound."""
+        """Return the distances to the lower and the upper bound."""
         return {"low": self.eps_clip, "high": self.eps_clip if self.eps_clip_high is None else self.eps_clip_high}
 
     @property
@@ -260,7 +261,7 @@ class Cispo(BoundedSurrogate):
 
 @dataclass(frozen=True)
 class Sapo(Surrogate):
-    """The soft gate of SAPO, `sapo_loss` (arXiv:2511.20347), which clips nothing."""
+    """The soft gate of SAPO, `sapo_loss` (arXiv:2511.20347). It clips nothing."""
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05
@@ -274,7 +275,7 @@ class Sapo(Surrogate):
 
 @dataclass(frozen=True)
 class Gmpo(BoundedSurrogate):
-    """The geometric mean of GMPO, `gmpo_loss` (arXiv:2507.20673), whose bounds are on the log-ratio."""
+    """The geometric mean of GMPO, `gmpo_loss` (arXiv:2507.20673). Its bounds are on the log-ratio."""
 
     def __call__(
         self, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows
@@ -287,4 +288,4 @@ class Gmpo(BoundedSurrogate):
 
 
 SURROGATES: dict[str, type[Surrogate]] = {"ppo_clip": PpoClip, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo}
-"""Surrogates by the name that the settings of an algorithm have."""
+"""Surrogates by their name in an algorithm's settings."""

@@ -19,11 +19,11 @@ from slimectl.types import Loss, TokenBatch
 def generalized_advantages(
     rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, *, gamma: float, lambd: float
 ) -> Tensor:
-    """Return GAE: A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; each [T].
+    """Return GAE: A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t. Each [T].
 
-    Schulman et al. 2015, arXiv:1506.02438, eq. 16. Steps are actions, the unmasked tokens: t + 1 is the next of them,
-    and what a tool wrote in between gets 0. Value and advantage after the last one are 0: it is terminal. The returns
-    on which a critic is trained are A + V.
+    Schulman et al. 2015, arXiv:1506.02438, eq. 16. Steps are actions, the unmasked tokens: t + 1 is the next unmasked
+    token, and tool output in between gets 0. Value and advantage after the last action are 0, because it is terminal.
+    The critic is trained on the returns A + V.
     """
     check_tokens("generalized_advantages", rewards_T=rewards_T, values_T=values_T, mask_T=mask_T)
     advantages_T = torch.zeros_like(rewards_T)
@@ -35,24 +35,25 @@ def generalized_advantages(
 
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
-    """Return max((V - R)², (clip(V, V_old ± clip) - R)²), without 1/2, and 1.0 where the second is larger; each [T].
+    """Return max((V - R)², (clip(V, V_old ± clip) - R)²), without 1/2, and 1.0 where the second is larger. Each [T].
 
     PPO's value clipping, as in the authors' code (Schulman et al. 2017, arXiv:1707.06347; github.com/openai/baselines).
     """
     check_tokens("clipped_value_loss", values_T=values_T, old_T=old_T, returns_T=returns_T)
     unclipped_T = (values_T - returns_T).square()
     change_T = values_T - old_T
-    # Within the bounds the two differ by rounding alone.
+    # Within the bounds the two differ only by rounding.
     bounded_T = (old_T + change_T.clamp(-clip, clip) - returns_T).square()
     clipped_T = torch.where(change_T.abs() > clip, bounded_T, unclipped_T)
     return torch.maximum(unclipped_T, clipped_T), (clipped_T > unclipped_T).to(values_T.dtype)
 
 
 def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
-    """Return 1 - var(R - V) / var(R) over all unmasked tokens: 1 is perfect, 0 as good as the mean; 0 if R is constant.
+    """Return 1 - var(R - V) / var(R) over all unmasked tokens: 1 is perfect, 0 as good as the mean.
 
-    Each sequence has a tensor [T] per answer. It is the coefficient of determination without the penalty for a constant
-    error, as the authors of PPO report it (Schulman et al. 2017; github.com/openai/baselines).
+    Each argument has a tensor [T] per response. Returns 0 if R is constant. It is the coefficient of determination
+    without the penalty for a constant error, as the authors of PPO report it (Schulman et al. 2017;
+    github.com/openai/baselines).
     """
     bool_masks = [mask_T != 0 for mask_T in masks]
     returns_K = torch.cat([return_T[mask_T] for return_T, mask_T in zip(returns, bool_masks, strict=True)])
@@ -85,7 +86,7 @@ class ValueLoss:
     def from_values(self, values_T: Tensor, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of the values [T], which carry the gradient."""
         if pack.values_T is None or pack.returns_T is None:
-            raise SettingsError("a value loss needs values and returns; train with algorithm.name ppo")
+            raise SettingsError("a value loss needs values and returns. Train with algorithm.name ppo.")
         loss_T, clipped_T = clipped_value_loss(values_T, pack.values_T, pack.returns_T, clip=self.value_clip)
         loss = (pack.weights_T * loss_T).sum()
         current_T = values_T.detach()
@@ -102,10 +103,10 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class PolicyAndValueLoss:
-    """Policy loss plus `coef` times the value loss of the critic on the policy's backbone; its metrics are critic-….
+    """Policy loss plus `coef` times the value loss of the critic on the policy's backbone. Its metrics are critic-….
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 9; the entropy bonus is part of the policy loss. Raises SettingsError if
-    the pack has no current values.
+    Schulman et al. 2017, arXiv:1707.06347, eq. 9. The entropy bonus is part of the policy loss. Raises SettingsError
+    if the pack has no current values.
     """
 
     policy: Loss
@@ -118,7 +119,7 @@ class PolicyAndValueLoss:
 
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if pack.predicted_T is None:
-            raise SettingsError('algorithm.critic: this trainer has no value head on its policy; set it to "separate"')
+            raise SettingsError('algorithm.critic: this trainer has no value head on its policy. Set it to "separate".')
         loss, metrics = self.policy(pack)
         value, value_metrics = self.value.from_values(pack.predicted_T, pack)
         value_metrics = {f"critic-{name}": part for name, part in {"loss": value.detach(), **value_metrics}.items()}

@@ -1,4 +1,4 @@
-"""Causal attention of queries that are the last of their keys: sequences, and branches behind a shared prefix.
+"""Causal attention where the queries are the last of the keys: sequences, and branches after a shared prefix.
 
 B sequences of a call · H query heads · K key-value heads · L queries · S keys · D head dimension (of values V)
 T tokens of a pack · P tokens of a context.
@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 CHUNK = 128
-"""Queries of one call on a CPU, where a mask does not spare the work that it hides: only what a chunk hides is lost."""
+"""Queries per call on a CPU. Hidden scores are still computed there, so smaller chunks waste less work."""
 
 DENSE_SCORES = 2**26
-"""Largest number of attention scores of a call in memory (128 MiB in bfloat16); above it, flash attention."""
+"""Largest number of attention scores per call that are held in memory (128 MiB in bfloat16). Above it, use flash
+attention."""
 
 
 def causal_attention(query_BHLD: Tensor, key_BKSD: Tensor, value_BKSV: Tensor, scale: float | None) -> Tensor:
-    """Attention [B, H, L, V]: query l sees the first S - L + l + 1 keys."""
+    """Return attention [B, H, L, V]. Query l sees the first S - L + l + 1 keys."""
     queries, keys = query_BHLD.shape[2], key_BKSD.shape[2]
     if query_BHLD.device.type == "cpu" and queries < keys:
         return _chunked(query_BHLD, key_BKSD, value_BKSV, scale)
@@ -37,15 +38,16 @@ def causal_attention(query_BHLD: Tensor, key_BKSD: Tensor, value_BKSV: Tensor, s
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attention with an additive mask [B, 1, L, S]."""
+    """Return attention with an additive mask [B, 1, L, S]."""
     return (_dense if _prefers_dense(query, key) else _flash)(query, key, value, mask, scale)
 
 
 def gather_contexts(states_TKD: Tensor, context_BP: Tensor) -> Tensor:
-    """The contexts of branches as [B, P, K, D].
+    """Return the contexts of branches as [B, P, K, D].
 
-    By embedding, not by indexing: torch (2.13) adds up the gradients of one token in any order where indexing has
-    several threads (a CPU) or `index_select` has a GPU, and a run would not repeat to the last digit.
+    Uses an embedding instead of indexing. In torch (2.13), indexing with several CPU threads and `index_select` on a
+    GPU
+    add up the gradients of one token in any order, so runs would not be bitwise reproducible.
     """
     rows = F.embedding(context_BP, states_TKD.reshape(len(states_TKD), -1))
     return rows.view(*context_BP.shape, *states_TKD.shape[1:])
@@ -54,7 +56,7 @@ def gather_contexts(states_TKD: Tensor, context_BP: Tensor) -> Tensor:
 def _chunked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     attend = _dense if _prefers_dense(query, key) else _flash
     queries, keys = query.shape[2], key.shape[2]
-    if queries <= CHUNK:  # a slice of all of a tensor would cost its backward a copy
+    if queries <= CHUNK:  # a slice of the whole tensor would cost a copy in backward
         return attend(query, key, value, _lower_right(queries, keys, query), scale)
     chunks = []
     for start in range(0, queries, CHUNK):
@@ -71,7 +73,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attention with its scores in memory; query heads of one key head are rows of one product."""
+    """Return attention with its scores in memory. Query heads of one key head are rows of one product."""
     batch, heads, length, width = query.shape
     groups = heads // key.shape[1]
     scaled = query * (width**-0.5 if scale is None else scale)
@@ -81,13 +83,15 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 
 
 def _prefers_dense(query: Tensor, key: Tensor) -> bool:
-    """torch 2.13's bfloat16 flash attention on CPU takes three to nine times as long as two matrix products."""
+    """Return whether to avoid bfloat16 flash attention: on CPU, torch 2.13's takes 3 to 9 times as long as two
+    products."""
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and scores <= DENSE_SCORES
 
 
 def _lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
-    """Additive mask [L, S] of at most CHUNK queries: a view of one matrix, which layers and lengths share."""
+    """Return an additive mask [L, S] of at most CHUNK queries. It is a view of one matrix for all layers and
+    lengths."""
     width = 1 << (keys - 1).bit_length()
     hidden_from_first = width - (keys - queries)
     mask = _mask_matrix(width, like.dtype, like.device)
@@ -96,6 +100,6 @@ def _lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _mask_matrix(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Matrix [CHUNK, width + CHUNK] that hides from row l the columns after width + l."""
+    """Return a matrix [CHUNK, width + CHUNK] that hides from row l the columns after width + l."""
     with torch.inference_mode(False):
         return torch.full((CHUNK, width + CHUNK), -torch.inf, dtype=dtype, device=device).triu_(width + 1)

@@ -28,7 +28,8 @@ TRAINER = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 VALUE_HEAD = "value_head.safetensors"
-"""Value head of a policy with a shared critic: not in the model folder, so that the model loads anywhere."""
+"""File of the value head of a policy with a shared critic. Kept out of the model folder so that the model loads
+anywhere."""
 MTP_LAYERS = "num_nextn_predict_layers"
 
 
@@ -40,7 +41,7 @@ class CarriedWeights:
 
     def __init__(self, weights: Weights, names: Sequence[str]) -> None:
         self._weights = weights
-        # config.json defines this table, which old checkpoints hold.
+        # config.json defines this table, but old checkpoints contain it.
         self.names = [name for name in names if not name.endswith("rotary_emb.inv_freq")]
 
     def get(self, name: str) -> Tensor:
@@ -51,21 +52,21 @@ class CarriedWeights:
 
 
 def new_trainer_folder(model: Path) -> Path:
-    """Return the folder of the trainer's state in a model folder that is being written; create it if needed."""
+    """Return the folder of the trainer's state in a model folder that is being written. Create it if needed."""
     folder = model / TRAINER_STATE
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def moment_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Names and shapes of the tensors in OPTIMIZER, in order, for parameters of these Hugging Face names and shapes."""
+    """Return names and shapes of the tensors in OPTIMIZER, in order, for parameters with Hugging Face names."""
     return {f"{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
 
 
 def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write a safetensors file of float32 tensors as a stream: `tensors` come in the order of `shapes`.
+    """Write a safetensors file of float32 tensors as a stream. `tensors` must come in the order of `shapes`.
 
-    The writer of safetensors needs all tensors at once, which is twice the model.
+    The writer of safetensors needs all tensors at once, which takes twice the memory of the model.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -82,31 +83,31 @@ def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[t
 
 
 def check_value_head(path: Path) -> None:
-    """Raises CheckpointError if a checkpoint has no value head (a policy with a shared critic needs it)."""
+    """Raise CheckpointError if a checkpoint has no value head, which a policy with a shared critic needs."""
     if not (trainer_folder(path) / VALUE_HEAD).exists():
-        raise CheckpointError(f'{path}: no {VALUE_HEAD}; this policy was trained with algorithm.critic = "separate"')
+        raise CheckpointError(f'{path}: no {VALUE_HEAD}. This policy was trained with algorithm.critic = "separate".')
 
 
 def read_tensors(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """Stream the tensors named in `shapes`, one at a time. Raises CheckpointError for a missing or misshapen one."""
+    """Stream the tensors listed in `shapes`, one at a time. Raises CheckpointError if one is missing or misshapen."""
     try:
         check_file(path)
         with safe_open(str(path), framework="pt") as file:
             present = set(file.keys())
             for name, shape in shapes.items():
                 if name not in present:
-                    raise CheckpointError(f"{path}: no tensor for {name}; it was saved for another model")
+                    raise CheckpointError(f"{path}: no tensor for {name}. It was saved for another model.")
                 tensor = file.get_tensor(name)
                 if tensor.shape != shape:
                     raise CheckpointError(
-                        f"{path}: {name} has shape {list(tensor.shape)}, expected {list(shape)}; it was saved for"
-                        " another model"
+                        f"{path}: {name} has shape {list(tensor.shape)}, expected {list(shape)}. It was saved for"
+                        " another model."
                     )
                 yield name, tensor
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
+        raise CheckpointError(f"{path}: cannot be read ({error}). Resume from another checkpoint.") from error
 
 
 def write_trainer(path: Path, **state: Any) -> None:
@@ -123,15 +124,15 @@ def read_trainer(path: Path) -> dict[str, Any]:
             raise ValueError(f"format {state['format']}, step {state['step']}")
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path}: no {TRAINER}; these are weights without trainer state: start from them as a model instead"
+            f"{path}: no {TRAINER}. These are weights without trainer state. Start from them as a model instead."
         ) from error
     except (CheckpointError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: damaged ({error}); resume from another checkpoint") from error
+        raise CheckpointError(f"{file}: damaged ({error}). Resume from another checkpoint.") from error
     return state
 
 
 def saved_options(path: Path) -> tuple[int, OptimizerOptions] | None:
-    """Return the updates and optimizer options of a checkpoint, or None if another trainer wrote it."""
+    """Return the update count and optimizer options of a checkpoint, or None if another trainer wrote it."""
     with suppress(CheckpointError, KeyError, TypeError, SettingsError):
         state = read_trainer(path)
         return int(state["step"]), OptimizerOptions(**state["optimizer"])
@@ -139,21 +140,23 @@ def saved_options(path: Path) -> tuple[int, OptimizerOptions] | None:
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype, carried: CarriedWeights | None = None) -> None:
-    """Copy config and tokenizer of the model, and make config.json that of the weights that were written.
+    """Copy the model's config and tokenizer, and adapt config.json to the weights that were written.
 
-    They are of `dtype` and not quantized, and have layers for multi-token prediction only if those are `carried`.
-    Tokens with which the chat template ends turns become end tokens of the copy, because the policy was trained to end
-    with them.
+    The weights have `dtype` and are not quantized. They have layers for multi-token prediction only if those are
+    `carried`. Tokens with which the chat template ends turns become end tokens of the copy, because the policy was
+    trained to end with them.
     """
     hf.copy_companions(source, target)
     config = json.loads((target / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if config.pop("quantization_config", None):
-        _warn_once(f"{source}: the weights are plain, so quantization_config is left out of the saved config.json")
+        _warn_once(
+            f"{source}: the saved weights are not quantized, so config.json is saved without quantization_config"
+        )
     if carried is not None and not carried.names and config.get(MTP_LAYERS):
         config[MTP_LAYERS] = 0
-        _warn_once(f"{source}: has no layers for multi-token prediction, so {MTP_LAYERS} is 0 in the saved config.json")
+        _warn_once(f"{source}: no layers for multi-token prediction, so {MTP_LAYERS} is 0 in the saved config.json")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if ends := _template_ends(source):
         write_end_tokens(target, ends)
@@ -166,5 +169,5 @@ def _template_ends(model: Path) -> list[int]:
 
 @cache
 def _warn_once(message: str) -> None:
-    """Log a warning that would be repeated at every save."""
+    """Log a warning once, although every save would repeat it."""
     logger.warning(message)

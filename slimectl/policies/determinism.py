@@ -18,7 +18,7 @@ ENVIRONMENT = {
     "NCCL_ALGO": "Ring",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
-"""Variables that cuBLAS, FlashAttention, NCCL and TransformerEngine read once a process."""
+"""Variables that cuBLAS, FlashAttention, NCCL and TransformerEngine read once per process."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -26,13 +26,13 @@ Result = TypeVar("Result")
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Let torch run deterministic kernels only, and restore its choices at the end.
+    """Let torch run only deterministic kernels, and restore its settings at the end.
 
-    An operation without such a kernel raises RuntimeError. Of scaled dot-product attention cuDNN's is turned off, and
-    the others take their deterministic backward pass.
+    An operation without a deterministic kernel raises RuntimeError. cuDNN's scaled dot-product attention is turned off,
+    and the other implementations use their deterministic backward pass.
     """
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    memory: Any = torch.utils.deterministic  # whose attribute has no type
+    memory: Any = torch.utils.deterministic  # its attribute is untyped
     mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     before = cudnn.deterministic, cudnn.benchmark, cuda.cudnn_sdp_enabled()
     torch.use_deterministic_algorithms(True)
@@ -54,7 +54,7 @@ def _choose(*, deterministic: bool, benchmark: bool, cudnn_attention: bool) -> N
 def in_kernels(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Run a method of a trainer in its `kernels`, a function that returns a context."""
+    """Run a trainer method inside the context that the trainer's `kernels` returns."""
 
     @wraps(method)
     def call(trainer: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -69,7 +69,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check_model(config: Mapping[str, Any], *, device: str, backend: str) -> None:
-    """Raise SettingsError for a model of which a GPU has no deterministic kernels. `config` is its config.json."""
+    """Raise SettingsError for a model that needs GPU kernels without a deterministic version. `config` is its
+    config.json."""
     if device != "cuda":
         return
     if "linear_attention" in (config.get("layer_types") or ()):
@@ -85,13 +86,13 @@ def check_model(config: Mapping[str, Any], *, device: str, backend: str) -> None
 
 
 def prepare_gpu(*, used: bool) -> None:
-    """Set the variables of a process for its GPU; those that are set already stay.
+    """Set the GPU variables of this process. Variables that are already set are kept.
 
-    Raises SettingsError if the process has `used` the GPU, and cuBLAS may have read its variable.
+    Raises SettingsError if the process has `used` the GPU, because cuBLAS may have read its variable.
     """
     if used and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         raise SettingsError(
-            "train.deterministic: this process has used the GPU before, and cuBLAS has chosen its workspace. Set"
+            "train.deterministic: this process has already used the GPU, so cuBLAS has chosen its workspace. Set"
             " CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment and start again."
         )
     for name, value in ENVIRONMENT.items():

@@ -12,19 +12,19 @@ from torch import Tensor
 class HostMemory:
     """Host copies of the storages of tensors on `devices`.
 
-    A storage is emptied in place: tensors, views and buffers of it stay the objects that modules, optimizers and
-    process groups hold, and have their values again after `wake`.
+    A storage is emptied in place. Modules, optimizers and process groups keep the same tensor, view and buffer objects,
+    which have their values again after `wake`.
     """
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
         self.devices = tuple(devices)
         self.asleep: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
-        """Emptied storages, each with its size and its copy; None for scratch."""
+        """Emptied storages, each with its size and its copy (None for scratch)."""
         self._buffers: dict[int, torch.UntypedStorage] = {}
         """Pinned buffers, which are costly to allocate, by the storage that they belong to."""
 
     def sleep(self, tensors: Iterable[Tensor], *, scratch: Iterable[Tensor] = ()) -> None:
-        """Move `tensors` to the host; `scratch` are zeros when they come back, and take no memory meanwhile."""
+        """Move `tensors` to the host. `scratch` tensors use no memory while asleep, and return as zeros."""
         for keeps_values, group in ((True, tensors), (False, scratch)):
             for tensor in group:
                 storage = tensor.untyped_storage()
@@ -41,7 +41,8 @@ class HostMemory:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Have all but scratch on the device within the block, which only reads it, and where it was afterwards."""
+        """Put all but scratch on the device within the block, which must only read it, and restore the state
+        afterwards."""
         asleep = self.asleep
         self.asleep = [entry for entry in asleep if entry[2] is None]
         moved = [entry for entry in asleep if entry[2] is not None]
@@ -73,6 +74,6 @@ def _restore(storage: torch.UntypedStorage, size: int, copy: torch.UntypedStorag
 
 
 def _release() -> None:
-    """Return freed memory to the GPU: engines are other processes."""
+    """Return freed memory to the GPU, because engines run in other processes."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""Log-probabilities from hidden states in chunks: the logits of a whole pack never exist at once.
+"""Computes log-probabilities from hidden states in chunks, so that a pack's logits never exist all at once.
 
-U states · Q pairs of a state and a token that it predicts, ascending by state · R response tokens, of which several may
-be one pair · C states of a chunk · V vocabulary, or a rank's rows of it · H hidden width.
+U states · Q pairs of a state and a token that it predicts, in ascending order of states · R response tokens (several
+may be one pair) · C states of a chunk · V vocabulary, or a rank's rows of it · H hidden width.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from slimectl.policies.pack_layout import Predictions
 CHUNK_LOGITS = 2**23
 """Logits per chunk: 32 MiB in float32."""
 KEPT_LOGITS = 2**25
-"""Log-probabilities saved from forward for backward, first chunks first; those of later chunks are recomputed."""
+"""Log-probabilities saved from forward for backward, first chunks first. Later chunks are recomputed."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's `rows` rows of the vocabulary from row `start`; further rows of its weight are padding."""
+    """This rank's `rows` rows of the vocabulary, starting at `start`. Further rows of its weight are padding."""
 
     start: int
     rows: int
@@ -76,7 +76,7 @@ class _LinearLogProbs(torch.autograd.Function):
             logprobs_Q = shard.sum(logprobs_Q.mul_(is_local_Q))
             entropy_U = shard.sum(entropy_U) if entropy else entropy_U
         ctx.save_for_backward(hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, torch.cat(normalizers), *saved)
-        # An entropy that is only reported comes back without a gradient, and costs no backward pass.
+        # If the entropy is only reported, it has no gradient and costs no backward pass.
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         return logprobs_Q, entropy_U
@@ -132,7 +132,7 @@ class _LossGradient:
     def of_logits(self, log_p_CV: Tensor, C: slice, row_Q: Tensor, column_Q: Tensor, grad_Q: Tensor) -> Tensor:
         """Return the gradient by the logits of some states and tokens, computed in place of their log-probabilities.
 
-        `grad_Q` are the gradients of pairs, at a row and a column each.
+        `grad_Q` has the gradient of each pair. `row_Q` and `column_Q` are the pair's position.
         """
         if self.of_entropy_U is not None:
             # dH/dz = -p (log p + H)
@@ -181,7 +181,7 @@ def _backward_by_slabs(
 
 
 def _chunk_states(hidden_UH: Tensor, weight_VH: Tensor) -> int:
-    """States of a chunk, from the padded number of rows: all ranks must cut the same chunks."""
+    """Return the number of states per chunk, from the padded number of rows, so that all ranks use the same chunks."""
     chunk = max(1, CHUNK_LOGITS // weight_VH.shape[0])
     if chunk < ROWS or not is_faster(hidden_UH.device, hidden_UH.dtype):
         return chunk
@@ -213,7 +213,7 @@ def _sum_by_state(values_Q: Tensor, state_Q: Tensor | None, states: int) -> Tens
 
 
 def _local_targets(targets_Q: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor | float]:
-    """Local row of each target (0 if another rank holds it), and a mask of the targets that this rank holds."""
+    """Return the local row of each target (0 if another rank holds it), and a mask of the targets on this rank."""
     if shard is None:
         return targets_Q, 1.0
     index_Q = targets_Q - shard.start
@@ -228,9 +228,9 @@ def _rows(weight_VH: Tensor, shard: VocabularyShard | None) -> Tensor:
 def _log_p(
     hidden_CH: Tensor, weight_VH: Tensor, temperature: float, shard: VocabularyShard | None
 ) -> tuple[Tensor, Tensor]:
-    """Return log_softmax of a chunk [C, V], and the normalizer that it subtracts from the logits [C].
+    """Return log_softmax of a chunk [C, V], and the normalizer [C] that it subtracts from the logits.
 
-    In float32 at least: bfloat16 log-probabilities have two significant digits.
+    Computed at least in float32, because bfloat16 log-probabilities have two significant digits.
     """
     rows_VH = _rows(weight_VH, shard)
     fast = is_faster(hidden_CH.device, hidden_CH.dtype)
@@ -257,12 +257,12 @@ def linear_log_probs(
     state_Q: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log_softmax(hidden · weightᵀ / temperature) at the targets [Q], and the entropies [U] if requested.
+    """Return log_softmax(hidden · weightᵀ / temperature) at the targets [Q], and the entropies [U] if requested.
 
-    Both carry gradients to `hidden_UH` and `weight_VH`. Float32 at least, whatever the inputs. `state_Q` are the states
-    of the targets, ascending, no pair twice; without it every state has one target. With a `shard` every
-    rank of its group passes the same hidden states and its own rows of the weight, and gets the same values; its
-    gradient for `hidden_UH` is that of its rows only: the sum over the group is the full gradient.
+    Both carry gradients to `hidden_UH` and `weight_VH`, and are at least float32 for any input. `state_Q` has the
+    states of the targets, ascending, with no pair twice. Without it every state has one target. With a `shard`, every
+    rank of its group passes the same hidden states and its own rows of the weight, and gets the same values. Its
+    gradient for `hidden_UH` covers only its own rows. The sum over the group is the full gradient.
     """
     if not len(targets_Q):
         # Still a function of its inputs, so that backward reaches every rank's collectives.
@@ -279,7 +279,7 @@ def linear_log_probs(
 
 
 def _padded(hidden_UH: Tensor, weight_VH: Tensor, state_Q: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Add states that predict nothing, so that oneDNN computes chunks of few sizes."""
+    """Add states that predict nothing, so that oneDNN sees only a few chunk sizes."""
     states = len(hidden_UH)
     missing = -states % min(ROWS, _chunk_states(hidden_UH, weight_VH))
     if not missing or not is_faster(hidden_UH.device, hidden_UH.dtype):
@@ -292,7 +292,7 @@ def _padded(hidden_UH: Tensor, weight_VH: Tensor, state_Q: Tensor | None) -> tup
 def predicted_log_probs(
     hidden_UH: Tensor, weight_VH: Tensor, predictions: Predictions, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [R] of every sample's response tokens, and their entropies [R]; `linear_log_probs` once."""
+    """Return log-probabilities [R] and entropies [R] of every sample's response tokens, by one `linear_log_probs`."""
     logprobs_Q, entropy_U = linear_log_probs(
         hidden_UH, weight_VH, predictions.targets_Q, state_Q=predictions.state_Q, **options
     )
@@ -300,9 +300,9 @@ def predicted_log_probs(
 
 
 def of_logits(logits_RV: Tensor, targets_R: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [R] and entropies of `linear_log_probs`, from logits that are divided by the temperature.
+    """Return log-probabilities [R] and entropies as `linear_log_probs` does, from logits divided by the temperature.
 
-    For losses that need the logits themselves.
+    Use it for losses that need the logits themselves.
     """
     log_p_RV = torch.log_softmax(logits_RV, dim=1)
     entropy_R = -(log_p_RV.exp() * log_p_RV).sum(1) if entropy else None
@@ -310,6 +310,6 @@ def of_logits(logits_RV: Tensor, targets_R: Tensor, *, entropy: bool) -> tuple[T
 
 
 def linear_logits(hidden_RH: Tensor, weight_VH: Tensor, *, temperature: float) -> Tensor:
-    """hidden · weightᵀ / temperature, [R, V], in float32 at least."""
+    """Return hidden · weightᵀ / temperature, [R, V], at least in float32."""
     logits_RV = hidden_RH @ weight_VH.t()
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature

@@ -22,7 +22,7 @@ from slimectl.model_files import MAX_CONFIG_BYTES, check_file, read_json
 from slimectl.policies.checkpoint import read_tensors, write_float32
 
 FOLDER = "adapter"
-"""Beside the merged weights: transformers would take an adapter in the same folder for the model."""
+"""Subfolder for the adapter. In the folder of the merged weights, transformers would load it as the model."""
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False, "alpha_pattern": {},
          "rank_pattern": {}}  # fmt: skip
@@ -51,7 +51,8 @@ class LoraOptions:
 
 
 def initial(name: str, shape: Sequence[int], *, seed: int) -> Tensor:
-    """Initial value of an adapter's parameter: A random, from a seed per name and thus equal on every rank; B zeros."""
+    """Return the initial value of an adapter's parameter: random for A, zeros for B. The seed depends only on the
+    name."""
     if name.endswith(".lora_B.weight"):
         return torch.zeros(*shape)
     number = int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")
@@ -66,7 +67,7 @@ def write_adapter(
     shapes: Mapping[str, torch.Size],
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Write everything that was trained into the new directory `path`, in the format of peft's PeftModel."""
+    """Write everything that was trained to the new directory `path`, in the format of peft's PeftModel."""
     extra_modules = sorted({name.split(".")[0] for name in shapes if not is_adapter(name)})
     config = {
         "peft_type": "LORA",
@@ -87,7 +88,7 @@ def write_adapter(
 
 
 def read_adapter(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """Stream the parameters named in `shapes`, in float32, one at a time. Raises CheckpointError."""
+    """Stream the parameters listed in `shapes`, in float32, one at a time. Raises CheckpointError."""
     prefixed_shapes = {PREFIX + name: shape for name, shape in shapes.items()}
     for name, tensor in read_tensors(path / WEIGHTS, prefixed_shapes):
         yield name.removeprefix(PREFIX), tensor.float()
@@ -103,14 +104,14 @@ def base_of(path: Path, options: LoraOptions, parameter_names: Collection[str]) 
     for key, value in expected.items():
         if (config.get(key) or None) != (value or None) and not (key == "bias" and config.get(key) is None):
             raise CheckpointError(
-                f"{path}: {key} is {config.get(key)!r}, expected {value!r}; set train.lora_rank and train.lora_alpha to"
-                " the adapter's own, or merge it with peft first"
+                f"{path}: {key} is {config.get(key)!r}, expected {value!r}. Set train.lora_rank and train.lora_alpha to"
+                " the adapter's own, or merge it with peft first."
             )
     for name in _tensor_names(path / WEIGHTS):
         if name not in parameter_names:
             raise CheckpointError(
-                f"{path}: holds {name}, which would not be used; name its layer in train.lora_targets, or merge the"
-                " adapter with peft first"
+                f"{path}: holds {name}, which would not be used. Add its layer to train.lora_targets, or merge the"
+                " adapter with peft first."
             )
     return Path(str(config.get("base_model_name_or_path")))
 
@@ -119,7 +120,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         return read_json(path / CONFIG, max_bytes=MAX_CONFIG_BYTES)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no {CONFIG}; give the directory of a peft adapter") from None
+        raise CheckpointError(f"{path}: no {CONFIG}. Give the directory of a peft adapter.") from None
 
 
 def _tensor_names(file: Path) -> list[str]:
@@ -128,4 +129,4 @@ def _tensor_names(file: Path) -> list[str]:
         with safe_open(str(file), framework="pt") as reader:
             return [name.removeprefix(PREFIX) for name in reader.keys()]
     except Exception as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}); copy the adapter again") from error
+        raise CheckpointError(f"{file}: cannot be read ({error}). Copy the adapter again.") from error

@@ -1,7 +1,7 @@
-"""Linear layers in float32 on a CPU by oneDNN, where MKL, which torch calls, leaves half of the processor idle.
+"""Computes float32 linear layers on a CPU with oneDNN, where torch's default, MKL, uses only half of the processor.
 
-MKL (2024.2) computes with AVX2 on AMD's processors with AVX-512: 105 GFLOP/s of a thread on an EPYC of 2024, where
-oneDNN has 240. Delete this when torch chooses the faster one itself.
+MKL (2024.2) computes with AVX2 on AMD processors with AVX-512: 105 GFLOP/s per thread on an EPYC of 2024, where
+oneDNN reaches 240. Delete this module when torch chooses the faster library.
 
 T rows · O outputs · I inputs.
 """
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 64
-"""Numbers of rows are best multiples of this: oneDNN builds a kernel for each, which takes up to two products' time."""
+"""Row counts should be multiples of this. oneDNN builds a kernel for each count, which takes as long as two
+products."""
 SUM_ROWS = 2048
-"""Rows of a sum that are computed at once: torch has oneDNN add to no matrix, and a large product is fresh memory."""
+"""Rows of a sum that are computed at once. torch's oneDNN cannot add to a matrix, and a large product needs new
+memory."""
 
 
 def is_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN's products are the faster ones."""
+    """Return whether oneDNN's products are faster."""
     return device.type == "cpu" and dtype == torch.float32 and _has_unused_instructions()
 
 
@@ -37,7 +39,7 @@ def _has_unused_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def product(left_TI: Tensor, right_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return left · rightᵀ + bias; either side may be the transpose of a matrix in memory."""
+    """Return left · rightᵀ + bias. Either side may be the transpose of a matrix in memory."""
     return torch.ops.mkldnn._linear_pointwise.default(left_TI, right_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -66,21 +68,21 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Compute torch's `linear` by oneDNN, forward and backward."""
+    """Compute torch's `linear` with oneDNN, forward and backward."""
     rows_TI = input.reshape(-1, input.shape[-1])
     output_TO: Tensor = _Linear.apply(rows_TI, weight_OI, bias_O)  # type: ignore[no-untyped-call]
     return output_TO.view(*input.shape[:-1], -1)
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that is computed by oneDNN, forward and backward."""
+    """A linear layer that is computed with oneDNN, forward and backward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Compute the linear layers of a model by oneDNN."""
+    """Compute the linear layers of a model with oneDNN."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = OneDnnLinear

@@ -1,4 +1,4 @@
-"""Optimizer of every trainer: trainable parameters by name, learning rate, AdamW with moments in bfloat16."""
+"""The optimizer of every trainer: trainable parameters by name, learning rate, AdamW with moments in bfloat16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimectl.errors import SettingsError
 def trainable_names(names: Iterable[str], *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> set[str]:
     """Return the names that match no pattern of `freeze` and, if `train_only` is set, one of its patterns.
 
-    A pattern matches anywhere in a name. Raises SettingsError for a pattern that matches no name, or if
+    A pattern matches anywhere in a name. Raises SettingsError if a pattern matches no name, or if
     no parameter remains.
 
     >>> sorted(trainable_names(["a.norm", "a.mlp", "b.mlp"], freeze=["norm"], train_only=[r"^a\\."]))
@@ -31,8 +31,8 @@ def trainable_names(names: Iterable[str], *, freeze: Sequence[str] = (), train_o
             raise SettingsError(f"{pattern!r} is not a regular expression ({error})") from error
         if not matches:
             raise SettingsError(
-                f"{pattern!r} matches no parameter; names look like {names[len(names) // 2]} (regular expressions of"
-                " train.freeze_params_name_list and train.only_train_params_name_list)"
+                f"{pattern!r} matches no parameter. Names look like {names[len(names) // 2]} (regular expressions of"
+                " train.freeze_params_name_list and train.only_train_params_name_list)."
             )
     trainable = {
         name
@@ -42,7 +42,7 @@ def trainable_names(names: Iterable[str], *, freeze: Sequence[str] = (), train_o
     }
     if not trainable:
         raise SettingsError(
-            "train.freeze_params_name_list and train.only_train_params_name_list leave no parameter to train; drop one"
+            "train.freeze_params_name_list and train.only_train_params_name_list leave no parameter to train. Drop one."
         )
     return trainable
 
@@ -56,7 +56,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda progress: 2 * 0.5**progress - 1,
     "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""What remains of the range from lr to min_lr, by the share of the decay that has passed (Megatron-core's formulas)."""
+"""Remaining fraction of the range from lr to min_lr, by the elapsed fraction of the decay (Megatron-core's
+formulas)."""
 
 SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
@@ -67,8 +68,9 @@ class OptimizerOptions:
 
     `weight_decay` skips one-dimensional tensors (norms, biases). `clip_grad` is the largest global gradient norm, 0
     for no clipping. The rate rises linearly from 0 over `warmup_steps` and then follows `schedule`. `decay_steps`
-    counts from the first step and includes the warm-up. After them the rate is `min_lr`. WSD keeps its peak until the
-    last `wsd_steps` of them, in which it falls by `wsd_style`. `state_dtype` is that of the moments.
+    counts from the first step and includes the warm-up. After these steps the rate is `min_lr`. WSD keeps its peak
+    until
+    the last `wsd_steps` of them, in which it falls by `wsd_style`. `state_dtype` is the dtype of the moments.
     """
 
     lr: float = 1e-6
@@ -102,12 +104,12 @@ class OptimizerOptions:
 
 
 def lr_at(step: int, options: OptimizerOptions) -> float:
-    """The learning rate of update `step`, counted from 0.
+    """Return the learning rate of update `step`, counted from 0.
 
     >>> [lr_at(step, OptimizerOptions(lr=1.0, warmup_steps=2, schedule="linear", decay_steps=6)) for step in range(7)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
 
-    As the schedulers of Megatron-core and transformers: the first update of a warm-up has the rate 0.
+    As in the schedulers of Megatron-core and transformers, the first update of a warm-up has the rate 0.
     """
     if step < options.warmup_steps:
         return options.lr * step / options.warmup_steps
@@ -126,7 +128,7 @@ def lr_at(step: int, options: OptimizerOptions) -> float:
 
 
 def unmet_schedule(updates: int, options: OptimizerOptions) -> str:
-    """Return a message if a schedule counted another number of updates than a run made, else "".
+    """Return a message if the schedule counted a different number of updates than the run made, else "".
 
     `updates` is the number of updates. The schedule ends at `options.decay_steps`.
     """
@@ -142,7 +144,7 @@ def unmet_schedule(updates: int, options: OptimizerOptions) -> str:
     share = f", {last / options.lr:.2f} of its peak" if options.lr else ""
     return (
         f"{message}it ended at {last:.3g}{share}. Dropped groups and failed or stale samples lead to fewer steps. Set"
-        f" train.lr_decay_iters={updates} if you expect as many again."
+        f" train.lr_decay_iters={updates} if you expect the same number again."
     )
 
 
@@ -164,7 +166,7 @@ def changed_schedule(step: int, before: OptimizerOptions, now: OptimizerOptions)
 
 
 CHUNK = {"cpu": 2**18, "cuda": 2**24}
-"""Elements that are updated at once, with about eight temporaries of float32: on a CPU they fit into its cache."""
+"""Elements that are updated at once, with about eight float32 temporaries, which fit into a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class ShardElements:
     stride: int = 0
 
     def indices(self, start: int, count: int, device: torch.device | None = None) -> Tensor:
-        """Return the indices of `count` elements of the shard, from its element `start` on."""
+        """Return the indices of `count` elements of the shard, starting with its element `start`."""
         elements = torch.arange(start, start + count, device=device)
         if self.run is not None:
             elements += elements.div(self.run, rounding_mode="floor").mul_(self.stride - self.run)
@@ -192,11 +194,11 @@ WHOLE = ShardElements()
 
 
 class Bfloat16AdamW(torch.optim.AdamW):
-    """AdamW on float32 parameters; the update itself is computed in float32, from the moments before rounding.
+    """AdamW on float32 parameters. The update is computed in float32, from the moments before rounding.
 
-    The noise of an element is a function of its index in the whole parameter and of the step, so that shards of a
-    parameter get the numbers of the whole one, and a resumed run those of an undisturbed one. `shards` says which
-    elements a tensor has, if it is not a whole parameter.
+    The noise of an element is a function of the step and of its index in the whole parameter. Sharded and whole
+    parameters therefore get the same numbers, and so do resumed and uninterrupted runs. `shards` gives the elements of
+    tensors that are not whole parameters.
     """
 
     moment_dtype = torch.bfloat16
@@ -251,16 +253,16 @@ def _adamw(weights: Tensor, gradients: Tensor, first: Tensor, second: Tensor, gr
 
 
 def stochastically_rounded(values: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to bfloat16, up with the probability of the part that is cut off.
+    """Round float32 to bfloat16, upward with a probability equal to the truncated fraction.
 
-    `noise` are int32 numbers, uniform from 0 to 2^16 - 1; the result is a float32 tensor of bfloat16 values.
+    `noise` has int32 numbers, uniform from 0 to 2^16 - 1. The result is a float32 tensor of bfloat16 values.
     """
     bits = values.view(torch.int32) + noise
     return bits.bitwise_and_(-0x10000).view(torch.float32)
 
 
 def _noise(indices: Tensor, *, step: int) -> Tensor:
-    """32 random bits for each index, as int32; the same for the same index and step. Overwrites `indices`."""
+    """Return 32 random bits per index, as int32, which depend only on index and step. Overwrites `indices`."""
     numbers = indices.mul_(0x9E3779B1).add_(step * 0x85EBCA77).bitwise_and_(0xFFFFFFFF)
     # Twice a multiplication modulo 2^32 and an exchange of high and low bits (Murmur3's finalizer).
     for factor in (0x85EBCA6B, 0xC2B2AE35):

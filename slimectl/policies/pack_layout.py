@@ -1,4 +1,4 @@
-"""Token layout of a pack: input positions, who attends to what, and which state predicts which token.
+"""Token layout of a pack: input positions, attention spans, and which state predicts which token.
 
 T input tokens · R response tokens, sample by sample · U states that predict · Q pairs of a state and its prediction.
 """
@@ -25,7 +25,7 @@ class Span:
     start: int
     length: int
     context: np.ndarray
-    """Input positions of the tokens before the span, on the way from the root of its trie; none for a root."""
+    """Input positions of the tokens before the span, on the path from the root of its trie. Empty for a root."""
 
     @property
     def area(self) -> int:
@@ -34,24 +34,24 @@ class Span:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Which state predicts which token: samples may share a state, and a state may predict several tokens.
+    """Which state predicts which token. Samples may share a state, and a state may predict several tokens.
 
-    With `state_Q` None nothing is shared: states, pairs and response tokens are the same.
+    If `state_Q` is None nothing is shared, so states, pairs and response tokens are the same.
     """
 
     sources_U: Tensor
-    """Input position of each state: the prompt's last for the first response token."""
+    """Input position of each state. For the first response token it is the last prompt token."""
     targets_Q: Tensor
     state_Q: Tensor | None = None
     """State of each pair, ascending."""
     pair_R: Tensor | None = None
 
     def of_pairs(self, values_Q: Tensor) -> Tensor:
-        """Return the values [R] of all samples' tokens from those of the pairs."""
+        """Expand values [Q] of the pairs to values [R] of all samples' tokens."""
         return values_Q if self.pair_R is None else _select(values_Q, self.pair_R)
 
     def of_states(self, values_U: Tensor) -> Tensor:
-        """Return the values [R, ...] of all samples' tokens from those of the states."""
+        """Expand values [U, ...] of the states to values [R, ...] of all samples' tokens."""
         if self.state_Q is None or self.pair_R is None:
             return values_U
         return _select(values_U, self.state_Q[self.pair_R])
@@ -62,16 +62,16 @@ class Predictions:
 
 
 def _select(values_X: Tensor, index_R: Tensor) -> Tensor:
-    """Select by embedding, whose backward adds in one order on every device and with any number of threads."""
+    """Select by embedding, whose backward adds in the same order on every device and with any number of threads."""
     if values_X.ndim > 1:
         return F.embedding(index_R, values_X)
-    # The sum of one column is no view: FSDP2 warns of a root module that returns views.
+    # The sum of one column makes a copy: FSDP2 warns about a root module that returns views.
     return F.embedding(index_R, values_X[:, None]).sum(1)
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """One pack on the host; `rows` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
+    """One pack on the host. `rows` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
 
     rows: list[int]
     tokens_T: np.ndarray
@@ -84,7 +84,7 @@ class PackLayout:
     """Input position of each token that a forward pass reads of a row."""
 
     def padded(self, multiple: int) -> PackLayout:
-        """Return the layout with a sequence of its own of unused tokens, up to a multiple of so many tokens."""
+        """Return the layout with an extra sequence of unused tokens, so that its length is a multiple of `multiple`."""
         tokens = len(self.tokens_T)
         missing = -tokens % multiple
         if not missing:
@@ -97,12 +97,12 @@ class PackLayout:
         )
 
     def predictions(self) -> Predictions:
-        """Return what the language-model head computes."""
+        """Return what the language-model head has to compute."""
         return predicted_once(self.sources_R, self.targets_R)
 
 
 def predicted_once(sources_R: np.ndarray, targets_R: np.ndarray) -> Predictions:
-    """Return the predictions of tokens from states: each state once, and each of its tokens once."""
+    """Return the predictions of tokens from states, with each state once and each of its tokens once."""
     if bool(np.all(np.diff(sources_R) > 0)):
         return Predictions(torch.from_numpy(sources_R), torch.from_numpy(targets_R))
     tokens = targets_R.max() + 1
@@ -112,7 +112,7 @@ def predicted_once(sources_R: np.ndarray, targets_R: np.ndarray) -> Predictions:
 
 
 def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
-    """Lay out the tries of `pack` one after the other; a pack without rows is one unused token."""
+    """Lay out the tries of `pack` one after the other. A pack without rows becomes one unused token."""
     tokens: list[int] = []
     positions: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
     spans: list[Span] = []
@@ -144,7 +144,7 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
 
 
 def _append_span(spans: list[Span], span: Span) -> None:
-    """Append a span, or lengthen the last one if it goes on from its end: there is no fork between them."""
+    """Append a span, or lengthen the last one if it ends where `span` starts, without a fork between them."""
     if len(span.context) and span.context[-1] == span.start - 1:
         last = spans[-1]
         spans[-1] = Span(last.start, last.length + span.length, last.context)

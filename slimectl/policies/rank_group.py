@@ -1,4 +1,4 @@
-"""Policies that several threads call, one call at a time: of this process, or on N rank processes."""
+"""Thread-safe policies that run one call at a time, in this process or on N rank processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _locked(name: str) -> Any:
-    """Return a method that calls the policy's method of this name with the lock held."""
+    """Return a method that holds the lock and calls the policy's method of this name."""
 
     def call(self: LockedPolicy, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
@@ -28,7 +28,7 @@ def _locked(name: str) -> Any:
 
 
 class LockedPolicy:
-    """protocols.Policy behind a lock: a restarted engine reads weights while training continues.
+    """protocols.Policy with a lock, so that a restarted engine can read weights while training continues.
 
     `values`, `before_step` and `consume_adapter` need a policy that has them.
     """
@@ -59,7 +59,7 @@ class LockedPolicy:
                 self._policy.sleep(keep_weights=keep_weights)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the weights; holds the lock until the iterator is exhausted or closed."""
+        """Stream the weights. Holds the lock until the iterator is exhausted or closed."""
         with self._lock:
             yield from self._policy.weights()
 
@@ -67,14 +67,15 @@ class LockedPolicy:
 class DistributedPolicy:
     """protocols.Policy over `ranks` processes placed by `executor`: gloo on CPU, nccl on GPUs.
 
-    `build` is called in every rank, after it has joined the process group; it and the losses must be picklable. A
-    rank's exception is raised here with its original type, its traceback as a note. Thread-safe: one call at a time,
-    other threads wait.
+    `build` is called in every rank, after it has joined the process group. It and the losses must be picklable. An
+    exception in a rank is raised here with its original type, and its traceback as a note. Thread-safe: one call runs
+    at
+    a time, and other threads wait.
     """
 
     def __init__(self, executor: Executor, build: Callable[[], Policy], *, ranks: int) -> None:
         if ranks < 1:
-            raise SettingsError(f"ranks {ranks}: a policy needs at least one")
+            raise SettingsError(f"ranks is {ranks}, but a policy needs at least one")
         self.weight_version = "0"
         self._lock = threading.Lock()
         self._reader_thread: int | None = None
@@ -111,7 +112,8 @@ class DistributedPolicy:
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream tensors from rank 0; other calls are refused or wait until the iterator is exhausted or closed."""
+        """Stream tensors from rank 0. Until the iterator is exhausted or closed, other calls wait or raise
+        RuntimeError."""
         import torch
 
         self._acquire_lock("weights")
@@ -133,7 +135,7 @@ class DistributedPolicy:
             self._lock.release()
 
     def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
-        """Call `consumer(weights)` on rank 0 and return its result; `consumer` and the result must be picklable."""
+        """Call `consumer(weights)` on rank 0 and return its result. `consumer` and the result must be picklable."""
         return self._call("consume_weights", consumer)
 
     def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
@@ -151,7 +153,7 @@ class DistributedPolicy:
         self._ranks.end()
 
     def on_ranks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a function in every rank and return the results by rank; all of it must be picklable."""
+        """Call a function in every rank and return the results by rank. Everything must be picklable."""
         results: list[Any] = self._call("on_ranks", function, *arguments)
         return results
 
@@ -164,9 +166,9 @@ class DistributedPolicy:
             self._lock.release()
 
     def _acquire_lock(self, method: str) -> None:
-        """Wait until other threads' calls end. Raises RuntimeError where this thread would wait for itself."""
+        """Wait until other threads' calls end. Raises RuntimeError if this thread would wait for itself."""
         if self._reader_thread == threading.get_ident():
-            raise RuntimeError(f"{method}: the weights are still being read; exhaust or close that iterator first")
+            raise RuntimeError(f"{method}: the weights are still being read. Exhaust or close that iterator first.")
         self._lock.acquire()
 
     def _await_result(self) -> Any:
@@ -175,7 +177,8 @@ class DistributedPolicy:
 
 
 def _rank_main(build: Callable[[], Policy], pipe: RankPipe) -> None:
-    """Serve requests until the pipe closes. An exception of a method is sent back; one of `build` ends the rank."""
+    """Serve requests until the pipe closes. A method's exception is sent back. An exception of `build` ends the
+    rank."""
     import torch.distributed as dist
 
     policy = build()
@@ -208,14 +211,14 @@ def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
         return getattr(policy, method)(*arguments)
     for name, tensor in policy.weights():
         if rank == 0:
-            # A scalar has no bytes to view; every tensor travels flat.
+            # A scalar has no bytes to view, so every tensor is sent flat.
             flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             pipe.part((name, tensor.dtype, tuple(tensor.shape), flat.numpy().tobytes()))
     return None
 
 
 def _gather(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-    """Call a function, and return the results of all ranks. An error of any rank is raised on every one."""
+    """Call a function, and return the results of all ranks. An error of any rank is raised on every rank."""
     import torch.distributed as dist
 
     try:
@@ -231,7 +234,7 @@ def _gather(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]
 
 
 def _consume(tensors: NamedTensors, consumer: Callable[[], Any], rank: int) -> Any:
-    """Call `consumer` on rank 0; every rank iterates over all tensors, because gathering one is collective."""
+    """Call `consumer` on rank 0. Every rank iterates over all tensors, because gathering a tensor is collective."""
     try:
         return consumer() if rank == 0 else None
     finally:

@@ -1,4 +1,4 @@
-"""Activation recomputation: what the backward pass computes again instead of keeping it from the forward pass."""
+"""Activation recomputation: modules that the backward pass recomputes, so that fewer activations are stored."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Recompute:
     modules: tuple[str, ...] = ("core_attn",)
 
     def includes(self, module: str) -> bool:
-        """Whether `module` alone is recomputed."""
+        """Return whether `module` is recomputed separately from its layer."""
         return self.granularity == "selective" and module in self.modules
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of tensors so that autograd keeps its inputs only."""
+    """Wrap a function of tensors so that autograd keeps only its inputs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -43,7 +43,7 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 def recompute_layers(layers: nn.ModuleList, options: Recompute) -> None:
     """Recompute the MLPs and mixtures of experts of Hugging Face layers that `options` includes.
 
-    Raises SettingsError for one that no layer has.
+    Raises SettingsError for a module that no layer has.
     """
     kinds: dict[str, list[nn.Module]] = {"mlp": [], "moe": []}
     for layer in layers:
@@ -56,7 +56,9 @@ def recompute_layers(layers: nn.ModuleList, options: Recompute) -> None:
 
 
 def check_modules(options: Recompute, *, mlp: bool, moe: bool) -> None:
-    """Raise SettingsError for a module that no layer has; `mlp` and `moe` say which the model has."""
+    """Raise SettingsError for a module that no layer has. `mlp` and `moe` are whether the model has that module."""
     for kind, name, present in (("mlp", "dense MLP", mlp), ("moe", "experts", moe)):
         if options.includes(kind) and not present:
-            raise SettingsError(f"train.recompute_modules: {kind}, but this model has no {name}; leave it out")
+            raise SettingsError(
+                f"train.recompute_modules: {kind} is listed, but this model has no {name}. Leave it out."
+            )

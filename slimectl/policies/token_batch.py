@@ -19,7 +19,7 @@ CONSTANTS = {
 
 
 def available_columns(rows: Sequence[TrainingSample]) -> list[str]:
-    """Names of the constant columns in the batch; a column is in all rows or in none. Raises RecordError."""
+    """Return the names of the constant columns in the batch. A column is in all rows or in none. Raises RecordError."""
     names = []
     for name in CONSTANTS:
         lengths = [len(getattr(row, name) or ()) for row in rows]
@@ -33,7 +33,7 @@ def available_columns(rows: Sequence[TrainingSample]) -> list[str]:
 
 
 def check_vocabulary(rows: Sequence[TrainingSample], vocabulary: int) -> None:
-    """Raise RecordError for a token that the model has no embedding of: on a GPU it would end the process."""
+    """Raise RecordError for a token without an embedding in the model, which would end the process on a GPU."""
     for i, row in enumerate(rows):
         if max(row.tokens, default=0) >= vocabulary:
             raise RecordError(
@@ -74,7 +74,7 @@ def response_tokens(
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge metrics of packs or ranks: sums by name, in order; extremes where a name ends in _max or _min."""
+    """Merge metrics of packs or ranks: sums by name, in order, or extremes where a name ends in _max or _min."""
     merged: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
@@ -88,7 +88,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _extreme(name: str, *values: Any) -> Any:
-    """Return the larger value, or the smaller one by the name; tensors are compared where they are."""
+    """Return the larger or the smaller value, depending on the name. Tensors are compared on their device."""
     largest = name.endswith("_max")
     if all(isinstance(value, Tensor) for value in values):
         return (torch.maximum if largest else torch.minimum)(*values)
@@ -96,7 +96,7 @@ def _extreme(name: str, *values: Any) -> Any:
 
 
 def read_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the numbers of scalar tensors of one device, for which a GPU is waited for once."""
+    """Return the numbers in scalar tensors of one device, waiting for a GPU only once."""
     if not sums:
         return {}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

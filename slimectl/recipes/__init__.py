@@ -20,7 +20,7 @@ class Recipe:
     layer: Layer | None
     words: dict[str, Any]
     name: str | None = None
-    """Name of a shipped recipe, or the absolute path of another file, by which `find` finds it again."""
+    """Name of a shipped recipe, or the absolute path of another file. `find` accepts it."""
 
 
 def names() -> list[str]:
@@ -28,24 +28,22 @@ def names() -> list[str]:
 
 
 def find(name: str | None, *, instead: bool, needed: bool) -> Recipe:
-    """Return the recipe of a name or file; without a name, ./slimectl.toml.
+    """Return the recipe with a name or path. Without a name, return ./slimectl.toml.
 
-    `instead`: other files were given, so ./slimectl.toml is not read. `needed`: no other settings were given, so its
-    absence is an error. Raises SettingsError, for an unknown name with the nearest one.
+    `instead`: other files were given, so ./slimectl.toml is not read. `needed`: no other settings were given, so it is
+    an error if the file is missing. Raises SettingsError, which suggests the nearest name for an unknown one.
     """
     if name is None and (instead or not DEFAULT.exists()):
         if needed:
-            raise SettingsError(
-                f"no {DEFAULT} here; name a recipe ({', '.join(names())}) or a TOML file, or give -c FILE"
-            )
+            raise SettingsError(f"no {DEFAULT} here. Give a recipe ({', '.join(names())}), a TOML file, or -c FILE.")
         return Recipe(None, {})
     path = Path(name or DEFAULT)
     if path.suffix not in (".toml", *YAML_SUFFIXES):
         path = Path(__file__).parent / f"{name}.toml"
         if not path.exists():
             matches = difflib.get_close_matches(str(name), names(), n=1)
-            hint = f"did you mean {matches[0]}?" if matches else f"known are {', '.join(names())}"
-            raise SettingsError(f"recipe {name!r}: unknown; {hint}")
+            hint = f"Did you mean {matches[0]}?" if matches else f"Available: {', '.join(names())}"
+            raise SettingsError(f"unknown recipe {name!r}. {hint}")
     layer = replace(from_file(path), is_recipe=path.parent == Path(__file__).parent)
     recipe_table = settings_document(path).get("recipe", {})
     layer.values.setdefault("run", {}).setdefault("name", path.stem)

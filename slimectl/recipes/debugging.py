@@ -11,12 +11,12 @@ PAUSE_S = 1.0
 
 
 def sleep_rollout(args: Any) -> NoReturn:
-    """Sample nothing: engines, trainer and reward stay up, with the first weights, until the run is interrupted.
+    """Sample nothing: engines, trainer and reward stay up, with the initial weights, until the run is interrupted.
 
-    slime's sleep rollout. What runs can be looked at meanwhile: requests to the servers, memory, weights.
+    slime's sleep rollout. Meanwhile you can inspect the running parts: requests to the servers, memory, weights.
     """
     urls = ", ".join(args.engine.url)
     engines = f"engines ({urls})" if urls else "engines"
-    logger.warning(f"sampling nothing: {engines} and trainer stay up; Ctrl-C twice ends the run")
+    logger.warning(f"sampling nothing: {engines} and trainer stay up. Press Ctrl-C twice to end the run.")
     while True:
         time.sleep(PAUSE_S)

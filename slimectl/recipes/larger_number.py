@@ -1,4 +1,4 @@
-"""Prompts that ask for the larger of two numbers; a small model answers some of them correctly."""
+"""Prompts that ask for the larger of two numbers. A small model answers some of them correctly."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ Pair = tuple[int, int]
 def prompts(
     seed: int = 0, size: int = 1000, shots: int = 4, min_digits: int = 2, max_digits: int = 3
 ) -> Iterator[Prompt]:
-    """Yield `size` few-shot prompts; the label is the larger number as text. Stop the answer at a newline.
+    """Yield `size` few-shot prompts. The label is the larger number as a string. Stop the answer at a newline.
 
     >>> print(next(prompts(shots=2)).text)
     Which number is larger, 548 or 377? 548
     Which number is larger, 74 or 698? 698
     Which number is larger, 680 or 210?
 
-    The larger number comes first in half of the questions, and in half of a prompt's examples; no number of a prompt
-    occurs twice in it. An even seed and an odd one never ask for the same two numbers: train on one, hold out the
-    other. SmolLM2-135M-Instruct begins near 0.4 at temperature 1, and names the other number as often.
+    The larger number comes first in half of the questions, and in half of a prompt's examples. No number occurs twice
+    in
+    a prompt. An even seed and an odd one never ask for the same two numbers, so train on one and hold out the other.
+    SmolLM2-135M-Instruct begins near 0.4 at temperature 1, and answers with the other number equally often.
     """
     for i in range(size):
         # Questions 2k and 2k + 1 share a coin and take its two sides.

@@ -1,4 +1,4 @@
-"""A data source that samples recorded answers once more (rollout.data_source_path)."""
+"""A data source that samples recorded responses again (rollout.data_source_path)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slimectl.hooks.signatures import Group
 from slimectl.types import VERSION_SPANS, Prompt, Sample, Status
 
 RESULTS = (VERSION_SPANS, "explanation", "error", "agent")
-"""Metadata that an earlier attempt left."""
+"""Metadata left by an earlier attempt."""
 
 
 class RecordedSamples:
-    """Source of the samples in `rollout.data`, each a group of its own with its tokens before the answer.
+    """Source of the samples in `rollout.data`. Each is a separate group, with its tokens before the response.
 
-    Each keeps its index and its group, so that the settings, seed and weights of its first time draw the same answer
-    from the embedded engine. A group has one sample: `rollout.n_samples_per_prompt` is 1.
+    Each keeps its index and its group, so that with the same settings, seed and weights the embedded engine gives the
+    same response. A group has one sample, so `rollout.n_samples_per_prompt` is 1.
     """
 
     keeps_numbers = True
@@ -36,18 +36,18 @@ class RecordedSamples:
         return [group for _, group in zip(range(n), self._groups, strict=False)]
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Take nothing back: every sample is one attempt."""
+        """Accept nothing: every sample is attempted once."""
 
     def save(self, rollout_id: int) -> None:
-        """Return no state: a file is read from its beginning."""
+        """Return no state, because a file is read from its beginning."""
 
     def load(self, rollout_id: int, state: Any) -> None:
-        """Do nothing: a file is read from its beginning."""
+        """Do nothing, because a file is read from its beginning."""
 
     def _read(self) -> Iterator[Group]:
         for location, record in self._table.scan():
             if isinstance(record, Prompt):
-                raise RecordError(f"{location}: is a prompt; give samples")
+                raise RecordError(f"{location}: is a prompt. Give samples.")
             try:
                 sample = sample_from_json(record)
                 resolve_sample(sample, location)
@@ -57,7 +57,7 @@ class RecordedSamples:
 
 
 def blank(sample: Sample) -> Sample:
-    """Return a sample as it was before its answer."""
+    """Return a sample as it was before its response."""
     return Sample(
         group_index=sample.group_index,
         index=sample.index,

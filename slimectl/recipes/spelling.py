@@ -11,13 +11,13 @@ from slimectl.errors import MissingExtraError, SettingsError
 
 TASK = "spell_backward"
 HELD_OUT_OF = 5
-"""One word in this many is held out, by a hash of the word: no seed can bring it into training."""
+"""One word in this many is held out, by a hash of the word, so that no seed uses it for training."""
 
 
 def prompts(
     split: str = "train", seed: int = 0, size: int = 1000, min_word_len: int = 3, max_word_len: int = 5
 ) -> Iterator[dict[str, Any]]:
-    """Yield `size` prompts `word>`, labelled with the word backward; graded by reasoning-gym's scorer.
+    """Yield `size` prompts `word>`, with the reversed word as label. They are graded by reasoning-gym's scorer.
 
     Raises SettingsError for a split other than train and held_out.
     """
@@ -40,9 +40,9 @@ def prompts(
 
 @lru_cache(maxsize=8)
 def _entries(seed: int, size: int, min_word_len: int, max_word_len: int) -> Any:
-    """Return reasoning-gym's entries by index; kept, because each reads and divides a list of words anew.
+    """Return reasoning-gym's entries by index. They are cached, because creating them reads and splits a list of words.
 
-    A run opens its prompts once for every look at the accuracy.
+    A run opens its prompts once per evaluation.
     """
     try:
         import reasoning_gym

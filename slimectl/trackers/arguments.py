@@ -1,4 +1,4 @@
-"""Arguments of track.kwargs, compared with those that a tracker or its library takes."""
+"""Checks track.kwargs against the arguments that a tracker or its library accepts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, cast
 from slimectl.errors import SettingsError
 
 MOST_NAMES = 40
-"""Names that a message lists; wandb has 140 settings."""
+"""Largest number of names that a message lists. wandb has 140 settings."""
 
 Accepted = Mapping[str, Any]
-"""Names of arguments; one that is a table has the names of its keys, any other None."""
+"""Accepted argument names. The value is the names of the keys for a table, else None."""
 
 
 def parameters(function: Callable[..., object]) -> dict[str, Any]:
-    """Return the names that a function takes by keyword.
+    """Return the names that a function accepts by keyword.
 
     >>> parameters(lambda run, *, path=None, **more: None)
     {'run': None, 'path': None}
@@ -26,21 +26,22 @@ def parameters(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def fields(model: type) -> dict[str, Any]:
-    """Return the fields of a pydantic model, and those of its tables."""
+    """Return the fields of a pydantic model. A field that is a table has the names of its keys."""
     return {name: _table(field.annotation) for name, field in cast(Any, model).model_fields.items()}
 
 
 def accepted_arguments(tracker: Callable[..., object]) -> Accepted | None:
-    """Return what a tracker says that it takes, else the parameters of its constructor; None if it takes any.
+    """Return the arguments that a tracker accepts, or None if it accepts any.
 
-    A tracker that hands its arguments to a library says so by a static method `accepted_arguments`.
+    They are the parameters of its constructor. A tracker that passes its arguments to a library returns them from a
+    static method `accepted_arguments`.
     """
     if declared := getattr(tracker, "accepted_arguments", None):
         return cast(Accepted, declared())
     _, *parameters = inspect.signature(tracker).parameters.values()  # the first is the run
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
-    section = {"settings"} if getattr(tracker, "settings_class", None) else set()  # which is no argument of the user's
+    section = {"settings"} if getattr(tracker, "settings_class", None) else set()  # not an argument of the user's
     return dict.fromkeys(each.name for each in parameters if _has_name(each) and each.name not in section)
 
 
@@ -48,18 +49,18 @@ def check_arguments(setting: str, arguments: Mapping[str, Any], accepted: Accept
     """Raise SettingsError for an argument, or a key of a table among them, that is not accepted."""
     for name, value in arguments.items():
         if name not in accepted:
-            raise SettingsError(f"{setting}.{name}: no such argument; {_remedy(name, sorted(accepted))}")
+            raise SettingsError(f"{setting}.{name}: no such argument. {_remedy(name, sorted(accepted))}")
         if accepted[name] is not None:
             if not isinstance(value, Mapping):
-                raise SettingsError(f"{setting}.{name}: {value!r} is no table; write {{NAME = VALUE}}")
+                raise SettingsError(f"{setting}.{name}: {value!r} is not a table. Write {{NAME = VALUE}}.")
             check_arguments(f"{setting}.{name}", value, accepted[name])
 
 
 def _remedy(name: str, accepted: list[str]) -> str:
     if near := get_close_matches(name, accepted, n=1):
-        return f"did you mean {near[0]}?"
+        return f"Did you mean {near[0]}?"
     names = f" of {len(accepted)}" if len(accepted) > MOST_NAMES else f": {', '.join(accepted)}"
-    return f"drop it, or give one{names}" if accepted else "drop it: it takes none"
+    return f"Drop it, or use one{names}" if accepted else "Drop it: this tracker has no arguments."
 
 
 def _has_name(parameter: inspect.Parameter) -> bool:

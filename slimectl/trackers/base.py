@@ -1,4 +1,4 @@
-"""The run as its trackers know it, and containment of their failures."""
+"""The run as its trackers see it, and isolation of their failures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from slimectl.types import TableRow
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a run at wandb and SwanLab; None leaves a field to the library and its environment variables.
+    """Identity of a run at wandb and SwanLab. None leaves a field to the library and its environment variables.
 
-    `run_id` stays the same when a run is resumed, so that its curves continue. `config` is shown beside them.
+    `run_id` stays the same when a run is resumed, so that its curves continue. `config` is shown with them.
     """
 
     run_id: str
@@ -37,11 +37,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as its trackers know it; every tracker's constructor takes it, then the arguments of track.kwargs.
+    """A run as its trackers see it. Every tracker's constructor receives it, then the arguments of track.kwargs.
 
-    `log_dir` is track.dir, `one_axis` is track.always_use_train_step. `resumed` says that the run has recorded
-    something before, `resumed_at` is the step of the checkpoint after which it goes on, `rounds` the number of rounds
-    if known, `rounds_done` those behind it. `identity()` is drawn once. `progress` shows the run on a terminal.
+    `log_dir` is track.dir, `one_axis` is track.always_use_train_step. `resumed` is whether the run has recorded
+    something before, and `resumed_at` is the step of the checkpoint from which it resumes. `rounds` is the number of
+    rounds if known, `rounds_done` the number of finished ones. `identity()` is drawn once. `progress` shows the run on
+    a
+    terminal.
     """
 
     folder: Path
@@ -57,29 +59,29 @@ class TrackedRun:
 
 MODE_VARIABLES = {"wandb": "WANDB_MODE", "swanlab": "SWANLAB_MODE"}
 OFFLINE = ("offline", "dryrun", "disabled", "local")
-"""Modes in which a tracker sends nothing; dryrun is an older name at wandb, local a mode of SwanLab."""
+"""Modes in which a tracker sends nothing. dryrun is an older name at wandb, local a mode of SwanLab."""
 
 
 def is_offline(tracker: str, mode: str | None) -> bool:
-    """Return whether a tracker sends nothing in this mode, or without one in the mode of its environment variable."""
+    """Return whether a tracker sends nothing in this mode. Without a mode, its environment variable decides."""
     variable = MODE_VARIABLES.get(tracker)
     return variable is not None and (mode or os.environ.get(variable)) in OFFLINE
 
 
 def flush(tracker: Tracker) -> None:
-    """Let a tracker write down what its library holds back, if it has a method `flush`."""
+    """Make a tracker write data that its library holds back, if it has a method `flush`."""
     if callable(method := getattr(tracker, "flush", None)):
         method()
 
 
 def log_histogram(tracker: Tracker, name: str, values: Sequence[float], *, step: int) -> None:
-    """Log a histogram of values to a tracker that draws one: it has a method `histogram`."""
+    """Log a histogram of values to a tracker that can draw one with its method `histogram`."""
     if callable(method := getattr(tracker, "histogram", None)):
         method(name, values, step=step)
 
 
 class WrappedTracker:
-    """Passes on to a tracker, with all its attributes, what a subclass leaves as it is."""
+    """Passes calls and attributes on to a tracker, unless a subclass overrides them."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
@@ -89,7 +91,7 @@ class WrappedTracker:
 
 
 class FaultTolerantTracker(WrappedTracker):
-    """A tracker whose failures are contained: the first is reported, and every later metric is still tried."""
+    """A tracker whose failures are contained. The first is reported, and later metrics are still attempted."""
 
     def __init__(
         self,
@@ -129,17 +131,18 @@ class FaultTolerantTracker(WrappedTracker):
     def _contain_errors(self, moment: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # any error of the library: a chart must not stop a run
+        except Exception as error:  # any error of the library, because a chart must not stop a run
             if not self._warned:
                 self._warned = True
                 self._warn(
-                    f"{self.setting}: {self.name} failed {moment}: {first_line(error)}; the run goes on, and its "
-                    f"metrics.jsonl has every number"
+                    f"{self.setting}: {self.name} failed {moment}: {first_line(error)}. The run continues, and its "
+                    f"metrics.jsonl has every number."
                 )
 
 
 def first_line(error: BaseException) -> str:
-    """First non-empty line of an error's message, or the name of its type; of a refused field its name and why."""
+    """Return the first non-empty line of an error's message, or its type. For a rejected field, the field and
+    reason."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -160,6 +163,6 @@ def starting(name: str, *, way_out: str) -> Iterator[None]:
         raise SettingsError(f"track.kwargs.{name}: {first_line(error)}") from error
     except Exception as error:
         kind, text = type(error).__name__, first_line(error)
-        if text != kind and not isinstance(error, ValidationError):  # which names the field that it refuses
+        if text != kind and not isinstance(error, ValidationError):  # it already contains the rejected field
             text = f"{kind}: {text}"
-        raise BackendError(f"track.with: {name} cannot start: {text}; {way_out}") from error
+        raise BackendError(f"track.with: {name} cannot start: {text}. {way_out}.") from error

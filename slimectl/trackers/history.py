@@ -1,4 +1,4 @@
-"""Points that a library holds already of a run that is resumed."""
+"""Points of a resumed run that a library already has."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from slimectl.stdio import logger
 from slimectl.trackers.base import first_line
 
 Point = tuple[str, float, float | None]
-"""Metric, train step, and the place on the metric's own axis where the library keeps that."""
+"""Metric, train step, and the position on the metric's own axis if the library stores it."""
 BLOCK, CHUNK_HEADER, FILE_HEADER = 32768, 7, 7
 FIRST_CHUNKS, LAST_CHUNKS = (1, 2), (1, 4)
-"""Kinds of chunks that begin and end a record: 1 does both."""
+"""Kinds of chunks that begin and end a record. Kind 1 does both."""
 
 
 class History:
-    """Points that are not sent a second time: a killed process may have lost what it sent last, but nothing before.
+    """Points that are not sent again. A killed process may have lost its last points, but no earlier ones.
 
-    `by_axis` says that a metric may have several points at one train step, such as that of a round without a step.
+    `by_axis` is whether a metric may have several points at one train step, for example from a round without a step.
     """
 
     def __init__(self, points: Iterable[Point] = (), *, by_axis: bool = True) -> None:
@@ -31,18 +31,18 @@ class History:
 
     @classmethod
     def read(cls, library: str, points: Callable[[], Iterable[Point]], *, by_axis: bool = True) -> History | None:
-        """Return the history of points that are read from a library's files; None, with a warning, if that fails."""
+        """Return the history of points read from a library's files, or None, with a warning, if that fails."""
         try:
             return cls(points(), by_axis=by_axis)
         except Exception as error:  # another version of the library, or a damaged file
             logger.warning(
-                f"track.with: what {library} holds of the run cannot be read ({first_line(error)}); points of its last "
-                f"seconds may be missing"
+                f"track.with: cannot read the run's records at {library} ({first_line(error)}). Points of its last "
+                f"seconds may be missing."
             )
             return None
 
     def missing(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Return the metrics that the library lacks, with their axes; nothing where it has them all."""
+        """Return the metrics that the library lacks, with their axes, or an empty dict if it has them all."""
         if not self._points:
             return dict(metrics)
         row = {"train/step": step, **metrics}
@@ -52,9 +52,9 @@ class History:
         return {name: value for name, value in metrics.items() if name in new or name.endswith("/step")}
 
     def has(self, name: str, step: int, *, place: float | None = None) -> bool:
-        """Return whether the library holds a metric or table at a step, and at that place on its axis if it is given.
+        """Return whether the library has a metric or table at a step, and at `place` on its axis if that is given.
 
-        wandb itself adds the axis to a row that lacks it.
+        wandb adds the axis to rows that lack it.
         """
         if place is None or not self._by_axis:
             return (name, step) in self._steps
@@ -62,7 +62,7 @@ class History:
 
 
 def points_of(rows: Iterable[Mapping[str, Any]], step: str = "train/step") -> Iterator[Point]:
-    """Yield the points of rows of metrics; `step` is the key of the train step, which rows of others lack."""
+    """Yield the points of metric rows. `step` is the key of the train step. Rows without it are not metrics."""
     for row in rows:
         if step in row:
             step_row = {"train/step": row[step], **row}
@@ -70,9 +70,9 @@ def points_of(rows: Iterable[Mapping[str, Any]], step: str = "train/step") -> It
 
 
 def log_records(file: Path) -> Iterator[bytes]:
-    """Yield the records of a file in the log format of LevelDB, as wandb and SwanLab write; the last may be cut off.
+    """Yield the records of a file in the log format of LevelDB, as wandb and SwanLab write. The last may be cut off.
 
-    The format: seven bytes of the library's own, then blocks of chunks (crc32, length, kind), padded with zeros.
+    The format: seven bytes specific to the library, then blocks of chunks (crc32, length, kind), padded with zeros.
     """
     data, at, record = file.read_bytes(), FILE_HEADER, b""
     while at + CHUNK_HEADER <= len(data):

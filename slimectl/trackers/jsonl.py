@@ -1,4 +1,4 @@
-"""Metrics as JSON Lines; equal metrics give equal bytes."""
+"""Writes metrics as JSON Lines. Equal metrics give equal bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from slimectl.types import TableRow
 
 
 class JsonlTracker:
-    """Appends {"step": …, "metrics": {…}} to `path`, by default tracked.jsonl of the run, flushed at every step.
+    """Appends {"step": …, "metrics": {…}} to `path`, by default the run's tracked.jsonl, and flushes at every step.
 
-    It has times too; metrics.jsonl of the run has only values that the seed determines.
+    It also has times. The run's metrics.jsonl has only values that the seed determines.
     """
 
     def __init__(self, run: TrackedRun, *, path: str | None = None) -> None:

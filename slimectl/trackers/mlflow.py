@@ -15,20 +15,20 @@ from slimectl.errors import MissingExtraError
 from slimectl.trackers.base import Identity, TrackedRun, starting
 from slimectl.types import TableRow
 
-WAY_OUT = "set MLFLOW_TRACKING_URI (or track.kwargs.mlflow.tracking_uri) to a server that answers, or drop mlflow"
+WAY_OUT = "Set MLFLOW_TRACKING_URI (or track.kwargs.mlflow.tracking_uri) to a server that answers, or drop mlflow"
 RUN_TAG = "slimectl.run_id"
 MAX_METRICS, MAX_PARAMS = 1000, 100
 """Limits of one call of log_batch."""
 MAX_PARAM_CHARACTERS = 6000
 REFUSED = re.compile(r"[^\w\-. :/]")
-"""Characters that MLflow takes in no name, such as that of pass@8."""
+"""Characters that MLflow does not allow in names, such as @ in pass@8."""
 
 
 class MlflowTracker:
-    """One MLflow run: at `tracking_uri` or MLFLOW_TRACKING_URI, else in a database in the folder `mlflow` of the run.
+    """One MLflow run: at `tracking_uri` or MLFLOW_TRACKING_URI, else in a database in the run's folder `mlflow`.
 
-    Each metric has its own axis as its step, or with `one_axis` the train step. Settings are parameters, tables of
-    texts are artifacts. `experiment_name` is the project where not given; `run_name` and `tags` are those of MLflow.
+    The step of a metric is its own axis, or with `one_axis` the train step. Settings are parameters, and tables of
+    strings are artifacts. `experiment_name` defaults to the project. `run_name` and `tags` are passed to MLflow.
     Raises MissingExtraError without the library, BackendError if it cannot start.
     """
 
@@ -50,7 +50,7 @@ class MlflowTracker:
             raise MissingExtraError("mlflow", extra="mlflow", wanted_by="track.with") from error
         identity = run.identity()
         if identity.api_key:
-            os.environ["MLFLOW_TRACKING_TOKEN"] = identity.api_key  # MLflow 3 reads it there only, at every request
+            os.environ["MLFLOW_TRACKING_TOKEN"] = identity.api_key  # MLflow 3 only reads it there, at every request
         self._one_axis = run.one_axis
         self._axes: dict[str, float] = {"rollout/step": float(run.rounds_done)} if run.rounds_done else {}
         with starting("mlflow", way_out=WAY_OUT):
@@ -66,7 +66,7 @@ class MlflowTracker:
             self._client.update_run(self._run_id, status="RUNNING")
             latest = self._client.get_run(self._run_id).data._metric_objs if run.resumed else []
             self._latest = {metric.key: int(metric.step) for metric in latest}
-            """Step of the last point that MLflow holds of every metric; none before it is missing."""
+            """Step of the last point that MLflow has of every metric. No earlier point is missing."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         from mlflow.entities import Metric
@@ -81,7 +81,7 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=batch)
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Write a table as JSON that MLflow's page shows as one."""
+        """Write a table as JSON that MLflow's page shows as a table."""
         columns = list(rows[0])
         table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
         self._client.log_text(self._run_id, json.dumps(table), f"{REFUSED.sub('_at_', name)}/step_{step:06d}.json")
@@ -93,7 +93,7 @@ class MlflowTracker:
         return step if self._one_axis else int(self._axes.get(axis_of(name), step))
 
     def _experiment(self, name: str, artifacts: Path | None) -> str:
-        """Return the identifier of an experiment, which is created where it does not exist."""
+        """Return the identifier of an experiment. Create it if it does not exist."""
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             return str(experiment.experiment_id)
@@ -101,12 +101,12 @@ class MlflowTracker:
         return str(self._client.create_experiment(name, artifact_location=location))
 
     def _find_run(self, experiment: str, run_id: str) -> str | None:
-        """Return MLflow's identifier of the run, if it was begun before."""
+        """Return MLflow's identifier of the run, if it was started before."""
         runs = self._client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1)
         return str(runs[0].info.run_id) if runs else None
 
     def _create_run(self, experiment: str, identity: Identity, *, name: str | None, tags: Mapping[str, str]) -> str:
-        """Create a run with the settings as its parameters; return MLflow's identifier."""
+        """Create a run with the settings as its parameters, and return MLflow's identifier."""
         from mlflow.entities import Param
 
         labels = {**tags, RUN_TAG: identity.run_id, **({"group": identity.group} if identity.group else {})}
@@ -123,7 +123,7 @@ def _local_database(folder: Path) -> str:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield settings by dotted key, as texts."""
+    """Yield settings by dotted key, as strings."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""Prometheus endpoint."""
+"""Prometheus tracker: serves the latest metrics over HTTP."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PREFIX = "slimectl_"
 class PrometheusTracker:
     """The last value of every metric at http://HOST:PORT/metrics, as a gauge with the run's name in the label `run`.
 
-    Names are those of the metrics with `slimectl_` before them and an underscore for every character that Prometheus
-    refuses; the help text has the name itself. Port 0 is any free one, which a message names.
+    Prometheus names are metric names prefixed with `slimectl_`, with an underscore for every character that Prometheus
+    rejects. The help text has the original name. Port 0 chooses any free port, which is logged.
 
     Raises MissingExtraError without the library, BackendError for an address that cannot be opened.
     """
@@ -36,11 +36,11 @@ class PrometheusTracker:
                 "prometheus_client", extra="prometheus", wanted_by="track.prometheus_port"
             ) from error
         self._run_name = run.folder.name
-        self._registry = CollectorRegistry()  # without the process metrics of the library's own
+        self._registry = CollectorRegistry()  # without the library's own process metrics
         self._new_gauge = partial(Gauge, labelnames=["run"], registry=self._registry)
         self._gauges: dict[str, Gauge] = {}
         self._names: dict[str, str] = {}
-        """Metric by its name at Prometheus."""
+        """Metric by its Prometheus name."""
         try:
             self._server, self._thread = start_http_server(port, host, self._registry)
         except OSError as error:
@@ -52,14 +52,15 @@ class PrometheusTracker:
         return int(self._server.server_port)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Set the gauges. Raises ValueError in the end for metrics whose name at Prometheus is another's."""
+        """Set the gauges. Afterwards, raises ValueError for metrics whose Prometheus name is already used by
+        another."""
         hidden = []
         for name, value in {"train/step": step, **metrics}.items():
             shown = self._names.setdefault(prometheus_name(name), name)
             if shown == name:
                 self._gauge(name).labels(self._run_name).set(value)
             else:
-                hidden.append(f"{name} has the name of {shown} there")
+                hidden.append(f"{name} has the same Prometheus name as {shown}")
         if hidden:
             raise ValueError("; ".join(hidden))
 
@@ -69,7 +70,7 @@ class PrometheusTracker:
         return self._gauges[name]
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Prometheus has numbers alone."""
+        """Do nothing: Prometheus only has numbers."""
 
     def close(self) -> None:
         self._server.shutdown()
@@ -91,12 +92,12 @@ def check_address(host: str, port: int) -> None:
 def _not_opened(host: str, port: int, error: OSError) -> BackendError:
     reason = error.strerror or first_line(error)
     return BackendError(
-        f"track.prometheus_port: {host}:{port} cannot be opened: {reason}; set another port, or 0 for any free one"
+        f"track.prometheus_port: {host}:{port} cannot be opened: {reason}. Set another port, or 0 for any free one."
     )
 
 
 def prometheus_name(name: str) -> str:
-    """Return the name of a metric at Prometheus.
+    """Return the Prometheus name of a metric.
 
     >>> prometheus_name("eval/gsm8k-pass@8")
     'slimectl_eval_gsm8k_pass_at_8'

@@ -15,18 +15,18 @@ EXTREMES = {"score/mean": "", "score/max": "_max_reward", "score/min": "_min_rew
 
 
 RATED_ROUNDS = 5
-"""Rounds over which ROLL takes the rate of tokens."""
+"""Number of rounds over which ROLL computes the token rate."""
 
 
 def roll_named(metrics: Mapping[str, float], *, prompts_per_round: int) -> Metrics:
-    """Metrics that ROLL has, under its names; the axes (…/step) and the memory of phases have them already."""
+    """Return ROLL's metrics under its names. The axes (…/step) and the memory of phases already have them."""
     renamed = {name: value for name, value in metrics.items() if name.endswith("/step") or name.startswith("memory/")}
     renamed |= {ROLL_NAMES[name]: value for name, value in metrics.items() if name in ROLL_NAMES}
     for part in ("", "/std", "/max", "/min"):
         if (value := metrics.get(f"rollout/penalized_rewards{part}")) is not None:
             renamed[ROLL_NAMES[f"rollout/rewards{part}"]] = value
     if "train/ppo_kl" in metrics:
-        # ROLL's sign: it grows with the probability of the sampled tokens.
+        # ROLL uses the opposite sign: its value grows with the probability of the sampled tokens.
         renamed["actor/policykl"] = -metrics["train/ppo_kl"]
     if "train/pg_loss" in metrics:
         renamed["actor/weighted_pg_loss"] = metrics["train/pg_loss"]
@@ -42,11 +42,11 @@ SUMS = {
     "time/ref_log_probs_values_reward": ("perf/ref_log_probs_time", "perf/teacher_log_probs_time"),
     "time/old_log_probs_values": ("perf/log_probs_time", "perf/values_time"),
 }
-"""ROLL's times of passes before the steps, and the metrics whose sum they are."""
+"""ROLL's times of the passes before the steps, with the metrics that they sum."""
 
 
 def _phases(metrics: Mapping[str, float]) -> Metrics:
-    """Times of the phases of a round, whole and in their parts, and of the passes before its steps."""
+    """Return times of the phases of a round, in total and in parts, and of the passes before its steps."""
     renamed: Metrics = {}
     for name, passes in SUMS.items():
         if any(one_pass in metrics for one_pass in passes):
@@ -62,7 +62,7 @@ def _phases(metrics: Mapping[str, float]) -> Metrics:
 
 
 def _validation(metrics: Mapping[str, float]) -> Metrics:
-    """Evaluation scores of each dataset, and of all datasets together."""
+    """Return evaluation scores of each dataset, and of all datasets together."""
     counts = {
         name.removeprefix("eval/").removesuffix("_samples"): value
         for name, value in metrics.items()
@@ -80,9 +80,9 @@ def _validation(metrics: Mapping[str, float]) -> Metrics:
 
 
 class Renamed(WrappedTracker):
-    """A tracker that gets ROLL's names, in addition to slime's with `keep_slime_names`.
+    """A tracker that receives ROLL's names, and with `keep_slime_names` also slime's.
 
-    system/tps is the rate of the last `RATED_ROUNDS` rounds.
+    system/tps is the token rate of the last `RATED_ROUNDS` rounds.
     """
 
     def __init__(self, tracker: Tracker, *, keep_slime_names: bool, prompts_per_round: int) -> None:

@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: figures beside its progress bar, or a line a step."""
+"""Shows a run on the terminal: figures next to its progress bar, or one line per step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DECAY = 0.9
 
 
 def console_tracker(run: TrackedRun) -> Tracker:
-    """Return the tracker for a progress bar, or one of a plain line a step where no bar is drawn."""
+    """Return the tracker for a progress bar, or one that logs a plain line per step if no bar is drawn."""
     return BarTracker(run.progress) if run.progress.is_drawn else StdoutTracker()
 
 
 class BarTracker:
-    """Shows the last round's figures beside the bar; evaluations are printed above it and stay."""
+    """Shows the last round's figures next to the bar. Evaluations are printed above it and stay."""
 
     shown_rows = 2
 
@@ -63,7 +63,7 @@ SHOWN = {
     "train/lr": "lr",
     "rollout/staleness/max": "stale",
 }
-"""Metrics in the line of a step, and their short names; not the loss, which is 0 by construction on-policy."""
+"""Metrics in the line of a step, and their short names. Not the loss, which is 0 by construction on-policy."""
 
 SHOWN_SUPERVISED = {
     "train/loss": "loss",
@@ -71,16 +71,16 @@ SHOWN_SUPERVISED = {
     "train/grad_norm": "grad",
     "train/lr": "lr",
 }
-"""The same of a step on demonstrations or preferences."""
+"""The same for a step on demonstrations or preferences."""
 
 WIDTH = 40
-"""Characters of each text of a table."""
+"""Number of characters of each string in a table."""
 
 
 class StdoutTracker:
-    """Logs a line for every step, or writes it to `stream`; stdout itself is for data.
+    """Logs a line for every step, or writes it to `stream`. stdout itself is for data.
 
-    With `files_only` the terminal shows no line, as it has a progress bar.
+    With `files_only` the terminal shows no line, because it has a progress bar.
     """
 
     shown_rows = 2
@@ -109,21 +109,21 @@ class StdoutTracker:
 
 
 def lines_of(rows: Sequence[TableRow], *, columns: int | None = None) -> list[str]:
-    """Return the rows of a table, one short line each; of a terminal below 80 columns, shorter ones."""
+    """Return the rows of a table, one short line each. On terminals under 80 columns the lines are shorter."""
     is_narrow = columns is not None and columns < 80
     indent, width = ("  ", max(6, ((columns or 0) - 18) // 3)) if is_narrow else (" " * 11, WIDTH)
     return [indent + "  ".join(_short(value, width) for value in _with_last_message(row).values()) for row in rows]
 
 
 def _with_last_message(row: TableRow) -> TableRow:
-    """Return the row of a chat, whose prompt is JSON, with the text of its last message as the prompt."""
+    """Return the row with the last message's text as the prompt, if the prompt is a chat in JSON."""
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt.startswith("[{"):
         return row
     try:
         return row | {"prompt": content_text(json.loads(prompt)[-1]["content"])}
     except (ValueError, LookupError, TypeError):
-        return row  # a text that only begins as a chat does
+        return row  # only looks like the beginning of a chat
 
 
 def _short(value: str | float, width: int) -> str:
@@ -133,14 +133,14 @@ def _short(value: str | float, width: int) -> str:
 
 
 def shown_of(metrics: Mapping[str, float]) -> list[str]:
-    """Parts of the line of a step; staleness only if above 0, and what its round lacks."""
+    """Return the parts of a step's line. Includes staleness only if above 0, and any `shortcomings` of the round."""
     labels = SHOWN_SUPERVISED if is_supervised(metrics) else SHOWN
     names = [name for name in labels if name in metrics and (labels[name] != "stale" or metrics[name] > 0)]
     return [f"{labels[name]} {metrics[name]:.3g}" for name in names] + shortcomings(metrics)
 
 
 def shortcomings(metrics: Mapping[str, float]) -> list[str]:
-    """Return "no signal" for a round that teaches nothing, "no step" for one whose rollouts do not fill a step."""
+    """Return "no signal" for a round without gradient, "no step" for one whose rollouts do not fill a step."""
     notes = ["no signal"] if metrics.get("rollout/no_signal") else []
     if "rollout/step" in metrics and "train/step" not in metrics:
         waiting = int(metrics.get("train/rollouts_left_over", 0))
@@ -152,7 +152,7 @@ COLUMNS = {
     "rollout/raw_reward": "reward", "train/loss": "loss", "train/grad_norm": "grad", "train/entropy_loss": "entropy",
     "rollout/response_len/mean": "length", "train/lr": "lr",
 }  # fmt: skip
-"""Columns of the table of a training on a terminal."""
+"""Columns of the table that a terminal shows during training."""
 
 
 def table_header() -> str:
@@ -160,7 +160,7 @@ def table_header() -> str:
 
 
 def table_row(metrics: Mapping[str, float], step: int) -> str:
-    """Return the row of a step; a metric that it lacks is a dash."""
+    """Return the row of a step, with a dash for each missing metric."""
     cells = [f"{metrics[name]:.4g}" if name in metrics else "-" for name in COLUMNS]
     return (
         f"{step:>6}" + "".join(f"{cell:>11}" for cell in cells) + "".join(f"  {note}" for note in shortcomings(metrics))

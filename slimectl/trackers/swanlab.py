@@ -18,19 +18,19 @@ from slimectl.trackers.base import TrackedRun, is_offline, starting
 from slimectl.trackers.history import History, Point, log_records
 from slimectl.types import TableRow
 
-WAY_OUT = 'set SWANLAB_API_KEY (or run `swanlab login`), or track.mode = "offline", or drop swanlab from track.with'
+WAY_OUT = 'Set SWANLAB_API_KEY (or run `swanlab login`), or track.mode = "offline", or drop swanlab from track.with'
 
 NAMES = {"experiment_name": "name", "logdir": "log_dir", "notes": "description"}
-"""Older names of arguments, which swanlab.init ignores beside the present ones."""
+"""Older names of arguments, which swanlab.init ignores if the current names are also given."""
 
 HELD_BACK_S = 0.75
-"""Seconds after which SwanLab's thread has written a line: it waits half a second for the next."""
+"""Seconds after which SwanLab's thread has written a line. It waits half a second for the next line."""
 
 
 class SwanlabTracker:
-    """One SwanLab experiment, in a folder `swanlab`; each metric on its own axis, or with `one_axis` on the train step.
+    """One SwanLab experiment, in a folder `swanlab`. Each metric has its own axis, or with `one_axis` the train step.
 
-    `kwargs` overrides all other arguments of `swanlab.init`, under ROLL's names too; `login_kwargs` are those of
+    `kwargs` overrides all other arguments of `swanlab.init`, and may use ROLL's names. `login_kwargs` are passed to
     `swanlab.login`, which is not called offline. Raises MissingExtraError without the library, BackendError if it
     cannot start.
     """
@@ -49,7 +49,7 @@ class SwanlabTracker:
             "group": identity.group,
             "name": identity.name,
             "id": identity.run_id,
-            "mode": None if identity.mode == "shared" else identity.mode,  # wandb's alone
+            "mode": None if identity.mode == "shared" else identity.mode,  # a mode of wandb only
             "log_dir": str(run.log_dir or run.folder / "swanlab"),
             "config": identity.config,
             "resume": "allow",
@@ -65,7 +65,7 @@ class SwanlabTracker:
             settings = {**settings, "terminal": {"proxy_type": "none", **settings.get("terminal", {})}}
             init_kwargs = {**arguments, **kwargs, "settings": swanlab.Settings(**settings)}
             self._run = swanlab.init(**init_kwargs)
-            # The service refuses steps that it has; the file of a killed process may lack the last ones.
+            # The service rejects steps that it already has. The file of a killed process may lack the last ones.
             files = Path(init_kwargs["log_dir"]).glob(f"run-*/run-{init_kwargs['id']}.swanlab")
             history: History | None = History()
             if run.resumed and self._run.mode != "online":
@@ -76,7 +76,8 @@ class SwanlabTracker:
 
     @staticmethod
     def accepted_arguments() -> Accepted:
-        """Return the arguments of `swanlab.init`, which ignores others, under both their names, and `login_kwargs`."""
+        """Return the arguments of `swanlab.init`, under old and new names, and `login_kwargs`. It ignores all
+        others."""
         import swanlab
 
         tables = {"login_kwargs": parameters(swanlab.login), "settings": fields(swanlab.Settings)}
@@ -88,7 +89,7 @@ class SwanlabTracker:
             return
         for name in metrics.keys() - self._defined:
             axis = "train/step" if self._one_axis else axis_of(name)
-            # SwanLab keeps one value per position of a custom axis: unfit for metrics of each step of a round.
+            # SwanLab keeps one value per position of a custom axis, which does not suit per-step metrics of a round.
             if axis in metrics and axis != name and not name.startswith("perf/"):
                 self._run.define_metric(name, x_axis=axis)
             self._defined.add(name)
@@ -104,7 +105,7 @@ class SwanlabTracker:
         self._run.log({name: table}, step=step)
 
     def flush(self) -> None:
-        """Write to the run's file what SwanLab 0.10 holds back: half a second of lines, then the buffer of the file."""
+        """Write data that SwanLab 0.10 holds back to the run's file: half a second of lines, then the file's buffer."""
         time.sleep(HELD_BACK_S)
         store = getattr(getattr(self._run, "_core", None), "_store", None)
         if store is not None:
@@ -116,7 +117,7 @@ class SwanlabTracker:
 
 
 def _points(file: Path) -> Iterator[Point]:
-    """Yield the points of a file of SwanLab's, which has no axes."""
+    """Yield the points of a SwanLab file, which has no axes."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
     for data in log_records(file):
@@ -130,7 +131,7 @@ def _points(file: Path) -> Iterator[Point]:
 def _isolated_startup() -> Iterator[None]:
     """Redirect SwanLab's output to stderr, and restore the Ctrl-C handler and excepthook that it replaces.
 
-    SwanLab 0.10 ends its experiment at the first Ctrl-C; a run finishes its round first and reports it.
+    SwanLab 0.10 ends its experiment at the first Ctrl-C, but a run first finishes its round and reports it.
     """
     hook = sys.excepthook
     ours = threading.current_thread() is threading.main_thread()

@@ -18,10 +18,10 @@ from slimectl.types import TableRow
 
 
 class TensorboardTracker:
-    """Scalars in the folder `tensorboard` of the run (TENSORBOARD_DIR in the environment overrides it).
+    """Scalars in the run's folder `tensorboard` (TENSORBOARD_DIR in the environment overrides it).
 
     Each metric has its own axis: `rollout/*` and `perf/*` on `rollout/step`, `eval/*` on `eval/step`, the others on the
-    train step; `run.one_axis` puts all on the train step. Metrics without the value of their axis use its last value.
+    train step. `run.one_axis` puts all on the train step. Metrics without the value of their axis use its last value.
     """
 
     def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
@@ -32,9 +32,9 @@ class TensorboardTracker:
         folder = kwargs.pop("log_dir", None) or os.environ.get("TENSORBOARD_DIR") or str(run.folder / "tensorboard")
         self._one_axis = run.one_axis
         self._axes: dict[str, float] = {"rollout/step": float(run.rounds_done)} if run.rounds_done else {}
-        with starting("tensorboard", way_out="set TENSORBOARD_DIR to a folder that can be written"):
-            # A resumed run has cut back the files in its own folder. In another one, steps that it writes again are
-            # hidden: those from purge_step on, the first after the checkpoint.
+        with starting("tensorboard", way_out="Set TENSORBOARD_DIR to a folder that can be written"):
+            # A resumed run has truncated the files in its own folder. In another folder, steps that it writes again are
+            # hidden: all from purge_step on, the first step after the checkpoint.
             self.cut_back = Path(folder).resolve() == (run.folder / "tensorboard").resolve()
             purge = None if self.cut_back or run.resumed_at is None else run.resumed_at + 1
             self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": purge, **kwargs})

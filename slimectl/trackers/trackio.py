@@ -14,14 +14,14 @@ from slimectl.trackers.base import TrackedRun, starting
 from slimectl.trackers.history import History, points_of
 from slimectl.types import TableRow
 
-WAY_OUT = "set TRACKIO_DIR to a folder that can be written, or drop trackio from track.with"
+WAY_OUT = "Set TRACKIO_DIR to a folder that can be written, or drop trackio from track.with"
 
 
 class TrackioTracker:
     """One Trackio run in the user's own Trackio folder (TRACKIO_DIR, or track.dir), which `trackio show` opens.
 
     Every metric is on the train step. `kwargs` overrides all other arguments of `trackio.init`: with `space_id` it
-    writes to a Space of Hugging Face. `tags` stand in the run's configuration. Raises MissingExtraError without the
+    writes to a Hugging Face Space. `tags` are stored in the run's configuration. Raises MissingExtraError without the
     library, BackendError if it cannot start.
     """
 
@@ -40,7 +40,7 @@ class TrackioTracker:
             "config": identity.config,
             "resume": "allow",
             "embed": False,
-            # Their own threads; memory and time are metrics of the run already.
+            # They start their own threads. Memory and time are already metrics of the run.
             "auto_log_gpu": False,
             "auto_log_cpu": False,
         }
@@ -50,7 +50,7 @@ class TrackioTracker:
                 arguments["config"] = {**(arguments["config"] or {}), "tags": arguments.pop("tags")}
             self._run: Any = trackio.init(**arguments)
             self._is_local = bool(getattr(self._run, "_is_local", False))
-            history: History | None = History() if self._is_local else None  # a Space keeps what it got
+            history: History | None = History() if self._is_local else None  # a Space keeps the points it received
             if run.resumed and self._is_local:
                 history = History.read("trackio", lambda: points_of(_rows(arguments), step="step"))
             self.skips_held, self.keeps_lines = history is not None, history is None
@@ -83,7 +83,7 @@ class TrackioTracker:
             self._run.log({name: trackio.Histogram(values)}, step=step)
 
     def flush(self) -> None:
-        """Write to the database what Trackio 0.43 holds back, half a second of lines."""
+        """Write data that Trackio 0.43 holds back, half a second of lines, to the database."""
         if self._is_local and hasattr(self._run, "_flush_queues_inline"):
             with self._run._client_lock:
                 self._run._flush_queues_inline()
@@ -97,6 +97,6 @@ def _rows(arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of the run in Trackio's database."""
     import trackio
 
-    storage = trackio.SQLiteStorage  # type: ignore[attr-defined] # which its own Api reads
+    storage = trackio.SQLiteStorage  # type: ignore[attr-defined] # its own Api reads this
     rows: list[dict[str, Any]] = storage.get_logs(arguments["project"], arguments["name"])
     return rows

@@ -18,18 +18,18 @@ from slimectl.trackers.base import Identity, TrackedRun, first_line, is_offline,
 from slimectl.trackers.history import History, log_records, points_of
 from slimectl.types import TableRow
 
-WAY_OUT = 'set WANDB_API_KEY (or run `wandb login`), or track.mode = "offline", or drop wandb from track.with'
+WAY_OUT = 'Set WANDB_API_KEY (or run `wandb login`), or track.mode = "offline", or drop wandb from track.with'
 
 WRITES_EVERY_S = 0.25
-"""Seconds that wandb may hold back what it got before it writes it to its file."""
+"""Longest time in seconds that wandb holds data back before it writes to its file."""
 
 
 class WandbTracker:
-    """One wandb run, in a folder `wandb`; each metric on its own axis by define_metric, or with `one_axis` on the step.
+    """One wandb run, in a folder `wandb`. Each metric has its own axis by define_metric, or with `one_axis` the step.
 
-    It is the global run, which `wandb.log` in a hook means, unless the program has one of its own already. `kwargs`
-    overrides all other arguments of `wandb.init`; ROLL's `log_dir` is `dir`. Raises MissingExtraError without the
-    library, BackendError if it cannot start.
+    It is the global run that `wandb.log` in a hook uses, unless the program already has its own. `kwargs` overrides
+    all other arguments of `wandb.init`. ROLL's `log_dir` is `dir`. Raises MissingExtraError without the library,
+    BackendError if it cannot start.
     """
 
     def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ class WandbTracker:
         if "log_dir" in kwargs:  # ROLL's name
             kwargs["dir"] = kwargs.pop("log_dir")
         if is_offline("wandb", kwargs.get("mode") or identity.mode):
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb 0.31 sends its telemetry offline, too
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb 0.31 sends telemetry even offline
         self._one_axis = run.one_axis
         self._defined: set[str] = set()
         settings = {**_defaults(identity), **kwargs.pop("settings", {})}
@@ -68,7 +68,7 @@ class WandbTracker:
             folder.mkdir(parents=True, exist_ok=True)  # else wandb silently writes to /tmp
             files = list(Path(arguments["dir"]).glob(f"wandb/*run-*/run-{arguments['id']}.wandb"))
             history = None
-            if run.resumed and files:  # what a run got in another folder is known to wandb alone
+            if run.resumed and files:  # only wandb knows the points of another folder
                 history = History.read("wandb", lambda: points_of(row for file in files for row in _rows(file)))
             self.skips_held, self.keeps_lines = history is not None, history is None
             self._history = history or History()
@@ -109,7 +109,7 @@ class WandbTracker:
             self._run.log({name: wandb.Histogram(values), axis: step})
 
     def flush(self) -> None:
-        """Wait until wandb has written to its file what it got."""
+        """Wait until wandb has written everything that it received to its file."""
         time.sleep(self._written_s)
 
     def close(self) -> None:
@@ -118,15 +118,15 @@ class WandbTracker:
 
 @contextmanager
 def joined_run(identity: Identity, folder: Path, label: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Write into the run of another process, which began it in wandb's shared mode, as long as the context is open.
+    """Write into the run of another process, which started it in wandb's shared mode, while the context is open.
 
-    Metrics of this machine stand under the label. It is the global run here, which `wandb.log` in a function of the
-    user's means. A process that cannot join warns and goes on.
+    Metrics of this machine are under the label. In this process it is the global run that `wandb.log` in a user's
+    function uses. A process that cannot join logs a warning and continues.
     """
     import wandb
 
     run = None
-    # The driver's wandb service, which wandb puts into the environment, takes one process a run.
+    # The driver's wandb service, which wandb puts into the environment, accepts one process per run.
     os.environ.pop("WANDB_SERVICE", None)
     run_settings = {
         **_defaults(identity),
@@ -145,8 +145,8 @@ def joined_run(identity: Identity, folder: Path, label: str, settings: Mapping[s
             dir=str(folder.resolve()),
             settings=run_settings,
         )
-    except Exception as error:  # a chart must not stop a run
-        logger.warning(f"track.mode: {label} cannot join the run at wandb: {first_line(error)}; training goes on")
+    except Exception as error:  # any error, because a chart must not stop a run
+        logger.warning(f"track.mode: {label} cannot join the run at wandb: {first_line(error)}. Training continues.")
     try:
         yield
     finally:
@@ -155,16 +155,16 @@ def joined_run(identity: Identity, folder: Path, label: str, settings: Mapping[s
 
 
 def _defaults(identity: Identity) -> dict[str, Any]:
-    """Return the settings of every process; the console belongs to the user: wandb neither records nor uses it."""
+    """Return the settings of every process. wandb neither records nor uses the console, which belongs to the user."""
     access = {"base_url": identity.host, "api_key": identity.api_key}
     return {"console": "off", "silent": True, **{name: value for name, value in access.items() if value}}
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file of wandb's. A table stands at the place of its own axis."""
+    """Yield the rows of a wandb file. A table is at the position of its own axis."""
     from wandb.proto import wandb_internal_pb2
 
-    protocol: Any = wandb_internal_pb2  # which has no types
+    protocol: Any = wandb_internal_pb2  # untyped
 
     for data in log_records(file):
         items = {tuple(item.nested_key): item for item in protocol.Record.FromString(data).history.item}

@@ -1,1 +1,1 @@
-"""Weight sync: send new weights to the engines."""
+"""Weight sync: sends new weights to the engines."""

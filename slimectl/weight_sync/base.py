@@ -1,6 +1,6 @@
-"""Weight sync: pushes one at a time, again after restarts; streams of weights, cast and cut to messages.
+"""Base classes of weight sync: one push at a time, another after restarts, and weights cast and split into messages.
 
-A transport to servers is a file of its own; into the engine of this process weights go without one.
+Each transport to servers has its own file. The engine in this process receives weights without a transport.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 Message = list[tuple[str, Tensor]]
 
 KEEP_FLOAT32 = ("e_score_correction_bias", "weight_scale_inv", "weight_scale")
-"""Suffixes of tensors that stay in float32: a router's bias, small beside its effect, and scales of fp8."""
+"""Suffixes of tensors that stay in float32: a router's bias, whose rounding matters, and scales of fp8."""
 
 
 class Recoded(Protocol):
-    """A recoding with the precision of the tensors that it leaves alone."""
+    """A recoding, with the precision of the tensors that it does not change."""
 
     dtype: torch.dtype
 
@@ -49,11 +49,11 @@ class Recoded(Protocol):
 
 
 Precision = torch.dtype | Recoded | None
-"""The engines' precision: a dtype, a quantization, or that of the tensors."""
+"""The engines' precision: a dtype, a quantization, or None to keep each tensor's dtype."""
 
 
 def targets(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-    """Yield every tensor, recoded where the precision is a quantization, and the dtype that `cast` gives it."""
+    """Yield every tensor, recoded if the precision is a quantization, and the dtype that `cast` gives it."""
     if precision is None or isinstance(precision, torch.dtype):
         dtype = precision
     else:
@@ -66,16 +66,16 @@ def targets(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, 
 def cast(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, Tensor]]:
     """Cast floating tensors to the engine's precision, where the engine would round them anyway.
 
-    A router's bias, fp8 and the scales of fp8 keep theirs.
+    A router's bias, fp8 tensors and fp8 scales keep theirs.
     """
     for name, tensor, dtype in targets(tensors, precision):
         yield name, tensor.to(dtype)
 
 
 def buckets(tensors: NamedTensors, most_bytes: int) -> Iterator[tuple[Message, bool]]:
-    """Group consecutive tensors into messages of at most `most_bytes`; yields each and whether it is the last.
+    """Group consecutive tensors into messages of at most `most_bytes`. Yields each, and whether it is the last.
 
-    A larger tensor is a message by itself.
+    A larger tensor is a separate message.
     """
     message: Message = []
     size = 0
@@ -91,7 +91,7 @@ def buckets(tensors: NamedTensors, most_bytes: int) -> Iterator[tuple[Message, b
 
 @contextmanager
 def drained(tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Exhaust the stream on exit, even after an error: other ranks take part in each tensor and would wait for ever."""
+    """Exhaust the stream on exit, even after an error. Other ranks take part in each tensor and would wait forever."""
     stream = iter(tensors)
     try:
         yield stream
@@ -101,20 +101,20 @@ def drained(tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
 
 
 def in_progress_version(version: str, *, last: bool) -> str:
-    """Return the version to load a message under: engines of an interrupted push must not pass for complete."""
+    """Return the version to load a message under. Engines of an interrupted push must not appear complete."""
     return version if last else version + INCOMPLETE
 
 
 LEAVE_S = 10.0
-"""Seconds that engines get to continue after a failed push: those that caused it may not answer at all."""
+"""Seconds that engines get to resume after a failed push. The engines that caused it may not answer at all."""
 
 
 @dataclass(eq=False)
 class WeightSyncBase:
-    """protocols.WeightSync to servers, one push at a time; a transport implements `_push`.
+    """protocols.WeightSync to servers, one push at a time. A transport implements `_push`.
 
-    `dtype` is the engines' precision. A push reports "bytes" that were sent and the "pause_time" of the engines in
-    seconds. It raises BackendError if an engine refuses or is gone; the others continue. Push again, or end: an engine
+    `dtype` is the engines' precision. A push reports the "bytes" that were sent and the "pause_time" of the engines in
+    seconds. It raises BackendError if an engine refuses or is gone. The others continue. Push again, or end: an engine
     with an interrupted push has an incomplete weight version.
     """
 
@@ -131,12 +131,12 @@ class WeightSyncBase:
     def push_to(self, workers: WeightUpdateClient) -> Metrics:
         """Push to these workers, engines that were restarted. Thread-safe if the policy runs one call at a time."""
         with self.lock:
-            # The workers of this push stay the same, even if others are announced meanwhile.
+            # The workers of this push stay the same, even if others are announced in the meantime.
             workers = copy.copy(workers)
             while True:
                 version = self.policy.weight_version
                 metrics = self._push(workers, version)
-                # The policy may have stepped between being asked for its version and for its weights.
+                # The policy may have made a step after its version was read and before its weights were.
                 if self.policy.weight_version == version:
                     return metrics
 
@@ -154,7 +154,7 @@ class WeightSyncBase:
 
     @contextmanager
     def paused(self, workers: WeightUpdateClient) -> Iterator[Stopwatch]:
-        """Pause sampling within the block; afterwards the engines continue, even if it failed or was interrupted."""
+        """Pause sampling within the block. Afterwards the engines continue, even if it failed or was interrupted."""
         watch = Stopwatch()
         workers.begin(mode=self.pause_mode)
         try:
@@ -171,14 +171,14 @@ class WeightSyncBase:
 class MessageSync(WeightSyncBase):
     """Pushes messages of at most `buffer_bytes`, cast to `dtype`.
 
-    With `adapters` a push has the policy's adapter only, in float32, which the engines merge into its base model.
+    With `adapters` a push has only the policy's adapter, in float32, which the engines merge into its base model.
     """
 
     buffer_bytes: int = 512 * 2**20
     adapters: bool = False
 
     def _push_by(self, send: Callable[..., int], workers: WeightUpdateClient) -> Metrics:
-        """Call `send` with the tensors, in the process that has them; it returns the bytes that it sent."""
+        """Call `send` with the tensors, in the process that has them. It returns the number of bytes it sent."""
         with self.paused(workers) as watch:
             if self.adapters:
                 adapted: AdapterPolicy = self.policy  # type: ignore[assignment]
@@ -212,7 +212,7 @@ class InProcessSync:
         self.engine = engine
 
     def push(self) -> Metrics:
-        """Load the weights into the engine; reports the bytes that it read. It samples nothing meanwhile."""
+        """Load the weights into the engine, which samples nothing meanwhile. Reports the bytes that it read."""
         sizes: list[int] = []
 
         def counted_weights() -> Iterator[tuple[str, Tensor]]:
@@ -235,14 +235,15 @@ class InProcessSync:
 
 
 class WeightSynchronizer:
-    """Pushes by `sync`, again after servers of `pool` were restarted, and tracks the version that the engines have."""
+    """Pushes with `sync`, again after servers of `pool` were restarted, and tracks the version that the engines
+    have."""
 
     def __init__(self, sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> None:
         self.version: str | None = None
         self._sync, self._policy, self._pool = sync, policy, pool
 
     def push(self) -> Metrics:
-        """Push the policy's weights to every engine; an engine that dies meanwhile is restarted first.
+        """Push the policy's weights to every engine. An engine that dies meanwhile is restarted first.
 
         Raises BackendError if engines refuse the weights, or the restart limit is reached.
         """
@@ -266,7 +267,7 @@ class WeightSynchronizer:
         self._sync.sleep()
 
     def wake(self) -> None:
-        """Allocate the engines' memory again; their weights are invalid until the next push."""
+        """Allocate the engines' memory again. Their weights are invalid until the next push."""
         self._sync.wake()
         self.version = None
 

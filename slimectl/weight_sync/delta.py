@@ -41,10 +41,10 @@ CODES = {
 
 @dataclass(eq=False)
 class DeltaSync(FileSync):
-    """Keeps the checkpoint `folder`/current up to date by deltas; each stays in `folder` until the next.
+    """Keeps the checkpoint `folder`/current up to date by deltas. Each delta stays in `folder` until the next.
 
-    The first push writes it whole, as does one whose delta does not fit. Engines read that directory. `encoding` is
-    "xor" or "overwrite", `checksum` "xxh3-128", "blake2b" or "adler32".
+    The first push writes the checkpoint whole, and so does one whose delta does not fit. Engines read that directory.
+    `encoding` is "xor" or "overwrite", `checksum` "xxh3-128", "blake2b" or "adler32".
     """
 
     encoding: str = "xor"
@@ -67,12 +67,12 @@ class DeltaSync(FileSync):
             with self.paused(workers) as watch:
                 workers.load_disk(self.current, version=version, delta=delta)
         except BaseException:
-            self._version = None  # whole weights next: these may be why
+            self._version = None  # push whole weights next, because these may be the cause
             raise
         return {**metrics, "pause_time": watch.seconds}
 
     def _update_checkpoint(self, version: str) -> Metrics:
-        """Bring the checkpoint to `version`: by a delta, or whole where a delta does not fit."""
+        """Bring the checkpoint to `version` by a delta, or whole if a delta does not fit."""
         start, self._version = self._version, None
         if start is not None:
             previous, self._delta = self._delta, self.folder / f"{start}-to-{version}.delta"
@@ -108,15 +108,15 @@ class DeltaSync(FileSync):
 def write_delta(
     tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: Precision, journal: bool = False
 ) -> int:
-    """Write the changes from the directory `base` to these tensors as the file `target`; returns its size in bytes.
+    """Write the changes from the directory `base` to these tensors as the file `target`. Returns its size in bytes.
 
-    `journal` prepares `base` for apply_written too. Raises CheckpointError if they are not the same tensors.
+    `journal` also prepares `base` for apply_written. Raises CheckpointError if the tensors do not match.
     """
     staged, staged_in_base = target.with_name(f".tmp-{target.name}"), staged_journal(base)
     with drained(tensors) as stream, storage_errors(target):
         recover(base)
         if weight_version(base) != versions.start:
-            raise CheckpointError(f"{base}: does not hold weights {versions.start}; push whole ones")
+            raise CheckpointError(f"{base}: does not hold weights {versions.start}. Push whole weights.")
         tensor_regions, comparer = tensor_ranges(base), _Comparer(base, versions)
         writers = [DeltaWriter(staged, versions)]
         if journal:
@@ -126,12 +126,14 @@ def write_delta(
             for name, tensor, cast_dtype in targets(stream, dtype):
                 region = tensor_regions.pop(name, None)
                 if region is None or (region.code, region.shape) != (CODES.get(cast_dtype), tuple(tensor.shape)):
-                    raise CheckpointError(f"{base}: {name} has another form there; push whole weights")
+                    raise CheckpointError(f"{base}: {name} has another shape or dtype there. Push whole weights.")
                 change, changed = comparer.compare(name, region, tensor, cast_dtype)
                 for writer in writers:
                     writer.add(name, change, changed)
             if tensor_regions:
-                raise CheckpointError(f"{base}: {min(tensor_regions)} is not among the new weights; push whole ones")
+                raise CheckpointError(
+                    f"{base}: {min(tensor_regions)} is not among the new weights. Push whole weights."
+                )
             size, *_ = [writer.finish() for writer in writers]
             staged.rename(target)
             comparer.finish()
@@ -146,7 +148,7 @@ def write_delta(
 
 
 _CHECKSUMS: dict[Path, tuple[str, str, dict[str, str]]] = {}
-"""Version and kind of the checksums of a checkpoint's tensors that this process computed last, for its next delta."""
+"""Version and kind of the tensor checksums that this process last computed for a checkpoint, for the next delta."""
 
 
 class _Comparer:
@@ -162,11 +164,11 @@ class _Comparer:
         self._mapped_files: dict[Path, Any] = {}
 
     def compare(self, name: str, region: TensorRange, tensor: Tensor, dtype: torch.dtype) -> tuple[Change, Difference]:
-        """Compare a tensor, cast to `dtype`; the difference is to be used before the next call."""
+        """Compare a tensor, cast to `dtype`. Use the difference before the next call."""
         flat, old_B = tensor.cpu().contiguous().view(-1), region.mapped(self._mapped_files)
         rounding = self._rounding_comparer() if (flat.dtype, dtype) == (torch.float32, torch.bfloat16) else None
         kind = self._versions.checksum
-        # Should these bytes have been damaged since, a copy of them becomes other weights, and refuses the delta.
+        # If these bytes have been damaged since, a copy would become different weights and reject the delta.
         before = None if name in self._before else Checksum(kind)
         after, parts = Checksum(kind), []
         for part in region.chunks():

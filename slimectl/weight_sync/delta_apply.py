@@ -1,4 +1,4 @@
-"""Applies the delta that a push has written to its checkpoint, whole or not at all."""
+"""Applies the delta that a push has written to its checkpoint, either completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimectl.native.deltas import change_numbers
 from slimectl.weight_sync.delta_format import DeltaFile, tensor_ranges
 
 JOURNAL = ".slimectl-delta"
-"""Journal of an unfinished delta: it is completed before anything else."""
+"""Journal of an unfinished delta, which is completed before anything else."""
 VERSION = "weight_version.txt"
 
 
@@ -23,7 +23,7 @@ def recover(folder: Path) -> None:
 
 
 def weight_version(folder: Path) -> str | None:
-    """Read the weight version that a directory records; None without one."""
+    """Read the weight version that a directory records, or None without one."""
     file = folder / VERSION
     return file.read_text().strip() if file.exists() else None
 
@@ -31,12 +31,13 @@ def weight_version(folder: Path) -> str | None:
 def apply_written(folder: Path) -> None:
     """Bring the directory to the version of the delta that write_delta has just written from it, with a journal.
 
-    The journal is of these very files, so their checksums are not computed again. Raises CheckpointError without it.
+    The journal was made from these same files, so their checksums are not computed again. Raises CheckpointError
+    without it.
     """
     with storage_errors(folder):
         staged = staged_journal(folder)
         if not staged.exists():
-            raise CheckpointError(f"{folder}: no delta was written for it; push whole weights")
+            raise CheckpointError(f"{folder}: no delta was written for it. Push whole weights.")
         with staged.open("rb+") as file:
             os.fsync(file.fileno())
         staged.rename(folder / JOURNAL)  # from here on the delta will be applied, whatever happens
@@ -50,9 +51,9 @@ def staged_journal(folder: Path) -> Path:
 
 
 def _apply_journal(folder: Path, *, verifies: bool) -> None:
-    """Write the journal's new bits into the files, bring them to the disk, and name the version.
+    """Write the journal's new bits to the files, sync them to disk, and record the version.
 
-    New bits can be written twice, so a second call finishes what the first one left.
+    New bits can be written twice, so a second call finishes an interrupted first one.
     """
     journal, tensor_regions = DeltaFile(folder / JOURNAL), tensor_ranges(folder)
     (folder / VERSION).unlink(missing_ok=True)
@@ -63,7 +64,7 @@ def _apply_journal(folder: Path, *, verifies: bool) -> None:
         gaps_C, values_C = journal.gaps(name, region.width)
         change_numbers(data_B.view(values_C.dtype), gaps_C, values_C, is_xor=False)
         if verifies and not journal.matches(name, data_B):
-            raise CheckpointError(f"{region.file}: {name} was changed while a delta was applied; push whole weights")
+            raise CheckpointError(f"{region.file}: {name} was changed while a delta was applied. Push whole weights.")
     for file in {region.file for region in changed.values()}:
         with file.open("rb+") as handle:
             os.fsync(handle.fileno())

@@ -1,7 +1,8 @@
-"""Files of deltas, and the bytes of each tensor in the files of a Hugging Face directory.
+"""Delta files, and the bytes of each tensor in the files of a Hugging Face directory.
 
-A delta has the numbers that changed of every tensor: how many others lie before each of them, and its new bits or the
-xor of old and new ones, both by byte planes and compressed. B bytes · N numbers of a tensor · C changed ones.
+For every tensor, a delta has the numbers that changed: how many unchanged ones precede each, and its new bits or the
+xor of old and new bits. Both are split into byte planes and compressed. B bytes · N numbers of a tensor · C changed
+ones.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from slimectl.data.io import zstandard
 from slimectl.errors import CheckpointError, MissingExtraError
 
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-"""Bytes of a number by safetensors' code; all others have one."""
+"""Bytes of a number by safetensors' code. All other codes have one byte."""
 CHUNK_BYTES = 2 * 2**20
 """Bytes that are compared at a time."""
 
@@ -50,9 +51,9 @@ class TensorRange:
             yield slice(start, min(start + CHUNK_BYTES, self.nbytes))
 
     def mapped(self, files: dict[Path, Any]) -> Any:
-        """Return all bytes [B] as they are in the file, where they can be changed. Raises CheckpointError.
+        """Return all bytes [B] in the mapped file, where they can be changed. Raises CheckpointError.
 
-        `files` has the bytes of files that were mapped since somebody else could have replaced them.
+        `files` has the mapped bytes of files, from a time after which no other process could have replaced them.
         """
         file_B = files.get(self.file)
         if file_B is None:
@@ -60,7 +61,7 @@ class TensorRange:
         data_B = file_B[self.start : self.start + self.nbytes]
         if len(data_B) < self.nbytes:
             raise CheckpointError(
-                f"{self.file}: {self.nbytes - len(data_B)} bytes are missing; push whole weights again"
+                f"{self.file}: {self.nbytes - len(data_B)} bytes are missing. Push whole weights again."
             )
         return data_B
 
@@ -70,7 +71,7 @@ _MAPPED: dict[Path, tuple[tuple[int, ...], Any]] = {}
 
 
 def mapped_file(path: Path) -> Any:
-    """Return a file's bytes [B], mapped; the mapping is kept, as to make one costs more than to read the file once."""
+    """Return a file's bytes [B], mapped. The mapping is kept, because it costs more to create than to read once."""
     status = path.stat()
     identity = (status.st_dev, status.st_ino, status.st_size)
     if path not in _MAPPED or _MAPPED[path][0] != identity:
@@ -104,17 +105,17 @@ def tensor_ranges(folder: Path) -> dict[str, TensorRange]:
                 tensor_regions[name] = region
         except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
             raise CheckpointError(
-                f"{file}: cannot be read as safetensors ({error}); push whole weights again"
+                f"{file}: cannot be read as safetensors ({error}). Push whole weights again."
             ) from error
     if not tensor_regions:
-        raise CheckpointError(f"{folder}: no safetensors files; push whole weights first")
+        raise CheckpointError(f"{folder}: no safetensors files. Push whole weights first.")
     return tensor_regions
 
 
 WANTED_BY = "sync.transport delta"
 MAGIC = b"slimedl2"
 LEVEL = 1
-"""zstd's fastest: higher levels gain a few per cent."""
+"""zstd's fastest level. Higher levels gain a few per cent."""
 TAIL = 8 + 16 + len(MAGIC)
 
 
@@ -151,7 +152,7 @@ class Difference:
 
     @cached_property
     def gaps_C(self) -> Any:
-        """Return how many equal numbers lie before each, as the narrowest integers that hold them all."""
+        """Return how many equal numbers precede each, as the narrowest integers that hold them all."""
         gaps_C = np.empty_like(self.indices_C)
         gaps_C[:1] = self.indices_C[:1]
         np.subtract(self.indices_C[1:], self.indices_C[:-1], out=gaps_C[1:])
@@ -171,13 +172,13 @@ class Difference:
 
 
 def difference(old_B: Any, new_B: Any, width: int, *, first: int = 0) -> Difference:
-    """Compare two chunks of bytes, of numbers `width` bytes wide; `first` is the index of their first number."""
+    """Compare two chunks of bytes with numbers `width` bytes wide. `first` is the index of their first number."""
     numbers, per_word = f"<u{width}", 8 // width
     if len(old_B) % 8:
         old_N, new_N = old_B.view(numbers), new_B.view(numbers)
         indices_C = np.flatnonzero(old_N != new_N)
         return Difference(indices_C + first, old_N[indices_C], new_N[indices_C])
-    # Words of several numbers first: most are equal, and to look for a few among fewer costs less.
+    # Compare words of several numbers first. Most are equal, and searching fewer items for differences costs less.
     old_W, new_W = old_B.view("<u8"), new_B.view("<u8")
     words_W = np.flatnonzero(old_W != new_W)
     old_W, new_W = old_W.take(words_W), new_W.take(words_W)
@@ -187,7 +188,7 @@ def difference(old_B: Any, new_B: Any, width: int, *, first: int = 0) -> Differe
 
 
 class DeltaWriter:
-    """Writes tensor after tensor; `finish` makes the file readable. A file that is read once is not compressed."""
+    """Writes one tensor after another. `finish` makes the file readable. A file that is read once is not compressed."""
 
     def __init__(self, path: Path, versions: Versions, *, compresses: bool = True) -> None:
         self.versions = versions
@@ -198,7 +199,7 @@ class DeltaWriter:
         self._file.write(MAGIC)
 
     def add(self, name: str, change: Change, changed: Difference) -> None:
-        """Write what changed of a tensor; `change` has its form and its checksums."""
+        """Write what changed in a tensor. `change` has its form and its checksums."""
         count = len(changed.indices_C)
         gaps = values = None
         if count:
@@ -207,10 +208,10 @@ class DeltaWriter:
         self.changes[name] = Change(change.code, change.shape, change.before, change.after, count, gaps, values)
 
     def _write(self, numbers_C: Any) -> list[int]:
-        """Write numbers, compressed where that makes them shorter; returns where, how many bytes, and their width."""
+        """Write numbers, compressed if that is shorter. Returns their offset, number of bytes, and width."""
         data = numbers_C.view(np.uint8).data
         if self._compresses:
-            # Bytes of the same place in the number side by side: those that never change make long runs.
+            # Store bytes of the same place in the number side by side, so that bytes that never change make long runs.
             planes = np.ascontiguousarray(numbers_C.view(np.uint8).reshape(len(numbers_C), -1).T)
             packed = self._compressor.compress(planes.data)
             data = packed if len(packed) < len(data) else data
@@ -219,7 +220,7 @@ class DeltaWriter:
         return span
 
     def finish(self) -> int:
-        """Write the footer and close the file; returns its size in bytes."""
+        """Write the footer and close the file. Returns its size in bytes."""
         fields = Change.__slots__  # asdict would copy every one of thousands of lists
         changes = {name: [getattr(change, field) for field in fields] for name, change in self.changes.items()}
         footer = self._compressor.compress(json.dumps({**asdict(self.versions), "tensors": changes}).encode())
@@ -240,7 +241,7 @@ class DeltaFile:
         self._decompressor = zstandard(WANTED_BY).ZstdDecompressor()
         footer = self._footer()
         if footer is None:
-            raise CheckpointError(f"{path}: not a whole delta; push whole weights")
+            raise CheckpointError(f"{path}: not a complete delta. Push whole weights.")
         metadata: dict[str, Any] = json.loads(self._decompressor.decompress(footer))
         tensors: Mapping[str, Any] = metadata.pop("tensors")
         self.versions = Versions(**metadata)
@@ -253,36 +254,36 @@ class DeltaFile:
                 file.seek(max(0, size - TAIL))
                 tail = file.read()
                 length = int.from_bytes(tail[:8], "little")
-                # A damaged length must not ask for all memory.
+                # A damaged length must not request all memory.
                 if not tail.endswith(MAGIC) or length > size - TAIL:
                     return None
                 file.seek(size - TAIL - length)
                 footer = file.read(length)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}; push whole weights") from error
+            raise CheckpointError(f"{self.path}: {error.strerror}. Push whole weights.") from error
         return footer if tail[8:24] == _seal(footer) else None
 
     @property
     def start(self) -> str:
-        """Weight version that the changes begin from."""
+        """Return the weight version that the changes start from."""
         return self.versions.start
 
     @property
     def is_xor(self) -> bool:
-        """Whether bits are the xor of old and new ones, rather than the new ones."""
+        """Return whether bits are the xor of old and new bits, rather than the new bits."""
         return self.versions.encoding == "xor"
 
     @property
     def forms(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Code of safetensors and shape of every tensor."""
+        """Return safetensors' code and the shape of every tensor."""
         return {name: (change.code, tuple(change.shape)) for name, change in self.changes.items()}
 
     def matches(self, name: str, data: Any) -> bool:
-        """Whether these are the bytes of a tensor after the changes."""
+        """Return whether these are the bytes of a tensor after the changes."""
         return digest(self.versions.checksum, data) == self.changes[name].after
 
     def gaps(self, name: str, width: int) -> tuple[Any, Any]:
-        """Return how many equal numbers lie before each that changes [C], and bits [C] in the delta's encoding."""
+        """Return how many equal numbers precede each changed one [C], and bits [C] in the delta's encoding."""
         change = self.changes[name]
         if change.gaps is None or change.values is None:
             return np.empty(0, np.uint8), np.empty(0, f"<u{width}")
@@ -291,7 +292,7 @@ class DeltaFile:
         count = math.prod(change.shape)
         end = int(gaps_C.sum(dtype=np.uint64)) + len(gaps_C)
         if values_C.itemsize != width or end > count or int(gaps_C.max()) >= count:
-            raise CheckpointError(f"{self.path}: is damaged ({name} is out of bounds); push whole weights")
+            raise CheckpointError(f"{self.path}: is damaged ({name} is out of bounds). Push whole weights.")
         return gaps_C, values_C
 
     def _numbers(self, file: FileIO, span: list[int], count: int) -> Any:
@@ -304,7 +305,7 @@ class DeltaFile:
             planes = np.frombuffer(self._decompressor.decompress(data), np.uint8)
             return np.ascontiguousarray(planes.reshape(width, count).T).view(f"<u{width}").reshape(-1)
         except (zstandard(WANTED_BY).ZstdError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{self.path}: is damaged ({error}); push whole weights") from error
+            raise CheckpointError(f"{self.path}: is damaged ({error}). Push whole weights.") from error
 
 
 class Checksum:

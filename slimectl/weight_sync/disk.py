@@ -1,4 +1,4 @@
-"""Weight sync by disk: a checkpoint that every engine reads."""
+"""Weight sync by disk: writes a checkpoint that every engine reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OnWritten = Callable[[Path, WeightUpdateClient], None]
 
 @dataclass(eq=False)
 class FileSync(WeightSyncBase):
-    """Pushes by files below `folder`, which engines must see."""
+    """Pushes through files in `folder`, which engines must be able to read."""
 
     folder: Path
     write: Write
@@ -35,7 +35,7 @@ class FileSync(WeightSyncBase):
 class DiskSync(FileSync):
     """Writes one folder per version, which stays until the next one is in use.
 
-    Written while the engines still sample; they pause only to read it. A restarted engine reads the newest one.
+    It is written while the engines still sample. They pause only to read it. A restarted engine reads the newest one.
     """
 
     _newest: tuple[str, Path] | None = None
@@ -67,9 +67,10 @@ class DiskSync(FileSync):
 
 
 def write_checkpoint(tensors: NamedTensors, *, target: Path, write: Write, dtype: Precision) -> int:
-    """Write the folder `target`, whole or not at all; returns the bytes of its weights.
+    """Write the folder `target`, completely or not at all. Returns the bytes of its weights.
 
-    It keeps the mark of a folder that may be removed. Raises StorageError, SettingsError if `target` is not ours.
+    It keeps the mark of a folder that may be removed. Raises StorageError, or SettingsError if slimectl did not make
+    `target`.
     """
     staged = target.with_name(f".tmp-{target.name}")
     try:
@@ -80,7 +81,7 @@ def write_checkpoint(tensors: NamedTensors, *, target: Path, write: Write, dtype
             clear_pushed(target)
             staged.rename(target)
     except SettingsError:
-        raise  # of somebody else's folder
+        raise  # slimectl did not make this folder
     except BaseException:
         remove_made(staged)
         raise
@@ -88,9 +89,9 @@ def write_checkpoint(tensors: NamedTensors, *, target: Path, write: Write, dtype
 
 
 def clear_pushed(folder: Path) -> None:
-    """Remove an earlier push of weights, if there is one. Raises SettingsError if the folder is somebody else's."""
+    """Remove an earlier push of weights, if there is one. Raises SettingsError if slimectl did not make the folder."""
     if os.path.lexists(folder) and not remove_made(folder):
         raise SettingsError(
-            f"{folder}: slimectl did not write it, and pushes weights under that name; give an empty folder with "
-            "sync.update_weight_disk_dir"
+            f"{folder}: slimectl did not write it, but pushes weights under that name. Set sync.update_weight_disk_dir "
+            "to an empty folder."
         )

@@ -1,4 +1,4 @@
-"""Trainer side of a process group with engine ranks: created, used and left in the process that has the weights."""
+"""Pushes weights to engines by gloo or NCCL broadcast, from the process that has the weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AGREE_S = 5.0
 
 @dataclass(slots=True)
 class Group:
-    """One process group and its resources; `name` is never reused: engines may still have an older group."""
+    """One process group and its resources. `name` is never reused, because engines may still have an older group."""
 
     name: str
     workers: WeightUpdateClient
@@ -51,9 +51,9 @@ class Group:
 
 
 _GROUPS: dict[str, Group] = {}
-"""Groups of this process: they outlive the pushes that created them."""
+"""Groups of this process, which outlive the pushes that created them."""
 _ABANDONED: list[Group] = []
-"""Groups with a broadcast that still waits for an engine: destroying one would wait too, with the GIL held."""
+"""Groups whose broadcast still waits for an engine. Destroying one would also wait, with the GIL held."""
 
 
 def broadcast(message: Message, workers: WeightUpdateClient, *, key: str, version: str, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ def broadcast(message: Message, workers: WeightUpdateClient, *, key: str, versio
         leave(key)
         on_gpu = message[0][1].is_cuda
         group = _GROUPS[key] = _join_group(workers, key, backend="nccl" if on_gpu else "gloo", timeout_s=timeout_s)
-    # Wide numbers first: back to back, each tensor then begins at a multiple of its own width.
+    # Wide numbers first, so that each tensor begins at a multiple of its own width.
     ordered = sorted(message, key=lambda named: -named[1].element_size())
     forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
     flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered])
@@ -75,7 +75,7 @@ def broadcast(message: Message, workers: WeightUpdateClient, *, key: str, versio
 
 
 def leave(key: str) -> None:
-    """Destroy the group on both sides, the engines' first: operations that wait for them here then fail."""
+    """Destroy the group on both sides, the engines' first, so that operations here that wait for them fail."""
     group = _GROUPS.pop(key, None)
     if group is not None:
         with suppress(SlimectlError):
@@ -87,7 +87,7 @@ def leave(key: str) -> None:
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """Return the address at which workers reach this machine: the loopback if all of them are on it."""
+    """Return the address at which workers reach this machine, or the loopback if all of them are on it."""
     hosts = [urlsplit(url).hostname or "" for url in urls]
     remote_hosts = [host for host in hosts if host not in ("localhost", "::1") and not host.startswith("127.")]
     if not remote_hosts:
@@ -98,7 +98,7 @@ def own_address(urls: Sequence[str]) -> str:
             probe.connect((remote_hosts[0], 9))
         except OSError as error:
             raise BackendError(
-                f"engine at {remote_hosts[0]}: no route from here ({error}); use sync.transport disk"
+                f"engine at {remote_hosts[0]}: no route from here ({error}). Use sync.transport disk."
             ) from error
         return str(probe.getsockname()[0])
 
@@ -106,8 +106,9 @@ def own_address(urls: Sequence[str]) -> str:
 def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_s: float) -> Group:
     """Create a group of this process, rank 0, and the workers' ranks.
 
-    Compatible with init_custom_process_group of SGLang 0.5.18 to 0.5.21: a store at host:port, every key prefixed by
-    the group's name twice and the kind of device, as torch's own groups have them since 2.0.
+    Compatible with init_custom_process_group of SGLang 0.5.18 to 0.5.21: a store at host:port. Every key is prefixed
+    with
+    the group's name twice and the kind of device, as in torch's own groups since 2.0.
     """
     host, name, world = own_address(workers.urls), f"{key}-{uuid4().hex[:8]}", 1 + sum(workers.ranks)
     limit = timedelta(seconds=min(timeout_s, JOIN_TIMEOUT_S))
@@ -123,7 +124,7 @@ def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_
         (future.exception() for future in (worker_joins, own_join) if future in done and future.exception()), None
     )
     if failure is not None:
-        # Without its store neither side keeps waiting for the other.
+        # Without its store, neither side waits for the other any longer.
         del store
         with suppress(SlimectlError):
             workers.leave(name=name)
@@ -132,10 +133,10 @@ def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_
 
 
 def _host_store(host: str, limit: timedelta) -> dist.TCPStore:
-    """Return a store that listens on `host` alone: by itself torch (2.13) listens on every address of the machine."""
+    """Return a store that listens only on `host`. By default, torch (2.13) listens on every address of the machine."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # Only the libuv backend takes a descriptor; the store closes it.
+    # Only the libuv backend accepts a descriptor. The store closes it.
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=limit, use_libuv=True,
         master_listen_fd=listener.detach(),
@@ -149,7 +150,7 @@ def _backend(kind: str, store: Any, world: int, host: str, limit: timedelta) -> 
         return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, world, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
-    # Of itself gloo would look up the host's own name, which containers often cannot resolve.
+    # By default gloo looks up the host's own name, which containers often cannot resolve.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, world, options)
 
@@ -164,7 +165,7 @@ def _start_broadcast(group: Group, flat: torch.Tensor, timeout_s: float) -> Any:
 
 
 def _finish(work: Any, received: Future[None], timeout_s: float) -> None:
-    """Wait for both sides; if one fails, only until the other has reported the reason."""
+    """Wait for both sides. If one fails, wait only until the other has reported the reason."""
     deadline = time.monotonic() + timeout_s
     while not work.is_completed():
         if received.done():
@@ -185,18 +186,18 @@ def _finish(work: Any, received: Future[None], timeout_s: float) -> None:
 
 
 def _too_slow(timeout_s: float) -> BackendError:
-    return BackendError(f"engines have not received a message of weights within {timeout_s:g} s; see their logs")
+    return BackendError(f"engines have not received a message of weights within {timeout_s:g} s. See their logs.")
 
 
 def _explain(failure: BaseException, workers_done: Future[None]) -> BaseException:
-    """Return the workers' error if they reported one, else torch's in one line: torch's own messages name sockets."""
+    """Return the workers' error if they reported one, else one line of torch's, whose messages mention only sockets."""
     wait_for([workers_done], timeout=AGREE_S)
     workers_error = workers_done.exception() if workers_done.done() else None
     if isinstance(workers_error, SlimectlError):
         return workers_error
     if isinstance(failure, SlimectlError):
         return failure
-    return BackendError(f"broadcasting weights failed: {first_line(failure)}; has an engine died? see its log")
+    return BackendError(f"broadcasting weights failed: {first_line(failure)}. Has an engine died? See its log.")
 
 
 def _in_background(call: Callable[[], Any]) -> Future[Any]:
@@ -215,9 +216,9 @@ def _in_background(call: Callable[[], Any]) -> Future[Any]:
 
 @dataclass(eq=False)
 class DistributedSync(MessageSync):
-    """Broadcasts by gloo from a CPU, nccl from a GPU; `timeout_s` bounds joining and each message.
+    """Broadcasts with gloo from a CPU, NCCL from a GPU. `timeout_s` limits joining and each message.
 
-    The first push creates the group, in the process that has the weights, and later pushes reuse it; it is recreated
+    The first push creates the group, in the process that has the weights, and later pushes reuse it. It is recreated
     after a failure and when the workers change. A push to only some of the workers uses a temporary group.
     """
 
@@ -235,7 +236,7 @@ class DistributedSync(MessageSync):
         return self._push_by(send, workers)
 
     def close(self) -> None:
-        """Destroy the group on both sides; a policy that has ended has destroyed it already."""
+        """Destroy the group on both sides. A policy that has ended has already destroyed it."""
         self.policy.consume_weights(partial(_leave, key=self._key))
 
 
@@ -250,7 +251,7 @@ def _send(
     dtype: Precision,
     timeout_s: float,
 ) -> int:
-    """Broadcast the tensors, in the process that has the weights; returns the bytes sent to each worker."""
+    """Broadcast the tensors, in the process that has the weights. Returns the bytes sent to each worker."""
     sent, done = 0, False
     with drained(tensors) as stream:
         try:

@@ -1,4 +1,4 @@
-"""Weight sync through memory that is shared with servers of this machine."""
+"""Weight sync through memory that is shared with servers on this machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from slimectl.weight_sync.base import (
 )
 
 ON_CPU_BYTES = 64 * 2**20
-"""Size limit of a message on a CPU that does not go through shared memory: more would only touch more memory."""
+"""Size limit of a CPU message that does not use shared memory. Larger messages would only touch more memory."""
 
 
 class TensorSync(MessageSync):
     """Sends messages through shared memory that the process keeps for the next push.
 
-    The cast to the engines' precision is written where the engines read it: nothing wider is sent.
+    The cast to the engines' precision writes directly to where the engines read, so nothing wider is sent.
     """
 
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
@@ -40,7 +40,7 @@ class TensorSync(MessageSync):
 def _send(
     tensors: NamedTensors, *, workers: WeightUpdateClient, version: str, most_bytes: int, dtype: Precision
 ) -> int:
-    """Send the tensors, in the process that has the weights; returns the bytes sent."""
+    """Send the tensors, in the process that has the weights. Returns the bytes sent."""
     sent = 0
     with drained(tensors) as stream:
         first = next(stream, None)
@@ -62,7 +62,7 @@ def _send(
 def _shared_messages(
     tensors: NamedTensors, precision: Precision, memory: MessageMemory
 ) -> Iterator[tuple[Message, bool]]:
-    """Cast tensors into `memory`, in messages like those of `buckets`: each is sent before the next one begins."""
+    """Cast tensors into `memory`, in messages like those from `buckets`. Each is sent before the next one begins."""
     message: Message = []
     size = 0
     for name, tensor, dtype in targets(tensors, precision):

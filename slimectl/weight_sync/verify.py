@@ -16,15 +16,16 @@ from slimectl.weight_sync.disk import Write, write_checkpoint
 
 HEAD = "lm_head.weight"
 NAMED = 3
-"""Number of tensors that an error names."""
+"""Number of tensors that an error lists."""
 
 
 class VerifiedSync(WeightSyncBase):
-    """Verifies every push of another transport; `dtype` is the engines' precision.
+    """Verifies every push of another transport. `dtype` is the engines' precision.
 
-    `slimectl serve` hashes tensors under their Hugging Face names, to be compared with the trainer's. SGLang hashes its
-    own fused and sharded tensors: there they are overwritten with noise and loaded again, from a checkpoint in
-    `folder`, and every hash must equal the earlier one. A mismatch is a BackendError.
+    `slimectl serve` hashes tensors under their Hugging Face names, which are compared with the trainer's hashes. SGLang
+    hashes its own fused and sharded tensors. There they are overwritten with noise and loaded again, from a checkpoint
+    in
+    `folder`, and every hash must equal the earlier one. A mismatch raises BackendError.
     """
 
     def __init__(self, sync: WeightSyncBase, *, folder: Path, write: Write, dtype: Precision = None) -> None:
@@ -36,7 +37,7 @@ class VerifiedSync(WeightSyncBase):
         try:
             self.check(workers)
         except BackendError:
-            # From another thread: the policy may have stepped since it was pushed, and is pushed again.
+            # From another thread: the policy may have made a step since the push, and is pushed again.
             if self.policy.weight_version == version:
                 raise
         return metrics
@@ -45,7 +46,7 @@ class VerifiedSync(WeightSyncBase):
         self.sync.close()
 
     def check(self, workers: WeightUpdateClient) -> None:
-        """Compare the workers' tensors with the policy's. Raises BackendError, which names the first that differ."""
+        """Compare the workers' tensors with the policy's. Raises BackendError, which lists the first that differ."""
         if workers.checksums_by_hf_name:
             expected = [self.policy.consume_weights(partial(_checksums, dtype=self.dtype))] * len(workers.urls)
             _compare(workers, expected, workers.checksums())
@@ -73,7 +74,7 @@ def _compare(
     workers: WeightUpdateClient, expected: Sequence[Mapping[str, str]], reported: Sequence[Mapping[str, str]]
 ) -> None:
     for url, hashes, engine_hashes in zip(workers.urls, expected, reported, strict=True):
-        # A tied head is the embedding: the trainer may name it, the engine has no tensor of its own for it.
+        # A tied head is the embedding: the trainer may list it, but the engine has no separate tensor for it.
         comparable = {name: checksum for name, checksum in hashes.items() if name in engine_hashes or name != HEAD}
         wrong = [
             name for name in comparable.keys() | engine_hashes.keys() if comparable.get(name) != engine_hashes.get(name)
@@ -81,6 +82,6 @@ def _compare(
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise BackendError(
-                f"engine at {url}: {', '.join(sorted(wrong)[:NAMED])}{more} of {len(hashes)} tensors differ from those"
-                " that were pushed; does it serve this model, in the precision of engine.dtype?"
+                f"engine at {url}: {', '.join(sorted(wrong)[:NAMED])}{more} of {len(hashes)} tensors differ from"
+                " those pushed. Does it serve this model, in the precision of engine.dtype?"
             )

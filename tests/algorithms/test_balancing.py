@@ -46,7 +46,7 @@ def test_turns_are_taken_where_they_are_better():
 
 
 def test_loads_that_cannot_be_dealt_in_equal_numbers_are_refused():
-    with pytest.raises(ValueError, match="5 loads for 2 shares"):
+    with pytest.raises(ValueError, match="5 costs cannot be divided into 2 shares"):
         karmarkar_karp([1, 2, 3, 4, 5], 2)
 
 

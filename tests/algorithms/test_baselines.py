@@ -123,7 +123,7 @@ def test_rewards_over_their_mean_weigh_rare_success_more():
     assert mean_normalized(rare_G).tolist() == [3.0, -1.0, -1.0, -1.0]  # mean 1/4
     assert mean_normalized(common_G).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])  # mean 3/4
     assert mean_normalized(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(RecordError, match=r"a reward of -1: algorithm\.name maxrl"):
+    with pytest.raises(RecordError, match=r"reward -1 is negative, but algorithm\.name maxrl"):
         mean_normalized(torch.tensor([-1.0, 1.0]))
 
 

@@ -46,7 +46,7 @@ def test_a_step_without_any_trained_token_has_zero_weights():
 
 
 def test_what_cannot_be_reduced_is_refused():
-    with pytest.raises(ValueError, match="no reduction 'sum'"):
+    with pytest.raises(ValueError, match="unknown reduction 'sum'"):
         token_weights([[1]], [0], kind="sum")
     with pytest.raises(ValueError, match="fixed_length is None"):
         token_weights([[1]], [0], kind="fixed_length")

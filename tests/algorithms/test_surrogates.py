@@ -110,7 +110,9 @@ def test_loss_is_never_below_the_unclipped_and_its_gradient_vanishes_where_clipp
 
 def test_shapes_that_would_broadcast_are_refused():
     column_T1 = torch.ones(3, 1, dtype=torch.float64)  # [T] - [T, 1] is [T, T]: nine losses of three tokens
-    with pytest.raises(ValueError, match=r"ppo_clip: .*advantages_T \[3, 1\]: not one dimension of the same length"):
+    with pytest.raises(
+        ValueError, match=r"ppo_clip: .*advantages_T \[3, 1\]: must be one-dimensional and of equal length"
+    ):
         ppo_clip(zeros(3), zeros(3), column_T1, low=0.2, high=0.2)
     with pytest.raises(ValueError, match=r"cispo_loss: logprobs_T \[3\], old_logprobs_T \[1\]"):
         cispo_loss(zeros(3), zeros(1), zeros(3), low=0.2, high=0.2)

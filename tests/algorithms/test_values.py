@@ -110,7 +110,7 @@ def test_a_shared_critic_adds_its_weighted_loss_to_the_policys():
     assert metrics["critic-loss"].item() == metrics["critic-value_loss"].item() == pytest.approx(3.3325)
     assert log_probs_T.grad.tolist() == [-0.25, -0.75]
     assert predicted_T.grad.tolist() == pytest.approx([0.5 * 0.25 * 2 * -1.9, 0.0])
-    with pytest.raises(SettingsError, match=r'algorithm.critic: .* set it to "separate"'):
+    with pytest.raises(SettingsError, match=r'algorithm.critic: .* Set it to "separate"'):
         PolicyAndValueLoss(SftLoss(), ValueLoss(), 0.5)(pack(log_probs_T, tensor(0.25, 0.75)))
 
 

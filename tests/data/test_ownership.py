@@ -257,7 +257,7 @@ def test_pushed_weights_do_not_replace_a_users_folder(tmp_path: Path):
     (tmp_path / "current").mkdir()
     (tmp_path / "current" / "model.safetensors").write_text("mine")
     arguments: dict[str, Any] = {"target": tmp_path / "current", "write": lambda path, tensors: None, "dtype": None}
-    with pytest.raises(SettingsError, match="current: slimectl did not write it, and pushes weights under that name"):
+    with pytest.raises(SettingsError, match="current: slimectl did not write it, but pushes weights under that name"):
         write_checkpoint([], **arguments)
     assert (tmp_path / "current" / "model.safetensors").read_text() == "mine"
     arguments["target"] = tmp_path / "fresh"

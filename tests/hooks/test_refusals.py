@@ -163,7 +163,7 @@ WRONG = [
      "a pg_loss that is not finite"),
     ("train.custom_pg_loss_reducer_function_path", "return 1.0", "", "returned float 1.0. Return a function"),
     ("train.custom_pg_loss_reducer_function_path", "return lambda loss: loss", "", "gave no scalar of 16 token losses"),
-    ("megatron.custom_model_provider_path", "return None", "", "return what build.. makes, or a GPTModel"),
+    ("megatron.custom_model_provider_path", "return None", "", "return the result of build.., or a GPTModel"),
     ("track.custom_rollout_log_function_path", "return 'no'", "", "return True to skip the default log"),
     ("track.custom_eval_rollout_log_function_path", "extra_metrics['x'] = 'y'", "extra_metrics",
      "numbers only: the metric 'x' is none"),

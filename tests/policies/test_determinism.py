@@ -91,7 +91,7 @@ def test_libraries_of_a_gpu_are_told_before_it_is_used(monkeypatch: pytest.Monke
     for name in names:
         monkeypatch.setenv(name, "")  # which is undone at the end of the test
         monkeypatch.delenv(name)
-    with pytest.raises(SettingsError, match=r"this process has used the GPU before.*CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+    with pytest.raises(SettingsError, match=r"this process has already used the GPU.*CUBLAS_WORKSPACE_CONFIG=:4096:8"):
         prepare_gpu(used=True)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     prepare_gpu(used=False)

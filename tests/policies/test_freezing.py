@@ -25,7 +25,7 @@ def test_freezing_and_training_only_are_taken_together():
 
 
 def test_patterns_that_make_no_sense_are_refused():
-    with pytest.raises(SettingsError, match=r"'lm_haed' matches no parameter; names look like model\.layers\.0"):
+    with pytest.raises(SettingsError, match=r"'lm_haed' matches no parameter\. Names look like model\.layers\.0"):
         trainable_names(NAMES, freeze=["lm_haed"])
     with pytest.raises(SettingsError, match=r"'\(' is not a regular expression"):
         trainable_names(NAMES, train_only=["("])

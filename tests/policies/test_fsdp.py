@@ -202,7 +202,7 @@ def test_models_that_cannot_be_trained_here_are_refused(model_dir: ModelDir, tmp
 
 
 def test_a_module_that_no_layer_has_cannot_be_recomputed(model_dir: ModelDir):
-    with pytest.raises(SettingsError, match=r"train\.recompute_modules: moe, but this model has no experts"):
+    with pytest.raises(SettingsError, match=r"train\.recompute_modules: moe is listed, but this model has no experts"):
         new_policy(model_dir(), recompute=Recompute("selective", ("moe",)))
 
 

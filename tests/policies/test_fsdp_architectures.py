@@ -75,7 +75,7 @@ def test_layers_whose_mlp_has_another_name_recompute_their_attention(new_model: 
     policy = new_policy(folder, recompute=Recompute("selective", ("core_attn",)))
     for found, expected in zip(policy.log_probs(rows), one_by_one(folder, rows), strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(SettingsError, match=r"train\.recompute_modules: mlp, but this model has no dense MLP"):
+    with pytest.raises(SettingsError, match=r"train\.recompute_modules: mlp is listed, but this model has no dense MLP"):
         new_policy(folder, recompute=Recompute("selective", ("mlp",)))
 
 
@@ -138,11 +138,11 @@ def test_the_token_that_pads_elsewhere_has_its_gradient(new_model: NewModel, tie
     [
         ("gpt2", "has no layers at model.layers"),
         ("opt", "has no layers at model.layers"),
-        ("gptj", "does not accept another attention"),
-        ("gpt_neo", "does not accept another attention"),
-        ("bloom", "does not accept another attention"),
-        ("mpt", "does not accept another attention"),
-        ("codegen", "does not accept another attention"),
+        ("gptj", "does not accept a custom attention function"),
+        ("gpt_neo", "does not accept a custom attention function"),
+        ("bloom", "does not accept a custom attention function"),
+        ("mpt", "does not accept a custom attention function"),
+        ("codegen", "does not accept a custom attention function"),
         ("phi", "has no plain linear head"),
     ],
 )

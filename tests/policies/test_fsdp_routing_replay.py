@@ -122,9 +122,11 @@ def test_rows_of_another_model_are_refused(model_dir: ModelDir):
     rows = random_rows(groups=1, answers=1)
     with pytest.raises(RecordError, match="no rollout_routed_experts"):
         policy.log_probs(rows)
-    with pytest.raises(RecordError, match=r"shape \[\d+, 3, 2\], expected at most \[\d+, 2, 2\]; it is of another"):
+    with pytest.raises(
+        RecordError, match=r"shape \[\d+, 3, 2\], expected at most \[\d+, 2, 2\]\. It comes from another"
+    ):
         policy.log_probs(routed(rows, layers=3, experts=5))
-    with pytest.raises(RecordError, match=r"names expert [5-9], and this model has 5"):
+    with pytest.raises(RecordError, match=r"contains expert [5-9], but this model has 5"):
         policy.log_probs(routed(rows, layers=2, experts=10))
     with pytest.raises(SettingsError, match="this model has no experts"):
         new_policy(model_dir("qwen3"), rollout_routing_replay=True)

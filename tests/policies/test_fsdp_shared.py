@@ -85,7 +85,7 @@ def test_it_goes_on_from_its_checkpoint_which_others_can_load(with_head: Path, t
     alone = tmp_path / "alone"
     alone.mkdir()
     new(with_head / "plain", FsdpPolicy).save(alone)
-    with pytest.raises(CheckpointError, match=r'no value_head.safetensors; .* algorithm.critic = "separate"'):
+    with pytest.raises(CheckpointError, match=r'no value_head.safetensors\. .* algorithm.critic = "separate"'):
         resumed.load(alone)
 
 

@@ -85,7 +85,7 @@ def test_search_shows_the_passages_that_fit(tmp_path: Path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(CORPUS)
     words, metadata = ("<search>Elbe</search>", "Hamburg."), {"corpus": str(corpus)}
-    with pytest.raises(RecordError, match=r"metadata\.corpus: names a file, .* set rollout\.allow_paths_in_records"):
+    with pytest.raises(RecordError, match=r"metadata\.corpus: is a file path, .* Set rollout\.allow_paths_in_records"):
         made(search.generate, *words, metadata=metadata, args=Settings())
     trusting = Settings.model_validate({"rollout": {"allow_paths_in_records": True}})
     sample = made(search.generate, *words, metadata=metadata, args=trusting)
@@ -95,7 +95,7 @@ def test_search_shows_the_passages_that_fit(tmp_path: Path):
 
 
 def test_search_without_a_corpus_says_what_to_give():
-    with pytest.raises(RecordError, match=r"prompt 0: metadata\.corpus: missing; name the text file"):
+    with pytest.raises(RecordError, match=r"prompt 0: metadata\.corpus: missing\. Set it to the text file"):
         made(search.generate, "<search>Elbe</search>", args=Settings())
 
 

@@ -80,10 +80,10 @@ def test_a_task_of_a_file_has_defaults_for_what_it_leaves_out(tmp_path: Path):
         (
             'dataset = "small"',
             'dataset = "large"',
-            r"benchmark\.dataset: 'large' is no dataset of eval\.data \(small\)",
+            r"benchmark\.dataset: 'large' is not a dataset in eval\.data \(small\)",
         ),
-        ("num_rollout = 2", "", r"run\.num_rollout: is needed"),
-        ("num_rollout = 2", "num_rollout = 2\nasync_level = 1", r"run\.async_level: must be 0"),
+        ("num_rollout = 2", "", r"run\.num_rollout is not set"),
+        ("num_rollout = 2", "num_rollout = 2\nasync_level = 1", r"run\.async_level must be 0"),
         ("accuracy = 0.5", "accuracy = 50", r"benchmark\.accuracy: Input should be less than or equal to 1"),
         ("accuracy = 0.5", "accuracy = 0.5\nsteps = 3", r"benchmark\.steps: Extra inputs are not permitted"),
         ("num_rollout = 2", "num_rolout = 2", r"did you mean run\.num_rollout"),
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_task_is_refused(tmp_path: Path, before: str, after: s
 
 
 def test_an_unknown_name_gets_the_nearest():
-    with pytest.raises(SettingsError, match=r"task 'quickstrat': unknown; did you mean quickstart\?"):
+    with pytest.raises(SettingsError, match=r"unknown task 'quickstrat'\. Did you mean quickstart\?"):
         benchmark.load("quickstrat")
 
 

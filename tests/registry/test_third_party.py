@@ -170,7 +170,7 @@ def test_a_broken_package_is_one_line_with_its_name(tmp_path: Path, monkeypatch:
 
 
 def test_a_tracker_that_rejects_its_arguments_is_a_wrong_setting(package: Path, tmp_path: Path):
-    with pytest.raises(SettingsError, match=r"track.kwargs.csv.fiel: no such argument; drop it"):
+    with pytest.raises(SettingsError, match=r"track.kwargs.csv.fiel: no such argument\. Drop it"):
         builders.start_trackers(settings("track.with=['csv']", 'track.kwargs.csv={fiel = "a"}'), tmp_path)
 
 

@@ -36,7 +36,7 @@ def test_the_first_failure_is_told_and_what_works_later_is_tracked():
     tracker.close()
     assert unsteady.seen == [2, 4]
     assert told == [
-        "track.with: wandb failed at step 1: server hung up; the run goes on, and its metrics.jsonl has every number"
+        "track.with: wandb failed at step 1: server hung up. The run continues, and its metrics.jsonl has every number."
     ]
 
 
@@ -65,7 +65,7 @@ def test_an_interrupt_goes_through():
             SettingsError,
             r"track\.kwargs\.wandb: init\(\) got",
         ),
-        (ConnectionError(), BackendError, "wandb cannot start: ConnectionError; set WANDB_API_KEY"),
+        (ConnectionError(), BackendError, r"wandb cannot start: ConnectionError\. Set WANDB_API_KEY"),
         (ZeroDivisionError("division by zero"), BackendError, "wandb cannot start: ZeroDivisionError: division by"),
         (BackendError("as it is"), BackendError, "^as it is$"),
     ],

@@ -32,7 +32,7 @@ def test_files_that_cannot_be_read_are_a_warning(caplog: pytest.LogCaptureFixtur
         raise ImportError("no module named wandb.proto")
 
     assert History.read("wandb", points) is None
-    assert "track.with: what wandb holds of the run cannot be read (no module named wandb.proto)" in caplog.text
+    assert "track.with: cannot read the run's records at wandb (no module named wandb.proto)" in caplog.text
 
 
 def test_a_log_has_the_records_before_the_one_that_was_cut_off(tmp_path: Path):

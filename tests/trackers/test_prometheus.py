@@ -64,9 +64,9 @@ def test_the_endpoint_is_not_reached_from_other_machines_unless_asked_for(tmp_pa
 def test_a_port_in_use_and_an_unknown_host_are_one_line_each(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(BackendError, match=rf"^track\.prometheus_port: 127\.0\.0\.1:{port} .*in use; set another"):
+        with pytest.raises(BackendError, match=rf"^track\.prometheus_port: 127\.0\.0\.1:{port} .*in use\. Set another"):
             builders.start_trackers(settings(f"track.prometheus_port={port}"), tmp_path)
-    words = r"^track\.prometheus_port: no\.such\.host\.invalid:0 cannot be opened: .*; set another"
+    words = r"^track\.prometheus_port: no\.such\.host\.invalid:0 cannot be opened: .*\. Set another"
     with pytest.raises(BackendError, match=words):
         builders.start_trackers(settings("track.prometheus_host=no.such.host.invalid"), tmp_path)
 
@@ -78,7 +78,10 @@ def test_two_metrics_that_prometheus_cannot_tell_apart_are_said_once(tmp_path: P
     values = scraped(tracker.tracker.port)
     tracker.close()
     assert (values["slimectl_mine_a_b"][1], values["slimectl_mine_c"][1]) == (1.0, 3.0)
-    assert "the endpoint failed at step 1: mine/a_b has the name of mine/a-b there; the run goes on" in caplog.text
+    assert (
+        "the endpoint failed at step 1: mine/a_b has the same Prometheus name as mine/a-b. The run continues"
+        in caplog.text
+    )
 
 
 def test_every_metric_of_the_catalogue_has_a_name_of_its_own():

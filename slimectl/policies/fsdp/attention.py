@@ -1,4 +1,4 @@
-"""Attention over a pack: one dense call per bucket of similar lengths, whatever the number of sequences.
+"""Attention over a pack: one dense call per bucket of similar lengths, for any number of sequences.
 
 T input tokens · N rows of the padded grid · B spans of a bucket · L, S their padded length · P tokens of a context
 H query heads · K key-value heads · D head dimension.
@@ -19,13 +19,14 @@ from slimectl.policies.recompute import recomputed
 
 NAME = "slimectl_packed"
 RECOMPUTED = "slimectl_packed_recomputed"
-"""Name of the same attention where backward computes it again."""
+"""Name of the same attention when backward recomputes it."""
 UNSUPPORTED = ("softcap", "s_aux")
 """Options of a layer that this attention does not compute."""
 
 
 class _ToGrid(torch.autograd.Function):
-    """Input order to grid order. Every input token has one row of the grid, so backward is a gather too."""
+    """Reorder from input order to grid order. Every input token has one row of the grid, so backward is also a
+    gather."""
 
     @staticmethod
     def forward(ctx: Any, source_TW: Tensor, order_N: Tensor, place_T: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ class _ToGrid(torch.autograd.Function):
 
 
 class _FromGrid(torch.autograd.Function):
-    """Grid order to input order; padding rows get a zero gradient."""
+    """Reorder from grid order to input order. Padding rows get a zero gradient."""
 
     @staticmethod
     def forward(ctx: Any, grid_NW: Tensor, place_T: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def packed_attention(
     attend: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, H, T, D], key and value [1, K, T, D], output [1, T, H, D]."""
+    """Attention function for transformers: query [1, H, T, D], key and value [1, K, T, D], output [1, T, H, D]."""
     unsupported = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
         unsupported = ["its own mask"]
@@ -73,7 +74,7 @@ def packed_attention(
         raise CheckpointError(
             f"{type(module).__name__} asks for"
             f" {unsupported[0] if unsupported else 'a sliding window shorter than the row'}, which"
-            " packed training does not compute; use a model with plain causal attention, or shorter rows"
+            " packed training does not compute. Use a model with plain causal attention, or shorter rows."
         )
     layout.attention_calls += 1
     return (attend or _attend)(query, key, value, layout, scaling), None
@@ -82,7 +83,7 @@ def packed_attention(
 def recomputed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """packed_attention of which autograd keeps query, key and value only."""
+    """Compute packed_attention so that autograd keeps only query, key and value."""
     return packed_attention(module, query, key, value, attention_mask, attend=recomputed(_attend), **kwargs)
 
 
@@ -94,7 +95,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedBatch, scal
         if isinstance(bucket, BranchBucket):
             outputs.append(_branches(q, k, v, key_TKD, value_TKD, bucket, scaling))
         else:
-            # Padding follows its sequence, where the causal mask hides it.
+            # Padding comes after its sequence, where the causal mask hides it.
             outputs.append(_flat(causal_attention(q, k, v, scaling)))
     output_NW = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     output_TW = _FromGrid.apply(output_NW, layout.place_T)  # type: ignore[no-untyped-call]
@@ -110,7 +111,7 @@ def _grid(states_TXD: Tensor, layout: PackedBatch) -> Tensor:
 
 
 def _buckets(states_NXD: Tensor, layout: PackedBatch) -> list[Tensor]:
-    """The rows of every bucket as [B, X, S, D], roots first; their gradients are put together at once."""
+    """Return the rows of every bucket as [B, X, S, D], roots first. Their gradients are assembled at once."""
     buckets: list[CausalBucket | BranchBucket] = [*layout.causal, *layout.branches]
     parts = states_NXD.split([bucket.count * bucket.length for bucket in buckets])
     return [

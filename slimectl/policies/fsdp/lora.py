@@ -18,13 +18,13 @@ class Adapters:
     """Adds A [K, I] and B [O, K] of every adapted layer to the model as parameters."""
 
     def __init__(self, hf: nn.Module, options: LoraOptions, *, seed: int) -> None:
-        """Raises SettingsError if a target names no linear layer, CheckpointError if `options.load` does not fit."""
+        """Raises SettingsError if a target matches no linear layer, CheckpointError if `options.load` does not fit."""
         self.options = options
         inside = set(decoder_layers(hf).modules())
         layers = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m in inside}
         self.layers = set(chosen(layers, options.targets))
         self.initial: dict[str, Tensor] = {}
-        """Initial values of the parameters, by name: random, or of the adapter to start from."""
+        """Initial values of the parameters by name: random, or from the adapter to start from."""
         for name in (name for name in layers if name in self.layers):
             self._adapt(layers[name])
             shapes = (options.rank, layers[name].in_features), (layers[name].out_features, options.rank)
@@ -46,6 +46,6 @@ class Adapters:
         layer.register_forward_hook(add)
 
     def pair(self, parameter: str) -> tuple[str, str] | None:
-        """Names of A and B of a weight; None if it is not adapted."""
+        """Return the names of A and B of a weight, or None if it is not adapted."""
         layer = parameter.removesuffix(".weight")
         return halves(layer) if layer in self.layers else None

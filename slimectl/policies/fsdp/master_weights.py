@@ -1,4 +1,4 @@
-"""AdamW on float32 masters, with gradient clipping."""
+"""Float32 master weights, their shards and their AdamW updates, with gradient clipping."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from slimectl.protocols import CheckpointFormat
 def adamw(
     masters: list[Tensor], ranks_of: list[int], options: OptimizerOptions, *, shards: Mapping[Tensor, ShardElements]
 ) -> torch.optim.AdamW:
-    """AdamW over `masters`; `ranks_of` are the tensors' numbers of dimensions before any sharding.
+    """Return AdamW over `masters`. `ranks_of` has the number of dimensions of each tensor before any sharding.
 
-    `shards`: which elements of its parameter a sharded master has.
+    `shards` maps a sharded master to its elements of the whole parameter.
     """
     matrices = [master for master, ndim in zip(masters, ranks_of, strict=True) if ndim > 1]
     vectors = [master for master, ndim in zip(masters, ranks_of, strict=True) if ndim <= 1]
@@ -35,7 +35,7 @@ def adamw(
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:
-    """The sum of all squares, in float64 across tensors."""
+    """Return the sum of all squares, in float64 across tensors."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(gradients)
@@ -54,9 +54,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def sharded_dimension(shape: torch.Size, ranks: int) -> int:
     """Return the dimension of a parameter that FSDP2 divides among ranks.
 
-    It is the first one, except for fused experts that the ranks do not divide evenly: FSDP2 pads the first dimension
-    to a multiple of the ranks, and gathers the padding, four times the weights for 128 experts on 512 ranks. It cuts
-    any other dimension only evenly.
+    It is the first dimension, except for fused experts whose number the ranks do not divide evenly. FSDP2 pads the
+    first dimension to a multiple of the ranks and gathers the padding, which is four times the weights for 128 experts
+    on 512 ranks. It divides any other dimension only evenly.
     """
     if len(shape) < 3 or shape[0] % ranks == 0:
         return 0
@@ -65,7 +65,7 @@ def sharded_dimension(shape: torch.Size, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a parameter of `shape` that a rank holds: `length` entries of a dimension, from `start` on."""
+    """The part of a parameter of `shape` that a rank holds: `length` entries of a dimension, starting at `start`."""
 
     shape: torch.Size
     dimension: int
@@ -74,7 +74,7 @@ class Shard:
 
     @classmethod
     def of_rank(cls, shape: torch.Size, rank: int, ranks: int) -> Shard:
-        """Return the part that FSDP2 gives to a rank: pieces of one size, as torch.chunk makes them."""
+        """Return the part that FSDP2 gives to a rank: pieces of equal size, as torch.chunk makes them."""
         dimension = sharded_dimension(shape, ranks)
         piece = -(-shape[dimension] // ranks)
         start = min(rank * piece, shape[dimension])
@@ -92,7 +92,7 @@ class Shard:
         return full.narrow(self.dimension, self.start, self.length)
 
     def assign_expert(self, matrix: Tensor, local: Tensor, expert: int, rows: slice) -> None:
-        """Copy what the rank holds of an expert's matrix, which is `full[expert, rows]`, into its part `local`."""
+        """Copy this rank's part of an expert's matrix, which is `full[expert, rows]`, into `local`."""
         if self.dimension == 0:
             if self.start <= expert < self.start + self.length:
                 local[expert - self.start, rows].copy_(matrix)
@@ -109,11 +109,11 @@ class MasterWeights:
     """Float32 master weights that the optimizer updates, and their conversion from and to full tensors.
 
     In float32, and under FSDP2, the masters are the model's own parameters. In bfloat16 on one process the model holds
-    a bfloat16 copy: on a CPU that is faster than autocast, which converts every weight in every forward. Frozen weights
-    are held in bfloat16 alone, unless that rounds them: then the original is kept too, so that it is saved unchanged.
+    a bfloat16 copy. On a CPU that is faster than autocast, which converts every weight in every forward. Frozen weights
+    are held only in bfloat16, unless that rounds them. Then the original is also kept, so that it is saved unchanged.
 
-    `offload` "optimizer" has masters, sums of gradients and moments in host memory, and copies of the masters on the
-    device; "parameters" has all of them there, and FSDP2 brings a layer to the device when it is computed.
+    With `offload` "optimizer", masters, gradient sums and moments are in host memory, and copies of the masters on the
+    device. With "parameters" everything is in host memory, and FSDP2 moves a layer to the device when it is computed.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class MasterWeights:
         offloads = offload == "parameters"
         self._sharded = [] if mesh is None else _shard(model, mesh, DTYPES[dtype], offloads=offloads)
         self.rounds = mesh is None and DTYPES[dtype] != torch.float32
-        """Whether the model has weights of another precision than the masters."""
+        """Whether the precision of the model's weights differs from the masters' precision."""
         self.copies = self.rounds or offload == "optimizer"
-        """Whether the masters are not the model's own parameters."""
+        """Whether the model holds copies of the masters instead of the masters themselves."""
         if self.rounds:
             for parameter in model.hf.parameters():
                 parameter.data = parameter.data.to(DTYPES[dtype])
@@ -154,12 +154,12 @@ class MasterWeights:
                         pin_memory=on_host and device.type == "cuda",
                     )  # fmt: skip
         self.buffers = persistent_buffers(model.hf)
-        """Buffers that checkpoints hold: whole on every rank, in float32, and not trained."""
+        """Buffers that checkpoints contain. They are whole on every rank, in float32, and not trained."""
         self.tensors |= self.buffers
         self.trained = {name: self.tensors[name] for name, p in self.parameters.items() if p.requires_grad}
-        """Master weights that the optimizer updates; the others are frozen."""
+        """Master weights that the optimizer updates. The others are frozen."""
         self._gradient_sums: dict[str, Tensor] = {}
-        """Float32 gradients of copies; the buffers are reused from step to step."""
+        """Float32 gradients of copies. The buffers are reused from step to step."""
         self.in_checkpoint: list[tuple[str, Slot]] = []
         """(checkpoint name, slot), in checkpoint order."""
         for name, tensor in self.added.items():
@@ -184,14 +184,14 @@ class MasterWeights:
         compute_copy = self.parameters[slot.parameter].data
         self.assign(full, compute_copy, slot)
         exact = torch.equal(compute_copy[slot.index].to(full.device, full.dtype), full)
-        # Experts share a tensor: once one of them is rounded, all have an original.
+        # Experts share a tensor: once one of them is rounded, the original is kept for all.
         original = compute_copy if slot.index is ... else self.tensors[slot.parameter]
         self.tensors[slot.parameter] = original if exact or original.dtype == torch.float32 else original.float()
         if not exact or slot.index is not ...:
             self.assign(full, self.tensors[slot.parameter], slot)
 
     def assign(self, full: Tensor, local: Tensor, slot: Slot | None = None) -> None:
-        """Copy `full`, or this rank's shard of it, into `local`; an expert's tensor into its part of `local`."""
+        """Copy `full`, or this rank's shard of it, into `local`. An expert's tensor goes into its part of `local`."""
         with torch.no_grad():
             if slot is not None and isinstance(slot.index, tuple):
                 self._shard(self.shapes[slot.parameter]).assign_expert(full, local, *slot.index)
@@ -201,13 +201,13 @@ class MasterWeights:
                 local.copy_(self._shard(full.shape).cut(full))
 
     def _shard(self, shape: torch.Size) -> Shard:
-        """Return this rank's part of a parameter of that shape: all of it without a mesh."""
+        """Return this rank's part of a parameter of that shape, which is all of it without a mesh."""
         if self.mesh is None:
             return Shard.of_rank(shape, 0, 1)
         return Shard.of_rank(shape, self.mesh.get_local_rank(), self.mesh.size())
 
     def shards(self) -> dict[Tensor, ShardElements]:
-        """Return which elements of its parameter each trained shard has."""
+        """Return the elements of its parameter that each trained shard holds."""
         if self.mesh is None:
             return {}
         return {master: self._shard(self.shapes[name]).elements for name, master in self.trained.items()}
@@ -215,7 +215,7 @@ class MasterWeights:
     def copy_to_model(self) -> None:
         """Copy the master weights into the model's compute copies.
 
-        FSDP2 leaves the root's weights gathered after a forward without backward: the next one would compute with old
+        FSDP2 leaves the root's weights gathered after a forward without backward, so the next forward would use old
         ones.
         """
         for module in self._sharded:
@@ -225,7 +225,7 @@ class MasterWeights:
             torch._foreach_copy_(copies, list(self.trained.values()))
 
     def accumulate(self) -> None:
-        """Accumulate the gradients of copies in float32; called after each backward."""
+        """Accumulate the gradients of copies in float32. Call it after each backward."""
         if not self.copies:
             return
         for name, parameter in self.parameters.items():
@@ -238,7 +238,7 @@ class MasterWeights:
                 parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Set the gradient of each master weight and return them; zeros for parameters without a gradient."""
+        """Set the gradient of each master weight and return the gradients. Parameters without a gradient get zeros."""
         for name, master in self.trained.items():
             if not self.copies:
                 gradient = self.parameters[name].grad
@@ -249,7 +249,7 @@ class MasterWeights:
 
     @property
     def gradient_sums(self) -> list[Tensor]:
-        """Memory of the sums between steps, when it holds no gradient."""
+        """Return the memory of the gradient sums between steps, when it holds no gradient."""
         return [tensor for name, tensor in self._gradient_sums.items() if self.tensors[name].grad is None]
 
     def drop_gradients(self) -> None:
@@ -258,20 +258,21 @@ class MasterWeights:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, which is the tensor itself without a mesh."""
+    """Return this rank's part of a tensor, or the tensor itself without a mesh."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool) -> list[Any]:
-    """Apply FSDP2 to decoder layers and root, and return them; gradients are summed over ranks, as a loss is a sum."""
+    """Apply FSDP2 to decoder layers and root, and return them. Gradients are summed over ranks, because a loss is a
+    sum."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard as Placement
 
-    # Casting inputs would rebuild the pack's layout in every layer; hidden states have the embedding's dtype already.
+    # Casting inputs would rebuild the pack's layout in every layer. Hidden states already have the embedding's dtype.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Memory is pinned for copies from and to an accelerator; without one torch (2.13) refuses to.
+    # Memory is pinned for copies to and from an accelerator. Without one, torch (2.13) cannot pin it.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offloads else OffloadPolicy()
     modules: list[Any] = [*decoder_layers(model.hf), model]
 
@@ -282,13 +283,13 @@ def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool)
         fully_shard(module, mesh=mesh, shard_placement_fn=placement, mp_policy=policy, offload_policy=offload)
     for module in modules:
         module.set_gradient_divide_factor(1.0)
-        # Without this the factor is applied by a pre-multiplied sum, which gloo does not support.
+        # Otherwise the factor is applied by a pre-multiplied sum, which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
     return modules
 
 
 def _materialise(model: PackedModel, device: torch.device, *, parameters_on: torch.device) -> None:
-    """Allocate all parameters; `to_empty` alone would lose the buffers and untie tied parameters."""
+    """Allocate all parameters. `to_empty` would also lose the buffers and untie tied parameters."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     ties = list(ParameterNames(model.hf).ties)
     model.to_empty(device=parameters_on)

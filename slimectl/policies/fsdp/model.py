@@ -34,9 +34,9 @@ from slimectl.types import TrainingSample
 
 
 class PackedModel(nn.Module):
-    """The root module: hidden states and log-probabilities in one forward.
+    """The root module: computes hidden states and log-probabilities in one forward.
 
-    One forward, because under FSDP2 the embedding and the head, tied or not, are gathered for the root's forward only.
+    Under FSDP2 the embedding and the head, tied or not, are gathered only for the root's forward.
     """
 
     def __init__(self, hf: Any, *, temperature: float = 1.0) -> None:
@@ -44,10 +44,10 @@ class PackedModel(nn.Module):
         self.hf: Any = hf
         self.temperature = temperature
         self.gives_logits = False
-        """Whether logits [R, vocabulary] are returned in place of entropies, for a user's loss that needs them."""
+        """Whether to return logits [R, vocabulary] instead of entropies, for a user's loss that needs them."""
 
     def hidden(self, layout: PackedBatch) -> Tensor:
-        """Hidden states [U, H] that predict the pack's response tokens."""
+        """Return the hidden states [U, H] that predict the pack's response tokens."""
         decoder = decoder_of(self.hf)
         arguments = decoder_input(self.hf, layout.tokens_T, layout.positions_T, layout.images)
         hidden_1TH = decoder(**arguments, use_cache=False, layout=layout).last_hidden_state
@@ -55,11 +55,11 @@ class PackedModel(nn.Module):
         return hidden_UH
 
     def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [R] of the pack's response tokens, and their entropies if requested."""
+        """Return log-probabilities [R] of the pack's response tokens, and their entropies if requested."""
         return self.log_probs(self.hidden(layout), layout, entropy=entropy)
 
     def log_probs(self, hidden_UH: Tensor, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [R], and entropies or logits, from the hidden states."""
+        """Return log-probabilities [R], and entropies or logits, from the hidden states."""
         weight_VH = self.hf.get_output_embeddings().weight
         if self.gives_logits:
             logits_UV = linear_logits(hidden_UH, weight_VH, temperature=self.temperature)
@@ -72,15 +72,15 @@ class PackedModel(nn.Module):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Build modules with parameters on the meta device; their buffers are real."""
+    """Build modules with parameters on the meta device. Their buffers are real."""
     register: Callable[..., None] = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        # A parameter that is on meta already is a tie to another module's: it must stay the same object.
+        # A parameter that is already on meta is tied to another module's parameter. It must stay the same object.
         if parameter is not None and not parameter.is_meta:
             empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            # transformers (5) leaves out what has this mark; else it draws numbers for what holds none, by Python code.
+            # transformers (5) skips parameters with this mark. Otherwise it draws random numbers for them, in Python.
             empty._is_hf_initialized = True  # type: ignore[attr-defined]
             module._parameters[name] = empty
 
@@ -94,12 +94,12 @@ def _parameters_on_meta() -> Iterator[None]:
 def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Module:
     """Build the model of config.json without weights.
 
-    Raises CheckpointError if packed training does not support it, SettingsError for modules that it has not.
+    Raises CheckpointError if packed training does not support it, SettingsError for modules that it does not have.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if not (model_dir / "config.json").is_file():
-        raise CheckpointError(f"{model_dir}: no config.json; give a Hugging Face checkpoint directory")
+        raise CheckpointError(f"{model_dir}: no config.json. Give a Hugging Face checkpoint directory.")
     attention.register()
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
@@ -111,11 +111,11 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
             hf: nn.Module = auto.from_config(config, dtype=torch.float32)
     except Exception as error:
         if isinstance(error, KeyError) and config._attn_implementation in error.args:
-            raise _refusal(model_dir, config.model_type, "does not accept another attention") from error
+            raise _refusal(model_dir, config.model_type, "does not accept a custom attention function") from error
         line = first_line(error)
         raise CheckpointError(
-            f"{model_dir}: transformers cannot build this model ({line:.300}); upgrade transformers,"
-            " or give a checkpoint of a known architecture"
+            f"{model_dir}: transformers cannot build this model ({line:.300}). Upgrade transformers,"
+            " or give a checkpoint of a known architecture."
         ) from error
     for module in hf.modules():
         if isinstance(module, nn.Embedding):
@@ -136,9 +136,9 @@ def _refusal(model_dir: Path, model_type: str, reason: str) -> CheckpointError:
 
 
 def _set_recompute(hf: Any, recompute: Recompute) -> None:
-    """Recompute activations as `recompute` asks, in a model that stays in evaluation mode.
+    """Recompute activations as `recompute` specifies, in a model that stays in evaluation mode.
 
-    transformers recomputes in training mode only, where dropout and the jitter of routers change log-probabilities.
+    transformers recomputes only in training mode, where dropout and router jitter change log-probabilities.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -159,7 +159,7 @@ def _unsupported(hf: Any) -> str:
     if not kinds <= {"full_attention", "sliding_attention"}:
         return f"has layers of kind {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
     if not getattr(hf, "_supports_attention_backend", False):
-        return "does not accept another attention"
+        return "does not accept a custom attention function"
     if not isinstance(getattr(decoder_of(hf), "layers", None), nn.ModuleList):
         return "has no layers at model.layers"
     if head is None or getattr(head, "bias", None) is not None:
@@ -174,14 +174,14 @@ def _unsupported(hf: Any) -> str:
 class RopeLimit:
     """The length up to which every row has the same rotary frequencies.
 
-    Beyond it transformers changes them for the whole pack, by its longest row.
+    Beyond it, transformers changes the frequencies of the whole pack according to its longest row.
     """
 
     kind: str
     tokens: int
 
     def check(self, rows: Sequence[TrainingSample], layout: PackedBatch) -> None:
-        """Raise RecordError for a row that is longer."""
+        """Raise RecordError for a longer row."""
         for i, path in zip(layout.rows, layout.paths, strict=True):
             if len(path) > self.tokens:
                 name = f"row {i}" if rows[i].index is None else f"sample {rows[i].index}"
@@ -214,20 +214,21 @@ def decoder_layers(hf: Any) -> nn.ModuleList:
 
 @dataclass(frozen=True)
 class Slot:
-    """Destination of a checkpoint tensor: `full[index]` of a parameter, which is all of it, or an expert's rows."""
+    """Destination of a checkpoint tensor: `full[index]` of a parameter. The index is `...` or selects an expert's
+    rows."""
 
     parameter: str
     index: tuple[int, slice] | EllipsisType = ...
 
 
 def persistent_buffers(hf: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that checkpoints hold, such as a router's biases, by name."""
+    """Return the buffers that checkpoints contain, such as a router's biases, by name."""
     stored = hf.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in hf.named_buffers() if name in stored}
 
 
 def _carried_patterns(hf: Any) -> list[re.Pattern[str]]:
-    """Return the patterns of tensors that checkpoints of a model hold and its module does not use."""
+    """Return patterns for tensors that a model's checkpoints contain but its module does not use."""
     patterns = [r"rotary_emb\.inv_freq$", *(getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or ())]
     config = hf.config.get_text_config().to_dict()
     if any(config.get("model_type") in family.model_types for family in FAMILIES.values()):
@@ -236,7 +237,7 @@ def _carried_patterns(hf: Any) -> list[re.Pattern[str]]:
 
 
 def _remedy(path: Path, name: str) -> str:
-    """Return what to do about a tensor that the module lacks: its family may have it in another layout."""
+    """Return what to do about a tensor that the module lacks. Its family may have it in another layout."""
     has_family = any(raw_config(path).get("model_type") in family.model_types for family in FAMILIES.values())
     if has_family and any(name in link.hf for link in Model(read_config(path)).links):
         return "fsdp does not read this layout. Train it with the megatron backend"
@@ -244,18 +245,19 @@ def _remedy(path: Path, name: str) -> str:
 
 
 class ParameterNames:
-    """Maps checkpoint names to parameters and buffers: tied parameters have several names, experts share parameters.
+    """Maps checkpoint names to parameters and buffers.
 
-    transformers has the experts of a layer in two parameters, checkpoints have a tensor for each matrix of each expert.
+    Tied parameters have several names, and experts share parameters: transformers holds the experts of a layer in two
+    parameters, but checkpoints have a tensor for each matrix of each expert.
     """
 
     def __init__(self, hf: Any, *, optional: Collection[str] = ()) -> None:
         """`optional`: parameters that a checkpoint may lack."""
         self.optional = optional
         self.slots: dict[str, Slot] = {}
-        """Slots by every name, aliases and the names of single experts included."""
+        """Slots by every name, including aliases and the names of single experts."""
         self.shapes: dict[str, Shape] = {}
-        """Shapes of the tensors by the same names."""
+        """Shapes of the tensors, by the same names."""
         first: dict[int, str] = {}
         for name, parameter in hf.named_parameters(remove_duplicate=False):
             self.slots[name] = Slot(first.setdefault(id(parameter), name))
@@ -268,24 +270,24 @@ class ParameterNames:
         for name, published in self._published.items():
             self.slots[published], self.shapes[published] = self.slots[name], self.shapes[name]
         self.pieces: dict[str, list[str]] = {name: [self._published.get(name, name)] for name in first.values()}
-        """Names of the tensors that a checkpoint has for a parameter: its own, or those of the experts."""
+        """Names of a parameter's tensors in a checkpoint: its own name, or one per matrix of each expert."""
         for name, view in views({name: self.shapes[name] for name in first.values()}).items():
             self.slots[name], self.shapes[name] = Slot(view.source, view.index), view.shape
             self.pieces[view.source] = [*(piece for piece in self.pieces[view.source] if piece != view.source), name]
         self._carried = _carried_patterns(hf)
         self.carried: list[str] = []
-        """Names of the tensors in the checkpoint that was read which the model does not use."""
+        """Names of tensors in the loaded checkpoint that the model does not use."""
 
     @property
     def ties(self) -> Iterator[tuple[str, str]]:
-        """(alias, first name) of tied parameters."""
+        """Yield (alias, first name) of tied parameters."""
         published = set(self._published.values()) - self._published.keys()
         for alias, slot in self.slots.items():
             if slot.index is ... and slot.parameter != alias and alias not in published:
                 yield alias, slot.parameter
 
     def matched(self, tensors: Iterator[tuple[str, Tensor]], path: Path) -> Iterator[tuple[str, Slot, Tensor]]:
-        """(checkpoint name, slot, tensor) of the stream, checked for completeness at its end.
+        """Yield (checkpoint name, slot, tensor) of the stream, and check at the end that it is complete.
 
         Raises CheckpointError.
         """
@@ -299,8 +301,8 @@ class ParameterNames:
                 raise CheckpointError(f"{path}: the model has no {name}. {_remedy(path, name)}")
             if tuple(tensor.shape) != self.shapes[name]:
                 raise CheckpointError(
-                    f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(self.shapes[name])};"
-                    " copy config and weights from the same checkpoint"
+                    f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(self.shapes[name])}."
+                    " Copy config and weights from the same checkpoint."
                 )
             slot = self.slots[name]
             loaded |= {name} if slot.index else {slot.parameter, *self.pieces[slot.parameter]}
@@ -309,5 +311,5 @@ class ParameterNames:
             missing = [name for name in pieces if name not in loaded]
             if missing and parameter not in self.optional:
                 raise CheckpointError(
-                    f"{path}: no tensor for {missing[0]}; the checkpoint is incomplete, copy it again"
+                    f"{path}: no tensor for {missing[0]}. The checkpoint is incomplete. Copy it again."
                 )

@@ -1,4 +1,4 @@
-"""A pack in the attention grid: spans of similar length together, padded to one length.
+"""A pack in the attention grid: spans of similar length are grouped and padded to one length.
 
 T input tokens · N rows of the attention grid (T plus padding) · B spans of a bucket · L their padded length
 P tokens of a context. All tensors are built once per pack and read by every layer.
@@ -23,7 +23,7 @@ from slimectl.types import TrainingSample
 LEAST_FILL = 0.85
 """A bucket accepts the next span while at least this fraction of its attention pairs is real."""
 CALL_PAIRS = 4096
-"""Attention pairs that cost as much as a call on a CPU; a bucket may have as many of padding."""
+"""Number of attention pairs that cost about the same as one call on a CPU. A bucket may have this many as padding."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class BranchBucket:
     count: int
     length: int
     context_BP: Tensor
-    """Input positions of the tokens before the branch, padded with its first."""
+    """Input positions of the tokens before the branch, padded with the first of them."""
     mask_BLK: Tensor | None
-    """Additive: 0 where token l may see key k of [context | branch], -inf elsewhere; [B, 1, L, P + L].
+    """Additive: 0 where token l may see key k of [context | branch], -inf elsewhere. [B, 1, L, P + L].
 
-    None where all contexts have one length: causality is the whole mask."""
+    None if all contexts have one length, because the mask is then only causal."""
 
 
 @dataclass
 class PackedBatch:
-    """One pack as tensors; `rows` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
+    """One pack as tensors. `rows` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -63,7 +63,7 @@ class PackedBatch:
     order_N: Tensor
     """Input position at each row of the grid (0 for padding)."""
     place_T: Tensor
-    """Row of the grid of each input position."""
+    """Grid row of each input position."""
     causal: list[CausalBucket]
     branches: list[BranchBucket]
     paths: list[np.ndarray]
@@ -81,13 +81,13 @@ def build_packed_batch(
     processor: Callable[[], ImageProcessor] | None = None,
     row_multiple: int = 1,
 ) -> PackedBatch:
-    """Build the layout of `pack`; attention masks and patches have `dtype`. `processor` reads images.
+    """Build the layout of `pack`. Attention masks and patches have `dtype`. `processor` reads images.
 
-    Tokens that nothing is predicted from are added up to a multiple of `row_multiple`.
+    Tokens that predict nothing are added up to a multiple of `row_multiple`.
     """
     layout = lay_out(rows, pack).padded(row_multiple)
     order, causal, branches = _grid(layout.spans, dtype=dtype, device=device)
-    # On the host: on a GPU the number of real rows would be waited for.
+    # On the host, because on a GPU this would wait for the number of real rows.
     (real_N,) = np.nonzero(order >= 0)
     place = np.empty(len(layout.tokens_T), dtype=np.int64)
     place[order[real_N]] = real_N
@@ -107,7 +107,7 @@ def build_packed_batch(
 def _grid(
     spans: list[Span], *, dtype: torch.dtype, device: torch.device
 ) -> tuple[np.ndarray, list[CausalBucket], list[BranchBucket]]:
-    """Group spans into buckets; lists the input position at each row of the grid (-1 for padding)."""
+    """Group spans into buckets, and list the input position at each row of the grid (-1 for padding)."""
     order: list[np.ndarray] = []
     causal: list[CausalBucket] = []
     branches: list[BranchBucket] = []
@@ -127,10 +127,10 @@ def _grid(
 
 
 def _buckets(spans: list[Span]) -> list[list[Span]]:
-    """Sort spans into buckets: roots first, then branches, those behind the longest contexts first.
+    """Sort spans into buckets: roots first, then branches in descending order of context length.
 
-    A new bucket starts where padding would cost more than a call. Branches of many tokens fill calls of their own, so
-    that they go only with those behind as many tokens, which need no mask.
+    A new bucket starts where padding would cost more than a call. Long branches fill calls of their own, so they are
+    grouped only with branches of equal context length, which need no mask.
     """
     buckets: list[list[Span]] = []
     real = length = depth = 0
@@ -146,13 +146,13 @@ def _buckets(spans: list[Span]) -> list[list[Span]]:
 
 
 def _waste(length: int, depth: int, count: int, real: int) -> float:
-    """Attention pairs that padding of a bucket adds to the real ones, beyond those that it may."""
+    """Return the number of padded attention pairs of a bucket, minus the number that it may have."""
     padded = count * length * (depth + length)
     return padded - real - max(CALL_PAIRS, (1 - LEAST_FILL) * padded)
 
 
 def _branches(bucket: list[Span], start: int, length: int, dtype: torch.dtype, device: torch.device) -> BranchBucket:
-    """Build a bucket of branches. A padded row still attends to its context: a softmax over nothing would be NaN."""
+    """Build a bucket of branches. Padded rows still attend to their context: a softmax over nothing would be NaN."""
     widest = max(len(span.context) for span in bucket)
     context_BP = np.empty((len(bucket), widest), dtype=np.int64)
     for context_P, span in zip(context_BP, bucket, strict=True):

@@ -1,4 +1,4 @@
-"""Hugging Face models as policy, and as critic: one value per response token instead of a distribution.
+"""Hugging Face models as policy, and as critic with one value per response token instead of a distribution.
 
 R response tokens · U states that predict them · H hidden width.
 """
@@ -24,7 +24,7 @@ from slimectl.types import TokenBatch, TrainingSample
 
 
 class FsdpPolicy(FsdpTrainer):
-    """protocols.Policy on a Hugging Face model; `options` are those of FsdpTrainer."""
+    """protocols.Policy on a Hugging Face model. `options` are passed to FsdpTrainer."""
 
     def __init__(self, model_dir: Path, checkpoint: CheckpointFormat, *, temperature: float = 1.0, **options: Any):
         self.temperature = temperature
@@ -49,13 +49,13 @@ class PackedValues(PackedModel):
 
 
 def values_of(hidden_UH: Tensor, hf: Any) -> Tensor:
-    """Value [U] of each hidden state, from the head that `add_head` added."""
+    """Return the value [U] of each hidden state, from the head that `add_head` added."""
     weight_1H: Tensor = hf.get_submodule(HEAD).weight
     return (hidden_UH.float() @ weight_1H.float().t())[:, 0]
 
 
 def add_head(hf: Any) -> dict[str, Tensor]:
-    """Add a value head to a model; returns its initial value by parameter name."""
+    """Add a value head to a model, and return its initial value by parameter name."""
     width = hf.get_output_embeddings().weight.shape[1]
     hf.add_module(HEAD, nn.Linear(width, 1, bias=False, device="meta"))
     return {f"{HEAD}.weight": torch.zeros(1, width)}
@@ -64,7 +64,7 @@ def add_head(hf: Any) -> dict[str, Tensor]:
 class FsdpCritic(FsdpTrainer):
     """protocols.Critic: values on the backbone of `model_dir`, all parameters trained.
 
-    `options` are those of FsdpTrainer. The head starts at zero unless the checkpoint has one; checkpoints
+    `options` are passed to FsdpTrainer. The head starts at zero unless the checkpoint has one. Checkpoints
     store it as `score.weight`.
     """
 
@@ -78,7 +78,7 @@ class FsdpCritic(FsdpTrainer):
         return PackedValues(hf)
 
     def _unused_names(self, hf: Any) -> set[str]:
-        """Name of the LM head, unless it is tied to the embedding."""
+        """Return the name of the LM head, unless it is tied to the embedding."""
         head, embedding = hf.get_output_embeddings().weight, hf.get_input_embeddings().weight
         return {name for name, parameter in hf.named_parameters() if parameter is head and head is not embedding}
 
@@ -97,7 +97,7 @@ class PolicyValueModel(PackedModel):
 
 
 class FsdpActorCritic(FsdpPolicy):
-    """protocols.Policy with the `values` of protocols.Critic; losses read the current values as `predicted_T`.
+    """protocols.Policy with the `values` of protocols.Critic. Losses read the current values as `predicted_T`.
 
     The head starts at zero unless the checkpoint has one.
     """

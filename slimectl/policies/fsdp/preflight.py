@@ -1,4 +1,4 @@
-"""Checks of what FSDP trains, on a model without weights."""
+"""Checks training options against a model without weights, for FSDP."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def check_training(
 ) -> None:
     """Check the options of a trainer against the model of config.json.
 
-    Raises CheckpointError for a model that it cannot train or an adapter that does not fit, SettingsError for modules,
-    layers or parameters that the model does not have.
+    Raises CheckpointError for a model that cannot be trained or an adapter that does not fit, and SettingsError for
+    modules, layers or parameters that the model does not have.
     """
     hf = empty_model(model_dir, recompute)
     if rollout_routing_replay:

@@ -22,8 +22,8 @@ from slimectl.types import TrainingSample
 class ReplayedTopK(TorchFunctionMode):
     """Replaces a router's choice, the top k of scores [N, E], by given experts and their scores.
 
-    What the router makes of the scores, its normalization and scale, stays the model's own, with its gradient.
-    Recomputation runs the same forward again, while the same pack is set.
+    The model still normalizes and scales the scores itself, with gradients.
+    Recomputation runs the same forward again while the same pack is set.
     """
 
     def __init__(self, shape: RoutingShape) -> None:
@@ -41,13 +41,13 @@ class ReplayedTopK(TorchFunctionMode):
             return result
         scores, chosen = args[0], result[1]
         if scores.shape != (len(self.experts_Nk), self.shape.experts) or chosen.shape != self.experts_Nk.shape:
-            return result  # a choice of groups of experts
+            return result  # chooses groups of experts
         self.calls += 1
         experts_Nk = torch.where(self.experts_Nk == FREE, chosen, self.experts_Nk)
         return torch.return_types.topk((scores.gather(1, experts_Nk), experts_Nk))
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` with this replacement in effect while it runs."""
+        """Return a wrapper of `function` that applies this replacement while it runs."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -70,12 +70,12 @@ class ExpertReplay:
                 _replace_choice(block, self.routers[i])
         if not self.routers:
             raise SettingsError(
-                f"train.use_rollout_routing_replay: {hf.config.model_type} has its experts elsewhere than in layers'"
-                " mlp; train it with the megatron backend"
+                f"train.use_rollout_routing_replay: the experts of {hf.config.model_type} are not in the layers' mlp."
+                " Train it with the megatron backend."
             )
 
     def set(self, rows: Sequence[TrainingSample], layout: PackedBatch) -> None:
-        """Set the experts of a pack for its forward and recomputation; rows share tokens of equal experts only."""
+        """Set the experts of a pack for its forward and recomputation. Rows share only tokens with equal experts."""
         experts_TLk = torch.full((len(layout.tokens_T), self.shape.layers, self.shape.choices), FREE)
         for i, path in zip(layout.rows, layout.paths, strict=True):
             experts_TLk[torch.from_numpy(path)] = self.shape.of_row(rows[i])
@@ -84,16 +84,16 @@ class ExpertReplay:
             router.experts_Nk, router.calls = experts_TLk[:, i], 0
 
     def check_use(self) -> None:
-        """Check that every router has chosen once in the forward. Raises CheckpointError."""
+        """Check that every router has chosen at least once in the forward. Raises CheckpointError."""
         if not all(router.calls for router in self.routers.values()):
             raise CheckpointError(
-                "train.use_rollout_routing_replay: the routers of this architecture do not take the top experts of"
-                " scores; train it with the megatron backend"
+                "train.use_rollout_routing_replay: the routers of this architecture do not use the top-k function on"
+                " scores. Train it with the megatron backend."
             )
 
 
 def _replace_choice(block: Any, router: ReplayedTopK) -> None:
-    """Wrap what chooses in a mixture of experts: its gate, or the method of the block after the gate."""
+    """Wrap the function that chooses experts: the gate of the block, or the block's method after the gate."""
     gate = block.gate if hasattr(block, "gate") else block.router
     gate.forward = router.around(gate.forward)
     if hasattr(block, "route_tokens_to_experts"):

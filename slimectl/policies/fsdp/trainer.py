@@ -63,21 +63,21 @@ from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
 from slimectl.types import Loss, Metrics, TokenBatch, TrainingSample
 
 LAYER_PARAMETERS = 2
-"""Number of parameters that hold the experts of a layer; a stream of single experts alternates between them."""
+"""Number of parameters that hold the experts of a layer. A stream of single experts alternates between them."""
 
 
 class FsdpTrainer:
-    """Base of policies and critics: all but the computation on the hidden states.
+    """Base class of policies and critics: everything except the computation on the hidden states.
 
-    `dtype` is that of forward and backward; masters, gradients and optimizer are float32. In a process group of several
-    ranks, every rank builds one and makes the same calls. `trains` False: the model is only used for log-probabilities,
-    so no gradient memory is allocated. With `lora` the base model is frozen: adapters are trained, and whatever modules
-    a subclass adds to the model; `freeze` and `train_only` are ignored. `offload` is that of MasterWeights. With
-    `rollout_routing_replay` every row has the experts of its tokens, and rows share tokens of equal experts only.
+    `dtype` applies to forward and backward. Masters, gradients and optimizer are float32. In a process group, every
+    rank builds a trainer and makes the same calls. With `trains` False the model is only used for log-probabilities,
+    so no gradient memory is allocated. With `lora` the base model is frozen: adapters are trained, and any modules that
+    a subclass adds. `freeze` and `train_only` are then ignored. `offload` is passed to MasterWeights. With
+    `rollout_routing_replay` every row has the experts of its tokens, and rows share only tokens with equal experts.
     """
 
     kernels: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context of every computation."""
+    """Context manager for every computation."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class FsdpTrainer:
         self.row_multiple = 1
         if is_faster(self.device, self.compute_dtype):
             use_onednn(hf)
-            self.row_multiple = 1 if self.replay is not None else ROWS  # every token has its own experts to replay
+            self.row_multiple = 1 if self.replay is not None else ROWS  # every token needs experts to replay
         self.model = self._wrap_model(hf)
         present_names = [name for name, _ in hf.named_parameters()]
         names = set() if lora is not None else trainable_names(present_names, freeze=freeze, train_only=train_only)
@@ -139,7 +139,7 @@ class FsdpTrainer:
         self.optimizer = adamw(trained, dims, optimizer, shards=self.masters.shards())
 
     def _mesh(self, sharded: bool) -> Any | None:
-        """Return the mesh of all ranks to shard over, which may be one; None if the model is not sharded."""
+        """Return the mesh of all ranks to shard over, possibly a single rank, or None if the model is not sharded."""
         if sharded and not dist.is_initialized():
             backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -150,14 +150,14 @@ class FsdpTrainer:
         return str(self.step)
 
     def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
-        """Add the modules of a subclass to the model; returns their full initial tensors by parameter name."""
+        """Add the modules of a subclass to the model, and return their full initial tensors by parameter name."""
         return {}
 
     def _wrap_model(self, hf: nn.Module) -> PackedModel:
         return PackedModel(hf)
 
     def _unused_names(self, hf: nn.Module) -> set[str]:
-        """Names of the parameters that a subclass does not use."""
+        """Return the names of the parameters that a subclass does not use."""
         return set()
 
     def _token_batch(
@@ -175,7 +175,7 @@ class FsdpTrainer:
 
     @in_kernels
     def of_rows(self, rows: Sequence[TrainingSample]) -> list[list[Any]]:
-        """Output of the model for every response token, without gradients, on every rank; R entries per row."""
+        """Return the model's output for every response token, without gradients, on every rank. R entries per row."""
         self.memory.wake()
         if self.replay is not None:
             self.replay.shape.check(rows)
@@ -217,9 +217,9 @@ class FsdpTrainer:
 
     @in_kernels
     def optim_step(self) -> Metrics:
-        """Update the weights; skips an update whose gradient is zero or not finite, which grad_norm shows.
+        """Update the weights. Skips an update whose gradient is zero or not finite (see the metric grad_norm).
 
-        Adam's momentum would move the weights in rounds that taught nothing, in the direction of the rounds before.
+        In a round without gradient, Adam's momentum would still move the weights in the direction of earlier rounds.
         """
         self.memory.wake()
         gradients = self.masters.gradients()
@@ -252,7 +252,7 @@ class FsdpTrainer:
         return consumer(self.weights())
 
     def adapter(self) -> Adapter:
-        """Return the adapter alone; its tensors are gathered as they are read."""
+        """Return only the adapter. Its tensors are gathered as they are read."""
         assert self.adapters is not None, "a policy without train.lora_rank has no adapter"
         options, base = self.adapters.options, self.base_dir.resolve()
         tensors = self._adapter_tensors(self._adapter_parameters)
@@ -260,7 +260,7 @@ class FsdpTrainer:
 
     @cached_property
     def _adapter_parameters(self) -> dict[str, list[tuple[str, str]]]:
-        """Adapted layers by their names in checkpoints: for A and B the name there, and that of the parameter."""
+        """Map checkpoint names of adapted layers to (checkpoint name, parameter name) of A and of B."""
         assert self.adapters is not None
         layers = {}
         for name, slot in self.masters.in_checkpoint:
@@ -279,7 +279,7 @@ class FsdpTrainer:
         return consumer(self.adapter())
 
     def save(self, path: Path) -> None:
-        """Write float32 weights as a Hugging Face directory, and below it the folder of the trainer's state.
+        """Write float32 weights as a Hugging Face directory, with the trainer's state in a subfolder.
 
         Adapters are merged into the weights, and also written to the folder `adapter` (peft's format).
         """
@@ -316,7 +316,7 @@ class FsdpTrainer:
         state = read_trainer(path)
         if is_torch_dist(path):
             raise CheckpointError(
-                f'{path}: saved as torch_dist, from which only train.backend = "megatron" goes on; start from its'
+                f'{path}: saved as torch_dist, which only train.backend = "megatron" can resume. Start from its'
                 f" weights instead: --model {path}"
             )
         if self.adapters is None:
@@ -336,7 +336,7 @@ class FsdpTrainer:
         self.masters.drop_gradients()
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""
+        """Implement protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""
         self.memory.wake()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -346,14 +346,14 @@ class FsdpTrainer:
         self.memory.sleep([*moments, *(() if keep_weights else weights)], scratch=self.masters.gradient_sums)
 
     def _awake(self) -> AbstractContextManager[None]:
-        """Have sleeping weights on the device within the block, which only reads them."""
+        """Put sleeping weights on the device within the block, which must only read them."""
         return self.memory.awake() if self.memory.asleep else nullcontext()
 
     def close(self) -> None:
         """Do nothing: all resources end with the process."""
 
     def _read_adapter(self, path: Path, options: LoraOptions) -> None:
-        """Load the trained adapter, and its base model if that differs from the present one."""
+        """Load the trained adapter, and its base model if that differs from the current one."""
         base = base_of(path, options, parameter_names=self._shapes())
         if base != self.base_dir.resolve():
             self.masters.read(self.checkpoint, base)
@@ -366,7 +366,7 @@ class FsdpTrainer:
         return self._gather(parameter, self.masters.tensors[parameter])
 
     def _gather(self, name: str, local: Tensor) -> Tensor:
-        """Return the full tensor of `local`, which is sharded like parameter `name`; collective over all ranks."""
+        """Return the full tensor of `local`, which is sharded like parameter `name`. Collective over all ranks."""
         local = local.to(self.device)
         if self.masters.mesh is None or name in self.masters.buffers:
             return local
@@ -383,13 +383,13 @@ class FsdpTrainer:
             yield name, self._full_tensor(name)
 
     def _shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the trained tensors by their names in checkpoints."""
+        """Return the shapes of the trained tensors by their checkpoint names."""
         names = self.masters.names
         return {piece: torch.Size(names.shapes[piece]) for name in self.masters.trained for piece in names.pieces[name]}
 
     def _packs_of_rank(self, rows: Sequence[TrainingSample]) -> list[Pack]:
         check_vocabulary(rows, self.vocabulary)
-        # A shared token has one routing, and the engine may have chosen another one in every sample.
+        # A shared token has one routing, but the engine may have chosen a different one in every sample.
         marks = None if self.replay is None or not self.share_prefixes else routing_marks(rows)
         return plan_batches(
             rows,
@@ -433,7 +433,7 @@ class FsdpTrainer:
         return parts
 
     def _update_count(self) -> int:
-        """Count of optimizer updates: steps without the skipped ones."""
+        """Return the number of optimizer updates, without skipped steps."""
         slots = [self.optimizer.state[master] for master in self.masters.trained.values()]
         return int(slots[0]["step"]) if slots and slots[0] else 0
 

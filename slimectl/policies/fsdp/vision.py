@@ -1,4 +1,4 @@
-"""Images of a pack: their patches, their places among its tokens, and the decoder's input with them.
+"""Images of a pack: their patches, their places among its tokens, and the decoder input that contains them.
 
 T input tokens · F tokens of images · P patches · W values of a patch · H hidden width.
 """
@@ -21,7 +21,7 @@ from slimectl.types import TrainingSample
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """The images of a pack; one that rows share stands once."""
+    """The images of a pack. An image that rows share is listed once."""
 
     pixels_PW: Tensor
     grids_I3: Tensor
@@ -39,7 +39,7 @@ def image_batch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ImageBatch | None:
-    """Return the images of a pack; None if no row has any. Raises RecordError for rows that do not fit their images."""
+    """Return the images of a pack, or None if it has none. Raises RecordError for rows that do not fit their images."""
     if processor is None or not any(rows[i].images for i in layout.rows):
         return None
     reader = processor()
@@ -71,27 +71,27 @@ def image_batch(
 
 
 def tower_of(hf: Any) -> nn.Module | None:
-    """Return the vision tower of a Hugging Face model; None for a text model."""
+    """Return the vision tower of a Hugging Face model, or None for a text model."""
     tower: nn.Module | None = getattr(hf.base_model, "visual", None)
     return tower
 
 
 def decoder_of(hf: Any) -> Any:
-    """Return the decoder of a Hugging Face model, which in a vision model is a part of its base."""
+    """Return the decoder of a Hugging Face model. In a vision model it is a part of the base model."""
     return getattr(hf.base_model, "language_model", hf.base_model)
 
 
 def decoder_input(hf: Any, tokens_T: Tensor, positions_T: Tensor, images: ImageBatch | None) -> dict[str, Any]:
-    """Return the arguments of the decoder for a pack: tokens, or their embeddings with those of images among them.
+    """Return the decoder's arguments for a pack: tokens, or token embeddings with image embeddings among them.
 
-    A tower with features for the first layers (DeepStack) adds these and their places.
+    If the tower has features for the first layers (DeepStack), they are included with their places.
     """
     tower = tower_of(hf)
     if tower is None or (images is None and not _is_trained(tower)):
         return {"input_ids": tokens_T[None], "position_ids": positions_T[None]}
     embeddings_TH = hf.get_input_embeddings()(tokens_T)
     if images is None:
-        # Ranks reduce the gradients of all trained weights together: one whose pack has no image adds zeros.
+        # Ranks reduce the gradients of all trained weights together, so a rank without images adds zeros.
         features_FH, deepstack = _features(hf, *_blank(hf.config.vision_config, embeddings_TH))
         nothing = sum(layer_FH.sum() for layer_FH in (features_FH, *deepstack)) * 0.0
         return {"inputs_embeds": (embeddings_TH + nothing)[None], "position_ids": positions_T[None]}
@@ -100,7 +100,7 @@ def decoder_input(hf: Any, tokens_T: Tensor, positions_T: Tensor, images: ImageB
     arguments = {"inputs_embeds": embeddings_TH[None], "position_ids": images.positions_3T[:, None]}
     if not deepstack:
         return arguments
-    # transformers' decoder takes a mask of the places, and features in the order of tokens.
+    # transformers' decoder takes a mask of the places, and features in token order.
     order_F = images.places_F.argsort()
     mask_T = torch.zeros_like(tokens_T, dtype=torch.bool).index_fill_(0, images.places_F, True)
     features = [layer_FH.index_select(0, order_F) for layer_FH in deepstack]
@@ -110,7 +110,7 @@ def decoder_input(hf: Any, tokens_T: Tensor, positions_T: Tensor, images: ImageB
 def _features(hf: Any, pixels_PW: Tensor, grids_I3: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the embeddings [F, H] of images, and the tensors [F, H] that join the first layers' outputs."""
     output = hf.base_model.visual(pixels_PW, grid_thw=grids_I3)
-    # Ranks with and without images have gradients of the same weights: of those alone that feed a layer.
+    # Ranks with and without images must have gradients of the same weights, so use only features that feed a layer.
     return output.pooler_output, list(getattr(output, "deepstack_features", None) or ())[: len(decoder_of(hf).layers)]
 
 

@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences, with context parallelism; grouped-query attention around it.
+"""Causal attention over packed sequences, with context parallelism, and the grouped-query attention that uses it.
 
 T tokens of this rank · S tokens of the row · H query heads · K key-value heads · D head dimension (of values
-V) · B sequences of one call · L their length · P tokens of a context. TransformerEngine's attention is not used, even
-where it is installed.
+V) · B sequences of one call · L their length · P tokens of a context. TransformerEngine's attention is never used,
+even if it is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slimectl.policies.megatron.rotary import rotated
 class PackedCoreAttention(nn.Module):
     """mcore's core attention for packed sequences.
 
-    That of mcore (0.16.1, without TransformerEngine) supports neither packing nor context parallelism nor heads whose
+    mcore's own module (0.16.1, without TransformerEngine) does not support packing, context parallelism, or heads whose
     values are narrower than their keys.
     """
 
@@ -41,9 +41,9 @@ class PackedCoreAttention(nn.Module):
         self.group = pg_collection.cp
 
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, packed: PackedSequences) -> Tensor:
-        """Attention output, heads side by side: [T, H·V]."""
+        """Return the attention output with heads side by side: [T, H·V]."""
         if packed.context > 1:
-            # All keys and values are gathered: 2·K·D numbers per token, little beside the work on the queries.
+            # All keys and values are gathered: 2·K·D numbers per token, little compared with the work on the queries.
             key_TKD, value_TKV = (
                 gather_from_sequence_parallel_region(states.contiguous(), group=self.group)[packed.order_S]
                 for states in (key_TKD, value_TKV)
@@ -59,12 +59,12 @@ class PackedCoreAttention(nn.Module):
 
 
 class PackedSelfAttention(SelfAttention):
-    """mcore's grouped-query attention with our rotary embedding and core attention; same parameters."""
+    """mcore's grouped-query attention with our rotary embedding and core attention, and the same parameters."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Map [T, 1, hidden] to the same shape; returns the bias to add too."""
+        """Map [T, 1, hidden] to the same shape. Also returns the bias to add."""
         gated = self.config.attention_output_gate
         query, key, value, *gate = (
             states.squeeze(1) for states in self.get_query_key_value_tensors(hidden_states, output_gate=gated)
@@ -78,7 +78,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 def recomputable(layer: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-    """The layer's core attention, recomputed in the backward pass if its configuration says so."""
+    """Compute the layer's core attention, and recompute it in the backward pass if its configuration asks for that."""
     if not (layer.checkpoint_core_attention and layer.training):
         return layer.core_attention(query, key, value, packed)
 
@@ -99,10 +99,10 @@ class _Call:
 
 
 def _calls(packed: PackedSequences) -> Iterator[_Call]:
-    """Yield the calls in the order of the queries: neighbours of equal length and length of context share one.
+    """Yield the calls in query order. Neighbors of equal length and equal context length share one call.
 
-    Under context parallelism a call is one chunk of a sequence, and its keys are the context and all up to the chunk's
-    end.
+    Under context parallelism a call is one chunk of a sequence. Its keys are the context and all tokens up to the
+    chunk's end.
     """
     if "calls" not in packed.cache:
         calls = _calls_of_whole_sequences if packed.context == 1 else _calls_of_chunks
@@ -132,7 +132,7 @@ def _calls_of_whole_sequences(packed: PackedSequences) -> Iterator[_Call]:
 
 
 def _attend(query: Tensor, call: _Call, key_TKD: Tensor, value_TKV: Tensor, scale: float | None) -> Tensor:
-    """Queries [B·L, H, D] of a call at the last of the keys' positions; returns [B·L, H·V]."""
+    """Attend from queries [B·L, H, D] of a call, which are at the last key positions. Returns [B·L, H·V]."""
     q = query.unflatten(0, (call.count, -1)).transpose(1, 2)
     k, v = (_keys(states, call).transpose(1, 2) for states in (key_TKD, value_TKV))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -140,7 +140,7 @@ def _attend(query: Tensor, call: _Call, key_TKD: Tensor, value_TKV: Tensor, scal
 
 
 def _keys(states_TKD: Tensor, call: _Call) -> Tensor:
-    """Keys or values of a call's sequences, their contexts first: [B, S, K, D]."""
+    """Return keys or values of a call's sequences, contexts first: [B, S, K, D]."""
     states_BSKD = states_TKD[call.keys].unflatten(0, (call.count, -1))
     if call.context_BP is None:
         return states_BSKD
@@ -158,14 +158,14 @@ def _varlen_kernel() -> Any:
 
 
 def _supports_flash(query: Tensor) -> bool:
-    """Whether one kernel computes all sequences of the pack: CUDA, half precision, supported head sizes."""
+    """Return whether one kernel can compute all sequences of the pack: CUDA, half precision, supported head sizes."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     width = query.shape[-1]
     return query.is_cuda and half and width <= 256 and width % 8 == 0 and _varlen_kernel() is not None
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None) -> Tensor:
-    """Flash attention over ragged sequences, [T, H, V]; values narrower than keys are padded."""
+    """Compute flash attention over ragged sequences, [T, H, V]. Values narrower than keys are padded."""
     q_ends, k_ends, rows, longest_q, longest_k = _ragged_bounds(packed, query.device)
     if rows is not None:
         key, value = key[rows], value[rows]
@@ -178,7 +178,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, 
 
 
 def _ragged_bounds(packed: PackedSequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
-    """Cumulative lengths of queries and keys of all calls, rows of the keys call by call, and both maximum lengths."""
+    """Return cumulative query and key lengths of all calls, key rows call by call, and both maximum lengths."""
     if packed.context == 1 and not any(map(len, packed.contexts)):
         return packed.cu_seqlens_q, packed.cu_seqlens_q, None, packed.max_seqlen_q, packed.max_seqlen_q
     if "ragged" not in packed.cache:
@@ -191,7 +191,7 @@ def _ragged_bounds(packed: PackedSequences, device: torch.device) -> tuple[Tenso
 
 
 def _ragged_rows(packed: PackedSequences) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number of queries and the rows of the keys of every sequence, or of every chunk of one."""
+    """Yield the number of queries and the key rows of every sequence, or of every chunk of one."""
     if packed.context > 1:
         for call in _calls(packed):
             keys = np.arange(call.keys.start, call.keys.stop)

@@ -1,7 +1,7 @@
 """Packed sequences: the description of a batch that every layer reads.
 
 T tokens of this rank · S tokens of the whole row. Under context parallelism a sequence is split into 2·C chunks
-and rank r of C holds chunks r and 2·C - 1 - r (zig-zag: causal attention costs every rank the same).
+and rank r of C holds chunks r and 2·C - 1 - r (zig-zag, so that causal attention costs every rank the same).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from slimectl.types import TrainingSample
 class PackedSequences(PackedSeqParams):
     """mcore's description of packed sequences, extended for the layers of this package.
 
-    `lengths` are those of the sequences with their padding, over all context-parallel ranks; `starts` their first
-    positions in the row. A sequence with a context is a branch: it attends to that context, too.
+    `lengths` are the lengths of the sequences with padding, over all context-parallel ranks. `starts` are their first
+    positions in the row. A sequence with a context is a branch: it also attends to that context.
     """
 
     lengths: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     contexts: tuple[np.ndarray, ...] = ()
-    """Positions in the row of the tokens before each sequence; empty for a sequence that begins at its first token."""
+    """Row positions of the tokens before each sequence. Empty for a sequence that begins at its first token."""
     context: int = 1
     rank: int = 0
     index_T: Any = None
-    """Position in the row of each token of this rank."""
+    """Row position of each token of this rank."""
     positions_T: Any = None
-    """Its position in its sequence, after those of the context."""
+    """Position of each token in its sequence, including the context."""
     padding_T: Any = None
-    """Whether it is padding."""
+    """Whether each token is padding."""
     order_S: Any = None
-    """Index of each position of the row in the concatenation of the ranks' tokens; None for one rank."""
+    """Index of each row position in the concatenation of the ranks' tokens, or None for one rank."""
     angles: Angles | None = None
     """Rotary angles of the tokens, set by the model."""
     cache: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class PackedSequences(PackedSeqParams):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole row, padding included."""
+        """Number of tokens in the whole row, including padding."""
         return sum(self.lengths)
 
 
@@ -68,8 +68,8 @@ def packed(
 ) -> PackedSequences:
     """Pack sequences of these lengths for context-parallel rank `rank`, padded as `layout` requires.
 
-    Every sequence is padded to a multiple of 2·C, and the last one further until tensor parallelism can split the row
-    into a `multiple` of tokens; padding follows its sequence, where the causal mask hides it.
+    Every sequence is padded to a multiple of 2·C. The last one is padded further until tensor parallelism can split the
+    row into a `multiple` of tokens. Padding comes after its sequence, where the causal mask hides it.
 
     >>> packed([5, 3], ParallelLayout(context=2), rank=0, device=torch.device("cpu")).index_T.tolist()
     [0, 1, 6, 7, 8, 11]
@@ -77,7 +77,7 @@ def packed(
     padded = _padded_lengths(lengths, layout, multiple)
     contexts = contexts or [np.zeros(0, dtype=np.int64)] * len(padded)
     starts = tuple(accumulate(padded, initial=0))[:-1]
-    # On the host: on a GPU each of these would be a launch, and what is read back would be waited for.
+    # On the host: on a GPU each of these would be a launch, and reading the result would wait for it.
     index = _local_positions(padded, starts, rank, layout.context)
     start_S, real_S = np.repeat(starts, padded), np.repeat(np.add(starts, lengths), padded)
     depth_S = np.repeat([len(context) for context in contexts], padded)
@@ -110,7 +110,7 @@ def _padded_lengths(lengths: Sequence[int], layout: ParallelLayout, multiple: in
 
 
 def _local_positions(lengths: Sequence[int], starts: Sequence[int], rank: int, context: int) -> np.ndarray:
-    """Positions in the row of context-parallel rank `rank`."""
+    """Return the row positions of context-parallel rank `rank`."""
     if context == 1:
         return np.arange(sum(lengths))
     parts = []
@@ -123,22 +123,22 @@ def _local_positions(lengths: Sequence[int], starts: Sequence[int], rank: int, c
 
 @dataclass
 class Batch:
-    """One micro-batch; `members` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
+    """One micro-batch. `members` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
 
     members: list[int]
     sequences: PackedSequences
     paths: list[np.ndarray]
-    """Position in the row of each token that is read of a member; members that share a token have it in common."""
+    """Row position of each token that a member's forward reads. Members that share a token have the same position."""
     tokens_T: Tensor
     row_R: Tensor
     targets_R: Tensor
     mine_M: Tensor
-    """Indices of the response tokens that are predicted by a token of this context-parallel rank."""
+    """Indices of the response tokens that a token of this context-parallel rank predicts."""
     predictions: Predictions
-    """The tokens of this rank that predict them; its response tokens are the M of this rank."""
+    """The tokens of this rank that predict them. Its response tokens are the M of this rank."""
 
     def by_row(self, rows: Sequence[TrainingSample], values_R: Tensor) -> dict[int, list[float]]:
-        """Values of each member's response tokens, by index of the row."""
+        """Return the values of each member's response tokens, by row index."""
         values = iter(values_R.tolist())
         return {i: [next(values) for _ in range(rows[i].response_length)] for i in self.members}
 
@@ -153,9 +153,9 @@ def shares(
     batching: BatchingOptions = DYNAMIC,
     marks: Sequence[np.ndarray] | None = None,
 ) -> list[list[Pack]]:
-    """Packs of every data-parallel rank, the same number for each; `max_tokens` is the limit of one GPU.
+    """Return the packs of every data-parallel rank, the same number for each. `max_tokens` is the limit of one GPU.
 
-    Interleaved pipelines need a multiple of their stages: packs without rows are added.
+    Interleaved pipelines need a multiple of their stages, so packs without rows are added.
     """
     packs_by_rank = plan_batches(
         rows, max_tokens=max_tokens * layout.context, ranks=data, share=share, batching=batching, marks=marks
@@ -174,14 +174,14 @@ def laid_out(
     device: torch.device,
     multiple: int = 1,
 ) -> Batch:
-    """Build the part of `pack` for context-parallel rank `rank`; its tokens are a multiple of `multiple`.
+    """Build the part of `pack` for context-parallel rank `rank`. Its tokens are a multiple of `multiple`.
 
-    A sequence of padding alone makes them one: behind another's tokens it would be a call of attention as long as they.
+    The padding for this is a separate sequence. Appended to another sequence, it would lengthen that attention call.
     """
     pack_layout = lay_out(rows, pack)
     if any(rows[i].images for i in pack_layout.rows):
-        raise SettingsError('train.backend: "megatron" reads no images, and rows have some; train them with "fsdp"')
-    # Attention computes neighbours of one length behind as many tokens in one call.
+        raise SettingsError('train.backend: "megatron" cannot read images, but some rows have them. Use "fsdp".')
+    # Attention computes neighboring spans of equal length and equal context length in one call.
     spans = sorted(pack_layout.spans, key=lambda span: (len(span.context), -span.length))
     lengths = [span.length for span in spans]
     if multiple > 1 and _padded_lengths([*lengths, 0], layout, multiple)[-1]:

@@ -54,15 +54,15 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import CheckpointFormat
 
 CONTENT = {
-    # Every moment in the shape of its parameter: the only form that can be resharded.
+    # Every moment has the shape of its parameter, the only form that can be resharded.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
 """Metadata that mcore stores with a checkpoint and needs on loading."""
-# megatron-core 0.16.1 calls what torch 2.13 is about to drop. Delete when it does not.
+# megatron-core 0.16.1 calls functions that torch 2.13 deprecates. Delete when it does not.
 for _message in (r"`load_state_dict` is deprecated", r"Please use DTensor instead"):
     warnings.filterwarnings("ignore", _message, FutureWarning)
-# Files of ours lie in the staging folder before mcore writes there: no old checkpoint.
+# Our files are in the staging folder before mcore writes there. They are not an old checkpoint.
 serialization.logger.addFilter(lambda record: not str(record.msg).startswith("Overwriting old"))
 
 MAX_OBJECT_BYTES = 1024**3
@@ -80,8 +80,8 @@ def save_torch_dist(
 ) -> None:
     """Write the weights, masters, moments and counts of all ranks into the existing folder `path`.
 
-    Config and tokenizer are copied from `companions`, so that the folder is a model. The ranks share the `carried`
-    tensors, which are written unchanged.
+    Config and tokenizer are copied from `companions`, so that the folder is a model. The ranks divide the `carried`
+    tensors among them and write them unchanged.
     """
     _init_moments(optimizer)
     counts = {name: trainer_state[name] for name in ("step", "updates")}
@@ -99,7 +99,7 @@ def save_torch_dist(
 def load_torch_dist(
     path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any, options: OptimizerOptions
 ) -> tuple[int, int]:
-    """Load it all at this layout, with `options` for the optimizer; returns steps and updates.
+    """Load all of this for the current layout, with `options` for the optimizer. Returns steps and updates.
 
     Raises CheckpointError.
     """
@@ -113,7 +113,7 @@ def load_torch_dist(
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         line = first_line(cause)
         raise CheckpointError(
-            f"{path}: cannot be resumed from as a torch_dist checkpoint ({line}); convert its weights instead: slimectl"
+            f"{path}: cannot be resumed from as a torch_dist checkpoint ({line}). Convert its weights instead: slimectl"
             f" convert {path} DIR --to hf"
         ) from error
     for name, chunk in _named_chunks(chunks):
@@ -129,9 +129,9 @@ def load_torch_dist(
 def _plain_data_only(folder: Path) -> Iterator[None]:
     """Let mcore load `folder` without executing code in it. Raises CheckpointError for files outside of it.
 
-    mcore (0.16.1) and torch (2.13) read `.metadata` by pickle.load and objects that are no tensors by torch.load with
-    weights_only=False: either executes code of an untrusted file. Inside, this package reads `.metadata`, and every
-    torch.load accepts plain data only, from the same bytes that were checked. Delete when both read safely.
+    mcore (0.16.1) and torch (2.13) read `.metadata` with pickle.load, and other non-tensor objects with torch.load and
+    weights_only=False. Both execute code from an untrusted file. Within this context, this package reads `.metadata`,
+    and every torch.load accepts only plain data, from the same bytes that were checked. Delete when both read safely.
     """
     check_model_files(folder)
     load, reads = torch.load, FileSystemReader.read_metadata
@@ -157,7 +157,8 @@ def _plain_data_only(folder: Path) -> Iterator[None]:
 
 
 def _open_view(source: Any) -> tuple[Any, int]:
-    """View of the source that mcore passes to torch.load, and its length: a path, a part of an open file, or bytes."""
+    """Return a view of the source that mcore passes to torch.load (a path, part of an open file, or bytes) and its
+    length."""
     if isinstance(source, _ReaderView):
         stream: Any = source.base_stream
         return FileRange(stream, source.offset, source.len), source.len
@@ -183,10 +184,10 @@ def _state(chunks: Sequence[Any], optimizer: Any, content: dict[str, Any], *, lo
 
 @contextmanager
 def _padded_buckets(optimizer: Any) -> Iterator[None]:
-    """Keep the padding between buckets in the tensors from which mcore cuts the parameters' states.
+    """Keep the padding between buckets in the tensors that mcore splits into the parameters' states.
 
-    megatron-core (0.16.1) cuts at offsets with padding, from tensors without: after the first padded bucket (there are
-    several where a pipeline's ends share the embedding) all masters and moments are shifted. Delete when its
+    megatron-core (0.16.1) uses offsets with padding on tensors without it. After the first padded bucket (there are
+    several if a pipeline's ends share the embedding) all masters and moments are shifted. Delete when its
     sharded_param_state_fully_reshardable warns of no range that exceeds the buffer.
     """
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
@@ -215,8 +216,8 @@ def _parameter_state_with_padding(part: DistributedOptimizer, **options: Any) ->
 def _write_in_process() -> Iterator[None]:
     """Make mcore write files in this process.
 
-    megatron-core (0.16.1) forks writers, and starts a manager process that outlives them; a rank cannot have children
-    (it is a daemon), and exits without stopping any. Delete when a synchronous save starts no process.
+    megatron-core (0.16.1) forks writers, and starts a manager process that outlives them. A rank is a daemon, which
+    cannot have children and exits without stopping any. Delete when a synchronous save starts no process.
     """
     forks, results = FileSystemWriterAsync.write_preloaded_data_multiproc, filesystem_async._results_queue
     FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
@@ -243,7 +244,7 @@ def _write(transforms: Any, use_msc: bool, rank: int, buckets: Sequence[Any], re
 def _init_moments(optimizer: Any) -> None:
     """Create zero moments for torch's AdamW before its first update.
 
-    megatron-core (0.16.1) reads the step count from them. Delete when it saves an optimizer without any.
+    megatron-core (0.16.1) reads the step count from them. Delete when it saves an optimizer without moments.
     """
     for inner in inners(optimizer):
         if isinstance(inner, torch.optim.AdamW):
@@ -261,8 +262,9 @@ def _init_moments(optimizer: Any) -> None:
 def _per_parameter_steps(optimizer: Any, updates: int) -> Iterator[None]:
     """Set a separate step count for every parameter of torch's AdamW while states are loaded.
 
-    megatron-core (0.16.1) has none to copy into the parameters' states (KeyError: 'step'), and then shares one tensor
-    between them: each would count every other's updates. Delete when DistributedOptimizer.load_state_dict does it.
+    megatron-core (0.16.1) has no count to copy into the parameters' states (KeyError: 'step'), and then shares one
+    tensor
+    between them, so each would count all updates. Delete when DistributedOptimizer.load_state_dict does it.
     """
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     for part in (part for part in parts if isinstance(part.optimizer, torch.optim.AdamW)):
@@ -299,7 +301,7 @@ def save_checkpoint(
     """Write float32 `weights` as a Hugging Face directory, the moments of `updated`, and `trainer_state`.
 
     The `carried` tensors follow the weights, unchanged. Config and tokenizer are copied from `companions`. With
-    `adapter` (its options and its base model), the trained parameters are written in peft's format too.
+    `adapter` (its options and its base model), the trained parameters are also written in peft's format.
     """
     moments, learned = state.each(updated, MOMENTS), state.tensors(shapes_of(updated) if adapter else (), PARAM)
     if dist.get_rank() == 0:
@@ -326,7 +328,7 @@ def load_adapter(path: Path, state: DistributedParameters, links: Iterable[Param
 
 
 def load_moments(path: Path, state: DistributedParameters, updated: Iterable[ParamMapping], *, updates: int) -> None:
-    """Load this rank's part of the moments of `updated`; `updates` is the step count. Raises CheckpointError."""
+    """Load this rank's part of the moments of `updated`. `updates` is the step count. Raises CheckpointError."""
     local_links = state.mine(updated)
     stream = read_tensors(trainer_folder(path) / OPTIMIZER, _moment_shapes(local_links))
     for link in local_links:
@@ -336,12 +338,12 @@ def load_moments(path: Path, state: DistributedParameters, updated: Iterable[Par
 
 
 def shapes_of(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
-    """Shapes of the Hugging Face tensors of the links, in order."""
+    """Return the shapes of the Hugging Face tensors of the links, in order."""
     return {name: torch.Size(shape) for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
 
 
 def _moment_shapes(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
-    """Shapes of the moments, in the order of DistributedParameters.each."""
+    """Return the shapes of the moments, in the order of DistributedParameters.each."""
     return {
         f"{moment}.{name}": torch.Size(shape)
         for link in links

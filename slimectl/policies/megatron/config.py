@@ -1,4 +1,4 @@
-"""Builds mcore's TransformerConfig from an architecture and a parallel layout."""
+"""Checks megatron.args and builds mcore's TransformerConfig from an architecture and a parallel layout."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ _SETTING_OF_ARG = {setting.removeprefix("megatron."): setting for setting in SET
     **{name: f"train.{name}" for name in _RECOMPUTE},
     **{name: f"megatron.{name}" for name in ("use_distributed_optimizer", "optimizer_cpu_offload")},
 }
-"""Arguments that a setting controls, and that setting."""
+"""Arguments that a setting controls, with the name of that setting."""
 
 
 def field_names(kind: type) -> set[str]:
-    """Names of the fields that the installed version of a configuration class accepts."""
+    """Return the fields that the installed version of a configuration class accepts."""
     return {field.name for field in dataclasses.fields(kind) if field.init}
 
 
 def check_args(args: Mapping[str, Any]) -> None:
     """Check the names in [megatron.args].
 
-    Raises SettingsError for an argument that a setting controls, or that no class of megatron-core has; for the latter
-    with the nearest name.
+    Raises SettingsError for an argument that a setting controls, or that no class of megatron-core has. The message
+    then suggests the nearest name.
     """
     for name in (name for name in args if name in _SETTING_OF_ARG):
-        raise SettingsError(f"megatron.args.{name}: is a setting of its own; set {_SETTING_OF_ARG[name]}")
+        raise SettingsError(f"megatron.args.{name}: slimectl has a setting for this. Set {_SETTING_OF_ARG[name]}")
     accepted = set().union(*(field_names(kind) for kind in ARGUMENT_CLASSES))
     for name in args:
         if name not in accepted:
             matches = difflib.get_close_matches(name, sorted(accepted), n=1)
-            hint = f"; did you mean {matches[0]}?" if matches else "; see TransformerConfig of megatron-core"
+            hint = f". Did you mean {matches[0]}?" if matches else ". See TransformerConfig of megatron-core."
             raise SettingsError(f"megatron.args.{name}: megatron-core has no such argument{hint}")
 
 
 def _check_against_model(args: Mapping[str, Any], architecture: Architecture) -> None:
-    """Raises SettingsError for an argument that would change the model, or that packed training depends on."""
+    """Raise SettingsError for an argument that would change the model, or that packed training depends on."""
     for name, value in args.items():
         if name in architecture.transformer and name not in _TUNABLE and value != architecture.transformer[name]:
             raise SettingsError(
-                f"megatron.args.{name}: {value}, but the model's config.json makes it"
-                f" {architecture.transformer[name]}; leave it out"
+                f"megatron.args.{name}: {value}, but the model's config.json sets it to"
+                f" {architecture.transformer[name]}. Leave it out."
             )
         if name in _NEEDED and value != _ALWAYS[name]:
             raise SettingsError(
-                f"megatron.args.{name}: {value}, but packed training needs {_ALWAYS[name]}; leave it out"
+                f"megatron.args.{name}: {value}, but packed training needs {_ALWAYS[name]}. Leave it out."
             )
 
 
@@ -94,31 +94,31 @@ ACTING = frozenset({
     "pipeline_model_parallel_comm_backend", "batch_p2p_sync", "overlap_p2p_comm", "batch_p2p_comm",
     "microbatch_group_size_per_vp_stage", "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
 })  # fmt: skip
-"""Arguments that this trainer acts on, of those that no setting, model or need of packed training decides."""
+"""Arguments that this trainer acts on and that no setting, model or requirement of packed training determines."""
 
 ENGINE = "transformer_engine"
-"""Value of transformer_impl with which attention and MLP multiply by TransformerEngine."""
+"""Value of transformer_impl for which attention and MLP use TransformerEngine's matrix products."""
 
 FP8_ARGUMENTS = frozenset({
     "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",
     "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
 })  # fmt: skip
-"""Arguments that act with TransformerEngine."""
+"""Arguments that have an effect only with TransformerEngine."""
 
 FP8_TOKENS = 32
-"""Tokens of a rank are a multiple of this with fp8: products in blocks of MXFP8 need 32, others 16 or 8."""
+"""With fp8, the tokens of a rank are a multiple of this. Products in blocks of MXFP8 need 32, others 16 or 8."""
 
 _REASONS = {
     "fp8": 'low precision needs TransformerEngine: transformer_impl = "transformer_engine"',
-    "fp4": "products of 4 bits are not taken",
+    "fp4": "4-bit products are not supported",
     "first_last_layers_bf16": "it belongs to fp8, which needs TransformerEngine",
-    "tp_comm": "it needs buffers of TransformerEngine that are not made here",
-    "overlap_moe": "its schedule divides megatron-core's own model, whose head is applied apart here",
+    "tp_comm": "it needs buffers of TransformerEngine that slimectl does not create",
+    "overlap_moe": "its schedule divides megatron-core's own model, but slimectl applies the head separately",
     "ep_overlap": "it belongs to overlap_moe_expert_parallel_comm",
     "delay_wgrad": "it needs TransformerEngine's linear layers",
     "cuda_graph": "packs differ in shape",
-    "cpu_offloading": "it needs TransformerEngine; set megatron.recompute_granularity",
-    "mtp": "no layer of multi-token prediction is trained",
+    "cpu_offloading": "it needs TransformerEngine. Set megatron.recompute_granularity instead",
+    "mtp": "layers for multi-token prediction are not trained",
     "attention": "attention is slimectl's own, without dropout",
     "window": "every token attends to its whole sequence",
     "softmax_type": "attention is slimectl's own, with the plain softmax",
@@ -127,7 +127,7 @@ _REASONS = {
     "sgd": "the optimizer is AdamW",
     "muon": "the optimizer is AdamW",
 }
-"""Why arguments do nothing, by the beginning of their names."""
+"""Reasons why arguments have no effect, by the beginning of their names."""
 
 
 def uses_engine(args: Mapping[str, Any]) -> bool:
@@ -135,7 +135,7 @@ def uses_engine(args: Mapping[str, Any]) -> bool:
 
 
 def _check_engine(args: Mapping[str, Any], architecture: Architecture, dtype: torch.dtype) -> None:
-    """Raises SettingsError where TransformerEngine is asked for and not installed, or has no such layers here."""
+    """Raise SettingsError if TransformerEngine is requested but not installed, or has no such layers here."""
     if not uses_engine(args):
         return
     transformer = architecture.transformer
@@ -146,23 +146,23 @@ def _check_engine(args: Mapping[str, Any], architecture: Architecture, dtype: to
     }
     name = f"megatron.args.transformer_impl: {ENGINE}"
     for kind in (kind for kind, present in kinds.items() if present):
-        raise SettingsError(f"{name}, but layers with {kind} are megatron-core's local ones here; drop it")
+        raise SettingsError(f"{name}, but layers with {kind} are megatron-core's local ones here. Drop it.")
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     if not HAVE_TE:
         raise SettingsError(
-            f"{name} is not installed for {sys.executable}; with a GPU run: {sys.executable} -m pip install "
+            f"{name} is not installed for {sys.executable}. With a GPU run: {sys.executable} -m pip install "
             f"--no-build-isolation 'transformer-engine[pytorch]', or drop it"
         )
     if args.get("fp8") and dtype != torch.bfloat16:
-        raise SettingsError('megatron.args.fp8: products in fp8 are of bfloat16; set train.dtype = "bfloat16"')
+        raise SettingsError('megatron.args.fp8: fp8 products need bfloat16. Set train.dtype = "bfloat16".')
 
 
 def _check_messages(args: Mapping[str, Any], layout: ParallelLayout) -> None:
-    """Raises SettingsError for an argument with which pipeline stages would wait for each other for ever.
+    """Raise SettingsError for an argument that would make pipeline stages wait for each other without end.
 
-    Two ranks over gloo did (megatron-core 0.16.1): packs differ in length, so stages exchange shapes before tensors,
-    and interleaved ones exchange both ways with the same peer.
+    Two ranks over gloo did so (megatron-core 0.16.1). Packs differ in length, so stages exchange shapes before tensors,
+    and interleaved stages exchange both ways with the same peer.
     """
     interleaved = layout.virtual_pipeline is not None
     reasons = {
@@ -170,32 +170,32 @@ def _check_messages(args: Mapping[str, Any], layout: ParallelLayout) -> None:
         "use_ring_exchange_p2p": "torch has no ring exchange",
     }
     if interleaved:
-        reasons["batch_p2p_comm"] = "one batch would mix up what interleaved stages send both ways"
+        reasons["batch_p2p_comm"] = "one batch would mix up the messages that interleaved stages send both ways"
     else:
         reasons["overlap_p2p_comm"] = "only interleaved stages overlap their messages (virtual pipeline)"
     for name in (name for name in reasons if args.get(name)):
-        raise SettingsError(f"megatron.args.{name}: is not possible ({reasons[name]}); drop it")
+        raise SettingsError(f"megatron.args.{name}: is not possible ({reasons[name]}). Drop it.")
     if interleaved and args.get("overlap_p2p_comm") is False:
-        raise SettingsError("megatron.args.overlap_p2p_comm: False, but interleaved stages overlap; drop it")
+        raise SettingsError("megatron.args.overlap_p2p_comm: False, but interleaved stages overlap. Drop it.")
 
 
 def refuse_idle(args: Mapping[str, Any], config: Any, *, acting: Iterable[str] = ()) -> None:
-    """Raises SettingsError for an argument that changes nothing and is not what `config` has in effect anyway."""
+    """Raise SettingsError for an argument that has no effect, unless `config` has its value anyway."""
     for name, value in args.items():
         if name in ACTING or name in _NEEDED or name in acting or not hasattr(config, name):
             continue
         if value != getattr(config, name):
             reason = next((why for start, why in _REASONS.items() if name.startswith(start)), "nothing here reads it")
-            raise SettingsError(f"megatron.args.{name}: {value} has no effect ({reason}); drop it")
+            raise SettingsError(f"megatron.args.{name}: {value} has no effect ({reason}). Drop it.")
 
 
 def _refuse_other_families(args: Mapping[str, Any], kind: type) -> None:
-    """Raises SettingsError for an argument that only models with latent attention have."""
+    """Raise SettingsError for an argument that only models with latent attention have."""
     for name in args:
         if not any(
             name in field_names(config_class) for config_class in (kind, OptimizerConfig, DistributedDataParallelConfig)
         ):
-            raise SettingsError(f"megatron.args.{name}: has no effect (the model has no latent attention); drop it")
+            raise SettingsError(f"megatron.args.{name}: has no effect (the model has no latent attention). Drop it.")
 
 
 def args_of(args: Mapping[str, Any], kind: type) -> dict[str, Any]:
@@ -212,9 +212,9 @@ def transformer_config(
     recompute: Recompute | None = None,
     **fields: Any,
 ) -> TransformerConfig:
-    """Build the configuration of a model; `fields` override it, and the user's `args` override both.
+    """Build the configuration of a model. `fields` override it, and the user's `args` override both.
 
-    Raises SettingsError for an unknown argument, and for values that megatron-core refuses.
+    Raises SettingsError for an unknown argument, and for values that megatron-core rejects.
     """
     check_args(args or {})
     _check_against_model(args or {}, architecture)
@@ -235,7 +235,7 @@ def transformer_config(
         **fields,
     }
     if architecture.layer == "wide_qk_norm":
-        # mcore sums gradients of query and key norms over tensor-parallel ranks; these are sharded, not replicated.
+        # mcore sums gradients of query and key norms over tensor-parallel ranks. These are sharded, not replicated.
         values["qk_layernorm"] = False
     if architecture.mla:
         width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
@@ -246,16 +246,16 @@ def transformer_config(
     acting = {"transformer_impl", *FP8_ARGUMENTS} if uses_engine(args or {}) else ()
     refuse_idle(args_of(args or {}, kind), SimpleNamespace(**_defaults(kind) | values), acting=acting)
     if values.get("linear_attention_freq"):
-        # megatron-core (0.16.1) refuses contexts with its own gated delta net; PackedDeltaNet divides heads over them.
-        # Delete when it takes them.
+        # megatron-core (0.16.1) rejects context parallelism with its own gated delta net. PackedDeltaNet divides heads
+        # over the ranks. Delete when it is accepted.
         values["context_parallel_size"] = 1
     try:
-        # Fields that the installed version lacks are optional ones of this module: users' are checked above.
+        # This module sets some fields that older versions lack. The user's arguments are checked above.
         config = kind(**args_of(values | args_of(args or {}, kind), kind))
         config.context_parallel_size = layout.context
         return config
     except (AssertionError, TypeError, ValueError) as error:
-        raise SettingsError(f"megatron-core refuses the configuration: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"megatron-core rejects the configuration: {' '.join(str(error).split())}") from error
 
 
 _TUNABLE = {"hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_router_bias_update_rate"}
@@ -265,13 +265,16 @@ _NEEDED = {"variable_seq_lengths", "calculate_per_token_loss", "moe_token_dispat
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """The plain defaults of a configuration class."""
+    """Return the plain defaults of a configuration class."""
     return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
 def _skip_initialization(weight: Tensor) -> Tensor:
-    """Skip initialization: weights are loaded afterwards. Not `perform_initialization=False`, with which mcore (0.16.1)
-    also omits the attributes by which gradient norms recognise a sharded parameter."""
+    """Skip initialization, because weights are loaded afterwards.
+
+    With `perform_initialization=False`, mcore (0.16.1) also omits the attributes that gradient norms need to recognize
+    a sharded parameter.
+    """
     return weight
 
 
@@ -293,12 +296,12 @@ _ALWAYS: dict[str, Any] = {
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
     "moe_grouped_gemm": False,
-    # Packed rows differ in length from one micro-batch to the next; the allgather dispatcher does not support that.
+    # Packed rows differ in length from one micro-batch to the next. The allgather dispatcher does not support that.
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "none",
     "calculate_per_token_loss": True,
-    # Its default is a deprecated value that warns.
+    # The default is a deprecated value that causes a warning.
     "cuda_graph_scope": [],
 }
 
@@ -312,7 +315,8 @@ def _parallel_fields(layout: ParallelLayout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.tensor > 1,
-        # Interleaved stages on two ranks exchange both ways with the same peer: one batch of messages mixes them up.
+        # Interleaved stages on two ranks exchange both ways with the same peer, and one batch of messages mixes them
+        # up.
         "overlap_p2p_comm": layout.virtual_pipeline is not None,
         "batch_p2p_comm": layout.virtual_pipeline is None,
     }

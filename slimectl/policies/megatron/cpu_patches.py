@@ -1,10 +1,10 @@
-"""Runs Megatron-core on a machine without CUDA: redirects its GPU calls to the CPU; other modules are unchanged.
+"""Runs Megatron-core on a machine without CUDA by redirecting its GPU calls to the CPU. Other modules are unchanged.
 
-megatron-core has no switch for the device: it writes `device="cuda"`, asks `torch.cuda.current_device()`, calls
-`tensor.cuda()` and compares `tensor.type()` with "torch.cuda.FloatTensor". Here the functions of its loaded modules
+megatron-core has no switch for the device. It writes `device="cuda"`, calls `torch.cuda.current_device()` and
+`tensor.cuda()`, and compares `tensor.type()` with "torch.cuda.FloatTensor". Here the functions of its loaded modules
 get the same bytecode with other names: "cuda" becomes "cpu", and `torch` becomes a view of torch whose `cpu` also has
 the functions of `torch.cuda` that megatron-core calls. Delete this module when megatron-core takes its device from
-torch's current accelerator; delete a patch when its docstring says so.
+torch's current accelerator. Each patch's docstring states when to delete the patch.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _patched_modules: set[str] = set()
 
 
 def needed() -> bool:
-    """Whether this machine has no CUDA device."""
+    """Return whether this machine has no CUDA device."""
     return not torch.cuda.is_available()
 
 
 def install(version: str) -> None:
-    """Patch every loaded module of megatron.core; call it again after importing more. Raises BackendError."""
+    """Patch every loaded module of megatron.core. Call it again after importing more. Raises BackendError."""
     if version not in TESTED:
         raise BackendError(
-            f"megatron-core {version} was not tested without a GPU; run: pip install 'megatron-core=={TESTED[-1]}'"
+            f"megatron-core {version} was not tested without a GPU. Run: pip install 'megatron-core=={TESTED[-1]}'"
         )
     view = _torch_on_cpu()
     for name in [name for name in sys.modules if name.startswith("megatron.core") and name not in _patched_modules]:
@@ -63,7 +63,7 @@ def _redirect(module: ModuleType, view: ModuleType) -> None:
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
-    """Yield every function that the module defines, methods and decorated functions included."""
+    """Yield every function that the module defines, including methods and decorated functions."""
     spaces: list[Mapping[str, Any]] = [vars(module)]
     spaces += [vars(kind) for kind in vars(module).values() if inspect.isclass(kind) and _is_defined_in(kind, module)]
     for value in [value for space in spaces for value in space.values()]:
@@ -79,7 +79,7 @@ def _is_defined_in(value: Any, module: ModuleType) -> bool:
 
 
 def _replace_cuda_names(code: CodeType) -> CodeType:
-    """Replace CUDA names by CPU names in a code object, nested functions included."""
+    """Replace CUDA names with CPU names in a code object, including nested functions."""
     return code.replace(
         co_names=tuple(_REPLACEMENTS.get(name, name) for name in code.co_names),
         co_consts=tuple(_constant(value) for value in code.co_consts),
@@ -113,7 +113,7 @@ def _torch_on_cpu() -> ModuleType:
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream that returns events; that of torch (2.13) returns None."""
+    """A stream that returns events. torch's own (2.13) returns None."""
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
         return torch.cpu.Event()
@@ -122,8 +122,8 @@ class _Stream(torch.cpu.Stream):
 def _patch_random() -> None:
     """Redirect random states to the CPU generator, the only one.
 
-    megatron-core (0.16.1) keeps states of CUDA generators and warns if the CPU's generator advances meanwhile; here
-    they are the same. Delete with the rest of this module.
+    megatron-core (0.16.1) keeps states of CUDA generators and warns if the CPU's generator advances in the meantime. On
+    a CPU they are the same generator. Delete with the rest of this module.
     """
     from megatron.core.tensor_parallel import random
 
@@ -134,7 +134,8 @@ def _patch_random() -> None:
 
 @contextlib.contextmanager
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Replace CudaRNGStatesTracker.fork: draw from the state `name` inside, from the caller's state again outside."""
+    """Replace CudaRNGStatesTracker.fork: draw from the state `name` inside, and from the caller's state again
+    outside."""
     outer = torch.get_rng_state()
     torch.set_rng_state(tracker.states_[name])
     try:
@@ -147,8 +148,8 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 def _patch_token_dispatcher() -> None:
     """Convert split sizes of all-to-all to a host sequence.
 
-    megatron-core (0.16.1) converts them only when it moves them off a GPU; `all_to_all_single` refuses tensors.
-    Delete when `maybe_move_tensor_to_cpu` honours `as_numpy` for host tensors.
+    megatron-core (0.16.1) converts them only when it moves them off a GPU, but `all_to_all_single` rejects tensors.
+    Delete when `maybe_move_tensor_to_cpu` honors `as_numpy` for host tensors.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -161,8 +162,8 @@ def _patch_token_dispatcher() -> None:
 def _patch_uneven_parts() -> None:
     """Gather and reduce-scatter parts of different lengths by padding them to the longest.
 
-    gloo (torch 2.13) refuses such lists, nccl accepts them; sharded experts (expert tensor parallelism) exchange
-    them. Delete when gloo's all_gather and reduce_scatter take lists of unequal tensors.
+    gloo (torch 2.13) rejects such lists, nccl accepts them. Sharded experts (expert tensor parallelism) exchange
+    them. Delete when gloo's all_gather and reduce_scatter accept lists of unequal tensors.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -189,9 +190,9 @@ def _patch_uneven_parts() -> None:
 
 
 def _patch_lone_ranks() -> None:
-    """Leave out the exchange of gradients and weights in a group of one rank, whose parts are the whole in its place.
+    """Skip the exchange of gradients and weights in a group of one rank, whose part is already the whole.
 
-    gloo (torch 2.13) copies them several times, where nccl sees that nothing is to do. Delete when gloo does.
+    gloo (torch 2.13) copies it several times, while nccl skips the exchange. Delete when gloo skips it too.
     """
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
@@ -212,9 +213,9 @@ def _unless_alone(exchange: Any) -> Any:
 
 
 def _patch_linear_layers() -> None:
-    """Compute float32 linear layers by oneDNN where that is faster.
+    """Compute float32 linear layers with oneDNN where that is faster.
 
-    With tensor parallelism they are mcore's, which exchange inputs and gradients. Delete with onednn_linear.py.
+    With tensor parallelism they are mcore's layers, which exchange inputs and gradients. Delete with onednn_linear.py.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -227,12 +228,12 @@ def _patch_linear_layers() -> None:
 def _by_onednn(multiply: Any) -> Any:
     from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
-    @functools.wraps(multiply)  # with the attribute `warned`, which it sets on whatever has its name
+    @functools.wraps(multiply)  # also copies the attribute `warned`, which it sets on itself by name
     def call(input: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None, **options: Any) -> Any:
         is_alone = get_tensor_model_parallel_group_if_none(options.get("tp_group")).size() == 1
         defers = options["gradient_accumulation_fusion"] or options.get("grad_output_buffer") is not None
         if is_alone and not defers and is_faster(input.device, input.dtype):
-            # mcore gives a bias beside a frozen weight no gradient.
+            # If the weight is frozen, mcore computes no gradient for the bias either.
             return linear(input, weight, bias.detach() if bias is not None and not weight.requires_grad else bias)
         return multiply(input, weight, bias=bias, **options)
 
@@ -247,9 +248,10 @@ def _pad_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def shared_groups() -> Iterator[None]:
-    """Let megatron-core create one process group for all of its groups that have the same ranks.
+    """Let megatron-core create only one process group for all of its groups with the same ranks.
 
-    It (0.16.1) creates 20, most of them of one rank or of the same ones, and every group of gloo (torch 2.13) keeps
+    megatron-core (0.16.1) creates 20, most of them of one rank or of the same ranks. Every gloo group (torch 2.13)
+    keeps
     three threads, one of which wakes 100 times a second. Delete when gloo's groups share their threads.
     """
     from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5) over packed sequences, in torch alone.
+"""Gated delta nets (Qwen3-Next, Qwen3.5) over packed sequences, in plain torch.
 
 Yang et al. 2024, arXiv:2412.06464. T tokens · H value heads of this tensor-parallel rank · K key width · V value width
 N chunks of all sequences · C tokens of a chunk · B sequences · W channels · S taps of a convolution.
@@ -32,15 +32,15 @@ class PlainRMSNorm(RMSNorm):
 class PackedDeltaNet(GatedDeltaNet):
     """mcore's gated delta net with the same parameters and checkpoints.
 
-    That of mcore (0.16.1) does not support packed sequences, and needs flash-linear-attention for its computation.
-    Under context parallelism each rank computes a part of the heads over whole sequences: a head's state passes through
-    all of their tokens.
+    mcore's own (0.16.1) does not support packed sequences, and needs flash-linear-attention for its computation.
+    Under context parallelism each rank computes a part of the heads over whole sequences, because a head's state passes
+    through all of their tokens.
     """
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Map [T, 1, hidden] (sharded under sequence parallelism) to the same shape; returns the bias to add too."""
+        """Map [T, 1, hidden] (sharded under sequence parallelism) to the same shape. Also returns the bias to add."""
         projected, _bias = self.in_proj(hidden_states)
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
         heads = self.num_value_heads // self.tp_size
@@ -79,8 +79,8 @@ class PackedDeltaNet(GatedDeltaNet):
     ) -> Tensor:
         """Compute heads over whole sequences: convolution, norms and delta rule. Returns [T, H, V], float32.
 
-        `qkv` has the projections of these heads [T, W], `beta` and `alpha` theirs [T, H]; `kernel` is that of the
-        convolution [W, S], the logarithm of the decay and its bias are [H].
+        `qkv` has the projections of these heads [T, W], `beta` and `alpha` are per head [T, H]. `kernel` belongs to the
+        convolution [W, S]. `decay_log` and `decay_bias` are the logarithm of the decay and its bias [H].
         """
         convolved = _causal_convolution(qkv, kernel, positions_T)
         keys, values = (size * beta.shape[-1] // self.num_value_heads for size in (self.qk_dim, self.v_dim))
@@ -98,9 +98,9 @@ class PackedDeltaNet(GatedDeltaNet):
 
 
 def to_heads(parts: Sequence[Tensor], packed: PackedSequences) -> list[Tensor]:
-    """Exchange all heads [T, …] of this rank's tokens for its heads [S, …] of all tokens, in the order of the row.
+    """Exchange all heads [T, …] of this rank's tokens for this rank's heads [S, …] of all tokens, in row order.
 
-    The columns of each part are those of equal heads, of which context-parallel rank r gets block r.
+    The columns of each part are divided evenly among heads. Context-parallel rank r gets block r.
     """
     blocks = [torch.cat(columns, dim=-1) for columns in zip(*(p.chunk(packed.context, -1) for p in parts), strict=True)]
     by_rank = all_to_all(parallel_state.get_context_parallel_group(), torch.cat(blocks))
@@ -117,12 +117,12 @@ def to_tokens(heads_SHV: Tensor, packed: PackedSequences) -> Tensor:
 
 
 def _own_block(weight: Tensor, packed: PackedSequences) -> Tensor:
-    """Return this context-parallel rank's part of a weight of heads."""
+    """Return this context-parallel rank's part of a per-head weight."""
     return weight.chunk(packed.context)[packed.rank]
 
 
 def _row_positions(packed: PackedSequences) -> Tensor:
-    """Position in its sequence of each token of the whole row [S]."""
+    """Return the position of each token of the whole row [S] in its sequence."""
     if "row_positions" not in packed.cache:
         ranges = [torch.arange(length) for length in packed.lengths]
         packed.cache["row_positions"] = torch.cat(ranges).to(packed.order_S.device)
@@ -134,7 +134,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """Gated delta rule: S_t = e^g S_(t-1) + k_t β_t (v_t - k_t' e^g S_(t-1)), o_t = q_t' S_t.
 
-    `query` and `key` are [T, H, K], `value` [T, H, V], `decay_TH` the g ≤ 0, all float32; the state is [K, V] and
+    `query` and `key` are [T, H, K], `value` [T, H, V], `decay_TH` the g ≤ 0, all float32. The state is [K, V] and
     starts at 0 in every sequence. Returns [T, H, V].
     """
     places_NC, turns = _chunks(packed, query.device)
@@ -143,7 +143,7 @@ def gated_delta_rule(
     g, beta = (_in_chunks(part[..., None], places_NC)[..., 0] for part in (decay_TH, beta_TH))
     total = g.cumsum(-1)  # [N, H, C]
     decay_mask = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-    # Updates of a chunk's tokens depend on those of earlier tokens: a triangular system, solved for both right sides.
+    # Updates of a chunk's tokens depend on updates of earlier tokens: a triangular system, solved for both right sides.
     system = (k * beta[..., None]) @ k.transpose(-1, -2) * decay_mask
     sides = torch.cat([v, k * total.exp()[..., None]], dim=-1) * beta[..., None]
     solved = torch.linalg.solve_triangular(system.tril(-1), sides, upper=False, unitriangular=True)
@@ -167,8 +167,11 @@ def gated_delta_rule(
 
 
 def _chunks(packed: PackedSequences, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Row of every token of every chunk [N, C], -1 for padding at the end of a sequence; and the order of computation:
-    the first chunk of every sequence, the second of those that have one, …; longest sequences first."""
+    """Return the row position of every token of every chunk [N, C], and the order of computation.
+
+    Padding at the end of a sequence is -1. The order is: the first chunk of every sequence, the second chunk of each
+    sequence that has one, and so on, with the longest sequences first.
+    """
     if "chunks" not in packed.cache:
         spans = sorted(zip(packed.starts, packed.lengths, strict=True), key=lambda span: -span[1])
         places: list[list[int]] = []
@@ -184,13 +187,13 @@ def _chunks(packed: PackedSequences, device: torch.device) -> tuple[Tensor, list
 
 
 def _in_chunks(part_THW: Tensor, places_NC: Tensor) -> Tensor:
-    """Gather tokens into chunks [N, H, C, W]; padding is zero, which leaves the state unchanged."""
+    """Gather tokens into chunks [N, H, C, W]. Padding is zero, which leaves the state unchanged."""
     chunks = part_THW[places_NC.clamp(min=0)] * (places_NC >= 0)[..., None, None]
     return chunks.transpose(1, 2)
 
 
 def _causal_convolution(states_TW: Tensor, kernel_WS: Tensor, positions_T: Tensor) -> Tensor:
-    """Depthwise causal convolution: one kernel per channel over the last S tokens of its sequence."""
+    """Apply a depthwise causal convolution: one kernel per channel over the last S tokens of its sequence."""
     output = states_TW * kernel_WS[:, -1]
     for back in range(1, kernel_WS.shape[1]):
         earlier = states_TW.roll(back, dims=0) * (positions_T >= back)[:, None]

@@ -1,6 +1,6 @@
 """Log-probabilities of a micro-batch's response tokens from the last stage's hidden states.
 
-T tokens of this context-parallel rank · H hidden width · R response tokens of the pack · M those of this rank
+T tokens of this context-parallel rank · H hidden width · R response tokens of the pack · M response tokens of this rank
 U states that predict them.
 """
 
@@ -24,10 +24,10 @@ from slimectl.policies.megatron.batch import Batch
 def response_log_probs(
     hidden_T1H: Tensor, weight_VH: Tensor, batch: Batch, *, vocab_size: int, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [R], and entropies [R] if requested: the same numbers on every rank of the pack.
+    """Return log-probabilities [R], and entropies [R] if requested. All ranks of the pack get the same numbers.
 
-    Every rank may compute the same loss from them: each back-propagates the gradient of its own tokens and its own rows
-    of the vocabulary only, so that the sum of finalize_model_grads over ranks is the full gradient, counted once.
+    Every rank may compute the same loss from them. Each back-propagates only the gradient of its own tokens and its own
+    rows of the vocabulary, so that the sum over ranks in finalize_model_grads is the full gradient, counted once.
     """
     logprobs_M, entropy_M = predicted_log_probs(
         whole(hidden_T1H)[batch.predictions.sources_U],
@@ -43,7 +43,7 @@ def response_log_probs(
 def response_logits(
     hidden_T1H: Tensor, weight_VH: Tensor, batch: Batch, *, vocab_size: int, temperature: float
 ) -> Tensor:
-    """Logits over the temperature [R, vocabulary], on every rank of the pack; gradients as in `response_log_probs`."""
+    """Return logits over the temperature [R, vocabulary], on every rank. Gradients are as in `response_log_probs`."""
     hidden_UH = whole(hidden_T1H)[batch.predictions.sources_U]
     logits_UV = linear_logits(hidden_UH, weight_VH, temperature=temperature)
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
@@ -52,7 +52,7 @@ def response_logits(
 
 
 def shard_of(vocab_size: int, weight_VH: Tensor) -> VocabularyShard | None:
-    """Rows of the vocabulary of this tensor-parallel rank; None if it holds all."""
+    """Return the vocabulary rows of this tensor-parallel rank, or None if it holds all."""
     group = parallel_state.get_tensor_model_parallel_group()
     rows = weight_VH.shape[0]
     if group.size() == 1 and rows == vocab_size:
@@ -62,7 +62,7 @@ def shard_of(vocab_size: int, weight_VH: Tensor) -> VocabularyShard | None:
 
 
 def whole(hidden_T1H: Tensor) -> Tensor:
-    """Hidden states [T, H] of all tokens of the context-parallel rank; their gradients are summed over the ranks."""
+    """Return hidden states [T, H] of all tokens of the context-parallel rank. Gradients are summed over the ranks."""
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)
     return hidden_T1H[:, 0]
@@ -80,7 +80,7 @@ class _InPack(torch.autograd.Function):
     def forward(ctx: Any, values_M: Tensor, mine_M: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(mine_M)
         values_R = values_M.new_zeros(count, *values_M.shape[1:]).index_copy_(0, mine_M, values_M)
-        # All other ranks hold zeros at these positions: the sum is exact.
+        # All other ranks hold zeros at these positions, so the sum is exact.
         dist.all_reduce(values_R, group=parallel_state.get_context_parallel_group())
         return values_R
 

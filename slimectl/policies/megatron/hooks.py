@@ -16,10 +16,10 @@ from slimectl.user_code import Hook
 
 @dataclass(frozen=True)
 class UserFunctions:
-    """User functions of one model; `store_prefix` names the model: "" is the policy, or "ref_", "teacher_"."""
+    """User functions of one model. `store_prefix` identifies it: "" for the policy, or "ref_" or "teacher_"."""
 
     args: Any
-    """The flat settings, as every function gets them."""
+    """The flat settings, which every function receives."""
     init: Hook | None
     provider: Hook | None
     log_prob: Hook | None
@@ -27,7 +27,7 @@ class UserFunctions:
     store_prefix: str = ""
 
     def begin(self) -> None:
-        """Call the init function: after the process groups are created, before the model is built."""
+        """Call the init function, after the process groups are created and before the model is built."""
         self._call(self.init)
 
     def provide(self, build: Callable[[], PackedGPT], layout: ParallelLayout, **stage: Any) -> PackedGPT:
@@ -42,7 +42,7 @@ class UserFunctions:
         if isinstance(chunk, PackedGPT):
             return chunk
         if not isinstance(chunk, GPTModel):
-            raise self.provider.returned(chunk, "what build() makes, or a GPTModel of megatron-core")
+            raise self.provider.returned(chunk, "the result of build(), or a GPTModel of megatron-core")
         return adopted(chunk, stage["config"], layout)
 
     def before_log_probs(self, model: Sequence[Any]) -> None:

@@ -32,17 +32,18 @@ from slimectl.policies.megatron.parameters import DistributedParameters, group_o
 Pair = tuple[ParamMapping, ParamMapping]
 
 _REFUSED = {
-    "moe_router_bias_update_rate": "it moves the model under the adapters, which are saved without it",
-    "fp8": "adapters are added to products that were not tried in fp8",
-    "moe_shared_expert_overlap": "its layers do not see their tokens as adapters do",
+    "moe_router_bias_update_rate": "it changes the base model, but only the adapters are saved",
+    "fp8": "adapters were not tested with fp8",
+    "moe_shared_expert_overlap": "its layers do not pass their tokens to adapters",
 }
 
 
 class Adapter(nn.Module):
     """Scaled B A of all Hugging Face layers that are fused in one Megatron matrix.
 
-    Tensor parallelism shards it like the matrix. For a matrix split by rows, B is split and A of every rank processes
-    the rank's tokens; for one split by columns, A is split and B processes the rank's tokens.
+    Tensor parallelism shards it like the matrix. If the matrix is split by rows, B is split and A of every rank
+    processes
+    the rank's tokens. If it is split by columns, A is split and B processes the rank's tokens.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Adapter(nn.Module):
         return parameter
 
     def _rows(self, link: ParamMapping, half: ParamMapping, device: torch.device) -> Tensor | None:
-        """Output index on this rank of each row of B; None if B has one row per output, in order."""
+        """Return the output index on this rank of each row of B, or None if B has one row per output, in order."""
         if len(link.hf) == 1:
             return None
         part = next(i for i, name in enumerate(link.hf) if half.hf[0].startswith(name.removesuffix("weight")))
@@ -90,11 +91,11 @@ class Adapter(nn.Module):
         return index_of_row[layer_rows].to(device)
 
     def down(self) -> Tensor:
-        """All A, concatenated by rows: [P K, I]."""
+        """Return all A, concatenated by rows: [P K, I]."""
         return torch.cat([self._copy_to_ranks(a, cut=self.axis == 1) for a in self.A.values()])
 
     def up(self) -> Tensor:
-        """All B, each at the rows of its layer and the columns of its A, zeros elsewhere: [O, P K]."""
+        """Return all B, each at the rows of its layer and the columns of its A, zeros elsewhere: [O, P K]."""
         columns = []
         for name, b in self.B.items():
             rows, b = self.rows[name], self._copy_to_ranks(b, cut=self.axis == 0)
@@ -102,13 +103,13 @@ class Adapter(nn.Module):
         return torch.cat(columns, dim=1)
 
     def _copy_to_ranks(self, parameter: Tensor, *, cut: bool) -> Tensor:
-        """Return a parameter; sums an unsplit one's gradient over the ranks that share a routed expert."""
+        """Return a parameter. An unsplit one's gradient is summed over the ranks that share a routed expert."""
         if not self.routed or cut or self.group.size() == 1:
             return parameter
         return copy_to_tensor_model_parallel_region(parameter, group=self.group)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Adapter output to add to the matrix's output, for its input `states` [T, 1, I]."""
+        """Return the adapter output to add to the matrix's output, for its input `states` [T, 1, I]."""
         inner = F.linear(states, self.down())
         if self.sequence_parallel and self.axis == 0:
             inner = gather_from_sequence_parallel_region(inner, group=self.group)
@@ -121,7 +122,8 @@ class Adapters:
     """All adapters of a model: links for all ranks, modules for this one."""
 
     def __init__(self, options: LoraOptions, links: Sequence[ParamMapping], args: Mapping[str, Any]) -> None:
-        """Raises SettingsError if a target names no linear layer, or for an mcore argument that LoRA does not allow."""
+        """Raises SettingsError if a target matches no linear layer, or for an mcore argument that LoRA does not
+        allow."""
         for name in (name for name in _REFUSED if args.get(name)):
             raise SettingsError(f"megatron.args.{name}: is not possible with train.lora_rank ({_REFUSED[name]})")
         self.options = options
@@ -159,7 +161,7 @@ class Adapters:
             yield name, tensor
 
     def layers(self, names: Sequence[str]) -> list[str]:
-        """Hugging Face names of the adapted layers, in the order of `names`."""
+        """Return the Hugging Face names of the adapted layers, in the order of `names`."""
         return [name.removesuffix(".weight") for name in names if name in self.of_weight]
 
     def tensors(self, state: DistributedParameters, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -170,7 +172,7 @@ class Adapters:
 
 
 def _add_adapter_output(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
-    """Forward hook that adds the adapter's output; mcore's layers may return a bias beside theirs."""
+    """Forward hook that adds the adapter's output. mcore's layers may also return a bias."""
     if isinstance(output, tuple):
         return output[0] + module.adapter(inputs[0]), *output[1:]
     return output + module.adapter(inputs[0])

@@ -15,15 +15,16 @@ from torch import Tensor
 from slimectl.policies.optimizer import ShardElements
 
 PARAM = "param"
-"""Slot name of the float32 parameter itself, beside the moments."""
+"""Slot name of the float32 parameter itself. The other slots are moments."""
 
 
 @dataclass
 class Master:
-    """The float32 master of one parameter and its moments: this rank's part of them.
+    """This rank's part of the float32 master of one parameter, and of its moments.
 
-    `main` is the master, or its part [start, stop) of the flat parameter if it is sharded over data ranks; None if this
-    rank has no part. `inner` is the torch optimizer, None for a frozen parameter.
+    `main` is the master, or its part [start, stop) of the flat parameter if it is sharded over data ranks. It is None
+    if
+    this rank has no part. `inner` is the torch optimizer, None for a frozen parameter.
     """
 
     parameter: Tensor
@@ -34,7 +35,7 @@ class Master:
     group: dist.ProcessGroup | None = None
 
     def read(self, slot: str) -> Tensor:
-        """Read `slot` (PARAM or a moment) in the parameter's shape; collective over the data ranks that share it."""
+        """Read `slot` (PARAM or a moment) in the parameter's shape. Collective over the data ranks that share it."""
         local = self._local_part(slot)
         if self.group is None:
             assert local is not None
@@ -47,11 +48,11 @@ class Master:
 
     @torch.no_grad()
     def write(self, slot: str, value: Tensor, *, updates: int) -> None:
-        """Write `value` (in the parameter's shape) to `slot`; a moment with the step count `updates`."""
+        """Write `value` (in the parameter's shape) to `slot`. A moment also gets the step count `updates`."""
         if slot == PARAM:
             self.parameter.copy_(value)
             if self.inner is None:
-                # Frozen: a value that the parameter rounds is kept beside it, so that it is saved unchanged.
+                # Frozen: if the parameter rounds a value, the value is also kept, so that it is saved unchanged.
                 self.main = self.parameter if torch.equal(self.parameter.to(value.dtype), value) else value.clone()
                 return
         if self.main is None:
@@ -68,7 +69,7 @@ class Master:
             self.inner.gpu_params_map_cpu_copy[self.main].copy_(part)
 
     def forget(self) -> None:
-        """Drop the moments: the state before the first update."""
+        """Drop the moments, as before the first update."""
         if self.main is not None and self.inner is not None:
             self._slots()[0].clear()
 
@@ -79,7 +80,7 @@ class Master:
         return torch.zeros_like(self.main, dtype=torch.float32) if moment is None else moment.to(self.main.device)
 
     def _slots(self) -> tuple[dict[str, Tensor], torch.device]:
-        """Optimizer state of this master, and its device."""
+        """Return the optimizer state of this master, and its device."""
         assert self.main is not None
         if not isinstance(self.inner, HybridDeviceOptimizer):
             return self.inner.state[self.main], self.main.device
@@ -87,7 +88,7 @@ class Master:
         for part in self.inner.sub_optimizers:
             if any(inner_parameter is parameter for group in part.param_groups for parameter in group["params"]):
                 return part.state[inner_parameter], inner_parameter.device
-        raise AssertionError("a hybrid optimizer without one of its parameters")
+        raise AssertionError("the hybrid optimizer lacks one of its parameters")
 
 
 def masters(tensors: Sequence[Tensor], optimizer: Any) -> list[Master]:
@@ -123,7 +124,7 @@ def _sharded_masters(part: DistributedOptimizer) -> dict[Tensor, Master]:
 
 
 def shard_elements(part: Any) -> dict[Tensor, ShardElements]:
-    """Return which elements of its parameter each master has; none is sharded without ranks."""
+    """Return the elements of its parameter that each master has. Without ranks, none is sharded."""
     if not isinstance(part, DistributedOptimizer):
         return {}
     masters = _sharded_masters(part).values()

@@ -37,7 +37,7 @@ class ReplicatedLinear(nn.Module):
 class LatentAttention(MegatronModule):
     """mcore's MLASelfAttention with the same parameter names and replicated down-projections.
 
-    That of mcore (0.16.1, without TransformerEngine) shards them, and with tensor parallelism silently loses a part of
+    mcore's own (0.16.1, without TransformerEngine) shards them, and with tensor parallelism silently loses a part of
     the gradient of the rotary key.
     """
 
@@ -85,7 +85,7 @@ class LatentAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, None]:
-        """Map [N, 1, hidden] to the same shape; mcore expects a bias beside it."""
+        """Map [N, 1, hidden] to the same shape. Also returns None for the bias that mcore expects."""
         config, angles = self.config, packed_seq_params.angles
         assert angles is not None
         query_THD = self._query(hidden_states).squeeze(1).unflatten(-1, (self.heads, -1))

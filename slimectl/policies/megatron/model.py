@@ -1,4 +1,4 @@
-"""Decoder layers that mcore does not have."""
+"""Builds models from an architecture: layer specifications, layers that mcore lacks, and the chunks of a rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SandwichLayer(TransformerLayer):
 
 
 def _add_normalized(add: Callable[[bool, bool], AddResidual], norm: RMSNorm) -> Callable[[bool, bool], AddResidual]:
-    """Wrap mcore's bias-dropout-add: normalise the output first."""
+    """Wrap mcore's bias-dropout-add so that the output is normalized first."""
 
     def build(training: bool, fused: bool) -> AddResidual:
         def normed(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -67,7 +67,7 @@ def _add_normalized(add: Callable[[bool, bool], AddResidual], norm: RMSNorm) -> 
 
 
 def block_spec(architecture: Architecture, config: Any, *, virtual_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers that this pipeline rank builds for `virtual_stage`, and the last norm."""
+    """Return the layers that this pipeline rank builds for `virtual_stage`, and the last norm."""
     offset = get_transformer_layer_offset(config, vp_stage=virtual_stage)
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
     layers = [_layer(architecture, config, i) for i in range(offset, offset + count)]
@@ -94,7 +94,7 @@ def _layer(architecture: Architecture, config: Any, index: int) -> ModuleSpec:
 
 
 def _stored_names(projection: str) -> dict[str, str]:
-    """Names in a checkpoint, those of mcore's local layers (architectures/torch_dist_keys.py has the others)."""
+    """Return checkpoint names as in mcore's local layers (architectures/torch_dist_keys.py has the others)."""
     return {
         "input_layernorm.": f"self_attention.{projection}.layer_norm_",
         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -140,7 +140,7 @@ def _grouped_query_attention(architecture: Architecture, config: Any) -> ModuleS
 
 
 def _products(config: Any) -> tuple[type, type]:
-    """Return the column- and row-parallel products of attention and MLP; their parameters have the same names."""
+    """Return the column- and row-parallel products of attention and MLP. Their parameters have the same names."""
     if config.transformer_impl != ENGINE:
         return ColumnParallelLinear, RowParallelLinear
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
@@ -164,9 +164,9 @@ def _experts() -> ModuleSpec:
 
 
 class HiddenStateGPT(GPTModel):
-    """GPTModel that returns hidden states: the caller applies the head, to few of the tokens.
+    """GPTModel that returns hidden states. The caller applies the head, to only a few of the tokens.
 
-    Its parameters, and so its checkpoints, are those of GPTModel.
+    It has the same parameters as GPTModel, and so the same checkpoints.
     """
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
@@ -174,7 +174,7 @@ class HiddenStateGPT(GPTModel):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """Rows of the head on this tensor-parallel rank, [V / tensor, H]; the embedding if they are tied.
+        """Return the head's rows on this tensor-parallel rank, [V / tensor, H], or the embedding if they are tied.
 
         On the last stage only. In a pipeline of several stages a tied head is the last stage's copy of the embedding
         (`output_layer.weight`), whose gradient mcore adds to the first stage's.
@@ -205,10 +205,10 @@ class PackedGPT(HiddenStateGPT):
         )
 
     def forward(self, tokens_T: Tensor | None, packed: PackedSequences) -> Tensor:
-        """Hidden states of the rank's tokens, [T, 1, H].
+        """Return the hidden states of the rank's tokens, [T, 1, H].
 
         `tokens_T` are the tokens at `packed.index_T`, None except on the first stage. On the last stage the final norm
-        is applied; under tensor parallelism each rank returns its part of the tokens (T / tensor rows).
+        is applied. Under tensor parallelism each rank returns its part of the tokens (T / tensor rows).
         """
         packed.angles = self.rotary(packed.positions_T)
         return super().forward(
@@ -220,7 +220,7 @@ class PackedGPT(HiddenStateGPT):
         )
 
     def _padding(self, packed: PackedSequences) -> Tensor:
-        """Padding mask for the routers' token counts, [1, T].
+        """Return the padding mask for the routers' token counts, [1, T].
 
         mcore (0.16.1) splits it for sequence parallelism on the first pipeline stage only.
         """
@@ -232,12 +232,12 @@ class PackedGPT(HiddenStateGPT):
 
 
 def device() -> torch.device:
-    """Device of the models: the current GPU, else the CPU."""
+    """Return the device of the models: the current GPU, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def padded_vocabulary(architecture: Architecture, layout: ParallelLayout) -> int:
-    """Rows of embedding and head: the vocabulary size, rounded up to a multiple of the tensor-parallel size."""
+    """Return the rows of embedding and head: the vocabulary size, rounded up to a multiple of the tensor size."""
     return -(-architecture.vocab_size // layout.tensor) * layout.tensor
 
 
@@ -258,10 +258,10 @@ def build(
     provide: Provide | None = None,
     **fields: Any,
 ) -> list[PackedGPT]:
-    """Build this rank's chunks of the model, one per virtual pipeline stage; matrices are uninitialized.
+    """Build this rank's chunks of the model, one per virtual pipeline stage. Matrices are uninitialized.
 
     Call `parallel.start(layout, …)` first. `provide` replaces the construction of a chunk. Raises SettingsError for a
-    configuration that megatron-core refuses.
+    configuration that megatron-core rejects.
     """
     config = transformer_config(architecture, layout, dtype=dtype, args=args, recompute=recompute, **fields)
     vocab_size = padded_vocabulary(architecture, layout)
@@ -272,7 +272,7 @@ def build(
         own = {"pre_process": _is_first(stage), "post_process": _is_last(stage), "vp_stage": stage}
         own |= {"config": config, "vocab_size": vocab_size}
         chunks.append(provide(make, layout, **own) if provide else make())
-    # The whole chunk is moved: mcore builds routers on the CPU and moves them when they first run.
+    # The whole chunk is moved, because mcore builds routers on the CPU and moves them when they first run.
     return [chunk.to(device()) for chunk in chunks]
 
 

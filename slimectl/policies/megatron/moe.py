@@ -1,6 +1,6 @@
 """Mixture of experts: mcore's router with correct padding, and its experts as grouped matrix products.
 
-N rows, one for each choice of a token, experts' rows together · E experts of this rank · I input width · O output
+N rows, one for each expert choice of a token, sorted by expert · E experts of this rank · I input width · O output
 width · F an expert's inner width.
 """
 
@@ -21,7 +21,7 @@ from slimectl.types import TrainingSample
 
 
 class Router(TopKRouter):
-    """mcore's router; its softmax and sigmoid routing equals that of the Hugging Face models."""
+    """mcore's router. Its softmax and sigmoid routing equals the routing of the Hugging Face models."""
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of every expert, for the update of its bias.
@@ -42,14 +42,14 @@ class Experts(SequentialMLP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # mcore (0.16.1) reduces gradients over the experts' data-parallel ranks only with expert parallelism; with a
-        # tensor size above the experts', ranks would then keep partial gradients. It also allows saving optimizers at
-        # one expert size and loading at another: experts have an optimizer of their own at every size.
+        # mcore (0.16.1) reduces gradients over the experts' data-parallel ranks only with expert parallelism. With a
+        # tensor size above the experts', ranks would keep partial gradients. It also allows saving optimizers at one
+        # expert size and loading at another, so experts have a separate optimizer at every size.
         for parameter in self.parameters():
             parameter.allreduce = False
 
     def forward(self, rows_NI: Tensor, tokens_per_expert_E: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
-        """Apply each row's expert and multiply by the row's weight; rows are sorted by expert."""
+        """Apply each row's expert and multiply by the row's weight. Rows are sorted by expert."""
         ends_E = tokens_per_expert_E.to(rows_NI.device).cumsum(0).to(torch.int32)
         up = [expert.linear_fc1 for expert in self.local_experts]
         down = [expert.linear_fc2 for expert in self.local_experts]
@@ -72,7 +72,7 @@ def _grouped_linear(rows_NI: Tensor, ends_E: Tensor, linears: Sequence[Any]) -> 
 class _GroupedLinear(torch.autograd.Function):
     """Rows times the transposed matrix [O, I] of their expert.
 
-    The product needs the matrices in one tensor: they are stacked for it in forward and backward, and not saved.
+    The product needs the matrices in one tensor, so they are stacked in forward and backward, and not saved.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ def _grouped(rows_NI: Tensor, matrices_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _outer(grad_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
-    """Gradient of every matrix, [O, I] each; zero where an expert has no rows."""
+    """Return the gradient of every matrix, [O, I] each. Zero where an expert has no rows."""
     if _aligned(grad_NO, rows_NI):
         return F.grouped_mm(grad_NO.T, rows_NI, offs=ends_E).unbind()
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
@@ -106,7 +106,7 @@ def _outer(grad_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> tuple[Tensor, ..
 
 
 def _aligned(*operands: Tensor) -> bool:
-    """Whether grouped_mm supports the operands: no float64, and every row starts at a multiple of 16 bytes."""
+    """Return whether grouped_mm supports the operands: no float64, and every row starts at a multiple of 16 bytes."""
     sizes = [
         size * operand.element_size()
         for operand in operands
@@ -120,8 +120,8 @@ class MoEAuxLossScaler:
 
     mcore computes them once per micro-batch and layer, and expects a later division by the number of tokens, which is
     not done here. Instead each is averaged over the micro-batches of a call and multiplied by the sum of the call's
-    row weights: with weights that sum to 1 over a step, `moe_aux_loss_coeff` has its meaning of pretraining, and
-    a step may consist of several calls.
+    row weights. If the weights sum to 1 over a step, `moe_aux_loss_coeff` means the same as in pretraining. A step may
+    consist of several calls.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -139,7 +139,7 @@ class MoEAuxLossScaler:
         self.weight = sum(sum(row.loss_weights) for row in rows) / max(1, packs)
 
     def weigh(self, batch: Batch) -> None:
-        """Set the loss coefficients for a micro-batch; called before its forward."""
+        """Set the loss coefficients for a micro-batch. Call it before the forward."""
         if not self.active:
             if not batch.members:
                 # The unused token of a rank without rows must not count for the routers' biases.

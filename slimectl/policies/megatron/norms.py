@@ -1,6 +1,6 @@
 """RMSNorm for tensor and sequence parallelism.
 
-T tokens · W normalised width.
+T tokens · W normalized width.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Zhang and Sennrich 2019, arXiv:1910.07467; with `layernorm_zero_centered_gamma` 1 is added to the weight.
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467). `layernorm_zero_centered_gamma` adds 1 to the weight.
 
-    mcore's WrappedTorchNorm refuses sequence parallelism; here an attribute of the weight makes mcore sum its gradient
+    mcore's WrappedTorchNorm rejects sequence parallelism. Here an attribute of the weight makes mcore sum its gradient
     over the tensor-parallel ranks, each of which processes a part of the tokens (or of the heads).
     """
 
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class FullWidthRMSNorm(nn.Module):
-    """RMSNorm over all heads of a token together; each tensor-parallel rank holds its heads' part of the weight."""
+    """RMSNorm over all heads of a token together. Each tensor-parallel rank holds its heads' part of the weight."""
 
     def __init__(self, config: Any, heads: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -50,10 +50,10 @@ class FullWidthRMSNorm(nn.Module):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Normalise [..., heads of this rank, head dimension] over the last two axes of all ranks."""
+        """Normalize [..., heads of this rank, head dimension] over the last two axes of all ranks."""
         flat = states.flatten(-2).float()
         squares = flat.square().sum(-1, keepdim=True)
-        # Every rank's heads use the sum: its gradient is the sum over ranks, and each rank's squares get all of it.
+        # Every rank's heads use the sum, so its gradient is the sum over ranks, and each rank's squares get all of it.
         total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normed = flat * torch.rsqrt(total / self.width + self.eps)
         return (self.weight * normed.to(states.dtype)).view_as(states)

@@ -24,19 +24,19 @@ from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions
 
 _REFUSED = {
-    "overlap_grad_reduce": "gradients are shared once a step, after all of its micro-batches",
-    "overlap_param_gather": "weights are read between steps, and the head apart from its module",
+    "overlap_grad_reduce": "gradients are reduced once per step, after all of its micro-batches",
+    "overlap_param_gather": "weights are read between steps, and the head separately from its module",
     "overlap_param_gather_with_optimizer_step": "weights are read between steps",
-    "use_megatron_fsdp": 'that is train.backend = "fsdp"',
+    "use_megatron_fsdp": 'use train.backend = "fsdp" for that',
     "average_in_collective": "a loss here is a sum",
-    "use_precision_aware_optimizer": 'moments in 16 bits are train.optimizer_state_dtype = "bfloat16"',
-    "optimizer": "it is AdamW",
+    "use_precision_aware_optimizer": 'for 16-bit moments set train.optimizer_state_dtype = "bfloat16"',
+    "optimizer": "the optimizer is AdamW",
 }
 
 
 @dataclass(frozen=True)
 class OptimizerChoices:
-    """Placement of the optimizer's state; `args` are the user's [megatron.args]."""
+    """Placement of the optimizer's state. `args` are the user's [megatron.args]."""
 
     distributed: bool = True
     cpu_offload: bool = False
@@ -55,7 +55,7 @@ def gradient_config(choices: OptimizerChoices) -> DistributedDataParallelConfig:
     """Return the configuration of gradients. Raises SettingsError for an unsupported argument."""
     args = choices.args or {}
     for name in (name for name in args if args[name] and name in _REFUSED):
-        raise SettingsError(f"megatron.args.{name}: is not possible ({_REFUSED[name]}); drop it")
+        raise SettingsError(f"megatron.args.{name}: is not possible ({_REFUSED[name]}). Drop it.")
     fields = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": choices.distributed,
@@ -68,9 +68,9 @@ def gradient_config(choices: OptimizerChoices) -> DistributedDataParallelConfig:
 def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, choices: OptimizerChoices) -> Any:
     """Build mcore's optimizer for the parameters that require gradients."""
     config = optimizer_config(chunks[0].config, options, choices)
-    # Without gradients: views of float32 parameters would not be leaves, which optimizers on the CPU refuse.
+    # Without gradients, because views of float32 parameters would not be leaves, which optimizers on the CPU reject.
     with torch.no_grad():
-        # Gloo groups serve checkpoints of an old format only.
+        # Gloo groups are needed only for checkpoints of an old format.
         optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     if options.state_dtype == "bfloat16":
         _round_moments(optimizer)
@@ -92,7 +92,7 @@ def optimizer_config(config: Any, options: OptimizerOptions, choices: OptimizerC
         "fp16": config.fp16,
         "params_dtype": config.params_dtype,
         "use_distributed_optimizer": choices.distributed,
-        # Without a GPU all of it is in host memory already, and mcore's hybrid optimizer supports copies only.
+        # Without a GPU all of it is in host memory already, and mcore's hybrid optimizer only supports copies.
         "optimizer_cpu_offload": choices.cpu_offload and torch.cuda.is_available(),
         "optimizer_offload_fraction": 1.0,
         **args_of(choices.args or {}, OptimizerConfig),
@@ -101,25 +101,25 @@ def optimizer_config(config: Any, options: OptimizerOptions, choices: OptimizerC
     try:
         return OptimizerConfig(**fields)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise SettingsError(f"megatron-core refuses the configuration: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"megatron-core rejects the configuration: {' '.join(str(error).split())}") from error
 
 
 def set_options(optimizer: Any, options: OptimizerOptions) -> None:
-    """Set the options on every parameter group, which mcore's checkpoints replace by those that they were saved with.
+    """Set the options on every parameter group. mcore's checkpoints replace them with the options at saving.
 
     The learning rate is set before each update.
     """
     for inner in inners(optimizer):
         for group in inner.param_groups:
             group |= {"betas": options.betas, "eps": options.eps}
-            # The scheduler of mcore would do this: without it norms and biases decayed too.
+            # mcore's scheduler would do this. Otherwise norms and biases would also decay.
             group["weight_decay"] = options.weight_decay * group["wd_mult"]
             if isinstance(inner, torch.optim.AdamW):
                 group["fused"] = True
 
 
 def _round_moments(optimizer: Any) -> None:
-    """Replace the optimizers inside mcore's by those with moments in bfloat16; they have no state yet.
+    """Replace the optimizers inside mcore's with ones that keep moments in bfloat16. They have no state yet.
 
     mcore's own (use_precision_aware_optimizer) needs TransformerEngine, and rounds to the nearest value.
     """
@@ -136,7 +136,7 @@ def inners(optimizer: Any) -> list[Any]:
 def step(chunks: Sequence[DistributedDataParallel], optimizer: Any, *, lr: float, clip: float) -> tuple[float, bool]:
     """Reduce the gradients, clip and update.
 
-    Returns the norm before clipping, and whether it was finite and above zero; if not, the update is skipped.
+    Returns the norm before clipping, and whether it was finite and above zero. If not, the update is skipped.
     """
     finalize_model_grads(list(chunks), None)
     optimizer.prepare_grads()
@@ -155,7 +155,7 @@ def step(chunks: Sequence[DistributedDataParallel], optimizer: Any, *, lr: float
 
 
 def resume(optimizer: Any, *, updates: int) -> None:
-    """Set the step counts that optimizers of apex and TransformerEngine keep per group; torch's are per parameter."""
+    """Set the step counts that optimizers of apex and TransformerEngine keep per group. torch's are per parameter."""
     for inner in inners(optimizer):
         if not isinstance(inner, torch.optim.AdamW | HybridDeviceOptimizer):
             for group in inner.param_groups:

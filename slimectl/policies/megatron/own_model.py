@@ -1,4 +1,4 @@
-"""Models that a user's provider builds itself: any GPTModel of megatron-core takes packs and returns hidden states.
+"""Adapts models that a user's provider builds: any GPTModel of megatron-core accepts packs and returns hidden states.
 
 T tokens of a pack · B sequences of it · L length of the longest · H hidden size.
 """
@@ -25,15 +25,15 @@ MODEL_FIELDS = (
     "params_dtype", "sequence_parallel", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size", "num_layers", "num_moe_experts",
 )  # fmt: skip
-"""Fields of TransformerConfig that decide which part of the model a rank builds."""
+"""Fields of TransformerConfig that determine which part of the model a rank builds."""
 SCHEDULE_FIELDS = (
     "calculate_per_token_loss", "variable_seq_lengths", "pipeline_dtype", "overlap_p2p_comm", "batch_p2p_comm",
 )  # fmt: skip
-"""Fields that the trainer decides: gradients are not divided by the number of packs, and packs differ in length."""
+"""Fields that the trainer sets: gradients are not divided by the number of packs, and packs differ in length."""
 
 
 class PackedRows(HiddenStateGPT):
-    """Calls the forward method of a GPTModel on one row of packed sequences, as TransformerEngine's attention reads."""
+    """Calls a GPTModel's forward on one row of packed sequences, in the format of TransformerEngine's attention."""
 
     def forward(self, tokens_T: Tensor | None, packed: PackedSequences) -> Tensor:
         tokens_1T = None if tokens_T is None else tokens_T[None]
@@ -41,7 +41,7 @@ class PackedRows(HiddenStateGPT):
 
 
 class PaddedRows(HiddenStateGPT):
-    """Calls the forward method of a GPTModel on a row for each sequence, for attention that reads no packs."""
+    """Calls a GPTModel's forward with one row per sequence, for attention that cannot read packs."""
 
     def forward(self, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
         lengths = list(packed.lengths)
@@ -53,9 +53,9 @@ class PaddedRows(HiddenStateGPT):
 
 
 def adopted(chunk: GPTModel, expected: Any, layout: ParallelLayout) -> PackedGPT:
-    """Return a GPTModel as a chunk of the trainer; `expected` is the TransformerConfig of config.json and settings.
+    """Return a GPTModel as a chunk of the trainer. `expected` is the TransformerConfig of config.json and settings.
 
-    Raises SettingsError for a model that would not compute what the settings say.
+    Raises SettingsError for a model that would not compute what the settings specify.
     """
     reads_packs = not any(isinstance(module, DotProductAttention) for module in chunk.modules())
     if layout.context > 1 or (not reads_packs and (layout.tensor > 1 or layout.pipeline > 1)):
@@ -78,7 +78,7 @@ def adopted(chunk: GPTModel, expected: Any, layout: ParallelLayout) -> PackedGPT
 
 
 def check_parameters(local: Mapping[str, Tensor], links: Sequence[ParamMapping], layout: ParallelLayout) -> None:
-    """Raise SettingsError unless the parameters of a model of the user's are those that weights are converted to."""
+    """Raise SettingsError unless a user's model has exactly the parameters that weights are converted to."""
     shapes = {link.megatron: link.shape for link in links}
     if unknown := sorted(name for name, tensor in local.items() if name not in shapes and _is_trained(tensor)):
         raise SettingsError(

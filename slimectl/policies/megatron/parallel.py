@@ -34,22 +34,22 @@ def check(layout: ParallelLayout, architecture: Architecture, world: int) -> Non
         raise SettingsError(problem)
     if architecture.layer == "sparse_latent":
         raise CheckpointError(
-            "config.json: attention to the tokens that an indexer picks (glm_moe_dsa) is converted but not trained;"
-            " give a model with another attention"
+            "config.json: attention to the tokens that an indexer picks (glm_moe_dsa) is converted but not trained."
+            " Use a model with another attention."
         )
 
 
 def start(layout: ParallelLayout, seed: int) -> None:
-    """Create the groups of `layout` from the ranks of torch.distributed, or from this process alone if there are none.
+    """Create the groups of `layout` from the ranks of torch.distributed, or from only this process if there are none.
 
-    Several models of one layout share the groups: starting it again does nothing. Raises BackendError if another
+    Several models of one layout share the groups, so starting it again does nothing. Raises BackendError if another
     layout is running.
     """
     global _active_layout, _created_world
     if _active_layout == layout and parallel_state.is_initialized():
         return
     if _active_layout is not None:
-        raise BackendError(f"this process already runs {_active_layout}; all models of a process share one layout")
+        raise BackendError(f"this process already runs {_active_layout}. All models of a process share one layout.")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -68,9 +68,9 @@ def start(layout: ParallelLayout, seed: int) -> None:
 
 
 def stop() -> None:
-    """Destroy the groups, and the world group if `start` created it; models of this layout become unusable."""
+    """Destroy the groups, and the world group if `start` created it. Models of this layout become unusable."""
     global _active_layout, _created_world
-    # mcore (0.16.1) drops most groups without destroying them: each keeps threads that poll.
+    # mcore (0.16.1) drops most groups without destroying them, and each keeps threads that poll.
     groups = [
         group for group in parallel_state._global_process_group_list or [] if isinstance(group, dist.ProcessGroup)
     ]
@@ -89,19 +89,19 @@ def stop() -> None:
 
 
 def per_row(outputs: Sequence[dict[int, list[float]]], rows: int) -> list[list[float]]:
-    """Gather the values of all rows from `outputs`, this rank's values by index of the row."""
+    """Gather the values of all rows from `outputs`, which has this rank's values by row index."""
     local_values = {i: values for part in outputs for i, values in part.items()}
     values_by_row = {i: values for part in _gather_replicas(local_values) for i, values in part.items()}
     return [values_by_row[i] for i in range(rows)]
 
 
 def totals(outputs: Sequence[dict[str, Tensor]]) -> Metrics:
-    """Sum metrics by name over micro-batches and ranks, in order: bitwise equal on every rank."""
+    """Sum metrics by name over micro-batches and ranks, in order. The result is bitwise equal on every rank."""
     return {"loss": 0.0} | merge_metrics(_gather_replicas(read_metrics(merge_metrics(outputs))))
 
 
 def _gather_replicas(part: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """Gather the parts of one rank of each data-parallel replica: the ranks of a replica hold the same values."""
+    """Gather the parts of one rank per data-parallel replica, because the ranks of a replica hold the same values."""
     parts: list[dict[Any, Any]] = [{} for _ in range(dist.get_world_size())]
     contributes = (
         parallel_state.is_pipeline_last_stage()
@@ -131,7 +131,7 @@ def run(
 ) -> list[Any]:
     """Run forward and, unless `forward_only`, backward of all micro-batches.
 
-    Returns the outputs of `finish` on the last stage. Gradients accumulate in the main gradients of this rank; only
+    Returns the outputs of `finish` on the last stage. Gradients accumulate in the main gradients of this rank. Only
     optimizer.step reduces them over ranks, so that several calls make one step.
     """
 
@@ -141,7 +141,7 @@ def run(
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             value, output = finish(batch, hidden)
-            # The number of tokens would divide the gradient; the loss is a sum that needs no division.
+            # The number of tokens would divide the gradient, but the loss is a sum that needs no division.
             return value, torch.zeros((), dtype=torch.int, device=value.device), output
 
         return hidden, loss

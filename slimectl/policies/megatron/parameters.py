@@ -1,4 +1,4 @@
-"""Global names of the parameters that this rank holds."""
+"""Parameters of all ranks by their global names: gathering, assigning and streaming them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
 }
-"""Names of norms that TransformerEngine's layers of megatron-core hold, and of the same norms beside the layer."""
+"""Maps norms inside TransformerEngine layers of megatron-core to the same norms outside the layer."""
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
 def local_parameters(chunks: Sequence[PackedGPT]) -> dict[str, Tensor]:
-    """Parameters and buffers by the names of ParamMapping: layers and experts counted over the whole model.
+    """Return parameters and buffers by the names of ParamMapping, with layers and experts counted over the whole model.
 
     The last stage's copy of a tied embedding is not included: see `tied_copy`.
     """
@@ -40,7 +40,7 @@ def local_parameters(chunks: Sequence[PackedGPT]) -> dict[str, Tensor]:
 
 
 def tied_copy(chunks: Sequence[PackedGPT]) -> Tensor | None:
-    """Return the head that copies the embedding of another pipeline stage; None if this rank has none."""
+    """Return the head that copies the embedding of another pipeline stage, or None if this rank has none."""
     last = chunks[-1]
     if last.post_process and last.share_embeddings_and_output_weights and not last.pre_process:
         return last.output_layer.weight
@@ -48,7 +48,7 @@ def tied_copy(chunks: Sequence[PackedGPT]) -> Tensor | None:
 
 
 def global_name(name: str, chunk: PackedGPT) -> str:
-    """Name in the whole model of the tensor that this rank's `chunk` calls `name`."""
+    """Return the name in the whole model of the tensor that this rank's `chunk` calls `name`."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name
@@ -72,8 +72,10 @@ Read = Callable[[str], Tensor]
 class DistributedParameters:
     """Masters and moments of all ranks, by link.
 
-    `local` are this rank's masters by global name, `copy` the last stage's of a tied embedding. Every rank makes the
-    same calls: a full tensor is gathered over data and tensor ranks, then broadcast from the first rank that has it.
+    `local` has this rank's masters by global name. `copy` is the last stage's copy of a tied embedding. Every rank
+    makes
+    the same calls: a full tensor is gathered over data and tensor ranks, then broadcast from the first rank that has
+    it.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class DistributedParameters:
     def tensors(self, names: Iterable[str], slot: str) -> Iterator[tuple[str, Tensor]]:
         """Stream (Hugging Face name, full tensor) in the order of `names`.
 
-        A link is gathered once; tensors of later names are kept until their turn.
+        A link is gathered once. Tensors of later names are kept until they are needed.
         """
         waiting: dict[str, Tensor] = {}
         for name in names:
@@ -128,7 +130,7 @@ class DistributedParameters:
         return [link for link in links if self._local_masters(link)]
 
     def assign(self, link: ParamMapping, slot: str, read: Read, *, updates: int = 0) -> None:
-        """Write this rank's part of a parameter or moment; `read(name)` returns a Hugging Face tensor."""
+        """Write this rank's part of a parameter or moment. `read(name)` returns a Hugging Face tensor."""
         local_masters = self._local_masters(link)
         if local_masters:
             full = _pad_rows(link, link.to_megatron([read(name).to(self.device, torch.float32) for name in link.hf]))
@@ -143,9 +145,9 @@ class DistributedParameters:
 
 
 def trained_links(links: Sequence[ParamMapping], names: set[str]) -> set[str]:
-    """Megatron names of the parameters whose Hugging Face names are in `names`.
+    """Return the Megatron names of the parameters whose Hugging Face names are in `names`.
 
-    Raises SettingsError for a parameter of which only a part is in `names`: Megatron fuses query, key and value, and
+    Raises SettingsError if only a part of a parameter is in `names`: Megatron fuses query, key and value, and
     gate and up.
     """
     trained = set()
@@ -155,7 +157,7 @@ def trained_links(links: Sequence[ParamMapping], names: set[str]) -> set[str]:
             outside = next(name for name in link.hf if name not in names)
             raise SettingsError(
                 f"train.freeze_params_name_list: {outside} is frozen and {inside[0]} is not, but Megatron keeps them"
-                " in one matrix; freeze both or neither"
+                " in one matrix. Freeze both or neither."
             )
         if inside:
             trained.add(link.megatron)
@@ -163,7 +165,7 @@ def trained_links(links: Sequence[ParamMapping], names: set[str]) -> set[str]:
 
 
 def group_of(link: ParamMapping) -> dist.ProcessGroup:
-    """Process group over which `link.split` shards the parameter."""
+    """Return the process group over which `link.split` shards the parameter."""
     if link.expert is not None:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()

@@ -1,7 +1,7 @@
-"""Patches for Megatron-core without TransformerEngine and other kernel libraries, on GPUs too.
+"""Patches for Megatron-core without TransformerEngine and other kernel libraries, including on GPUs.
 
-Other such defects are avoided rather than patched: this package has its own latent attention (mla.py), experts (moe.py)
-and saved optimizer state.
+This package replaces other defective parts instead of patching them: latent attention (mla.py), experts (moe.py) and
+saved optimizer state.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from slimectl.errors import BackendError, MissingExtraError
 
 
 def install() -> None:
-    """Patch the loaded modules; idempotent."""
+    """Patch the loaded modules. Calling it again does nothing."""
     _patch_router_gate()
     _patch_delta_net()
     _patch_gradient_norm()
 
 
 def _patch_router_gate() -> None:
-    """Define a name that the router's matrix product reads and only an import of TransformerEngine defines.
+    """Define a name that the router's matrix product uses but only an import of TransformerEngine defines.
 
     megatron-core (0.16.1): NameError on `te_general_gemm` in RouterGatingLinearFunction. Delete when moe_utils
     defines it without TransformerEngine.
@@ -41,8 +41,8 @@ def _patch_router_gate() -> None:
 def _patch_delta_net() -> None:
     """Allow building gated delta nets without flash-linear-attention.
 
-    megatron-core (0.16.1) refuses to build the module, whose parameters we take and whose computation we do not
-    (delta_net.py). Delete when it refuses only to run.
+    megatron-core (0.16.1) refuses to build the module. We use its parameters, but not its computation (delta_net.py).
+    Delete when it only refuses to run.
     """
     from megatron.core.ssm import gated_delta_net
 
@@ -53,7 +53,7 @@ def _patch_gradient_norm() -> None:
     """Compute the norm of gradients, and clip them, without waiting for the GPU at every parameter.
 
     megatron-core (0.16.1) without TransformerEngine and apex reads the norm of each gradient on the host, and scales
-    each by a copy. Delete when its local implementations are torch's _foreach functions.
+    each with a copy. Delete when its local implementations are torch's _foreach functions.
     """
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
@@ -65,13 +65,13 @@ def _patch_gradient_norm() -> None:
 
 
 def _l2_norm(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], *_: Any) -> tuple[Tensor, None]:
-    """Norm [1] of all tensors of the lists."""
+    """Return the norm [1] of all tensors of the lists."""
     norms = torch._foreach_norm([tensor for tensors in lists for tensor in tensors])
     return torch.stack(norms).float().norm()[None], None
 
 
 def _scale(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
-    """Multiply the tensors of the first list into those of the second, which are the same ones where it clips."""
+    """Scale the tensors of the first list into the second list's, which are the same tensors when clipping."""
     sources, targets = map(list, lists)
     if any(source is not target for source, target in zip(sources, targets, strict=True)):
         torch._foreach_copy_(targets, sources)
@@ -79,7 +79,7 @@ def _scale(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], fact
 
 
 OLDEST, NEWER = (0, 16), (0, 20)
-"""megatron-core from the first of these versions, below the second."""
+"""Supported versions of megatron-core: from the first of these, and below the second."""
 
 _PARTS = (
     "models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "transformer.multi_latent_attention",
@@ -95,7 +95,7 @@ _QUIET = (
     r"The following imports from `dynamic_context.py`", r"\s*The 'megatron.core.transformer.custom_layers",
     r"`torch.jit.script_method` is deprecated", r"`torch.jit.script` is deprecated",
 )  # fmt: skip
-"""Import warnings about missing optional libraries: their absence is intended."""
+"""Import warnings about missing optional libraries, which are missing on purpose."""
 _QUIET_LATER = (
     r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
     r"When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
@@ -107,7 +107,7 @@ _QUIET_LATER = (
 def prepare() -> None:
     """Import megatron.core and patch it where this machine needs that.
 
-    Raises MissingExtraError if megatron-core or psutil is absent, BackendError for a version that is not supported.
+    Raises MissingExtraError if megatron-core or psutil is missing, BackendError for an unsupported version.
     """
     version = _version()
     with warnings.catch_warnings():
@@ -125,7 +125,7 @@ def prepare() -> None:
 
 
 def _version() -> str:
-    """The installed version of megatron-core."""
+    """Return the installed version of megatron-core."""
     for module, package in (("megatron", "megatron-core"), ("psutil", "psutil")):
         # Without psutil saving a checkpoint hangs (megatron-core 0.16.1).
         if importlib.util.find_spec(module) is None:
@@ -136,5 +136,5 @@ def _version() -> str:
         raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.backend = "megatron"') from error
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= numbers < NEWER:
-        raise BackendError(f"megatron-core {version} is not supported; run: pip install 'megatron-core>=0.16.1,<0.20'")
+        raise BackendError(f"megatron-core {version} is not supported. Run: pip install 'megatron-core>=0.16.1,<0.20'")
     return version

@@ -32,7 +32,7 @@ from slimectl.types import Loss, Metrics, TrainingSample
 
 
 class MegatronPolicy(MegatronTrainer):
-    """protocols.Policy on mcore's GPTModel; `options` are those of MegatronTrainer."""
+    """protocols.Policy on mcore's GPTModel. `options` are passed to MegatronTrainer."""
 
     def __init__(self, model_dir: Path, checkpoint: CheckpointFormat, *, temperature: float = 1.0, **options: Any):
         super().__init__(model_dir, checkpoint, **options)
@@ -72,7 +72,7 @@ class MegatronPolicy(MegatronTrainer):
         return consumer(self.weights())
 
     def _predicted_values(self, batch: Batch, hidden: Tensor) -> Tensor | None:
-        """Values [R] of the states before the response tokens, for a policy with a shared critic; else None."""
+        """Return the values [R] of the states before the response tokens, or None without a shared critic."""
         return None
 
     def _log_probs(self, batch: Batch, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -88,16 +88,16 @@ NAME = "score.weight"
 
 
 class ValueHead(nn.Module):
-    """Maps each hidden state to one value; replicated on every tensor-parallel rank."""
+    """Maps each hidden state to one value. Replicated on every tensor-parallel rank."""
 
     def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype, device=device))
 
     def forward(self, hidden_T1H: Tensor, batch: Batch) -> Tensor:
-        """Values [R] of the state before each response token, at the token that predicts it."""
+        """Return the values [R] of the state before each response token, at the token that predicts it."""
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            # All ranks compute the same from here on: each keeps the gradient of its own tokens, none are summed.
+            # From here on all ranks compute the same, so each keeps the gradient of its own tokens and none are summed.
             hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
         hidden_UH = hidden_T1H[:, 0][batch.predictions.sources_U]
         values_U = (hidden_UH.float() @ self.weight.float().t())[:, 0]
@@ -105,10 +105,10 @@ class ValueHead(nn.Module):
 
 
 class WithValueHead(MegatronTrainer):
-    """Adds a value head to the backbone of `model_dir`; it starts at zero unless the checkpoint has one."""
+    """Adds a value head to the backbone of `model_dir`. It starts at zero unless the checkpoint has one."""
 
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        """One value per response token, without gradients."""
+        """Return one value per response token, without gradients."""
 
         def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
             return hidden.new_zeros(()), batch.by_row(rows, self.last.value_head(hidden, batch))
@@ -132,13 +132,14 @@ class WithValueHead(MegatronTrainer):
 
 
 class MegatronCritic(WithValueHead):
-    """Values on the backbone of `model_dir`, all parameters trained; `options` are those of MegatronTrainer.
+    """Values on the backbone of `model_dir`, all parameters trained. `options` are passed to MegatronTrainer.
 
     Checkpoints store the head as `score.weight`.
     """
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
-        """protocols.Policy.forward_backward; the loss reads the values, with their gradient, as `logprobs_T`."""
+        """Implement protocols.Policy.forward_backward. The loss reads the values, with their gradient, as
+        `logprobs_T`."""
         names = available_columns(rows)
 
         def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -188,9 +189,9 @@ class WithSeparateValueHead:
 
 
 class MegatronActorCritic(WithValueHead, MegatronPolicy):
-    """protocols.Policy with the `values` of protocols.Critic; losses read the current values as `predicted_T`.
+    """protocols.Policy with the `values` of protocols.Critic. Losses read the current values as `predicted_T`.
 
-    The head starts at zero unless the checkpoint has one; it is saved with the optimizer, as by the FSDP policy.
+    The head starts at zero unless the checkpoint has one. It is saved with the optimizer, as by the FSDP policy.
     """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

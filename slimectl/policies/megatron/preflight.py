@@ -1,4 +1,4 @@
-"""Checks of what Megatron-core trains, by its configuration classes, without a model or process groups."""
+"""Checks training options with Megatron-core's configuration classes, without a model or process groups."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_training(
 ) -> None:
     """Check the options of a trainer against the model of config.json.
 
-    Raises CheckpointError for a model or an adapter that does not fit, SettingsError for arguments that cannot act, or
-    for layers and parameters that the model does not have.
+    Raises CheckpointError for a model or an adapter that does not fit, and SettingsError for arguments without effect,
+    or for layers and parameters that the model does not have.
     """
     config = read_config(model_dir)
     family = family_of(config)

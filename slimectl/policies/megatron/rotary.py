@@ -1,6 +1,6 @@
 """Rotary position embedding as the Hugging Face models compute it.
 
-T tokens · H heads · D head dimension · R rotated dimensions, of which R/2 angles.
+T tokens · H heads · D head dimension · R rotated dimensions, which have R/2 angles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slimectl.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Angles:
-    """Cosine and sine of every token's angles [T, R/2]; `interleaved` pairs neighbours instead of halves."""
+    """Cosine and sine of every token's angles [T, R/2]. `interleaved` pairs neighbors instead of halves."""
 
     cos: Tensor
     sin: Tensor
@@ -27,7 +27,7 @@ class Angles:
 
 
 def rotated(states_THD: Tensor, angles: Angles) -> Tensor:
-    """Rotate the first R dimensions of every head by their angles; the others are unchanged."""
+    """Rotate the first R dimensions of every head by their angles. The others are unchanged."""
     cos, sin = (part[:, None].to(states_THD.dtype) for part in (angles.cos, angles.sin))
     width = 2 * cos.shape[-1]
     rotary = states_THD[..., :width]
@@ -44,7 +44,7 @@ def rotated(states_THD: Tensor, angles: Angles) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Maps positions to angles; has no parameters and nothing in a checkpoint."""
+    """Maps positions to angles. Has no parameters and stores nothing in a checkpoint."""
 
     frequencies: Tensor
 
@@ -55,7 +55,7 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", frequencies.to(device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
-        """Move to a device, but stay float32: an angle in bfloat16 is off by whole turns."""
+        """Move to a device, but stay float32, because an angle in bfloat16 is off by whole turns."""
         self.frequencies = self.frequencies.to(fn(torch.empty_like(self.frequencies)).device)
         return self
 
@@ -65,7 +65,8 @@ class Rotary(nn.Module):
 
 
 def frequencies_of(rope: Rope, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Radians per position [R/2], and the scale of cosine and sine. Raises CheckpointError for an unknown scaling."""
+    """Return radians per position [R/2], and the scale of cosine and sine. Raises CheckpointError for unknown
+    scaling."""
     width = int(head_dim * rope.percent)
     plain = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width))
     scaling = rope.scaling or {}
@@ -79,7 +80,7 @@ def frequencies_of(rope: Rope, head_dim: int, max_positions: int) -> tuple[Tenso
         case "yarn":
             return _yarn(plain, rope.theta, width, scaling, max_positions)
     raise CheckpointError(
-        f"config.json: rope_type {scaling['rope_type']!r} cannot be trained; known are default, linear, llama3, yarn"
+        f"config.json: rope_type {scaling['rope_type']!r} cannot be trained. Supported: default, linear, llama3, yarn"
     )
 
 
@@ -94,7 +95,7 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(
     plain: Tensor, theta: float, width: int, scaling: Mapping[str, Any], max_positions: int
 ) -> tuple[Tensor, float]:
-    """Peng et al. 2023, arXiv:2309.00071: interpolate the dimensions that turn rarely, keep those that turn often."""
+    """Interpolate the dimensions that turn rarely, and keep the others (Peng et al. 2023, arXiv:2309.00071)."""
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or max_positions / original
 
@@ -114,7 +115,7 @@ def _yarn(
 
 
 def yarn_scale(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Factor of cosine and sine in YaRN."""
+    """Return the factor of cosine and sine in YaRN."""
     if mscale and mscale_all_dim:
         return _temperature(factor, mscale) / _temperature(factor, mscale_all_dim)
     return _temperature(factor, 1.0)
@@ -125,7 +126,7 @@ def _temperature(factor: float, mscale: float) -> float:
 
 
 def softmax_scale(rope: Rope, head_dim: int, max_positions: int) -> float:
-    """Softmax scale of multi-head latent attention; includes the square of YaRN's `mscale_all_dim` factor."""
+    """Return the softmax scale of latent attention, including the square of YaRN's `mscale_all_dim` factor."""
     scaling = rope.scaling or {}
     if scaling.get("rope_type") != "yarn" or not scaling.get("mscale_all_dim"):
         return head_dim**-0.5

@@ -1,7 +1,7 @@
 """Routing replay: a token is routed to the experts of the pass that computed its old log-probability.
 
-Without it a mixture of experts changes its routing between the two passes (other kernels, an update in between), and
-the ratio of their probabilities reflects routers more than the policy. Zheng et al. 2025, arXiv:2507.18071,
+Without it, a mixture of experts routes differently in the two passes (other kernels, an update in between), and the
+ratio of their probabilities reflects routers more than the policy. Zheng et al. 2025, arXiv:2507.18071,
 section 5.3.
 
 S tokens of the whole pack · T tokens of this context-parallel rank · I inputs of one row · L routers of this rank's
@@ -33,10 +33,10 @@ from slimectl.types import TrainingSample
 Value = TypeVar("Value")
 
 KEPT_PASSES = 2
-"""Number of recorded passes in memory: that of the round, and the one before for rollouts that waited."""
+"""Number of recorded passes in memory: the current round's, and the previous one for rollouts that waited."""
 
 Routing = dict[bytes, list[Tensor]]
-"""By row: the experts [I, L, k] of its tokens for each chunk of this rank, on the host."""
+"""Routing by row: the experts [I, L, k] of its tokens for each chunk of this rank, on the host."""
 
 
 class RouterRecorder:
@@ -45,7 +45,7 @@ class RouterRecorder:
     def __init__(self) -> None:
         self.recorded: Any = None
         self.given: Tensor | None = None
-        """Experts [N, k] for the next forward, -1 where the router selects; None: it selects all."""
+        """Experts [N, k] for the next forward, -1 where the router selects. None if it selects all."""
         self._recompute_queue: deque[Tensor | None] = deque()
         """Experts of forwards that the backward pass will recompute, in order (FIFO)."""
 
@@ -76,7 +76,7 @@ class RoutingReplay:
     """Records the routing of rows in one pass and replays it in another, independent of packing and data ranks."""
 
     records = True
-    """Whether passes without gradients are recorded; else the routing is replayed in them, too."""
+    """Whether passes without gradients are recorded. Otherwise the routing is also replayed in them."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self.taps: list[list[RouterRecorder]] = []
@@ -88,14 +88,15 @@ class RoutingReplay:
         self._passes: deque[Routing] = deque(maxlen=KEPT_PASSES)
         self._current_pass: Routing = {}
         self._computed: deque[dict[bytes, np.ndarray]] = deque(maxlen=KEPT_PASSES)
-        """Of every pass, by row: numbers of the tokens [I] that were computed for it, which other rows share."""
+        """For every pass, by row: numbers of the tokens [I] that were computed for it. Rows share computed tokens."""
         self._numbers: dict[bytes, np.ndarray] = {}
         self._tokens = 0
 
     def marks(self, rows: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """Return numbers for each row's input tokens, equal where the routing to replay is that of one computed token.
+        """Return numbers for each row's input tokens. Equal numbers mean that the routing comes from one computed
+        token.
 
-        A layer of another pipeline stage has its routing elsewhere, so that the routing itself cannot be compared.
+        The routing itself cannot be compared, because another pipeline stage holds the routing of its own layers.
         """
         computed = [self._latest(self._computed, key(row)) for row in rows]
         return [
@@ -104,7 +105,7 @@ class RoutingReplay:
         ]
 
     def begin(self, rows: Sequence[TrainingSample], packs_by_rank: Sequence[Sequence[Pack]]) -> None:
-        """Begin a pass that is recorded: number the tokens that all data-parallel ranks compute in it."""
+        """Begin a recorded pass: number the tokens that all data-parallel ranks compute in it."""
         numbers: dict[bytes, np.ndarray] = {}
         for pack in (pack for packs in packs_by_rank for pack in packs):
             for i, path in zip((i for trie in pack for i in trie.rows), lay_out(rows, pack).paths, strict=True):
@@ -113,7 +114,7 @@ class RoutingReplay:
         self._numbers = numbers
 
     def record(self, rows: Sequence[TrainingSample], batch: Batch, chunk: int) -> None:
-        """Record the experts that the routers of a chunk selected; called after its forward."""
+        """Record the experts that the routers of a chunk selected. Call it after the forward."""
         if not self.taps[chunk]:
             return
         experts_SLk = _gather_pack(torch.stack([tap.recorded for tap in self.taps[chunk]], dim=1), batch).cpu()
@@ -134,7 +135,7 @@ class RoutingReplay:
         self._current_pass, self._numbers = {}, {}
 
     def replay(self, rows: Sequence[TrainingSample], batch: Batch, chunk: int) -> None:
-        """Set the recorded experts of these rows for the routers of a chunk; called before its forward.
+        """Set the recorded experts of these rows for the routers of a chunk. Call it before the forward.
 
         Routers select the experts of rows without a record.
         """
@@ -171,7 +172,7 @@ class RoutingReplay:
 
 
 class RolloutRoutingReplay(RoutingReplay):
-    """Replays the routing of the engine, which rows carry for all layers, in every pass.
+    """Replays the engine's routing, which rows carry for all layers, in every pass.
 
     Ma et al. 2025, arXiv:2510.11370.
     """
@@ -185,7 +186,7 @@ class RolloutRoutingReplay(RoutingReplay):
             [int(module.layer_number or 0) - 1 for module in chunk.modules() if isinstance(module, TopKRouter)]
             for chunk in chunks
         ]
-        """Positions in the whole model of each chunk's layers with routers."""
+        """Indices in the whole model of each chunk's layers with routers."""
 
     def check(self, rows: Sequence[TrainingSample]) -> None:
         self.shape.check(rows)
@@ -199,7 +200,7 @@ class RolloutRoutingReplay(RoutingReplay):
 
 
 def key(row: TrainingSample) -> bytes:
-    """Hash of a row's tokens, which alone determine its routing."""
+    """Return a hash of a row's tokens, which determine its routing."""
     return hashlib.blake2b(array("q", row.tokens).tobytes(), digest_size=16).digest()
 
 

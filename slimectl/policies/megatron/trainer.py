@@ -49,11 +49,11 @@ from slimectl.protocols import Adapter, CheckpointFormat, Weights
 from slimectl.types import Metrics, TrainingSample
 
 _QUIET = (
-    # megatron-core 0.16.1 calls collectives under names that torch 2.13 is about to drop. Delete when it does not.
+    # megatron-core 0.16.1 uses collective names that torch 2.13 deprecates. Delete when it does not.
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
-    # The model is frozen: a reference.
+    # The model is frozen, because it is a reference.
     (r"WARNING: there is no optimizer on RANK", UserWarning),
-    # Advice for GPUs, given without one too.
+    # Advice for GPUs that is also printed without one.
     *([] if torch.cuda.is_available() else [(r"When using sequence parallelism it is recommended", UserWarning)]),
 )
 for _message, _category in _QUIET:
@@ -66,15 +66,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronTrainer:
-    """Base of policies and critics: all but the computation on the hidden states.
+    """Base class of policies and critics: everything except the computation on the hidden states.
 
-    Every rank of torch.distributed's group (or this process alone) builds one and makes the same calls. Checkpoints
-    have the files of the FSDP policy: either loads them, at any layout. With `lora` the base model is frozen, as with
-    the FSDP policy; `freeze` and `train_only` are ignored.
+    Every rank of torch.distributed's group (or only this process) builds a trainer and makes the same calls.
+    Checkpoints
+    have the same files as the FSDP policy's. Either trainer loads them, with any layout. With `lora` the base model is
+    frozen, as in the FSDP policy, and `freeze` and `train_only` are ignored.
     """
 
     kernels: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context of every computation."""
+    """Context manager for every computation."""
 
     def __init__(
         self,
@@ -102,20 +103,21 @@ class MegatronTrainer:
         save_format: str = "hf",
         seed: int = 0,
     ) -> None:
-        """`trains` False: the model is only used for log-probabilities, without gradients or optimizer.
+        """With `trains` False, the model is only used for log-probabilities, without gradients or optimizer.
 
-        `routing_replay`: routing of the last pass for log-probabilities; `rollout_routing_replay`: that of the rows.
+        `routing_replay` replays the routing of the last pass for log-probabilities, `rollout_routing_replay` the
+        routing in
+        the rows. With `share_prefixes`, rows share the tokens that they begin with, unless that would change loss or
+        gradient.
 
-        `share_prefixes`: rows share the tokens that they begin with, unless that would change loss or gradient.
-
-        `save_format` is "hf", whose files FSDP policies load too, or "torch_dist", which has no adapters. Raises
+        `save_format` is "hf", whose files FSDP policies can also load, or "torch_dist", which has no adapters. Raises
         SettingsError or CheckpointError.
         """
         if dtype not in DTYPES:
             raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
         if lora is not None and save_format != "hf":
             raise SettingsError(
-                f"megatron.save_format: {save_format} has no adapters; set hf with train.lora_rank, and convert that"
+                f"megatron.save_format: {save_format} has no adapters. Set hf with train.lora_rank, and convert that."
             )
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
         self.layout, self.max_tokens, self.seed = layout or ParallelLayout(), max_tokens_per_pack, seed
@@ -153,15 +155,15 @@ class MegatronTrainer:
             self.adapters.begin(self.state, seed)
 
     def _check_device(self, device: str | None) -> None:
-        """Raise SettingsError if the settings name another kind of device than Megatron-core uses."""
+        """Raise SettingsError if the settings ask for another kind of device than Megatron-core uses."""
         if device is not None and torch.device(device).type != self.device.type:
             raise SettingsError(
-                f"train.device: {device}, but Megatron-core takes the GPU where there is one; hide it with"
-                " CUDA_VISIBLE_DEVICES= or set train.device to auto"
+                f"train.device: {device}, but Megatron-core uses the GPU if there is one. Hide it with"
+                " CUDA_VISIBLE_DEVICES= or set train.device to auto."
             )
 
     def _trainable_names(self, freeze: Sequence[str], train_only: Sequence[str]) -> set[str]:
-        """Megatron names of the trainable parameters."""
+        """Return the Megatron names of the trainable parameters."""
         if self.adapters is not None:
             return {link.megatron for link in [*self.adapters.links, *self._extra_links()]}
         names = trainable_names((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
@@ -171,7 +173,7 @@ class MegatronTrainer:
         provide = None if self.user_functions is None else self.user_functions.provide
         bare = model.build(self.architecture, self.layout, provide=provide, **fields)
         if not all(isinstance(chunk, model.PackedGPT) for chunk in bare):
-            self.prefix_obstacle = self.prefix_obstacle or "the model of a provider shares no prefixes"
+            self.prefix_obstacle = self.prefix_obstacle or "a model from a provider does not share prefixes"
             check_parameters(parameters.local_parameters(bare), self.links, self.layout)
         self._add_modules(bare)
         links = self.links
@@ -197,16 +199,16 @@ class MegatronTrainer:
 
     @property
     def row_multiple(self) -> int:
-        """A number that divides the tokens of every pack."""
+        """Return a number that divides the tokens of every pack."""
         config = self.chunks[0].config
         if config.fp8:
             return FP8_TOKENS
-        # Experts take any numbers of tokens, and their routing is recorded for every token.
+        # Experts accept any number of tokens, and their routing is recorded for every token.
         is_fast = is_faster(self.device, config.params_dtype) and self.layout.tensor == 1
         return ROWS if is_fast and not config.num_moe_experts else 1
 
     def _read_weights(self, path: Path) -> CarriedWeights:
-        """Load the weights of a directory; returns the tensors in it that training does not use."""
+        """Load the weights of a directory. Returns the tensors in it that training does not use."""
         weights = self._open_weights(path)
         stored = inventory(weights.forms(), self.links, self.family, str(path))
         self.names = stored.names
@@ -215,14 +217,14 @@ class MegatronTrainer:
         return CarriedWeights(weights, stored.carried)
 
     def _extra_links(self) -> list[ParamMapping]:
-        """Links of the modules that a subclass adds to the model."""
+        """Return links of the modules that a subclass adds to the model."""
         return []
 
     def _add_modules(self, chunks: Sequence[model.PackedGPT]) -> None:
         """Build the additional modules that this rank holds."""
 
     def _unused_names(self) -> set[str]:
-        """Megatron names of the parameters that a subclass does not use."""
+        """Return the Megatron names of the parameters that a subclass does not use."""
         return set()
 
     def _open_weights(self, path: Path) -> Weights:
@@ -234,9 +236,9 @@ class MegatronTrainer:
 
     @in_kernels
     def run(self, rows: Sequence[TrainingSample], finish: parallel.Finish, *, forward_only: bool) -> list[Any]:
-        """Outputs of `finish` for this rank's share of the rows, on the last stage; see parallel.run.
+        """Return outputs of `finish` for this rank's share of the rows, on the last stage (see parallel.run).
 
-        Routing is recorded in a run without gradients and replayed in one with them; the engine's is replayed in both.
+        Routing is recorded in a run without gradients and replayed in one with them. The engine's is replayed in both.
         """
         self.memory.wake()
         if not rows:
@@ -254,7 +256,7 @@ class MegatronTrainer:
             data=data,
             share=shares_prefixes,
             batching=self.batching,
-            # A pass that is recorded routes freely: there a token has one routing, whoever shares it.
+            # A recorded pass routes freely, so a token has one routing even if several rows share it.
             marks=self.replay.marks(rows) if self.replay and shares_prefixes and not records else None,
         )
         if self.replay and records:
@@ -277,18 +279,18 @@ class MegatronTrainer:
             return hidden
 
         for part in self.chunks:
-            part.train(not forward_only)  # log-probabilities and values have no dropout, if megatron.args sets one
+            part.train(not forward_only)  # no dropout for log-probabilities and values, even if megatron.args sets it
         outputs = parallel.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
         if self.replay:
             self.replay.end(recorded=records)
         return outputs
 
     def of_rows(self, rows: Sequence[TrainingSample], finish: parallel.Finish) -> list[list[float]]:
-        """Outputs of `finish` for every row, without gradients, on every rank."""
+        """Return outputs of `finish` for every row, without gradients, on every rank."""
         return per_row(self.run(rows, finish, forward_only=True), len(rows))
 
     def summed(self, rows: Sequence[TrainingSample], evaluate: Evaluate) -> Metrics:
-        """Accumulate the gradient of the loss over all rows; returns loss and metrics, summed in float64."""
+        """Accumulate the gradient of the loss over all rows. Returns loss and metrics, summed in float64."""
 
         def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             value, metrics = evaluate(batch, hidden)
@@ -297,7 +299,7 @@ class MegatronTrainer:
         return totals(self.run(rows, finish, forward_only=False))
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
-        """protocols.PreStepHook: call the user's function before an update."""
+        """Implement protocols.PreStepHook: call the user's function before an update."""
         if self.user_functions is not None:
             schedule = partial(lr_at, options=self.options)
             self.user_functions.before_step(
@@ -306,9 +308,9 @@ class MegatronTrainer:
 
     @in_kernels
     def optim_step(self) -> Metrics:
-        """Update the weights; skips an update whose gradient is zero or not finite, which grad_norm shows.
+        """Update the weights. Skips an update whose gradient is zero or not finite (see the metric grad_norm).
 
-        Adam's momentum would move the weights in rounds that taught nothing, in the direction of the rounds before.
+        In a round without gradient, Adam's momentum would still move the weights in the direction of earlier rounds.
         """
         self.memory.wake()
         lr = lr_at(self.step, self.options)
@@ -326,7 +328,7 @@ class MegatronTrainer:
                 yield from self.state.tensors(self.names, PARAM)
 
     def adapter(self) -> Adapter:
-        """Return the adapter alone; its tensors are gathered as they are read."""
+        """Return only the adapter. Its tensors are gathered as they are read."""
         assert self.adapters is not None, "a policy without train.lora_rank has no adapter"
         options, base = self.adapters.options, self.base_dir.resolve()
         layers, tensors = self.adapters.layers(self.names), self._adapter_tensors(self.adapters)
@@ -342,9 +344,10 @@ class MegatronTrainer:
     def save(self, path: Path) -> None:
         """Write model, optimizer and trainer.json in `save_format`, with config and tokenizer.
 
-        "hf" writes float32 weights, and the optimizer into the folder of the trainer's state; adapters are merged into
+        "hf" writes float32 weights, and the optimizer into the folder of the trainer's state. Adapters are merged into
         the weights, and also written to the folder `adapter` (peft's format). "torch_dist" writes the weights that the
-        model computes with, and master weights and moments in the optimizer's state, by the ranks that hold them.
+        model computes with. Master weights and moments are in the optimizer's state, written by the ranks that hold
+        them.
         """
         trainer_state = {
             "step": self.step,
@@ -367,7 +370,7 @@ class MegatronTrainer:
             )  # fmt: skip
 
     def load(self, path: Path) -> None:
-        """Load a checkpoint of either format; a model without optimizer gets the weights alone."""
+        """Load a checkpoint of either format. A model without optimizer gets only the weights."""
         self.memory.wake()
         saved = read_trainer(path)
         if self.adapters is not None:
@@ -383,7 +386,7 @@ class MegatronTrainer:
         optimizer.drop_gradients(self.chunks, self.optimizer)
 
     def _read_adapter(self, path: Path, options: LoraOptions) -> None:
-        """Load the trained adapter, and its base model if that differs from the present one."""
+        """Load the trained adapter, and its base model if that differs from the current one."""
         base = base_of(path, options, parameter_names=checkpoint.shapes_of(self.updated))
         if base != self.base_dir.resolve():
             self._read_weights(base)
@@ -391,7 +394,7 @@ class MegatronTrainer:
         checkpoint.load_adapter(path, self.state, self.updated)
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""
+        """Implement protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""
         self.memory.wake()
         inners = optimizer.inners(self.optimizer)
         moments = [tensor for inner in inners for slots in inner.state.values() for tensor in slots.values()]
@@ -402,17 +405,17 @@ class MegatronTrainer:
         self.memory.sleep(filter(torch.is_tensor, [*moments, *weights]), scratch=gradients)
 
     def _awake(self) -> AbstractContextManager[None]:
-        """Have sleeping weights on the device within the block, which only reads them."""
+        """Put sleeping weights on the device within the block, which must only read them."""
         return self.memory.awake() if self.memory.asleep else nullcontext()
 
     def close(self) -> None:
-        """Do nothing: resources end with the process; other models of the layout use its groups."""
+        """Do nothing: resources end with the process, and other models of the layout use its groups."""
 
 
 def _with_gradient(module: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
     """Forward hook that makes the embedding's output require a gradient.
 
-    mcore (0.16.1) recomputes a layer with gradients only if its input requires one; a frozen embedding gives none.
-    Delete when its checkpoint checks the parameters too.
+    mcore (0.16.1) recomputes a layer with gradients only if its input requires one, and a frozen embedding gives none.
+    Delete when its checkpoint also checks the parameters.
     """
     return embedded if embedded.requires_grad or not torch.is_grad_enabled() else embedded.requires_grad_()

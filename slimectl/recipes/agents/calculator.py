@@ -20,7 +20,7 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 async def generate(sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any) -> Sample:
-    """Answer with a calculator tool; a turn without a call is the answer."""
+    """Answer with a calculator tool. A turn without a call is the answer."""
     conversation = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
     while (message := await conversation.ask()) is not None:
         calls = CALL.findall(message)
@@ -34,7 +34,7 @@ generate.resumes = True  # type: ignore[attr-defined]
 
 
 def calculated(expression: str) -> str:
-    """Return the value as text, or an error message; never raises on model output.
+    """Return the value as a string, or an error message. Never raises on model output.
 
     >>> calculated("2 * (3 + 4)"), calculated("1/0"), calculated("__import__('os')")
     ('14', 'error: division by zero', 'error: only numbers and + - * / // %')

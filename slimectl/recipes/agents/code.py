@@ -19,8 +19,11 @@ SHOWN = 500
 async def generate(
     args: Any, sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any
 ) -> Sample:
-    """Answer with a Python tool; a turn without a program is the answer. If the kernel grants no namespaces,
-    score.rm_options.allow_unsandboxed_namespaces decides, as for the `code` verifier."""
+    """Answer with a Python tool. A turn without a program is the answer.
+
+    If the kernel does not allow namespaces, score.rm_options.allow_unsandboxed_namespaces decides, as for the `code`
+    verifier.
+    """
     conversation = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
     options = args.score.rm_options  # allow_weaker: the setting's former name
     allow_unsandboxed = bool(options.get("allow_unsandboxed_namespaces", options.get("allow_weaker", False)))

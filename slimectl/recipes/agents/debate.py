@@ -14,12 +14,12 @@ ROUNDS = 2
 
 
 async def generate(sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any) -> list[Sample]:
-    """Return both sides as samples of one execution: each is trained on its own messages and reads the other's."""
+    """Return both sides as samples of one execution. Each is trained on its own messages and reads the other's."""
     sides = []
     for i in range(2):
         side_sample = copy.deepcopy(sample)
         side_sample.metadata["side"] = i
-        # Different seeds, or both would give the same answer.
+        # Use different seeds. With one seed, both would give the same answer.
         seed = None if sampling_params.seed is None else (sampling_params.seed ^ (i << 32))
         params = dataclasses.replace(sampling_params, seed=seed)
         sides.append(Conversation(side_sample, tokenizer, generate, params, max_turns=ROUNDS))

@@ -37,7 +37,7 @@ class Bm25:
         return sum(idf * n * (self._k1 + 1) / (n + norm) for idf, n in terms)
 
     def best(self, query: str, count: int = 2) -> list[str]:
-        """Return the best passages, best first; passages without a word of the query are left out."""
+        """Return the best passages, best first. Leaves out passages that contain no query word."""
         scores = [(self.score(query, i), -i) for i in range(len(self.passages))]
         ranked = sorted((pair for pair in scores if pair[0] > 0), reverse=True)
         return [self.passages[-i] for _, i in ranked[:count]]
@@ -61,11 +61,11 @@ async def generate(
     conversation = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
     prompt = f"prompt {sample.group_index}: metadata.corpus"
     if "corpus" not in sample.metadata:
-        raise RecordError(f"{prompt}: missing; name the text file to search in")
+        raise RecordError(f"{prompt}: missing. Set it to the text file to search in.")
     if not args.rollout.allow_paths_in_records:
         raise RecordError(
-            f"{prompt}: names a file, and prompts may not choose what is read; set rollout.allow_paths_in_records = "
-            f"true if you trust them"
+            f"{prompt}: is a file path, and prompts may not choose files to read. Set rollout.allow_paths_in_records = "
+            f"true if you trust them."
         )
     index = index_of(sample.metadata["corpus"])
     while (message := await conversation.ask()) is not None:

@@ -43,7 +43,7 @@ def test_arguments_go_to_the_class_that_takes_them():
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_name():
-    with pytest.raises(SettingsError, match=r"^megatron\.args\.moe_z_los_coeff: .*did you mean moe_z_loss_coeff\?$"):
+    with pytest.raises(SettingsError, match=r"^megatron\.args\.moe_z_los_coeff: .*Did you mean moe_z_loss_coeff\?$"):
         configured(args={"moe_z_los_coeff": 1e-3})
 
 
@@ -58,12 +58,14 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name():
     ],
 )
 def test_an_argument_with_a_setting_of_its_own_is_refused(name, setting):
-    with pytest.raises(SettingsError, match=rf"megatron\.args\.{name}: is a setting of its own; set {setting}"):
+    with pytest.raises(
+        SettingsError, match=rf"megatron\.args\.{name}: slimectl has a setting for this\. Set {setting}"
+    ):
         configured(args={name: 2})
 
 
 def test_what_megatron_core_refuses_is_one_line():
-    with pytest.raises(SettingsError, match=r"^megatron-core refuses the configuration: ") as refusal:
+    with pytest.raises(SettingsError, match=r"^megatron-core rejects the configuration: ") as refusal:
         configured(args={"defer_embedding_wgrad_compute": True})
     assert "\n" not in str(refusal.value)
 
@@ -89,7 +91,7 @@ def test_yarn_is_squared_into_the_scale_of_latent_attention():
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ({"num_layers": 7}, "7, but the model's config.json makes it 4"),
+        ({"num_layers": 7}, "7, but the model's config.json sets it to 4"),
         ({"calculate_per_token_loss": False}, "False, but packed training needs True"),
     ],
 )
@@ -102,11 +104,11 @@ def test_an_argument_that_would_make_another_model_is_refused(argument, reason):
     ("argument", "reason"),
     [
         ({"fp8": "hybrid"}, r"fp8: hybrid has no effect \(low precision needs TransformerEngine: transformer_impl"),
-        ({"mtp_num_layers": 1}, r"mtp_num_layers: 1 has no effect \(no layer of multi-token prediction"),
+        ({"mtp_num_layers": 1}, r"mtp_num_layers: 1 has no effect \(layers for multi-token prediction"),
         ({"attention_dropout": 0.1}, r"attention_dropout: 0.1 has no effect \(attention is slimectl's own"),
         ({"window_size": [8, 0]}, r"window_size: \[8, 0\] has no effect \(every token attends"),
         ({"attention_backend": "flash"}, r"attention_backend: flash has no effect \(attention is"),
-        ({"activation_func_clamp_value": 7.0}, r"has no effect \(nothing here reads it\); drop it"),
+        ({"activation_func_clamp_value": 7.0}, r"has no effect \(nothing here reads it\)\. Drop it"),
         ({"q_lora_rank": 8}, r"q_lora_rank: has no effect \(the model has no latent attention\)"),
     ],
 )
@@ -120,7 +122,7 @@ def test_transformer_engine_that_is_not_installed_is_refused_with_the_command_th
     with pytest.raises(SettingsError) as refused:
         configured(args={"transformer_impl": "transformer_engine", "fp8": "hybrid"})
     assert str(refused.value) == (
-        f"megatron.args.transformer_impl: transformer_engine is not installed for {sys.executable}; with a GPU run: "
+        f"megatron.args.transformer_impl: transformer_engine is not installed for {sys.executable}. With a GPU run: "
         f"{sys.executable} -m pip install --no-build-isolation 'transformer-engine[pytorch]', or drop it"
     )
 

@@ -95,5 +95,5 @@ def test_the_first_layers_of_a_model_may_be_dense(four_layers: ModelDir):
 
 def test_a_row_of_another_model_is_refused(four_layers: ModelDir):
     rows = routed(random_rows(groups=1), layers=3, experts=4)
-    with pytest.raises(RecordError, match="it is of another model"):
+    with pytest.raises(RecordError, match="It comes from another model"):
         megatron(four_layers("experts"), **REPLAYING).forward_backward(rows, Clipped())

@@ -129,13 +129,15 @@ def test_the_optimizer_goes_on_with_the_options_of_now(trained: tuple[Path, Any]
 
 def test_what_does_not_go_on_from_it_is_refused(trained: tuple[Path, Any], four_layers: ModelDir, tmp_path: Path):
     saved, policy = trained
-    with pytest.raises(CheckpointError, match=r'only train.backend = "megatron" goes on; start from its weights inst'):
+    with pytest.raises(
+        CheckpointError, match=r'only train.backend = "megatron" can resume\. Start from its weights inst'
+    ):
         FsdpPolicy(saved, ModelCheckpoint(), optimizer=STEADY).load(saved)
     shutil.copytree(saved, tmp_path / "cut")
     (tmp_path / "cut" / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="cannot be resumed from as a torch_dist checkpoint"):
         policy.load(tmp_path / "cut")
-    with pytest.raises(CheckpointError, match=r"no trainer.json; these are weights without trainer state: start"):
+    with pytest.raises(CheckpointError, match=r"no trainer.json\. These are weights without trainer state\. Start"):
         policy.load(four_layers())
 
 

@@ -43,8 +43,12 @@ def test_two_ranks_make_the_same_steps_with_it(two: Ranks, four_layers: ModelDir
 @pytest.mark.parametrize(
     ("layout", "args", "reason"),
     [
-        (None, {"overlap_grad_reduce": True}, r"not possible \(gradients are shared once a step, after all"),
-        (None, {"overlap_param_gather": True}, r"not possible \(weights are read between steps, and the head apart"),
+        (None, {"overlap_grad_reduce": True}, r"not possible \(gradients are reduced once per step, after all"),
+        (
+            None,
+            {"overlap_param_gather": True},
+            r"not possible \(weights are read between steps, and the head separately",
+        ),
         (None, {"overlap_param_gather_with_optimizer_step": True}, r"not possible \(weights are read between steps"),
         (None, {"tp_comm_overlap": True}, r"no effect \(it needs buffers of TransformerEngine"),
         (None, {"delay_wgrad_compute": True}, r"no effect \(it needs TransformerEngine's linear layers"),
@@ -52,7 +56,11 @@ def test_two_ranks_make_the_same_steps_with_it(two: Ranks, four_layers: ModelDir
         (None, {"overlap_p2p_comm": True}, r"not possible \(only interleaved stages"),
         (None, {"use_ring_exchange_p2p": True}, r"not possible \(torch has no ring exchange"),
         (INTERLEAVED, {"overlap_p2p_comm_warmup_flush": True}, r"not possible \(stages exchange the shapes of packs"),
-        (INTERLEAVED, {"batch_p2p_comm": True}, r"not possible \(one batch would mix up what interleaved stages"),
+        (
+            INTERLEAVED,
+            {"batch_p2p_comm": True},
+            r"not possible \(one batch would mix up the messages that interleaved stages",
+        ),
         (INTERLEAVED, {"overlap_p2p_comm": False}, r"False, but interleaved stages overlap"),
     ],
     ids=str,

@@ -130,7 +130,7 @@ def nothing() -> None:
         (narrow, SettingsError, r"linear_fc1.weight has shape \[160, 64\], config.json asks for \[192, 64\]"),
         (shallow, SettingsError, "config has num_layers = 2, but config.json and the settings have 4"),
         (without_norms, SettingsError, "has no parameter decoder.layers.0.self_attention.k_layernorm.weight"),
-        (nothing, HookError, "Return what build.. makes, or a GPTModel of megatron-core"),
+        (nothing, HookError, "Return the result of build.., or a GPTModel of megatron-core"),
     ],
 )
 def test_a_model_that_weights_do_not_fit_is_refused_by_name(

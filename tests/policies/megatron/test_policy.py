@@ -191,17 +191,17 @@ def test_recomputed_layers_learn_over_a_frozen_embedding(four_layers: ModelDir):
 
 
 def test_half_of_a_fused_matrix_cannot_be_frozen(four_layers: ModelDir):
-    with pytest.raises(SettingsError, match=r"q_proj.weight is frozen and .*k_proj.weight is not.*freeze both"):
+    with pytest.raises(SettingsError, match=r"q_proj.weight is frozen and .*k_proj.weight is not.*Freeze both"):
         megatron(four_layers(), freeze=["q_proj"])
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"moe_aux_los_coeff": 1}, r"megatron\.args\.moe_aux_los_coeff: .*did you mean moe_aux_loss_coeff"),
-        ({"clip_grad": 2.0}, r"megatron\.args\.clip_grad: is a setting of its own"),
-        ({"main_params_dtype": "bf16"}, r"megatron-core refuses the configuration: main_params_dtype"),
-        ({"overlap_grad_reduce": True}, r"overlap_grad_reduce: is not possible \(gradients are shared once a step"),
+        ({"moe_aux_los_coeff": 1}, r"megatron\.args\.moe_aux_los_coeff: .*Did you mean moe_aux_loss_coeff"),
+        ({"clip_grad": 2.0}, r"megatron\.args\.clip_grad: slimectl has a setting for this"),
+        ({"main_params_dtype": "bf16"}, r"megatron-core rejects the configuration: main_params_dtype"),
+        ({"overlap_grad_reduce": True}, r"overlap_grad_reduce: is not possible \(gradients are reduced once per step"),
     ],
 )
 def test_arguments_that_cannot_be_passed_on_are_refused(four_layers: ModelDir, args: dict[str, Any], message: str):

@@ -136,5 +136,5 @@ def test_a_config_with_layers_that_are_missing_says_none(
     (tmp_path / "saved").mkdir()
     with caplog.at_level(logging.WARNING, logger="slimectl"):
         new(tmp_path / "model").save(tmp_path / "saved")
-    assert "has no layers for multi-token prediction, so num_nextn_predict_layers is 0 in" in caplog.text
+    assert "no layers for multi-token prediction, so num_nextn_predict_layers is 0 in" in caplog.text
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_nextn_predict_layers"] == 0
