@@ -139,7 +139,7 @@ def test_an_evaluation_leaves_them_out_and_says_so():
     samples = evaluate(
         prompts(2, 12, 9), Narrow(), Bytes(), lambda sample: 1.0, given.model_copy(
             update={"rollout": given.rollout.model_copy(update={"max_prompt_len": 3})}
-        ), executor=LocalExecutor(), left_out=dropped.append,
+        ), executor=LocalExecutor(), on_skipped=dropped.append,
     )  # fmt: skip
     assert len(list(with_summary("a", samples, metrics, given, too_long=dropped))) == 2  # max_prompt_len is not for it
     assert metrics["eval/a/prompts_too_long"] == 1.0
@@ -156,7 +156,7 @@ def test_demonstrations_and_preferences_that_are_longer_than_the_context_are_lef
     dropped: list[Prompt] = []
     rows = [row(0, "abc", "123456"), row(1, "abc", "1234567"), row(2, "abcdef", "1")]
     chosen = RolloutSettings(max_prompt_len=5)
-    made = list(demonstrations(rows, Tokens(), chosen, context=CONTEXT, left_out=dropped.append))
+    made = list(demonstrations(rows, Tokens(), chosen, context=CONTEXT, on_skipped=dropped.append))
     assert [(sample.index, len(sample.tokens)) for sample in made] == [(0, 10)]
     assert [prompt.source_location for prompt in dropped] == ["d.jsonl:2", "d.jsonl:3"]
     with pytest.raises(RecordError, match="all 1 prompts read are too long"):
