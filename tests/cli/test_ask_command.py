@@ -59,11 +59,11 @@ def test_a_question_on_a_pipe_follows_the_words_and_the_answer_alone_is_on_stdou
     options = ["--model", str(workshop.model), *GREEDY, "--max-tokens", "12"]
     whole = workshop.slimectl("ask", "Add:", *options, stdin=b"2+3=?\n")
     assert whole.endswith(b"\n")
-    assert workshop.stderr == "cut after 12 tokens; --max-tokens N allows more\n"
+    assert workshop.stderr == "stopped after 12 tokens. Raise --max-tokens to allow more\n"
     assert workshop.slimectl("ask", *options, stdin=b"Add:\n\n2+3=?") == whole
     assert workshop.slimectl("ask", "Add:", *options, "--system", "Be brief.", stdin=b"2+3=?\n") != whole
     assert workshop.slimectl("ask", *options, stdin=b" \n", code=3) == b""
-    assert "there is no question; write one" in workshop.stderr
+    assert "no question given. Pass it as an argument" in workshop.stderr
 
 
 def test_a_run_is_asked_as_it_was_trained(workshop: Workshop):
@@ -137,6 +137,6 @@ def test_a_chat_keeps_its_turns_until_it_is_reset(workshop: Workshop):
     assert one != two
     assert out.decode() == "".join(text.removesuffix("\n") + "\n" for text in (one, two, one))
     said = workshop.stderr.splitlines()
-    assert said.count("cut after 8 tokens") == 3
-    assert sum("/retry responds again" in line for line in said) == 2  # at the beginning, and for /what
+    assert said.count("stopped after 8 tokens") == 3
+    assert sum("/retry regenerates the response" in line for line in said) == 2  # at the beginning, and for /what
     assert "the conversation starts over" in said

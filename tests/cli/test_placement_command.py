@@ -58,4 +58,4 @@ def test_batches_that_leave_ranks_idle_are_a_note():
 def test_on_a_cpu_ranks_are_processes():
     code, lines, err = plan(words=("--device", "cpu"))
     assert (code, len(lines)) == (0, 1 + 8)
-    assert err == "1 machine: 8 ranks; 1 engine beside, where there is room\n"
+    assert err == "1 machine: 8 ranks, and 1 engine where there is room\n"

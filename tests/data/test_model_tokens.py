@@ -135,7 +135,7 @@ def test_demonstrations_and_preferences_with_an_unknown_token_are_left_out(
     pairs = [Preference(rows[0], rows[1], 0), Preference(rows[0], rows[0], 0)]
     assert len(list(preferred(pairs, tokenizer, RolloutSettings(), on_skipped=skipped.append))) == 2
     assert [prompt.index for prompt in skipped] == [1, 0]
-    assert "s:1: left out: token 259 ('<|new|>') is not in the model's vocabulary of 259" in caplog.messages
+    assert "s:1: skipped: token 259 ('<|new|>') is not in the model's vocabulary of 259" in caplog.messages
 
 
 def test_a_prompt_with_an_unknown_token_is_left_out_of_a_rollout(short: Path):

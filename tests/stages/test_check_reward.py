@@ -100,7 +100,7 @@ def test_a_fit_reward_passes_every_check(executor: LocalExecutor):
         ),
         (raising, "errors", "1 sample, the first is sample 0: ZeroDivisionError: division by zero"),
         (counting, "determinism", "6 samples, the first is sample 0: 0.0, then 1.0"),
-        (constant, "variance", "0 of 3 groups have different rewards (mean deviation 0); group-relative advantages"),
+        (constant, "variance", "0 of 3 groups have different rewards (mean deviation 0), so group-relative advantages"),
     ],
 )
 def test_what_makes_a_reward_unfit(executor: LocalExecutor, reward, check, line):
@@ -111,14 +111,14 @@ def test_what_makes_a_reward_unfit(executor: LocalExecutor, reward, check, line)
 def test_a_reward_that_always_fails_passes_no_check_of_its_results(executor: LocalExecutor):
     found = findings(executor, failing)
     for check in ("type", "determinism", "time"):
-        assert found[check] == f"FAIL  {check:<12} nothing ran to its end"
+        assert found[check] == f"FAIL  {check:<12} no call completed"
     assert found["errors"].startswith("FAIL  errors       6 samples, the first is sample 0: ZeroDivisionError")
 
 
 def test_a_slow_sample_and_one_that_hangs(executor: LocalExecutor):
     for reward, cpu_s, clock_s in ((slow, 5.0, 0.3), (stuck, 0.3, 9.0)):
         found = findings(executor, reward, timeout_s=cpu_s, wall_timeout_s=clock_s)
-        words = f"took more than {cpu_s:g} s of CPU time or {clock_s:g} s on the clock, the first is sample 1"
+        words = f"took more than {cpu_s:g} s of CPU time or {clock_s:g} s of wall time, the first is sample 1"
         assert found["time"] == f"FAIL  time         1 sample {words}"
         assert found["type"] == "ok    type         5 finite numbers"
 

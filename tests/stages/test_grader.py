@@ -217,7 +217,7 @@ def test_a_function_of_one_sample_grades_no_groups(file):
 def test_siblings_that_were_parted_are_refused(file, executor):
     samples = siblings(2, 2, 2)
     samples[4].group_index = 0
-    with pytest.raises(RecordError, match="sample 4: group_index: group 0 has been graded already"):
+    with pytest.raises(RecordError, match="sample 4: group_index: group 0 has already been graded"):
         rewards(settings_of(f"{file}:ranks", group_rm=True), samples, executor)
 
 

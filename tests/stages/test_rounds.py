@@ -117,7 +117,7 @@ def test_a_filter_that_nothing_passes_ends_with_its_reasons():
 
 def test_prompts_that_end_before_any_group_passes_are_no_success():
     with pytest.raises(
-        SlimectlError, match=r"round 1: 3 groups dropped \(easy 3\), and then the prompts ended; loosen"
+        SlimectlError, match=r"round 1: 3 groups dropped \(easy 3\), and then the prompts ended\. Loosen"
     ):
         next(rounds(lengths(1, 1, 1), Slow(), keep_group=lambda samples: (False, "easy")))
 
@@ -137,7 +137,7 @@ def test_a_round_whose_attempts_all_fail_ends_the_run():
 
 
 def test_a_filter_answers_yes_or_no():
-    with pytest.raises(HookError, match=r"returned 0\.5; return True, False or"):
+    with pytest.raises(HookError, match=r"returned 0\.5\. Return True, False or"):
         next(rounds(lengths(1, 1), Slow(), keep_group=lambda samples: 0.5))
 
 
