@@ -31,7 +31,7 @@ Candidate = tuple[str, str]
 """A word and its description."""
 
 
-def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")]) -> None:
+def completion(shell: Annotated[str, typer.Argument(help="Shell: bash, zsh or fish")]) -> None:
     """Print a shell completion script.
 
     Example:

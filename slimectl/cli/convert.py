@@ -58,7 +58,9 @@ def convert(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and exit")] = False,
 ) -> None:
-    """Convert a model between formats: Hugging Face, GGUF, Megatron torch_dist, a run's checkpoint. Can also quantize.
+    """Convert a model to the Hugging Face or Megatron torch_dist format, or quantize it.
+
+    The source is in one of these formats or in GGUF, or is a checkpoint of a run.
 
     Example:
 

@@ -16,7 +16,7 @@ def diff(
     after: Annotated[Path, typer.Argument(metavar="B", help="Another run, round or samples file")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs: settings that differ, curves, and the first step at which their metrics differ.
+    """Compare two runs: settings, curves, and the first step at which metrics differ.
 
     For two samples files or rounds, compares the responses to the same prompts.
 

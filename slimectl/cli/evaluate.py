@@ -37,7 +37,9 @@ def evaluate(
         typer.Option("--out", "-o", metavar="FILE", help="File for graded samples", callback=output_name),
     ] = None,
 ) -> None:
-    """Evaluate a model on held-out prompts: accuracy, avg@n, pass@k. Prints JSON, or a table on a terminal.
+    """Evaluate a model on held-out prompts: accuracy, avg@n, pass@k.
+
+    Prints JSON, or a table on a terminal.
 
     Example:
 

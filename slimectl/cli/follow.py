@@ -34,7 +34,7 @@ def follow_samples(path: Path, selection: Selection) -> None:
     library = Library([source])
     if any(not run.settings.get("run.keep_samples") for run in library.runs.values()):
         stdio.note(
-            f"{path}: has samples of its evaluations only. Set run.keep_samples = true to keep those of its rounds"
+            f"{path}: has samples of its evaluations only. Set run.keep_samples = true to keep samples of rounds"
         )
     follower = Follower(library, selection)
     if selection.color_by and not selection.as_json:

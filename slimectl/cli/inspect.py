@@ -52,10 +52,9 @@ def inspect(
 
     Given two paths, compares them like `slimectl diff`.
 
-    For a run, shows the samples that it kept of its rounds and evaluations. With --mask, shows token by token what the
-    model is trained on and what is only context. The file has samples, demonstrations, or preferences (with
-    -s algorithm.name=dpo). The model comes from the file's manifest or from --model. Rows are read as by `train` with
-    the same -c and -s.
+    For a run, shows the samples that it kept of its rounds and evaluations. With --mask, shows token by token what is
+    trained on in a file of samples, demonstrations or preferences (with -s algorithm.name=dpo). The model comes from
+    the file's manifest or from --model. Rows are read as by `slimectl train` with the same -c and -s.
 
     Example:
 

@@ -35,7 +35,7 @@ MaxTokens = Annotated[
     typer.Option("--max-tokens", help="Maximum tokens of a response. Default: as in the model's run, or 1024", min=1),
 ]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="Softmax temperature. 0 is greedy", min=0.0)]
-SamplingSeed = Annotated[int | None, typer.Option("--seed", help="Seed of sampling", min=0)]
+SamplingSeed = Annotated[int | None, typer.Option("--seed", help="Sampling seed", min=0)]
 CLUSTER = "executor ray_address"
 ENGINES = "engine engines engine_url"
 SETTINGS = "config assign"
@@ -101,9 +101,13 @@ class CommonOptions:
     ] = None
     assign: Annotated[
         list[str] | None,
-        typer.Option("-s", "--set", metavar="KEY=VALUE", help="Set one setting, e.g. -s train.lr=1e-5"),
+        typer.Option(
+            "-s", "--set", metavar="KEY=VALUE", help="Override one setting, e.g. -s train.lr=1e-5 (repeatable)"
+        ),
     ] = None
-    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="Model: a Hugging Face directory")] = None
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="DIR", help="Model directory (Hugging Face format)")
+    ] = None
     data: Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source, - for stdin")] = (
         None
     )
@@ -129,7 +133,7 @@ class CommonOptions:
     engine_url: Annotated[
         list[str] | None,
         typer.Option(
-            "--engine-url", metavar="URL", help="URL of a running server (SGLang, vLLM, `slimectl serve`), repeatable"
+            "--engine-url", metavar="URL", help="URL of a running server: SGLang, vLLM or `slimectl serve` (repeatable)"
         ),
     ] = None
     agent: Annotated[
@@ -147,7 +151,7 @@ class CommonOptions:
     custom_config: Annotated[
         Path | None,
         typer.Option(
-            "--custom-config", metavar="FILE", help="Settings for your own functions, [custom] (YAML or TOML)"
+            "--custom-config", metavar="FILE", help="Settings for your own functions: [custom] (YAML or TOML)"
         ),
     ] = None
     out: Annotated[
@@ -212,8 +216,8 @@ class CommonOptions:
     ) -> Resolved:
         """Resolve settings: defaults < recipe < files < environment < -s < flags. Unset flags (None, []) are ignored.
 
-        `flags` are the values of the command's own options. The settings `lent` default to those of the run that made
-        the model, and are logged if used. `smoke` has the values of a smoke run, which replace files and environment.
+        `flags` are the values of the command's own options. The settings `lent` default to the values in the run that
+        made the model, and are logged if used. `smoke` has the values of a smoke run, which replace files and environment.
         Raises SettingsError with a line for every error.
         """
         from slimectl.settings import Layer, resolve
@@ -283,7 +287,7 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
     A name is a parameter of the command, or a field of a dataclass that is the type of one of its parameters. This
     parameter gets an instance with the values of the selected fields and the defaults of all others. The name of such
     a parameter selects all its fields. The command's own parameters take precedence over fields of the same name, and
-    fields of an earlier parameter over those of a later one.
+    fields of an earlier parameter over fields of a later one.
     """
     requested = " ".join(names).split()
 

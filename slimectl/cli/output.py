@@ -120,7 +120,7 @@ def write_resumable(
     """Write the samples that `process` returns, in order, like `write_out`, but keep the output if interrupted.
 
     A restart with the same inputs and settings continues after the last sample (or the last complete group).
-    `on_sample` gets every sample, including those of the earlier attempt. If `process` may drop samples, `on_gap` is
+    `on_sample` gets every sample, including samples of the earlier attempt. If `process` may drop samples, `on_gap` is
     called for each that the earlier attempt dropped.
     """
     counts: Counter[str] = Counter()

@@ -45,7 +45,7 @@ class PlanOptions:
     """Options of `slimectl plan`: the model, the layout, the engine and other models."""
 
     card: Annotated[str | None, option("--card", "Model card (see `slimectl models`)")] = None
-    model: Annotated[str | None, option("--model", "Model: a Hugging Face directory", metavar="DIR")] = None
+    model: Annotated[str | None, option("--model", "Model directory (Hugging Face format)", metavar="DIR")] = None
     gpus: Annotated[int, option("--gpus", "Training ranks", LAYOUT, min=1)] = 8
     tp: Annotated[int | None, option("--tp", "Tensor-parallel size", LAYOUT, min=1)] = None
     pp: Annotated[int | None, option("--pp", "Pipeline-parallel size", LAYOUT, min=1)] = None

@@ -36,7 +36,9 @@ def run(
     options: CommonOptions,
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Recipe name or TOML file")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the run's folder in run.dir")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of new weights, sampling and shuffling")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Random seed for new weights, sampling and shuffling")
+    ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Folder of the run to resume")] = None,
     smoke: Annotated[
         bool,

@@ -42,7 +42,7 @@ class ServeOptions:
     incremental: Annotated[
         bool, typer.Option("--incremental-streaming-output", help="Stream only new text from /generate")
     ] = False
-    stream_interval: Annotated[int, typer.Option("--stream-interval", help="Tokens per chunk of a stream", min=1)] = 1
+    stream_interval: Annotated[int, typer.Option("--stream-interval", help="Tokens per streamed chunk", min=1)] = 1
     allow_host: Annotated[
         list[str] | None,
         typer.Option("--allow-host", metavar="NAME", help="Additional host name to accept (repeatable)"),

@@ -140,9 +140,7 @@ def from_(
     ] = "-",
     root: Annotated[
         Path | None,
-        typer.Option(
-            "--root", metavar="DIR", help="Folder whose files `source` in a script may read. Default: FILE's folder"
-        ),
+        typer.Option("--root", metavar="DIR", help="Folder from which `source` may read files. Default: FILE's folder"),
     ] = None,
     line: Annotated[
         int | None, typer.Option("--line", help="Line of the training command, if FILE has several")

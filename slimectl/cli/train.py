@@ -41,9 +41,9 @@ def train(
     name: Annotated[str | None, typer.Option("--name", help="Name of the run's folder in run.dir")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Folder of the run to resume")] = None,
 ) -> None:
-    """Train on scored samples, demonstrations (sft) or preferences (dpo, reward_model). Prints one report per step.
+    """Train on scored samples, demonstrations (sft) or preferences (dpo, reward_model).
 
-    With --name, trains as a run in runs/NAME, with epochs, checkpoints, [eval], [track], progress and --resume.
+    Prints one report per step. With --name, trains as a run in runs/NAME, with epochs, checkpoints, [eval], [track], progress and --resume.
 
     Example:
 

@@ -69,8 +69,8 @@ def find_collapse(rewards: Points, evaluations: Sequence[tuple[int, Metrics]]) -
     """Return the collapse of an accuracy, else of the reward, or None if neither has collapsed.
 
     An accuracy has collapsed if the last is less than half of the best one, by more than two standard errors of both.
-    The reward has collapsed if each of the last WINDOW rounds is below each of the best WINDOW, and their mean has
-    lost more than half of its height. Heights are measured from 0, or from the lowest reward if it is negative.
+    The reward has collapsed if each of the last WINDOW rounds is below each of the best WINDOW, and the mean has lost
+    more than half of its height. Heights are measured from 0, or from the lowest reward if it is negative.
     """
     names = dict.fromkeys(name for _, metrics in evaluations for name in metrics if name.endswith("_accuracy"))
     for name in names:

@@ -35,7 +35,7 @@ OF_EVAL = ("n_samples_per_prompt", "temperature", "top_p", "top_k", "max_respons
 
 
 def resolve_dataset_settings(settings: Settings, name: str) -> Settings:
-    """Return the settings of dataset `name`: its own override those of [eval], which override other sections.
+    """Return the settings of dataset `name`: its own settings override [eval], which overrides other sections.
 
     A name without a dataset in [eval] gets the settings of [eval].
     """

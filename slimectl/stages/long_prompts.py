@@ -51,9 +51,9 @@ def drop_long(
 ) -> Iterator[Item]:
     """Yield the items for which `excess` returns "". The prompts of the others are passed to `on_skipped`.
 
-    Raises RecordError if all are too long. This is known at the end of prompts that were read from the first one on,
-    after MOST_EPOCHS drops of the same line, or after MOST_IN_A_ROW drops in a row. The limit per line does not apply
-    to prompts that are `mixed` by weight, because a line may repeat there before another comes.
+    Raises RecordError if all are too long: at the end of prompts that were read from the start, after MOST_EPOCHS drops
+    of the same line, or after MOST_IN_A_ROW drops in a row. The limit per line does not apply to prompts that are
+    `mixed` by weight, because a line may repeat there before another comes.
     """
     dropped: Counter[str] = Counter()
     from_start: bool | None = None

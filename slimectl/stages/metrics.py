@@ -40,8 +40,8 @@ def round_rewards(samples: Sequence[Sample], batch: TrainingBatch, settings: Set
 def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
     """Return means (and extremes) over the trained tokens: advantages, returns, values, log-probabilities.
 
-    A column that some row lacks is omitted. There are no values without a critic, and no old log-probabilities if a
-    round is one step, because the loss then uses the policy's current ones.
+    A column that some row lacks is omitted. Without a critic, rows have no values. If a round is one step, they have
+    no old log-probabilities, because the loss uses the policy's current ones.
     """
     columns: dict[str, list[float]] = {}
     rows = [row for row in rows if row.response_length]

@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of samples with those of the trained model, and warns or stops."""
+"""Compares log-probabilities of samples with the trained model's, and warns or stops."""
 
 from __future__ import annotations
 

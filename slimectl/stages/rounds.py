@@ -56,8 +56,8 @@ def sampled_rounds(
     the buffer for the next round (`hooks.take_from_buffer` picks among them). With `rollout.partial_rollout`, groups
     are taken as they finish, and unfinished ones are interrupted and resumed in the next round.
 
-    With `settings.run.async_level` n above 1, up to n - 1 further rounds are sampled meanwhile, so that the engine is
-    not idle during the longest response of a round.
+    With `settings.run.async_level` n > 1, up to n - 1 further rounds are sampled meanwhile. So the engine is not idle
+    during the longest response of a round.
 
     Each round has the sampler state after it, from which the following rounds can be reproduced. This excludes
     responses in flight or interrupted, whose progress depends on servers and other requests.

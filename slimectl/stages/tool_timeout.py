@@ -112,7 +112,7 @@ class BlockedLoopWatchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """End the step. If the thread has set an exception that was not raised yet, withdraw it."""
         self._step = None
-        with self._lock:  # if the thread still saw the step, it has set its exception by now
+        with self._lock:  # if the thread still saw the step, it has already set its exception
             if self._has_raised and kind is not LoopBlocked:
                 _set_exception(threading.get_ident(), None)
             self._has_raised = False

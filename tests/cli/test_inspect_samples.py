@@ -299,7 +299,7 @@ def test_a_run_is_followed_to_its_end(run: Path, monkeypatch: pytest.MonkeyPatch
     assert [line.split(" (")[0] for line in headings] == [
         "--- round 2, sample 22", "--- round 2, sample 23", "--- round 3, sample 30",
     ]  # fmt: skip
-    keeping = f"{run}: has samples of its evaluations only. Set run.keep_samples = true to keep those of its rounds\n"
+    keeping = f"{run}: has samples of its evaluations only. Set run.keep_samples = true to keep samples of rounds\n"
     assert result.stderr == f"{keeping}{run}: stopped\n"  # its settings say nothing of keep_samples
 
 

@@ -95,8 +95,8 @@ def test_a_file_of_other_inputs_is_replaced_with_force_alone(workshop: Workshop)
     for other in (second, f"{second}@[0:1]"):
         workshop.slimectl(*command, "--data", other, code=2)
         assert workshop.stderr == (
-            f"slimectl: s.jsonl: was made from inputs other than {other}, {workshop.model}. Give another --out FILE, or "
-            f"--force to replace it.\n"
+            f"slimectl: s.jsonl: was made from inputs other than {other}, {workshop.model}. Give another --out FILE, "
+            f"or --force to replace it.\n"
         )
     assert (workshop.folder / "s.jsonl").read_bytes() == before
     workshop.slimectl(*command, "--data", first, "--temperature", "0.5")  # the same inputs

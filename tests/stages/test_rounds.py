@@ -111,7 +111,7 @@ def test_prompts_that_end_leave_a_smaller_round():
 
 def test_a_filter_that_nothing_passes_ends_with_its_reasons():
     endless = (Prompt("a\x01", index=i) for i in iter(range(10**9)))
-    with pytest.raises(SlimectlError, match=r"round 1: 128 groups dropped \(too easy 128\), 0 of 2 kept; loosen"):
+    with pytest.raises(SlimectlError, match=r"round 1: 128 groups dropped \(too easy 128\), 0 of 2 kept\. Loosen"):
         next(rounds(endless, Slow(), keep_group=lambda samples: (False, "too easy")))
 
 

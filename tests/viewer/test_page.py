@@ -422,7 +422,8 @@ def test_the_command_of_a_sample_replays_it(view: View, workshop: Workshop):
     finally:
         shutil.move(run / "moved", run / "step_000001")
     assert command["title"] == (
-        "sample this prompt again (with the newest weights, because the checkpoint of version 1, which wrote it, is gone)"
+        "sample this prompt again (with the newest weights, because the checkpoint of version 1, which wrote it, "
+        "is gone)"
     )
     file = file_of(view, "round 1", "a")
     assert "its agent runs again" in view.ask(f"sample?file={file['id']}&row=0")["commands"][0]["title"]
