@@ -217,8 +217,8 @@ class CommonOptions:
         """Resolve settings: defaults < recipe < files < environment < -s < flags. Unset flags (None, []) are ignored.
 
         `flags` are the values of the command's own options. The settings `lent` default to the values in the run that
-        made the model, and are logged if used. `smoke` has the values of a smoke run, which replace files and environment.
-        Raises SettingsError with a line for every error.
+        made the model, and are logged if used. `smoke` has the values of a smoke run, which replace files and
+        environment. Raises SettingsError with a line for every error.
         """
         from slimectl.settings import Layer, resolve
         from slimectl.settings.layers import nested

@@ -43,7 +43,8 @@ def train(
 ) -> None:
     """Train on scored samples, demonstrations (sft) or preferences (dpo, reward_model).
 
-    Prints one report per step. With --name, trains as a run in runs/NAME, with epochs, checkpoints, [eval], [track], progress and --resume.
+    Prints one report per step. With --name, trains as a run in runs/NAME, with epochs, checkpoints, [eval], [track],
+    progress and --resume.
 
     Example:
 
