@@ -227,7 +227,7 @@ def _scheduled_rollouts(
         return None
     pipe = next(filter(is_pipe, paths), None)
     if pipe is not None or resumes:
-        where = "--load: the steps of the checkpoint" if resumes else f"{pipe}: the steps of a pipe"
+        where = "the steps of a checkpoint (--load)" if resumes else f"the steps of a pipe ({pipe})"
         raise SettingsError(
             f"{setting} depends on the number of steps, but {where} cannot be counted. Set train.lr_decay_iters."
         )

@@ -110,13 +110,13 @@ def compare(expected: HashingWeights, actual: Weights, *, progress: Progress = N
     if actual_forms.keys() != expected_forms.keys():
         mismatched = sorted(actual_forms.keys() ^ expected_forms.keys())
         raise CheckpointError(
-            f"verifying: {mismatched[0]} and {len(mismatched) - 1} others are not in both. The output was deleted"
+            f"verifying: {mismatched[0]} and {len(mismatched) - 1} others are not in both. No output was kept"
         )
     for count, (name, (shape, dtype)) in enumerate(actual_forms.items()):
         progress.reach(count)
         if (tuple(shape), dtype) != expected_forms[name] or digest(actual.get(name)) != expected.hash(name):
             raise CheckpointError(
-                f"verifying: {name}, {dtype} {tuple(shape)}, differs from what was read. The output was deleted. "
+                f"verifying: {name}, {dtype} {tuple(shape)}, differs from what was read. No output was kept. "
                 f"Check the disk"
             )
 

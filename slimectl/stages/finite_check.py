@@ -100,7 +100,7 @@ class FiniteCheck:
 
     def _error(self, fault: str, blame: str) -> DivergedError:
         return DivergedError(
-            f"round {self.rollout_id}, step {self.step}: {fault} ({blame}). This update was skipped. {REMEDY}"
+            f"round {self.rollout_id}, step {self.step}: {fault} ({blame}). The update was not applied. {REMEDY}"
         )
 
 

@@ -73,7 +73,7 @@ def require_temperature(samples: Sequence[Sample], settings: Settings) -> None:
     for sample in samples:
         require_sampling_temperature(sample, settings)
         if Need.REFERENCE in algorithm.needs and sample.ref_temperature not in (None, expected):
-            key = "rollout.temperature is" if names_key else f"{algorithm.name} takes them at"
+            key = "rollout.temperature is" if names_key else f"{algorithm.name} uses them at"
             setting = f"rollout.temperature={expected:g}" if names_key else f"algorithm.name={algorithm.name}"
             raise RecordError(
                 f"sample {sample.index}: ref_log_probs are at temperature {sample.ref_temperature:g}, but {key} "

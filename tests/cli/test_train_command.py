@@ -80,7 +80,7 @@ def test_a_schedule_of_samples_that_cannot_be_counted_is_refused_with_what_it_ne
     prompts = (workshop.folder / "prompts.jsonl").read_bytes()
     workshop.slimectl("train", "-", "-c", "slimectl.toml", *SCHEDULE, stdin=prompts, code=2)
     assert workshop.stderr.endswith(
-        "train.lr_decay_style: linear depends on the number of steps, but -: the steps of a pipe cannot be counted. "
+        "train.lr_decay_style: linear depends on the number of steps, but the steps of a pipe (-) cannot be counted. "
         "Set train.lr_decay_iters.\n"
     )
     constant = ("-s", "train.lr_decay_style=constant", "-s", "train.lr_warmup_fraction=0.1")

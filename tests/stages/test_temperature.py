@@ -58,7 +58,7 @@ def test_a_reference_for_pairs_has_temperature_one_whatever_the_answers_had(work
         (
             {"algorithm": {"name": "dpo"}, "rollout": {"temperature": 0.5}},
             {"ref_temperature": 0.5},
-            r"0\.5, and dpo takes them at 1\. Run `slimectl score --reference` with -s algorithm\.name=dpo$",
+            r"0\.5, but dpo uses them at 1\. Run `slimectl score --reference` with -s algorithm\.name=dpo$",
         ),
         (
             {"algorithm": {"name": "grpo", "kl_loss_coef": 0.1}},
