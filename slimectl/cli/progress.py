@@ -133,7 +133,7 @@ class ProgressBar:
         total = "" if self._total is None else f"/{self._total}"
         speed = "" if not rate else f"{rate:.3g}/s" if rate < 100 else f"{rate:,.0f}/s"
         if self._each:
-            speed = f"{seconds_text(statistics.median(durations))} per {self._each}" if durations else ""
+            speed = f"{seconds_text(statistics.median(durations))}/{self._each}" if durations else ""
         remaining = f"{duration(seconds)} so far"
         if self._total is not None and (durations if self._each else done):
             running_s = now - self._mark if self._each else 0.0

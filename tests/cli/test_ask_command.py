@@ -75,7 +75,7 @@ def test_a_run_is_asked_as_it_was_trained(workshop: Workshop):
     (run / "run.toml").write_text(settings)
     as_trained = workshop.slimectl("ask", "2+3=", "--model", "runs/a", "--temperature", "0")
     used = "rollout.apply_chat_template=false, rollout.max_response_len=6, rollout.ignore_eos=true"
-    assert workshop.stderr.splitlines()[0] == f"using {used} of runs/a/run.toml"
+    assert workshop.stderr.splitlines()[0] == f"using {used} from runs/a/run.toml"
     raw = ("ask", "2+3=", "--raw", "--model", str(workshop.model), *GREEDY, "--max-tokens", "6")
     assert workshop.slimectl(*raw) == as_trained
     templated = ("ask", "2+3=", "--model", "runs/a", *GREEDY, "-s", "rollout.apply_chat_template=true")
@@ -103,7 +103,7 @@ def test_on_a_terminal_ctrl_c_at_the_prompt_and_ctrl_d_leave_no_traceback(
         process.send_signal(signal.SIGINT)
         # CPython's readline forgets a signal between its prompt and its select() until a line comes: an empty one.
         os.write(terminal, b"\n")
-        read_until(process.stderr.fileno(), b"\n/exit or Ctrl-D leaves\n")
+        read_until(process.stderr.fileno(), b"\nType /exit or press Ctrl-D to quit\n")
         for _ in range(300):  # a key that comes while readline switches the terminal is lost too
             os.write(terminal, b"\x04")
             with suppress(subprocess.TimeoutExpired):

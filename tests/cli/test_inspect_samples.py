@@ -114,8 +114,8 @@ def test_samples_of_a_run_are_those_of_all_its_files_the_newest_first(run: Path)
         (["--prompt", "prompt"], "3 prompts contain 'prompt'. Give the number of one:"),
         (["--prompt", "poem"], "no prompt contains 'poem'"),
         (["--diff"], "--diff: needs two paths"),
-        (["--prompt", "1", "--follow"], "--prompt and --follow exclude each other"),
-        (["--prompt", "1", "--sort", "index"], "--prompt and --sort exclude each other"),
+        (["--prompt", "1", "--follow"], "--prompt and --follow cannot be combined"),
+        (["--prompt", "1", "--sort", "index"], "--prompt and --sort cannot be combined"),
     ],
 )
 def test_a_mistake_is_named_with_the_way_out(file: Path, words: list[str], reason: str):
@@ -178,7 +178,7 @@ def test_a_sample_says_why_it_has_its_reward(run: Path, file: Path, tmp_path: Pa
     assert (
         "not part of a run, so its verifier is unknown. Use slimectl score" in inspect(file, "--explain", code=2).stderr
     )
-    assert "--diff and --explain exclude each other" in inspect("--diff", file, file, "--explain", code=2).stderr
+    assert "--diff and --explain cannot be combined" in inspect("--diff", file, file, "--explain", code=2).stderr
     explanation = {"extracted": None, "from": "\x1b[31mbox", "why": "empty", "span": None}
     parts = [sample(0, metadata={"explanation": value}) for value in (explanation, {"from": 3}, "text")]
     lines = inspect(write(tmp_path / "graded.jsonl", parts), "--sort", "index").stdout.splitlines()

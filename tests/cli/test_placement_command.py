@@ -23,7 +23,7 @@ def test_a_line_a_gpu_says_who_is_there():
     assert len(lines) == 1 + 16
     assert lines[1].split() == ["0", "0", "rank", "0", "-"]
     assert [line.split() for line in lines[12:14]] == [["1", "3", "-", "engine", "0"], ["1", "4", "-", "engine", "1"]]
-    assert err == "2 machines of 8 GPUs: 8 ranks and 2 engines of 4 GPUs, apart\n"
+    assert err == "2 machines of 8 GPUs: 8 ranks and 2 engines of 4 GPUs, on separate GPUs\n"
 
 
 def test_json_has_places_problems_and_notes():

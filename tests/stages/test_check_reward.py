@@ -96,7 +96,7 @@ def test_a_fit_reward_passes_every_check(executor: LocalExecutor):
             words,
             "type",
             "6 samples, the first is sample 0: score.reward_key: not set, and no 'score' is in the reward of sample 0 "
-            "(acc); name one",
+            "(acc). Set it to one of them",
         ),
         (raising, "errors", "1 sample, the first is sample 0: ZeroDivisionError: division by zero"),
         (counting, "determinism", "6 samples, the first is sample 0: 0.0, then 1.0"),
@@ -126,7 +126,7 @@ def test_a_slow_sample_and_one_that_hangs(executor: LocalExecutor):
 def test_a_number_outside_the_bounds_of_its_verifier(executor: LocalExecutor):
     assert findings(executor, parity, bounds=lambda sample: (0.0, 1.0))["range"].startswith("ok")
     found = findings(executor, parity, bounds=lambda sample: (-1.0, 0.0))
-    assert found["range"] == "FAIL  range        sample 1: 1 is not from -1 to 0"
+    assert found["range"] == "FAIL  range        sample 1: 1 is not between -1 and 0"
 
 
 def test_groups_of_one_have_nothing_to_compare(executor: LocalExecutor):

@@ -214,7 +214,7 @@ def test_trackers_of_a_run_get_a_table_of_samples(workshop: Workshop):
 
 def test_a_name_that_is_given_twice_is_refused(workshop: Workshop):
     workshop.slimectl("eval", "--data", "a=prompts.jsonl", "--data", "a=other.jsonl", code=2)
-    assert "--data a=other.jsonl: a is prompts.jsonl already" in workshop.stderr
+    assert "--data a=other.jsonl: a is already prompts.jsonl" in workshop.stderr
 
 
 CONFIG = """

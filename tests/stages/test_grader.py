@@ -192,7 +192,7 @@ def test_samples_may_name_graders_of_their_own(file, executor):
         ),
         ("missing", {}, "reward of sample 0 is None, not a finite number. Fix the reward function"),
         ("nan", {"group_rm": True}, "reward of sample 5 is nan, not a finite number"),
-        ("best", {}, r"reward_key: not set, and no 'score' is in the reward of sample 0 \(acc\); name one"),
+        ("best", {}, r"reward_key: not set, and no 'score' is in the reward of sample 0 \(acc\)\. Set it"),
         ("best", {"reward_key": "score"}, r"score\.reward_key: 'score' is not in the reward of sample 0 \(acc\)"),
         (
             "raises",

@@ -46,11 +46,11 @@ def test_a_round_of_groups_teaches_if_the_rewards_of_some_group_differ(
 @pytest.mark.parametrize(
     ("reward", "cut", "reason", "remedy"),
     [
-        (1.0, 0, "every reward was 1: the prompts are too easy", "train on harder prompts"),
+        (1.0, 0, "every reward was 1: the prompts are too easy", "Train on harder prompts"),
         (0.0, 4, "every reward was 0, and 100 % of the responses reached rollout.max_response_len = 256",
-         "raise rollout.max_response_len"),
+         "Raise rollout.max_response_len"),
         (0.0, 3, "every reward was 0", "look"),
-        (1.0, 4, "every reward was 1: the prompts are too easy", "train on harder prompts"),
+        (1.0, 4, "every reward was 1: the prompts are too easy", "Train on harder prompts"),
     ],
 )  # fmt: skip
 def test_prompts_that_are_too_easy_and_responses_that_are_cut_have_their_own_sentence(

@@ -63,7 +63,7 @@ def test_a_reference_for_pairs_has_temperature_one_whatever_the_answers_had(work
         (
             {"algorithm": {"name": "grpo", "kl_loss_coef": 0.1}},
             {"rollout_temperature": 1.0, "ref_temperature": 0.5},
-            r"ref_log_probs are at temperature 0\.5, and rollout\.temperature is 1\.",
+            r"ref_log_probs are at temperature 0\.5, but rollout\.temperature is 1\.",
         ),
     ],
 )
