@@ -30,7 +30,7 @@ from slimectl.stages.train import TrainState
 from slimectl.stages.train import train as train_stage
 from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, StepReport
 
-LeftOut = Callable[[Prompt], Any]
+OnSkipped = Callable[[Prompt], Any]
 """Called with every prompt that is too long."""
 CREATED = "create_model"
 """Stage in the manifest of a model with random weights, which no training has changed."""
@@ -71,16 +71,16 @@ class Sampler(_Closing):
         self.engine: Engine = self._closing.enter_context(builders.start_engines(settings, self.folder, self.tokenizer))
 
     def rollout(
-        self, prompts: Iterable[Prompt], *, source: Any = None, left_out: LeftOut = lambda prompt: None
+        self, prompts: Iterable[Prompt], *, source: Any = None, on_skipped: OnSkipped = lambda prompt: None
     ) -> Iterator[Sample]:
         """Sample rollout.n_samples_per_prompt answers to every prompt, lazily.
 
         A `source` of the user's own (rollout.data_source_path) replaces the prompts. Prompts that leave no room for an
-        answer go to `left_out`.
+        answer go to `on_skipped`.
         """
         prompts = of_type(prompts, Prompt, "make it with slimectl.Prompt(…), or read a file with slimectl.prompts")
         return builders.rollout_samples(
-            self.settings, prompts, self.engine, self.tokenizer, source=source, left_out=left_out
+            self.settings, prompts, self.engine, self.tokenizer, source=source, on_skipped=on_skipped
         )
 
 
@@ -127,15 +127,15 @@ class Trainer(_Closing):
         self,
         samples: Iterable[Sample] | Iterable[Prompt],
         *,
-        left_out: LeftOut = lambda prompt: None,
+        on_skipped: OnSkipped = lambda prompt: None,
         progress: Progress = NO_PROGRESS,
     ) -> Iterator[StepReport]:
         """Train on scored samples, lazily; yield a report for every optimizer step, and for a round that fills none.
 
-        The algorithm sft also takes prompts with labels; those that are too long go to `left_out`. `progress` is
+        The algorithm sft also takes prompts with labels; those that are too long go to `on_skipped`. `progress` is
         told the phase under way.
         """
-        stream = self._samples(samples, left_out)
+        stream = self._samples(samples, on_skipped)
         for field, model in self._models.asked.items():
             stream = attach_log_probs(stream, model, field, temperature=self.settings.policy_temperature)
         hooks = UserHooks(self.settings)
@@ -143,7 +143,7 @@ class Trainer(_Closing):
             stream, self.policy, self.settings, critic=self.critic, state=self.state, hooks=hooks, progress=progress
         )
 
-    def _samples(self, items: Iterable[Any], left_out: LeftOut) -> Iterator[Sample]:
+    def _samples(self, items: Iterable[Any], on_skipped: OnSkipped) -> Iterator[Sample]:
         """Yield samples, and for prompts their demonstrations."""
         items = iter(items)
         first = next(items, None)
@@ -154,7 +154,7 @@ class Trainer(_Closing):
             yield from of_type(items, Sample, "train on samples, of slimectl.rollout or of a file")
         elif self.settings.algorithm.trains_on == "demonstrations":
             tokenizer, context = builders.tokenizer(self.folder), builders.context_length(self.settings, self.folder)
-            yield from demonstrations(items, tokenizer, self.settings.rollout, context=context, left_out=left_out)
+            yield from demonstrations(items, tokenizer, self.settings.rollout, context=context, on_skipped=on_skipped)
         else:
             name = self.settings.algorithm.name
             raise SettingsError(

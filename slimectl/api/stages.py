@@ -189,7 +189,7 @@ class Evaluation:
                     settings,
                     executor=graders,
                     agent=agent,
-                    left_out=too_long.append,
+                    on_skipped=too_long.append,
                     hooks=UserHooks(settings),
                 )
                 answer, collected = answer_extractor(reward), list[Sample]()

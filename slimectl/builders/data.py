@@ -154,15 +154,15 @@ def training_samples(
     report: Callable[[RecordError], None],
     on_line: Callable[[str], None] = lambda location: None,
     context: int | None = None,
-    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
     epochs: int | None = 1,
     start: int = 0,
 ) -> Iterator[Numbered]:
     """Yield the samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
 
-    Pairwise algorithms also take plain preferences: rows with the answers `chosen` and `rejected`. `left_out` is called
-    for demonstrations and preferences longer than `context`. The files are read end to end, `epochs` times (None:
-    without end), from occurrence `start` on. Each sample comes with the occurrence of its row.
+    Pairwise algorithms also take plain preferences: rows with the answers `chosen` and `rejected`. `on_skipped` is
+    called for demonstrations and preferences longer than `context`. The files are read end to end, `epochs` times
+    (None: without end), from occurrence `start` on. Each sample comes with the occurrence of its row.
     """
     from slimectl.data.jsonl import read_samples
     from slimectl.stages.recorded_rounds import repeated
@@ -185,14 +185,14 @@ def training_samples(
             start=start,
             on_bad_row=on_bad_row,
         )
-        samples = preferred(pairs, text, options, context=context, left_out=left_out, on_bad_row=on_bad_row)
+        samples = preferred(pairs, text, options, context=context, on_skipped=on_skipped, on_bad_row=on_bad_row)
         return _by_row(samples, on_line)
     if plain:
         from slimectl.stages.rollout import demonstrations
 
         rows = prompts(settings, list(paths), epochs=epochs, start=start, demonstrations=True, on_bad_row=on_bad_row)
         samples = demonstrations(
-            rows, text, settings.rollout, context=context, left_out=left_out, on_bad_row=on_bad_row
+            rows, text, settings.rollout, context=context, on_skipped=on_skipped, on_bad_row=on_bad_row
         )
         return _by_row(samples, on_line)
     size = None if text is None else vocabulary_size(Path(text.name_or_path))
@@ -356,7 +356,7 @@ def rollout_samples(
     text: Any,
     *,
     source: Any,
-    left_out: Callable[[Prompt], Any],
+    on_skipped: Callable[[Prompt], Any],
 ) -> Iterator[Sample]:
     """Yield ungraded samples: of the rounds of the user's rollout function if there is one, else a group per prompt."""
     from slimectl.hooks.user_hooks import UserHooks
@@ -366,7 +366,7 @@ def rollout_samples(
 
     settings = hook_settings(settings, engine)
     user_hooks, user_agent = UserHooks(settings), agent(settings)
-    shared: dict[str, Any] = {"source": source, "max_groups": _max_groups(settings, source), "left_out": left_out}
+    shared: dict[str, Any] = {"source": source, "max_groups": _max_groups(settings, source), "on_skipped": on_skipped}
     if user_hooks.sample_rounds is None:
         return rollout(prompts, engine, text, settings.rollout, agent=user_agent, hooks=user_hooks, **shared)
     attempts = GroupGenerator(

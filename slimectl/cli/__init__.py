@@ -1,11 +1,11 @@
-"""The command line: options in, one stage, records out."""
+"""Entry point of the command line."""
 
 import os
 import sys
 
 
 def main() -> None:
-    """Entry point of `slimectl`."""
+    """Run the command line. Exits with the code of the command."""
     # Idle OpenMP threads sleep instead of spinning: on a busy machine spinning costs more than the threads gain. The
     # variable must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -31,10 +31,10 @@ def main() -> None:
             sys.exit(SettingsError.exit_code)
         from slimectl.cli.app import app
 
-        try:  # the help is written outside of every command
+        try:  # the help is printed outside of any command
             app()
         except SystemExit as end:
-            # Typer exits with 130 and without a word if any signal interrupts it while it reads the arguments.
+            # Typer exits with 130 and prints nothing if a signal interrupts it while it parses the arguments.
             cause = getattr(end.__context__, "__cause__", None)
             raise (cause if isinstance(cause, KeyboardInterrupt) else end) from None
         finally:
@@ -44,7 +44,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(EXIT_READER_GONE)
-    except KeyboardInterrupt as error:  # before a command begins; later ones are handled by the command
+    except KeyboardInterrupt as error:  # before a command starts. From then on, the command handles it
         stdio.say(f"slimectl: {str(error) or 'interrupted'}")
         sys.exit(getattr(error, "exit_code", EXIT_INTERRUPTED))
     finally:

@@ -43,10 +43,10 @@ from slimectl.errors import (
 )
 
 OLD_OPTIONS = {"policy": "backend"}
-"""Old names of options, still accepted and shown nowhere."""
+"""Old names of options. They are still accepted, but not shown."""
 
 NAMES = {"evaluate": "eval", "from_": "from"}
-"""Commands that have another name than their function."""
+"""Names of commands that differ from the names of their functions."""
 
 app = typer.Typer(
     name="slimectl",
@@ -62,7 +62,7 @@ app = typer.Typer(
 
 
 def guarded(command: Callable[..., None], *, runs_user_code: bool = False) -> Callable[..., None]:
-    """Wrap a command: exceptions become one line on stderr and the exit code that errors.py documents.
+    """Wrap a command so that an exception prints a message to stderr and exits with the code documented in errors.py.
 
     With `runs_user_code`, stdout is reserved for the command's records.
     """
@@ -89,7 +89,7 @@ def guarded(command: Callable[..., None], *, runs_user_code: bool = False) -> Ca
         except KeyboardInterrupt as error:
             stdio.say(f"slimectl: {error if isinstance(error, Terminated) else 'interrupted'}")
             leave(error.exit_code if isinstance(error, Terminated) else EXIT_INTERRUPTED)
-        except SystemExit as error:  # not from slimectl: raised by a task or library that a user's function started
+        except SystemExit as error:  # raised by a task or library that a user's function started, not by slimectl
             stdio.say(
                 f"slimectl: a user's function called sys.exit({error.code!r:.40}){_location(error)}. Fix it there."
             )
@@ -99,7 +99,7 @@ def guarded(command: Callable[..., None], *, runs_user_code: bool = False) -> Ca
 
 
 def _location(error: BaseException) -> str:
-    """Return (FILE:LINE) of the statement that raised."""
+    """Return (FILE:LINE) of the statement that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
@@ -119,16 +119,16 @@ def _version(value: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit")
     ] = False,
 ) -> None:
     """RL post-training of language models as composable stages.
 
-    Start with `slimectl run quickstart`: a small model learns a task on this machine's CPU within minutes.
+    To get started, run `slimectl run quickstart`. It trains a small model on this machine's CPU in a few minutes.
     """
 
 
-STAGES = "Stages, each usable on its own with files and pipes"
+STAGES = "Stages (each also works on its own with files and pipes)"
 command: Callable[..., None]
 for command in (run, rollout, score, train, evaluate, convert, serve):
     app.command(name=NAMES.get(command.__name__), rich_help_panel=STAGES)(
@@ -146,7 +146,7 @@ settings_app = typer.Typer(
     no_args_is_help=True, help="Show, validate and explain settings, or convert them from another stack."
 )
 for command in settings:
-    # `explain --eps-clip`: an option of another program is a name to look up.
+    # In `explain --eps-clip`, the option of another program is the name to look up.
     context = {"ignore_unknown_options": True} if command.__name__ == "explain" else None
     settings_app.command(name=NAMES.get(command.__name__), context_settings=context)(guarded(with_messages(command)))
 app.add_typer(settings_app, name="settings", rich_help_panel=ABOUT)

@@ -30,7 +30,7 @@ from slimectl.errors import RecordError, SettingsError
 def ask(
     options: CommonOptions,
     text: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="The question. Text from stdin is appended")
+        list[str] | None, typer.Argument(metavar="TEXT", help="Question. Text on stdin is appended to it")
     ] = None,
     system: SystemMessage = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text without the chat template")] = False,
@@ -52,7 +52,7 @@ def ask(
         return
     question, raw = _question(text or []), raw or sends_plain_text(resolution)
     if raw and system is not None:
-        raise SettingsError("--system: needs the chat template; drop --raw, or add -s rollout.apply_chat_template=true")
+        raise SettingsError("--system: needs the chat template. Drop --raw, or add -s rollout.apply_chat_template=true")
     from slimectl.api.models import ChatModel, messages
     from slimectl.cli.output import TextOutput
 
@@ -67,11 +67,11 @@ def ask(
         finally:
             output.end()
     if completion.finish_reason == "length":
-        stdio.note(f"cut after {stdio.quantity(len(completion.tokens), 'token')}; --max-tokens N allows more")
+        stdio.note(f"stopped after {stdio.quantity(len(completion.tokens), 'token')}. Raise --max-tokens to allow more")
 
 
 def _question(arguments: list[str]) -> str:
-    """Return the arguments as a text, followed by a pipe or file on stdin. Raises RecordError if both are empty."""
+    """Return the arguments, followed by the text of a pipe or file on stdin. Raises RecordError if both are empty."""
     parts = [" ".join(arguments)] if arguments else []
     if not arguments or _has_input():
         try:
@@ -79,12 +79,12 @@ def _question(arguments: list[str]) -> str:
         except UnicodeDecodeError:
             raise RecordError("<stdin>: is not UTF-8 text") from None
     if not any(part.strip() for part in parts):
-        raise RecordError('there is no question; write one: slimectl ask "…" --model DIR, or give it on stdin')
+        raise RecordError('no question given. Pass it as an argument (slimectl ask "…" --model DIR) or on stdin')
     return "\n\n".join(part for part in parts if part)
 
 
 def _has_input() -> bool:
-    """Return whether stdin is a pipe or a file; a terminal or /dev/null is not read beside arguments."""
+    """Return whether stdin is a pipe or a file. A terminal or /dev/null is not read in addition to arguments."""
     with suppress(OSError, ValueError):
         mode = fstat(sys.stdin.fileno()).st_mode
         return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

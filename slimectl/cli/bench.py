@@ -26,7 +26,7 @@ WIDTHS = (6, 8, 6, 5, 7, 10, 7)
 
 
 def bench(
-    tasks: Annotated[list[str] | None, typer.Argument(metavar="[TASK]…", help="Names of tasks, or TOML files")] = None,
+    tasks: Annotated[list[str] | None, typer.Argument(metavar="[TASK]…", help="Task names or TOML files")] = None,
     seeds: Annotated[
         str | None, typer.Option("--seeds", metavar="N,N,…", help="Seeds to use instead of the task's")
     ] = None,
@@ -34,7 +34,7 @@ def bench(
         str | None, typer.Option("--model", metavar="DIR", help="Model for tasks that start from a pretrained one")
     ] = None,
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Folder for the runs. Earlier ones are replaced")
+        Path, typer.Option("--dir", metavar="DIR", help="Folder for the runs. Existing runs are replaced")
     ] = Path("runs/bench"),
     as_json: AsJson = False,
     dry_run: Annotated[
@@ -43,8 +43,8 @@ def bench(
 ) -> None:
     """Measure the CPU time to reach a fixed accuracy on fixed tasks, and this machine's speed.
 
-    Without a task, all that can run here. Each seed is a run in a new process, counted with its start and without its
-    evaluations. Exit code 1 if a target was not reached within the rounds of its task.
+    Without a task, runs all tasks that this machine supports. Each seed is a run in a new process. The time includes
+    its start, but not its evaluations. The exit code is 1 if a target was not reached within the rounds of its task.
 
     Example:
 
@@ -57,7 +57,7 @@ def bench(
     numbers = None if seeds is None else parse_seeds(seeds)
     ready = dict(prepared(loaded, model, folder, skip_missing=not tasks, convert=not dry_run))
     if not ready:
-        raise BackendError("no task can run here; install what the notes above name")
+        raise BackendError("no task can run on this machine. Install what the messages above ask for")
     if dry_run:
         for name, task in loaded.items():
             if name in ready:
@@ -77,7 +77,7 @@ def parse_seeds(text: str) -> list[int]:
     try:
         return list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        raise SettingsError(f"--seeds {text}: write whole numbers with commas, e.g. --seeds 1,2,3") from None
+        raise SettingsError(f"--seeds {text}: write whole numbers separated by commas, e.g. --seeds 1,2,3") from None
 
 
 def prepared(
@@ -85,12 +85,12 @@ def prepared(
 ) -> Iterable[tuple[str, dict[str, Any]]]:
     """Yield the tasks that can run, each with the settings of its model.
 
-    A missing package or model raises BackendError, or with `skip_missing` is a note.
+    A missing package or model raises BackendError. With `skip_missing`, it is logged and the task is skipped.
     """
     from slimectl.runtime.benchmark import check_prompts, model_values
 
     if model and not any(task.settings().model.path for task in tasks.values()):
-        raise SettingsError(f"--model: {', '.join(tasks)} makes its own model; drop it")
+        raise SettingsError(f"--model: {', '.join(tasks)} makes its own model. Drop --model")
     for name, task in tasks.items():
         try:
             check_prompts(task)
@@ -98,11 +98,11 @@ def prepared(
         except BackendError as error:
             if not skip_missing:
                 raise
-            stdio.note(f"{task.title} is left out: {error}", level="warning")
+            stdio.note(f"skipping {task.title}: {error}", level="warning")
 
 
 def task_line(task: BenchmarkTask) -> str:
-    """Return a task's title, version, target and budget in words."""
+    """Return a line with a task's version, target, rounds and seeds."""
     target, rounds = task.target, task.settings().run.num_rollout
     seeds = ", ".join(map(str, target.seeds))
     about = f"{target.title}: " if target.title else ""
@@ -137,9 +137,9 @@ def measure_task(
     folder: Path,
     as_json: bool,
 ) -> bool:
-    """Measure a task and print a row as each seed ends, then the median; return whether all reached the target.
+    """Measure a task and return whether all seeds reached the target.
 
-    What was measured before an error or an interrupt is printed, with its median.
+    Prints a row as each seed ends, then the median. The median is also printed after an error or an interrupt.
     """
     from slimectl.runtime.benchmark import Evaluation, measure
 
@@ -177,7 +177,7 @@ def show_result(task: BenchmarkTask, result: SeedResult, as_json: bool) -> None:
 
 
 def phases(result: SeedResult) -> str:
-    """Return where the CPU seconds went, the largest part first, without evaluations."""
+    """Return the CPU seconds of each phase, largest first, without evaluations."""
     from slimectl.stages.round_timer import EVALUATING
 
     ranked = sorted(result.phases_cpu_s.items(), key=lambda item: -item[1])
@@ -185,7 +185,7 @@ def phases(result: SeedResult) -> str:
 
 
 def show_median(task: BenchmarkTask, results: Sequence[SeedResult], as_json: bool) -> None:
-    """Print the median over seeds; a target that was not reached counts as more than any figure."""
+    """Print the median over seeds. A seed that did not reach the target counts as infinite."""
     cpu_s = statistics.median(result.cpu_s if result.reached else math.inf for result in results)
     reached = sum(result.reached for result in results)
     if as_json:
@@ -204,5 +204,5 @@ def identity(task: BenchmarkTask) -> dict[str, Any]:
 
 
 def line(cells: Sequence[str]) -> str:
-    """Return cells as a line of the table, right-aligned."""
+    """Return right-aligned cells as a line of the table."""
     return "  ".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()

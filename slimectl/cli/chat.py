@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slimectl.api.models import ChatModel
     from slimectl.types import Chat, SamplingParams
 
-COMMANDS = "/reset starts over, /retry responds again, /exit or Ctrl-D quits, Ctrl-C stops a response"
+COMMANDS = "/reset starts over, /retry regenerates the response, /exit or Ctrl-D quits, Ctrl-C stops a response"
 
 
 @with_options("model system max_tokens temperature seed engine_url", SETTINGS, "dry_run")
@@ -81,7 +81,7 @@ class Conversation:
         self._answers = 0
 
     def take(self, line: str) -> None:
-        """Answer a line, or do what it commands."""
+        """Respond to a line, or run it if it is a command."""
         command = line.strip()
         if not command:
             return
@@ -96,33 +96,33 @@ class Conversation:
             self._answer([*self._turns, {"role": "user", "content": line}])
 
     def _answer(self, turns: Chat) -> None:
-        """Answer the last turn; one that cannot be answered is left out of the conversation."""
+        """Respond to the last turn. If that fails, the turn is dropped from the conversation."""
         from slimectl.cli.output import TextOutput
 
         output, params = TextOutput(), self._params
-        if params.seed is not None:  # every answer draws other numbers
+        if params.seed is not None:  # each response has its own seed
             params = dataclasses.replace(params, seed=params.seed + self._answers)
         self._answers += 1
         try:
             completion = self._model.answer([*self._head, *turns], params, show=output.write, stoppable=True)
         except SlimectlError as error:
             output.end()
-            stdio.say(f"{error}; /reset begins anew")
+            stdio.say(f"{error}. Type /reset to start over")
             return
         output.end()
         self._turns = [*turns, {"role": "assistant", "content": completion.text}]
         if completion.finish_reason != "stop":
             stopped = completion.finish_reason == "abort"
-            stdio.note("stopped" if stopped else f"cut after {stdio.quantity(len(completion.tokens), 'token')}")
+            stdio.note("stopped" if stopped else f"stopped after {stdio.quantity(len(completion.tokens), 'token')}")
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines that a person writes, with line editing on a terminal, or those of a pipe."""
+    """Yield the lines that the user types, with line editing on a terminal, or the lines of a pipe."""
     if not sys.stdin.isatty():
         for raw in stdio.input_bytes():
             yield raw.decode("utf-8", "replace").rstrip("\n")
         return
-    with suppress(ImportError):  # without it lines cannot be edited
+    with suppress(ImportError):  # line editing is optional
         import readline  # noqa: F401
     while True:
         try:
@@ -133,4 +133,4 @@ def _lines() -> Iterator[str]:
         except KeyboardInterrupt as error:
             if type(error) is not KeyboardInterrupt:  # SIGTERM or SIGHUP
                 raise
-            stdio.say("\n/exit or Ctrl-D leaves")
+            stdio.say("\nType /exit or press Ctrl-D to quit")

@@ -1,4 +1,4 @@
-"""Chats as text for a terminal: messages of a sample, each under its role."""
+"""Formats the messages of a sample for a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from slimectl.viewer.conversation import Message
 
 
 def messages_text(messages: Iterable[Message]) -> str:
-    """Return messages as harmless text: a text prompt as it is, the policy's after >>>, others under their roles."""
+    """Return messages as text that is safe to print: the policy's after >>>, others after their role.
+
+    A prompt that is a string has no prefix.
+    """
     return "\n".join(map(_message_text, messages))
 
 

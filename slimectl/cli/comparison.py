@@ -1,4 +1,4 @@
-"""Two runs, rounds or samples files compared: settings, curves and metrics of runs, responses to the same prompts."""
+"""Compares the settings, curves and metrics of two runs, or the responses in two files to the same prompts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from slimectl.viewer import queries
 from slimectl.viewer.library import RunSource, SamplesFile, is_run_folder, read_settings, read_view
 
 MAX_WORDS = 3000
-"""Most words of a response whose difference is looked for word by word, as in the page."""
+"""Maximum words of a response that is compared word by word. The page has the same limit."""
 MAX_NAMES = 8
-"""Most metrics of the first step that differs."""
+"""Maximum number of metrics shown of the first step that differs."""
 CURVE = 24
-"""Columns of a curve."""
+"""Width of a curve in columns."""
 MIN_CURVE = 4
-"""Columns below which curves are left out."""
+"""Minimum width of a curve in columns. Narrower ones are not drawn."""
 
 
 def show_comparison(before: Path, after: Path, selection: Selection) -> None:
-    """Print how two runs differ, or two files of samples. Raises SettingsError for a run and another thing."""
+    """Print how two runs or two samples files differ. Raises SettingsError for a run and something else."""
     are_runs = [is_run_folder(path) for path in (before, after)]
     if not any(are_runs):
         show_difference(before, after, selection)
@@ -70,7 +70,7 @@ def _curves(summary: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
 
 
 def _first_difference(before: RunSource, after: RunSource) -> dict[str, Any] | None:
-    """Return the first step of metrics.jsonl at which two runs differ, with both values; None if they are equal."""
+    """Return the first step of metrics.jsonl at which two runs differ, with both values, or None if they are equal."""
     lines = [(line for line in run.all_metrics() if not _is_timing(line)) for run in (before, after)]
     for old, new in zip_longest(*lines):
         if old is None or new is None:
@@ -108,10 +108,10 @@ def _comparison_lines(before: Path, after: Path, comparison: dict[str, Any]) -> 
         yield "metrics are equal at every step"
         return
     if not first["metrics"]:
-        yield f"metrics are equal until step {first['step']}, which only one of them has"
+        yield f"metrics are equal until step {first['step']}, which only one run has"
         return
     names = list(first["metrics"].items())
-    yield f"metrics differ first at step {first['step']}, in {stdio.quantity(len(names), 'metric')}"
+    yield f"metrics first differ at step {first['step']}, in {stdio.quantity(len(names), 'metric')}"
     for name, (old, new) in names[:MAX_NAMES]:
         yield f"  {name}  {_number(old)}  ->  {_number(new)}"
 
@@ -121,9 +121,9 @@ def _number(value: float | None) -> str:
 
 
 def show_difference(before: Path, after: Path, selection: Selection) -> None:
-    """Print the prompts of two files, rounds or runs whose reward changed most, with what differs in an answer.
+    """Print the prompts whose rewards differ most between two files, rounds or runs, with two responses compared.
 
-    Raises SettingsError if they share no prompt that is graded.
+    Raises SettingsError if no prompt has a reward in both.
     """
     (left_library, left_files), (right_library, right_files) = read_view(before), read_view(after)
     first, second = compared_files(left_files, right_files)
@@ -135,7 +135,7 @@ def show_difference(before: Path, after: Path, selection: Selection) -> None:
         old, new, threshold=threshold, where=selection.condition, sort=selection.sort, limit=selection.rows
     )
     if not answer["shared"] and not selection.condition:
-        raise SettingsError(f"{first.path} and {second.path}: share no prompt with a reward in both; score them first")
+        raise SettingsError(f"{first.path} and {second.path}: no prompt has a reward in both. Score them first")
     if selection.as_json:
         files = {"before": str(first.path), "after": str(second.path)}
         print(safe_json({**files, "kind": "difference", **answer}, indent=2))
@@ -144,7 +144,7 @@ def show_difference(before: Path, after: Path, selection: Selection) -> None:
     mean = _change(answer["before_mean"], answer["after_mean"])
     flips = f"{answer['became_right']} became right, {answer['became_wrong']} wrong"
     matching = f" that match {one_line(selection.condition, 60)}" if selection.condition else ""
-    print(f"{stdio.quantity(answer['shared'], 'prompt')} in both{matching}, mean reward {mean}; {flips}")
+    print(f"{stdio.quantity(answer['shared'], 'prompt')} in both{matching}, mean reward {mean}, {flips}")
     for change in answer["prompts"]:
         label = one_line(compact(change["label"]), 30)
         print(one_line(f"--- {_change(change['before'], change['after'])}  label {label}  {change['prompt']}", width()))
@@ -152,13 +152,13 @@ def show_difference(before: Path, after: Path, selection: Selection) -> None:
                  ((old, change["before_row"]), (new, change["after_row"]))]  # fmt: skip
         print("\n".join(differing(*texts)))
     if answer["total"] > len(answer["prompts"]):
-        print(f"{answer['total'] - len(answer['prompts'])} more; --rows shows them")
+        print(f"{answer['total'] - len(answer['prompts'])} more. Use --rows to show them")
 
 
 def compared_files(before: Sequence[SamplesFile], after: Sequence[SamplesFile]) -> tuple[SamplesFile, SamplesFile]:
-    """Return the newest files of one kind on both sides: of one evaluation, else of a round, else those that are named.
+    """Return the two files to compare: the newest evaluation of the same dataset, else the newest round.
 
-    Of two runs the newest evaluation of a data set that both have, else the newest round that both keep.
+    Of two runs, both files are of the same round. If nothing is comparable, returns the last file of each side.
     """
     for kind in ("evaluation", "round"):
         pairs = [
@@ -177,7 +177,7 @@ def _change(before: float | None, after: float | None) -> str:
 
 
 def differing(before: str, after: str) -> list[str]:
-    """Return two texts with the words that only one of them has marked: [-…-] and {+…+} without colours."""
+    """Return two texts with their differing words marked, by [-…-] and {+…+} if colours are off."""
     if before == after:
         return [f"  {visible(before)}"]
     old, new = (re.findall(r"\s+|\w+|[^\s\w]", text) for text in (before, after))

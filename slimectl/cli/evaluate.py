@@ -37,7 +37,9 @@ def evaluate(
         typer.Option("--out", "-o", metavar="FILE", help="File for graded samples", callback=output_name),
     ] = None,
 ) -> None:
-    """Evaluate a model on held-out prompts: accuracy, avg@n, pass@k. Prints JSON, or a table on a terminal.
+    """Evaluate a model on held-out prompts: accuracy, avg@n, pass@k.
+
+    Prints JSON, or a table on a terminal.
 
     Example:
 
@@ -47,7 +49,7 @@ def evaluate(
     for name, source in map(_parse_dataset, data or []):
         if name in sources:
             raise SettingsError(
-                f"--data {name}={source}: {name} is {sources[name]} already; give each dataset its name"
+                f"--data {name}={source}: {name} is already {sources[name]}. Give each dataset its own name"
             )
         sources[name] = source
     flags = {"eval.data": sources or None, "eval.n_samples_per_prompt": n, "eval.temperature": temperature}
@@ -56,7 +58,7 @@ def evaluate(
     resolution = options.resolve(flags, lent=MEASURED)
     settings = resolution.settings
     if not settings.eval.data:
-        raise SettingsError("eval.data: no datasets are given; add --data NAME=PROMPTS")
+        raise SettingsError("eval.data: no datasets given. Add --data NAME=PROMPTS")
     if options.dry_run:
         print_preflight(resolution, "model", "engine", "datasets", "hooks", "trackers")
         return
@@ -108,7 +110,7 @@ def _measure(settings: Settings, out: str | None) -> Evaluation:
 
 
 def _answer_count(settings: Settings) -> int | None:
-    """Return the number of answers to all datasets; None if one of them is no plain file."""
+    """Return the number of responses for all datasets, or None if one of them is not a plain file."""
     from slimectl.cli.progress import line_count
     from slimectl.stages.evaluate import resolve_dataset_settings
 
@@ -121,9 +123,9 @@ def _answer_count(settings: Settings) -> int | None:
 
 
 def table(names: Sequence[str], metrics: Metrics) -> Iterator[str]:
-    """Yield a table with a row for each dataset: means with their standard errors over prompts, pass@k, lengths."""
+    """Yield a table with a row per dataset: means with standard errors over prompts, pass@k, response lengths."""
     rates = sorted({rate for name in names for key in metrics if (rate := _rate(name, key))}, key=_rate_order)
-    rows = [["dataset", "answers", "accuracy", "mean reward", *rates, "length", "cut"]]
+    rows = [["dataset", "responses", "accuracy", "mean reward", *rates, "length", "truncated"]]
     for name in names:
         prefix = f"eval/{name}"
         rates_of_dataset = [metrics.get(f"{prefix}-{rate}") for rate in rates]
@@ -153,7 +155,7 @@ def _with_error(metrics: Metrics, key: str) -> str:
 
 
 def _rate(name: str, key: str) -> str:
-    """Return the kind of a rate over several answers (`pass@4`), if `key` is one of this dataset; else ""."""
+    """Return the rate over several responses (such as `pass@4`) that `key` has for this dataset, or ""."""
     rate = key.removeprefix(f"eval/{name}-")
     return rate if rate != key and rate.startswith(("avg@", "maj@", "pass@")) else ""
 
@@ -164,9 +166,9 @@ def _rate_order(rate: str) -> tuple[str, int]:
 
 
 def summary_line(name: str, metrics: Metrics) -> str:
-    """One line with the accuracy of a dataset (failed attempts count as wrong), failures and skipped prompts.
+    """Return a line with the accuracy of a dataset (failed attempts count as wrong), failures and skipped prompts.
 
-    Where rewards are graded, so that their mean is another number, it stands beside.
+    Includes the mean reward if it differs from the accuracy.
     """
     accuracy, mean = metrics[f"eval/{name}_accuracy"], metrics[f"eval/{name}_avg_reward"]
     reward = f", mean reward {mean:.3f}" if abs(mean - accuracy) > 1e-9 else ""
@@ -175,14 +177,14 @@ def summary_line(name: str, metrics: Metrics) -> str:
 
 
 def _notes(name: str, metrics: Metrics) -> str:
-    """Failures by kind, samples without a reward and skipped prompts. Empty if there are none."""
+    """Return failures by kind, samples without a reward and skipped prompts, or "" if there are none."""
     prefix = f"eval/{name}/error/"
     failed = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    notes = [f"{count:.0f} failed of {kind}" for kind, count in failed.items()]
+    notes = [f"{count:.0f} failed ({kind})" for kind, count in failed.items()]
     if unrewarded := metrics.get(f"eval/{name}/no_reward"):
-        notes.append(f"{unrewarded:.0f} left out without a reward")
+        notes.append(f"{unrewarded:.0f} skipped without a reward")
     if too_long := metrics.get(f"eval/{name}/prompts_too_long"):
-        notes.append(f"{too_long:.0f} prompts left out")
+        notes.append(f"{too_long:.0f} prompts skipped")
     return ", ".join(notes)
 
 

@@ -1,4 +1,4 @@
-"""`slimectl inspect --follow`: samples as a stage or a run writes them."""
+"""`slimectl inspect --follow`: prints samples as a stage or a run writes them."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ POLL_S = 0.5
 
 
 def follow_samples(path: Path, selection: Selection) -> None:
-    """Print the last samples of a file or a run, then new ones, until the run or the stage ends, or Ctrl-C.
+    """Print the last samples of a file or a run, then new ones, until the run or stage ends, or Ctrl-C.
 
-    Of an output that a stage still writes, its unfinished file is followed. Raises SettingsError.
+    While a stage is writing its output, follows the unfinished file. Raises SettingsError.
     """
     partial = None if path.is_dir() else partial_output(path)
     source = partial or path
     if not source.exists():
         raise SettingsError(f"{path}: no such file or folder")
     if not source.is_file() and not is_run_folder(source):
-        raise SettingsError(f"{path}: is neither a file nor a run; give a samples file or a run's folder (runs/NAME)")
+        raise SettingsError(f"{path}: not a file or a run. Give a samples file or a run's folder (runs/NAME)")
     library = Library([source])
     if any(not run.settings.get("run.keep_samples") for run in library.runs.values()):
-        stdio.note(f"{path}: keeps the samples of its evaluations only; those of rounds by run.keep_samples = true")
+        stdio.note(
+            f"{path}: has samples of its evaluations only. Set run.keep_samples = true to keep samples of rounds"
+        )
     follower = Follower(library, selection)
     if selection.color_by and not selection.as_json:
         print(legend(selection.color_by))
     follower.show_last()
     while True:
-        # Asked before the files are read, so that no sample is missed that was written before the end.
+        # Check for the end before reading the files, so that no sample written before the end is missed.
         end = _end(path, follower.library, partial)
         follower.show_new()
         if end:
@@ -49,7 +51,7 @@ def follow_samples(path: Path, selection: Selection) -> None:
 
 
 def _end(path: Path, library: Library, partial: Path | None) -> str:
-    """Return why nothing more will come; an empty text if something may."""
+    """Return why no more samples will come, or "" if some may."""
     states = {run.state for run in library.runs.values()}
     if states and "running" not in states:
         return f"{path}: {states.pop()}"
@@ -57,16 +59,16 @@ def _end(path: Path, library: Library, partial: Path | None) -> str:
 
 
 class Follower:
-    """Samples of the files of a library that were not shown yet."""
+    """Shows the samples of a library's files that have not been shown yet."""
 
     def __init__(self, library: Library, selection: Selection) -> None:
         self.library = library
         self._selection = selection
         self._positions: dict[Path, tuple[SampleIndex | None, int]] = {}
-        """The index of each file and the row after the last one that was looked at; no index: none is left to show."""
+        """Index and next row of each file. A file without an index has nothing left to show."""
 
     def show_last(self) -> None:
-        """Show the last samples that there are, as many as are asked for; all before them count as shown."""
+        """Show the last `rows` samples. Earlier ones count as shown."""
         last: list[Place] = []
         for file in self._files()[::-1]:
             if len(last) < self._selection.rows or file.run is None:
@@ -80,11 +82,11 @@ class Follower:
             self._show(list(self._new(file)))
 
     def _files(self) -> list[SamplesFile]:
-        """Return the files, those of a run in the order in which they were written."""
+        """Return the files in the order in which they were written."""
         return sorted(self.library.files().values(), key=lambda file: _written(file.path))
 
     def _new(self, file: SamplesFile) -> Iterator[Place]:
-        """Yield the samples of a file that meet the filter and are new; all of them once it was replaced."""
+        """Yield the new samples of a file that match the filter. After the file is replaced, all are new."""
         before, start = self._positions.get(file.path, (None, 0))
         if before is None and file.path in self._positions:
             return
@@ -106,7 +108,7 @@ class Follower:
 
 
 def _written(path: Path) -> int:
-    """Return the time of the last change of a file; 0 for one that has got its final name by now."""
+    """Return the modification time of a file in nanoseconds, or 0 if it has been renamed."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -25,12 +25,14 @@ def inspect(
         str, typer.Option("--where", metavar="EXPR", help="Filter samples: \"reward < 0.5 and 'so' in response\"")
     ] = "",
     sort: Annotated[
-        str, typer.Option("--sort", metavar="FIELD", help="Sort samples by a field, -FIELD in descending order")
+        str, typer.Option("--sort", metavar="FIELD", help="Sort samples by a field. -FIELD sorts in descending order")
     ] = "",
     prompt: Annotated[
         str | None,
         typer.Option(
-            "--prompt", metavar="TEXT", help="Show one prompt over rounds, by part of its text or its group number"
+            "--prompt",
+            metavar="TEXT",
+            help="Show one prompt over all rounds, given part of its text or its group number",
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new samples as they arrive")] = False,
@@ -48,12 +50,11 @@ def inspect(
 ) -> None:
     """Summarize a run, samples file or model directory, and show samples.
 
-    Two runs are compared as by `slimectl diff`.
+    Given two paths, compares them like `slimectl diff`.
 
-    Samples of a run are those that it keeps of its rounds and evaluations. With --mask, a samples file (or chats to
-    imitate; preferences with -s algorithm.name=dpo) is shown token by token: what the model is taught, and what it only
-    reads. The model is the one that the file's manifest names, or --model; rows are read as `train` would with the same
-    -c and -s.
+    For a run, shows the samples that it kept of its rounds and evaluations. With --mask, shows token by token what is
+    trained on in a file of samples, demonstrations or preferences (with -s algorithm.name=dpo). The model comes from
+    the file's manifest or from --model. Rows are read as by `slimectl train` with the same -c and -s.
 
     Example:
 
@@ -71,7 +72,7 @@ def inspect(
         explain=explain,
     )
     if mask and as_json:
-        raise SettingsError("--mask and --json exclude each other; a sample's mask is its loss_mask in --json")
+        raise SettingsError("--mask and --json cannot be combined. With --json, a sample's mask is its loss_mask")
     paths = [follow_links(path) for path in paths]
     path = paths[0]
     selection = inspect_samples.Selection(rows, condition, sort, color_by, as_json, explain, options.model)
@@ -98,11 +99,11 @@ def inspect(
 
 
 def _check(paths: list[Path], modes: list[str], *, condition: str, sort: str, color_by: str, explain: bool) -> None:
-    """Raise SettingsError for a path that is missing, or for options that do not go together."""
+    """Raise SettingsError for a missing path, or for options that cannot be combined."""
     if color_by and color_by not in tokens.NAMES:
-        raise SettingsError(f"--color-by: {color_by!r:.40} is none of {', '.join(tokens.NAMES)}")
+        raise SettingsError(f"--color-by: {color_by!r:.40} is unknown. Choose one of {', '.join(tokens.NAMES)}")
     if len(modes) > 1:
-        raise SettingsError(f"{modes[0]} and {modes[1]} exclude each other; give one")
+        raise SettingsError(f"{modes[0]} and {modes[1]} cannot be combined. Choose one")
     refused = {
         "--where": condition and modes and modes not in (["--follow"], ["--diff"]),
         "--sort": sort and modes and modes != ["--diff"],
@@ -111,12 +112,12 @@ def _check(paths: list[Path], modes: list[str], *, condition: str, sort: str, co
     }
     for name, is_refused in refused.items():
         if is_refused:
-            raise SettingsError(f"{modes[0]} and {name} exclude each other; give one")
+            raise SettingsError(f"{modes[0]} and {name} cannot be combined. Choose one")
     if modes == ["--diff"] and len(paths) != 2:
-        raise SettingsError("--diff: compares two; write slimectl inspect --diff A B")
+        raise SettingsError("--diff: needs two paths: slimectl inspect --diff A B")
     compares = not modes and len(paths) == 2 and not (color_by or explain)
     if modes != ["--diff"] and len(paths) != 1 and not compares:
-        raise SettingsError(f"{paths[1]}: one path is shown at a time; two are compared without other options")
+        raise SettingsError(f"{paths[1]}: only one path can be shown at a time. To compare two, drop the other options")
     for path in paths:
         if not path.exists() and modes != ["--follow"]:
             raise SettingsError(f"{path}: no such file or folder")

@@ -1,4 +1,4 @@
-"""Samples of files and runs for `slimectl inspect`: filtered, sorted, one prompt over time, two files compared."""
+"""Selects and prints samples of files and runs for `slimectl inspect`: filtered, sorted, or of one prompt."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from slimectl.viewer.token_view import sample_view
 
 THRESHOLD = "eval.success_threshold"
 MAX_CHOICES = 8
-"""Most prompts that a message names."""
+"""Maximum number of prompts listed in a message."""
 MAX_REASON = 400
-"""Most columns of the line that says why a sample has its reward."""
+"""Maximum width of the line that explains a sample's reward, in columns."""
 
 
 @dataclass
 class Selection:
-    """Samples to show, and how."""
+    """Which samples to show, and how."""
 
     rows: int = 3
     condition: str = ""
@@ -48,17 +48,17 @@ class Selection:
     as_json: bool = False
     explain: bool = False
     model: str | None = None
-    """Folder of the tokenizer, if the files' manifests name none."""
+    """Folder of the tokenizer, overrides the files' manifests."""
     _decoders: dict[Path | None, Any] = field(default_factory=dict)
 
     def decoder(self, library: Library, file: SamplesFile) -> Any:
-        """Return the decoder of a file's tokens; None, said once, without one."""
+        """Return the decoder of a file's tokens, or None if it has none, which is logged once."""
         folder = Path(self.model) if self.model else library.model_folder(file)
         if folder not in self._decoders:
             self._decoders[folder] = decoder(folder)
             if self._decoders[folder] is None:
-                reason = f"{folder} has no tokenizer that loads" if folder else "nothing says whose tokens these are"
-                stdio.note(f"{file.path}: {reason}; tokens are shown as numbers; add --model DIR")
+                reason = f"the tokenizer of {folder} cannot be loaded" if folder else "no manifest names the model"
+                stdio.note(f"{file.path}: {reason}, so tokens are shown as numbers. Add --model DIR")
         return self._decoders[folder]
 
 
@@ -71,7 +71,7 @@ class Place:
     row: int
 
     def record(self) -> dict[str, Any]:
-        """Return the sample's record, with the number that it has by its place if it names none."""
+        """Return the sample's record. If it has no `index`, it gets its position."""
         record = self.index.record(self.row)
         record.setdefault("index", int(self.index.columns()["index"][self.row]))
         return record
@@ -79,7 +79,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Matches:
-    """Rows of a file that meet a filter."""
+    """Rows of a file that match a filter."""
 
     file: SamplesFile
     index: SampleIndex
@@ -87,7 +87,7 @@ class Matches:
 
 
 def indexed(library: Library, files: Sequence[SamplesFile]) -> Iterator[tuple[SamplesFile, SampleIndex]]:
-    """Yield the files with their complete indexes; lines that are no samples are reported."""
+    """Yield the files with their complete indexes. Lines that are not samples are logged."""
     for file in files:
         index = library.index(file)
         index.extend()
@@ -98,7 +98,7 @@ def indexed(library: Library, files: Sequence[SamplesFile]) -> Iterator[tuple[Sa
 
 
 def show_selection(path: Path, selection: Selection) -> None:
-    """Print the samples of a file or a run that meet the filter, the newest file first. Raises SettingsError."""
+    """Print the samples of a file or a run that match the filter, newest file first. Raises SettingsError."""
     library, files = read_view(path)
     matches = [
         Matches(file, index, queries.matching_rows(index, index.columns(), where=selection.condition))
@@ -115,7 +115,7 @@ def show_selection(path: Path, selection: Selection) -> None:
         return
     count = stdio.quantity(counts["samples"], "sample")
     if selection.condition:
-        count = f"{counts['matches']} of {count} match {one_line(selection.condition, 60)};"
+        count = f"{counts['matches']} of {count} match {one_line(selection.condition, 60)}:"
     mean = "not scored" if counts["mean_reward"] is None else f"mean reward {counts['mean_reward']:.4g}"
     of = "" if selection.condition else "of "
     print(f"{path}: {count} {of}{stdio.quantity(counts['prompts'], 'prompt')}, {mean}")
@@ -123,11 +123,11 @@ def show_selection(path: Path, selection: Selection) -> None:
         print(legend(selection.color_by))
     show_places(library, places, selection)
     if counts["matches"] > len(places):
-        print(f"{counts['matches'] - len(places)} more; --rows shows them")
+        print(f"{counts['matches'] - len(places)} more. Use --rows to show them")
 
 
 def _counts(matches: Sequence[Matches]) -> dict[str, Any]:
-    """Return the number of samples that match, of their prompts, and the mean of their rewards that are numbers."""
+    """Return the number of matching samples and of their prompts, and the mean of their numeric rewards."""
     rewards = np.concatenate([match.index.columns()["reward"][match.rows] for match in matches])
     prompts = set().union(*(_prompts(match) for match in matches))
     finite = rewards[np.isfinite(rewards)]
@@ -136,7 +136,7 @@ def _counts(matches: Sequence[Matches]) -> dict[str, Any]:
 
 
 def _prompts(match: Matches) -> set[int]:
-    """Return the prompts of the rows by their hashes. The branches of an attempt begin with the prompt of its group."""
+    """Return the hashes of the rows' prompts. The branches of an attempt begin with the prompt of its group."""
     groups, attempts, prompts = (match.index.columns()[name][match.rows] for name in ("group", "trajectory", "prompt"))
     attempts, rows = np.unique(np.stack([groups, attempts]), axis=1, return_counts=True)
     branched = np.isin(groups, attempts[0][rows > 1])
@@ -145,7 +145,7 @@ def _prompts(match: Matches) -> set[int]:
 
 
 def _first(matches: Sequence[Matches], name: str, count: int) -> list[Place]:
-    """Return the first places by a field, with - before it the last ones; samples without a value come last.
+    """Return the first places sorted by a field, or the last ones if it begins with -. Missing values come last.
 
     Raises SettingsError if no sample has the field.
     """
@@ -175,7 +175,7 @@ def _values(matches: Sequence[Matches], name: str) -> Iterator[Any]:
 
 
 def show_places(library: Library, places: Sequence[Place], selection: Selection) -> None:
-    """Print samples, a heading each, and why it has its reward where that is known."""
+    """Print each sample with a heading, and an explanation of its reward if there is one."""
     for place, explanation in zip(places, explanations(library, places, selection), strict=True):
         record = place.record()
         print(heading(record, place.file))
@@ -188,9 +188,9 @@ def show_places(library: Library, places: Sequence[Place], selection: Selection)
 
 
 def explanations(library: Library, places: Sequence[Place], selection: Selection) -> list[dict[str, Any] | None]:
-    """Return the explanation of each sample's reward: that of its record, or with --explain of a verifier's new grade.
+    """Return the explanation of each sample's reward from its record, or with --explain by grading it again.
 
-    Raises SettingsError for a file of which no run says how it was graded.
+    Raises SettingsError for a file without a run that tells how it was graded.
     """
     reasons: list[dict[str, Any] | None] = []
     for place in places:
@@ -207,13 +207,13 @@ def explanations(library: Library, places: Sequence[Place], selection: Selection
 
 
 def _is_whole(explanation: Mapping[str, Any]) -> bool:
-    """Return whether an explanation of a file, which may hold anything, has the texts of a verifier's."""
+    """Return whether an explanation from a file, which may contain anything, has the fields that a verifier writes."""
     texts = [explanation.get(name) for name in ("from", "why", "extracted")]
     return all(isinstance(text, str) for text in texts[:2]) and isinstance(texts[2], str | None)
 
 
 def heading(record: Mapping[str, Any], file: SamplesFile | None = None) -> str:
-    """Return the line above a sample: its place, status, reward and label. A failed one has its error below."""
+    """Return the line above a sample: its place, status, reward and label. If it failed, add a line with the error."""
     place = f"{file.title}, " if file is not None and file.run is not None else ""
     status = record.get("status", "completed" if "response" in record else "pending")
     reward, label = (one_line(compact(record.get(name)), 200) for name in ("reward", "label"))
@@ -227,9 +227,9 @@ def compact(value: Any) -> str:
 
 
 def texts_of(record: Mapping[str, Any], library: Library, file: SamplesFile, selection: Selection) -> str:
-    """Return prompt and response of a sample of a file as harmless text, chats by role.
+    """Return prompt and response of a sample as text that is safe to print, chats by role.
 
-    The turns of a response that a program or an environment took part in are found by its tokens.
+    The turns of a response with several authors are found by its tokens.
     """
     decode = selection.decoder(library, file) if len(response_turns(record)) > 1 else None
     messages = conversation(record, decode)
@@ -241,7 +241,7 @@ def texts_of(record: Mapping[str, Any], library: Library, file: SamplesFile, sel
 
 
 def image_lines(record: Mapping[str, Any], library: Library, file: SamplesFile) -> str:
-    """Return a line for each image of a sample, as harmless text; with colours also the image in coarse blocks."""
+    """Return a line for each image of a sample. If colours are on, also draws the image in coarse blocks."""
     lines = []
     for number, source in enumerate(record_images(record, file.path.parent), start=1):
         name = source if isinstance(source, str) else "in the record"
@@ -255,11 +255,11 @@ def image_lines(record: Mapping[str, Any], library: Library, file: SamplesFile) 
 
 
 def picture(source: ImageSource, *, folders: Sequence[Path], columns: int = 24) -> list[str]:
-    """Return an image in lines of half blocks, two pixels a character. Raises RecordError, MissingExtraError."""
+    """Return an image as lines of half blocks, two pixels per character. Raises RecordError, MissingExtraError."""
     import io
 
     small = thumbnail(source, side=columns, folders=folders)
-    from PIL import Image  # thumbnail has said if it is missing
+    from PIL import Image  # `thumbnail` raises MissingExtraError if it is missing
 
     pixels_HWC = np.asarray(Image.open(io.BytesIO(small)).convert("RGB"))
     pixels_HWC = pixels_HWC[: len(pixels_HWC) // 2 * 2]
@@ -271,7 +271,7 @@ def picture(source: ImageSource, *, folders: Sequence[Path], columns: int = 24) 
 
 
 def coloured_tokens(library: Library, place: Place, record: Mapping[str, Any], selection: Selection) -> str:
-    """Return the tokens of a sample in colours, or its texts with what is wrong with its record."""
+    """Return the tokens of a sample in colours. If its record is invalid, return its texts and the error."""
     try:
         sample_from_json(record)
     except RecordError as error:
@@ -284,7 +284,7 @@ def coloured_tokens(library: Library, place: Place, record: Mapping[str, Any], s
 
 
 def show_prompt(path: Path, name: str, selection: Selection) -> None:
-    """Print one prompt, and its answers in every round, evaluation or file. Raises SettingsError."""
+    """Print one prompt and its responses in every round, evaluation or file. Raises SettingsError."""
     library, files = read_view(path)
     indexes = list(indexed(library, files))
     number, prompt = _selected_prompt(path, name, [index for _, index in indexes])
@@ -301,9 +301,9 @@ def show_prompt(path: Path, name: str, selection: Selection) -> None:
     print(visible(prompt, 2000) if isinstance(prompt, str) else messages_text(prompt_messages(prompt)))
     means = [answers["mean"] for _, _, answers in appearances if answers["mean"] is not None]
     curve = f", mean reward {means[0]:.3g} {sparkline(means, 30)} {means[-1]:.3g}" if len(means) > 1 else ""
-    answers_count = stdio.quantity(sum(len(answers["rows"]) for _, _, answers in appearances), "answer")
+    answers_count = stdio.quantity(sum(len(answers["rows"]) for _, _, answers in appearances), "response")
     files_count = stdio.quantity(len(appearances), "file")
-    print(f"label {one_line(compact(label), 60)}; {answers_count} in {files_count}{curve}")
+    print(f"label {one_line(compact(label), 60)}, {answers_count} in {files_count}{curve}")
     if selection.color_by:
         print(legend(selection.color_by))
     columns = width()
@@ -322,9 +322,9 @@ def show_prompt(path: Path, name: str, selection: Selection) -> None:
 
 
 def _selected_prompt(path: Path, name: str, indexes: Sequence[SampleIndex]) -> tuple[int, Any]:
-    """Return the hash and the prompt that a text or a group's number names.
+    """Return the hash and text of the prompt with this text or group number.
 
-    Raises SettingsError for none, and with a list of them for several.
+    Raises SettingsError if there is none. If there are several, the error lists them.
     """
     if re.fullmatch(r"\d{1,18}", name):
         for index in indexes:
@@ -339,7 +339,7 @@ def _selected_prompt(path: Path, name: str, indexes: Sequence[SampleIndex]) -> t
         number = (exact or list(prompts))[0]
         return number, prompts[number]
     if not prompts:
-        raise SettingsError(f"{path}: no prompt contains {one_line(repr(name), 60)}, and no group has it as its number")
+        raise SettingsError(f"{path}: no prompt contains {one_line(repr(name), 60)}, and no group has this number")
     choices = [
         f"  {_group_of(indexes, number)}  {one_line(queries.preview(prompt), 60)}"
         for number, prompt in list(prompts.items())[:MAX_CHOICES]
@@ -348,7 +348,7 @@ def _selected_prompt(path: Path, name: str, indexes: Sequence[SampleIndex]) -> t
     raise SettingsError(
         "\n".join(
             [
-                f"{path}: {len(prompts)} prompts contain {one_line(repr(name), 60)}; give one's number:",
+                f"{path}: {len(prompts)} prompts contain {one_line(repr(name), 60)}. Give the number of one:",
                 *choices,
                 *more,
             ]

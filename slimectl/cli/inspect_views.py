@@ -1,4 +1,4 @@
-"""Output of `slimectl inspect`."""
+"""Output of `slimectl inspect` for runs, model directories, folders and samples files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimectl.architectures.config import raw_config
 from slimectl.cli.inspect_samples import Selection, heading, texts_of
 from slimectl.cli.run_summary import run_facts, show_run
 from slimectl.cli.terminal import has_colours, safe_json
-from slimectl.cli.tokens import PROMPT, READ, TAUGHT, highlight, legend
+from slimectl.cli.tokens import MASKED, PROMPT, TRAINED, highlight, legend
 from slimectl.data.jsonl import read_samples
 from slimectl.data.manifest import manifest_path
 from slimectl.data.records import sample_to_json
@@ -30,7 +30,7 @@ MANIFEST_KEYS = ("slimectl", "stage", "started", "finished", "counts", "parents"
 
 
 def show(path: Path, selection: Selection) -> None:
-    """Print what a path is: a run, a model directory, another folder, or a samples file."""
+    """Print a summary of a run, a model directory, another folder, or a samples file."""
     if selection.as_json:
         print(safe_json(facts(path, selection.rows), indent=2))
     elif is_run_folder(path):
@@ -44,7 +44,7 @@ def show(path: Path, selection: Selection) -> None:
 
 
 def facts(path: Path, rows: int) -> dict[str, Any]:
-    """Return what a run, a model directory, another folder or a samples file is, and its manifest, as JSON."""
+    """Return a summary of a run, a model directory, another folder or a samples file, with its manifest, as JSON."""
     if is_run_folder(path):
         description = {"kind": "run", **run_facts(path)}
     elif (path / "config.json").exists():
@@ -77,7 +77,7 @@ def show_folder(path: Path) -> None:
 
 
 def samples_facts(path: Path, rows: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the numbers of samples and prompts, the mean of the rewards that are numbers, and the first records."""
+    """Return the numbers of samples and prompts, the mean of the numeric rewards, and the first records."""
     count, prompts, total, scored = 0, set[int](), 0.0, 0
     first = []
     for sample in read_samples(path):
@@ -104,7 +104,7 @@ def show_samples(path: Path, selection: Selection) -> None:
 
 
 def manifest_facts(path: Path) -> dict[str, Any] | None:
-    """Return origin and inputs of a path by its manifest; None without one."""
+    """Return origin and inputs of a path from its manifest, or None if it has none."""
     file = manifest_path(path)
     if not file.exists():
         return None
@@ -126,7 +126,7 @@ def show_manifest(path: Path) -> None:
 
 
 def show_masks(path: Path, rows: int, settings: Settings) -> None:
-    """Print the first samples of a file, or the demonstrations made of its prompts, with each token's role marked."""
+    """Print the first samples of a file, or demonstrations built from its prompts, with each token's role marked."""
     from slimectl import builders
 
     tokenizer = builders.tokenizer(builders.model_folder(settings.model.path or _recorded_model(path), weights=False))
@@ -134,17 +134,17 @@ def show_masks(path: Path, rows: int, settings: Settings) -> None:
     print(legend("mask"))
     for sample in islice(_samples(path, tokenizer, settings), rows):
         mask = sample.mask()
-        print(f"--- sample {sample.index}: {sample.prompt_length} + {len(mask)} tokens, {sum(mask)} taught")
+        print(f"--- sample {sample.index}: {sample.prompt_length} + {len(mask)} tokens, {sum(mask)} trained")
         print("".join(highlight(text, part, coloured) for part, text in _runs(sample, tokenizer)))
 
 
 def _recorded_model(path: Path) -> str:
-    """The model path in the manifest of a file. Raises SettingsError if there is none."""
+    """Return the model path in the manifest of a file. Raises SettingsError if there is none."""
     file = manifest_path(path)
     manifest = json.loads(file.read_text()) if file.exists() else {}
     model = manifest.get("settings", {}).get("model", {}).get("path")
     if not model:
-        raise SettingsError(f"{path}: no manifest says whose tokens these are; add --model DIR")
+        raise SettingsError(f"{path}: no manifest names the model. Add --model DIR")
     return str(model)
 
 
@@ -159,7 +159,7 @@ def _samples(path: Path, tokenizer: Any, settings: Settings) -> Iterator[Sample]
 
 
 def _runs(sample: Sample, tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """(part, text) of each run of consecutive tokens of one part."""
-    parts = [PROMPT] * sample.prompt_length + [TAUGHT if bit else READ for bit in sample.mask()]
+    """Yield (part, text) for each run of consecutive tokens of one part."""
+    parts = [PROMPT] * sample.prompt_length + [TRAINED if bit else MASKED for bit in sample.mask()]
     for part, tokens in groupby(zip(parts, sample.tokens, strict=True), key=lambda pair: pair[0]):
         yield part, tokenizer.decode([token for _, token in tokens], skip_special_tokens=False)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def metrics(
-    pattern: Annotated[str | None, typer.Argument(help="Part of a name")] = None,
-    naming: Annotated[str | None, typer.Option("--naming", help="slime or roll. Default: both")] = None,
+    pattern: Annotated[str | None, typer.Argument(help="Part of a metric's name")] = None,
+    naming: Annotated[str | None, typer.Option("--naming", help="Metric names of slime or roll. Default: both")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -37,7 +37,7 @@ def metrics(
         if (pattern is None or pattern in metric.name) and naming in (None, metric.naming)
     ]
     if not matches:
-        raise SettingsError(f"{pattern}: no metric has this in its name; `slimectl metrics` lists all")
+        raise SettingsError(f"{pattern}: no metric name contains this. `slimectl metrics` lists all")
     if markdown and not as_json:
         print("| name | unit | axis | definition |\n|---|---|---|---|")
     for metric in matches:
@@ -50,6 +50,6 @@ def _entry(metric: Metric) -> str:
 
 
 def _row(metric: Metric) -> str:
-    """One row of a Markdown table, with bars escaped."""
+    """Return a row of a Markdown table, with bars escaped."""
     definition = metric.definition.replace("|", r"\|")
     return f"| `{metric.name}` | {metric.unit} | `{metric.axis}` | {definition} |"

@@ -14,13 +14,13 @@ from slimectl.cli.options import AsJson
 from slimectl.errors import SettingsError, StorageError
 from slimectl.planner.workload import parameters
 
-USAGE = "models: write `slimectl models`, `models show NAME`, `models check NAME DIR` or `models create NAME DIR`"
+USAGE = "models: use `slimectl models`, `models show NAME`, `models check NAME DIR` or `models create NAME DIR`"
 COLUMNS = ("name", "family", "parameters", "activated", "layers", "hidden")
 
 
 def models(
-    action: Annotated[str | None, typer.Argument(help="list, show, check or create")] = None,
-    name: Annotated[str | None, typer.Argument(help="Name of a card")] = None,
+    action: Annotated[str | None, typer.Argument(help="list (default), show, check or create")] = None,
+    name: Annotated[str | None, typer.Argument(help="Card name")] = None,
     target: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="Checkpoint to check, or directory to create")
     ] = None,
@@ -91,13 +91,15 @@ def check(name: str, folder: Path, *, as_json: bool = False) -> None:
         print(json.dumps(entry) if as_json else cards.describe_difference(difference))
     if differences:
         raise typer.Exit(1)
-    stdio.note(f"{folder}: agrees with the card {name}")
+    stdio.note(f"{folder}: matches the card {name}")
 
 
 def create(name: str, target: Path | None, seed: int) -> None:
     card = cards.load(name)
     if target is None or target.exists():
-        raise SettingsError(f"models create: give a directory that does not exist yet, not {target}")
+        raise SettingsError(
+            f"models create: {f'{target} already exists' if target else 'no directory given'}. Give a new directory"
+        )
     from slimectl import builders
     from slimectl.data.run_dir import write_folder
     from slimectl.planner.workload import sized
@@ -106,6 +108,6 @@ def create(name: str, target: Path | None, seed: int) -> None:
     size = MASTER_BYTES * card["parameters"]
     for place, free in (("on disk", free_space(target)), ("in memory", available_memory("cpu"))):
         if free is not None and size > free:
-            raise StorageError(f"{target}: {name} takes {sized(size)} {place}, where {sized(free)} are free; free some")
+            raise StorageError(f"{target}: {name} needs {sized(size)} {place}, but {sized(free)} are free. Free some")
     write_folder(target, lambda staged: builders.create_model(name, staged, seed=seed))
-    stdio.note(f"{target}: a new {card['family']} of random weights, seed {seed}")
+    stdio.note(f"{target}: a new {card['family']} model with random weights, seed {seed}")

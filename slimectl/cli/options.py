@@ -17,14 +17,14 @@ from slimectl import stdio
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.redaction import redact, secrets_in
 
-if TYPE_CHECKING:  # the settings' classes take a quarter of a second to build, which help avoids
+if TYPE_CHECKING:  # building the settings classes takes a quarter of a second, which --help avoids
     from slimectl.settings import Layer, Resolved
 
 STDOUT_NAMES = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 def output_name(out: str | None) -> str | None:
-    """Return the name of an output, with every alias of stdout as `-`: records do not go to its file descriptor."""
+    """Return the name of an output, with aliases of stdout as `-`: records are not written to its file descriptor."""
     return "-" if out in STDOUT_NAMES else out
 
 
@@ -32,33 +32,33 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per
 SystemMessage = Annotated[str | None, typer.Option("--system", help="System message")]
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max-tokens", help="Maximum tokens of a response. Default: that of the model's run, or 1024", min=1),
+    typer.Option("--max-tokens", help="Maximum tokens of a response. Default: as in the model's run, or 1024", min=1),
 ]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="Softmax temperature. 0 is greedy", min=0.0)]
-SamplingSeed = Annotated[int | None, typer.Option("--seed", help="Seed of sampling", min=0)]
+SamplingSeed = Annotated[int | None, typer.Option("--seed", help="Sampling seed", min=0)]
 CLUSTER = "executor ray_address"
 ENGINES = "engine engines engine_url"
 SETTINGS = "config assign"
-"""Names of options that commands take together."""
+"""Names of options that commands use together."""
 
 
 MAX_ANSWER = 1024
-"""Tokens that the answer of `ask` and `chat` may have where nothing else is set."""
+"""Default maximum tokens of a response of `ask` and `chat`."""
 
 
 def set_log_level(level: str | None) -> str | None:
-    """Apply --log-level to this process and those that it starts. Raises BadParameter for an unknown level."""
+    """Apply --log-level to this process and its children. Raises BadParameter for an unknown level."""
     if level is not None:
         if level.lower() not in stdio.LEVELS:
             levels = ", ".join(stdio.LEVELS)
-            raise typer.BadParameter(f"{level!r} is none of {levels}")
+            raise typer.BadParameter(f"{level!r} is not one of {levels}")
         os.environ[stdio.LOG_LEVEL] = level.lower()
         stdio.log_to_stderr()
     return level
 
 
 def set_quiet(quiet: bool) -> bool:
-    """Apply --quiet: messages of level error alone, in this process and those that it starts."""
+    """Apply --quiet to this process and its children: show only errors."""
     if quiet:
         set_log_level("error")
     return quiet
@@ -66,7 +66,7 @@ def set_quiet(quiet: bool) -> bool:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MessageOptions:
-    """Options of every command (`with_messages`): which messages are shown."""
+    """Options of every command for the messages to show (see `with_messages`)."""
 
     log_level: Annotated[
         str | None,
@@ -80,13 +80,15 @@ class MessageOptions:
     ] = None
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", callback=set_quiet, help="Show only errors and the result, as --log-level error"),
+        typer.Option(
+            "--quiet", "-q", callback=set_quiet, help="Show only errors and the result, like --log-level error"
+        ),
     ] = False
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CommonOptions:
-    """Options that several commands share; a command names those that it takes (`with_options`), in help's order."""
+    """Options that several commands share. A command selects its own with `with_options`, in the order of its help."""
 
     config: Annotated[
         list[Path] | None,
@@ -99,9 +101,13 @@ class CommonOptions:
     ] = None
     assign: Annotated[
         list[str] | None,
-        typer.Option("-s", "--set", metavar="KEY=VALUE", help="Set one setting, e.g. -s train.lr=1e-5"),
+        typer.Option(
+            "-s", "--set", metavar="KEY=VALUE", help="Override one setting, e.g. -s train.lr=1e-5 (repeatable)"
+        ),
     ] = None
-    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="Model: a Hugging Face directory")] = None
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="DIR", help="Model directory (Hugging Face format)")
+    ] = None
     data: Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source, - for stdin")] = (
         None
     )
@@ -119,7 +125,7 @@ class CommonOptions:
     ray_address: Annotated[
         str | None,
         typer.Option(
-            "--ray-address", metavar="HOST:PORT", help="Address of a running Ray cluster, implies --executor ray"
+            "--ray-address", metavar="HOST:PORT", help="Address of a running Ray cluster. Implies --executor ray"
         ),
     ] = None
     engine: Annotated[str | None, typer.Option("--engine", help="Inference engine: embedded, sglang or vllm")] = None
@@ -127,7 +133,7 @@ class CommonOptions:
     engine_url: Annotated[
         list[str] | None,
         typer.Option(
-            "--engine-url", metavar="URL", help="URL of a running server (SGLang, vLLM, `slimectl serve`), repeatable"
+            "--engine-url", metavar="URL", help="URL of a running server: SGLang, vLLM or `slimectl serve` (repeatable)"
         ),
     ] = None
     agent: Annotated[
@@ -145,7 +151,7 @@ class CommonOptions:
     custom_config: Annotated[
         Path | None,
         typer.Option(
-            "--custom-config", metavar="FILE", help="Settings for your own functions, [custom] (YAML or TOML)"
+            "--custom-config", metavar="FILE", help="Settings for your own functions: [custom] (YAML or TOML)"
         ),
     ] = None
     out: Annotated[
@@ -173,14 +179,14 @@ class CommonOptions:
 
     @property
     def sample_paths(self) -> list[str]:
-        """The sample files, `-` if none is given. Raises SettingsError if stdin is given twice."""
+        """Sample files, `-` if none is given. Raises SettingsError if stdin is given twice."""
         paths = self.samples or ["-"]
         if paths.count("-") > 1:
             raise SettingsError("SAMPLES: - is given twice, but stdin can only be read once")
         return paths
 
     def flags(self) -> dict[str, Any]:
-        """Return the settings that the options stand for, None where an option is not given."""
+        """Return the settings that the options set. An option that is not given is None."""
         return {
             "model.path": self.model,
             "rollout.data": self.data,
@@ -208,11 +214,11 @@ class CommonOptions:
         lent: Sequence[str] = (),
         smoke: Mapping[str, Any] = MappingProxyType({}),
     ) -> Resolved:
-        """Resolve settings: defaults < recipe < files < environment < -s < flags; unset flags (None, []) are ignored.
+        """Resolve settings: defaults < recipe < files < environment < -s < flags. Unset flags (None, []) are ignored.
 
-        `flags` are those of the command's own options. The keys `lent` come first from the run that the model is of,
-        and are printed. `smoke` has the values of a smoke run, in place of files and environment. Raises SettingsError
-        with a line for every error.
+        `flags` are the values of the command's own options. The settings `lent` default to the values in the run that
+        made the model, and are logged if used. `smoke` has the values of a smoke run, which replace files and
+        environment. Raises SettingsError with a line for every error.
         """
         from slimectl.settings import Layer, resolve
         from slimectl.settings.layers import nested
@@ -233,11 +239,11 @@ class CommonOptions:
             if layer and resolution.origins[name] == layer.origin
         ]
         if layer and used:
-            stdio.note(f"using {', '.join(used)} of {layer.origin}")
+            stdio.note(f"using {', '.join(used)} from {layer.origin}")
         return resolution
 
     def examine(self) -> tuple[Resolved, list[str]]:
-        """Resolve the settings as far as they are valid; also return a line for every error."""
+        """Resolve the settings as far as they are valid. Also return a line for every error."""
         from slimectl.settings.loading import examine
 
         layers, problems = self._layers({}, None)
@@ -245,7 +251,7 @@ class CommonOptions:
         return resolution, [*problems, *errors]
 
     def _layers(self, flags: Mapping[str, Any], recipe: Layer | None) -> tuple[list[Layer], list[str]]:
-        """Return the layers, later ones above earlier ones, and what is wrong with those that cannot be read."""
+        """Return the layers, lowest priority first, and the errors of layers that cannot be read."""
         from slimectl.settings import Layer
         from slimectl.settings.layers import (
             from_custom_config,
@@ -264,8 +270,8 @@ class CommonOptions:
         read, problems = read_layers(files)
         assigned, mistakes = read_assignments(self.assign or [])
         if next(secrets_in(assigned.values), None) is not None:
-            way_out = "give a secret as env:NAME or file:PATH"
-            stdio.note(f"slimectl: -s: everybody on this machine can read a command line; {way_out}", level="warning")
+            remedy = "Give a secret as env:NAME or file:PATH"
+            stdio.note(f"slimectl: -s: all users of this machine can read the command line. {remedy}", level="warning")
         values: dict[str, dict[str, Any]] = {}
         for name, value in {**self.flags(), **flags}.items():
             if value is not None and value != []:
@@ -276,21 +282,23 @@ class CommonOptions:
 
 
 def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options `names` (words, in the order of its help) as typer expects them: as parameters.
+    """Give a command the options `names` (separated by blanks, in the order of its help) as parameters for typer.
 
-    A name is a parameter of the command, or a field of a dataclass that is the type of one of its parameters: this
-    parameter gets an instance with the values of the fields that are named, and the defaults of all others. The name
-    of such a parameter stands for all its fields. The command's own parameters count before fields of the same name,
-    and fields of an earlier parameter before those of a later one.
+    A name is a parameter of the command, or a field of a dataclass that is the type of one of its parameters. This
+    parameter gets an instance with the values of the selected fields and the defaults of all others. The name of such
+    a parameter selects all its fields. The command's own parameters take precedence over fields of the same name, and
+    fields of an earlier parameter over fields of a later one.
     """
-    words = " ".join(names).split()
+    requested = " ".join(names).split()
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         groups = {name: param for name, param in signature.parameters.items() if is_dataclass(param.annotation)}
         options = {name: param for name, param in signature.parameters.items() if name not in groups}
         order = [
-            option for name in words for option in (_options_of(groups[name].annotation) if name in groups else [name])
+            option
+            for name in requested
+            for option in (_options_of(groups[name].annotation) if name in groups else [name])
         ]
         group_of: dict[str, str] = {}
         for group, param in groups.items():
@@ -314,7 +322,7 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 def with_messages(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of MessageOptions behind its own; their callbacks apply them."""
+    """Give a command the options of MessageOptions after its own. Their callbacks apply them."""
     options = _options_of(MessageOptions)
 
     @functools.wraps(command)
@@ -342,7 +350,7 @@ def _options_of(group: Any) -> dict[str, inspect.Parameter]:
 
 
 def print_settings(resolution: Resolved, *, only_changed: bool = False) -> None:
-    """Print the settings with the layers that set them, on stdout: all, or those that differ from their defaults."""
+    """Print settings with the layers that set them to stdout: all, or only those that differ from their defaults."""
     from slimectl.settings.keys import changed, toml_value, unused_interpreters
 
     unused = unused_interpreters(resolution.settings.engine.backend)
@@ -357,7 +365,7 @@ def print_settings(resolution: Resolved, *, only_changed: bool = False) -> None:
 def print_preflight(
     resolution: Resolved, *checks: str, samples: Sequence[str] = (), new_run: bool = False, resumed: bool = False
 ) -> None:
-    """Print the results of these checks (runtime/preflight.py) and the settings that differ from their defaults.
+    """Print the results of `checks` (see runtime/preflight.py) and the settings that differ from their defaults.
 
     Raises SlimectlError, with the exit code of the first check that failed.
     """
@@ -376,7 +384,7 @@ def print_preflight(
 
 
 def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
-    """Yield every dotted key with its value, secrets masked."""
+    """Yield every dotted key with its value. Secrets are masked."""
     from pydantic import SecretStr
 
     from slimectl.settings.keys import flat
@@ -386,13 +394,13 @@ def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
 
 
 def sends_plain_text(resolution: Resolved) -> bool:
-    """Return whether a layer says that texts are sent without the chat template."""
+    """Return whether a layer sets that texts are sent without the chat template."""
     name = "rollout.apply_chat_template"
     return resolution.origins[name] != "default" and not resolution.settings.rollout.apply_chat_template
 
 
 def answer_tokens(resolution: Resolved, max_tokens: int | None) -> int:
-    """Return the tokens that the answer to a person may have: the option's, or those of a layer, or 1024."""
+    """Return the maximum tokens of a response of `ask` and `chat`, from the option, a layer or the default."""
     if max_tokens is not None:
         return max_tokens
     is_set = resolution.origins["rollout.max_response_len"] != "default"
@@ -402,4 +410,4 @@ def answer_tokens(resolution: Resolved, max_tokens: int | None) -> int:
 def needs_destination(out: str) -> None:
     """Raise SettingsError if records would be written to a terminal."""
     if out == "-" and stdio.is_terminal():
-        raise SettingsError("stdout is a terminal; add --out FILE, or pipe into the next stage")
+        raise SettingsError("stdout is a terminal. Add --out FILE, or pipe into the next stage")

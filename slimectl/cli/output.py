@@ -27,7 +27,7 @@ READ_ONCE = "a pipe, read once"
 
 
 class TextOutput:
-    """Writes the text of a model to stdout piece by piece; on a terminal without control characters."""
+    """Writes the text of a model to stdout piece by piece. On a terminal, control characters are made visible."""
 
     def __init__(self) -> None:
         self._terminal = stdio.is_terminal()
@@ -39,13 +39,13 @@ class TextOutput:
         self._last = text[-1:] or self._last
 
     def end(self) -> None:
-        """End the line, if the text has not."""
+        """End the line, unless the text has ended it."""
         if self._last != "\n":
             self.write("\n")
 
 
 def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, force: bool) -> Manifest | None:
-    """The manifest of the output; None, with a message, if `out` is already made of the same inputs and settings."""
+    """Return the manifest of the output. If `out` was made from the same inputs and settings, log this, return None."""
     named = {*inputs, *_hook_files(settings)}
     pipes = {name for name in named if is_pipe(name)}
     files = {name: Path(split_slice(name)[0]) for name in sorted(named - pipes)}
@@ -55,7 +55,9 @@ def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, forc
     manifest = Manifest(stage, settings.model_dump(by_alias=True), hashes | dict.fromkeys(sorted(pipes), READ_ONCE))
     sidecar = Path(f"{out}.{MANIFEST}")
     if out != "-" and sidecar.exists() and not is_manifest(sidecar):
-        raise SettingsError(f"{sidecar}: exists, and slimectl did not write it. Move it away, or it would be replaced.")
+        raise SettingsError(
+            f"{sidecar}: exists, but slimectl did not write it. Move it away so that it is not replaced."
+        )
     if out != "-" and not force and all_hashed and manifest.unchanged(Path(out)):
         stdio.note(f"{out}: is up to date with these inputs and settings. Use --force to write it again.")
         return None
@@ -63,19 +65,19 @@ def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, forc
 
 
 def refuse_other_inputs(out: str, manifest: Manifest, data: list[str]) -> None:
-    """Raise SettingsError if `out` is a file that was not made of inputs of these names: it would be replaced."""
+    """Raise SettingsError if `out` is a file that was not made from inputs with these names, and would be replaced."""
     path = Path(out)
     if out == "-" or not path.is_file() or not path.stat().st_size:
         return
     same, made = manifest.same_inputs(path), is_manifest(manifest_path(path))
     if made and same:
         return
-    reason = f"was made of other inputs than {', '.join(data)}" if made else "exists, and no stage wrote it"
+    reason = f"was made from inputs other than {', '.join(data)}" if made else "exists, but no stage wrote it"
     raise SettingsError(f"{out}: {reason}. Give another --out FILE, or --force to replace it.")
 
 
 def _hook_files(settings: Settings) -> list[str]:
-    """Files of the user's functions and agent: a changed one produces other records with the same settings."""
+    """Return the files of the user's functions and agent. They count as inputs, because they change the output."""
     items = [item for section in settings.model_dump().values() for item in section.items()]
     paths = [str(value).rpartition(":")[0] for key, value in items if key.endswith("_path") and value]
     scripts = []
@@ -87,7 +89,7 @@ def _hook_files(settings: Settings) -> list[str]:
 
 
 def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: list[str]) -> Counter[str]:
-    """Write samples as they arrive; return their counts by status."""
+    """Write samples as they arrive. Return their counts by status."""
     counts: Counter[str] = Counter()
     with JsonlWriter(out) as writer:
         for sample in samples:
@@ -115,11 +117,11 @@ def write_resumable(
     force: bool,
     whole_groups: bool,
 ) -> Counter[str]:
-    """Write the samples that `process` returns, in order, like `write_out`, but keep the output of interrupted work.
+    """Write the samples that `process` returns, in order, like `write_out`, but keep the output if interrupted.
 
-    A restart with the same inputs and settings continues after the last sample (the last complete group). `on_sample`
-    gets every sample, also those of the earlier attempt. If `process` may drop samples, `on_gap` is called for each
-    that the earlier attempt dropped.
+    A restart with the same inputs and settings continues after the last sample (or the last complete group).
+    `on_sample` gets every sample, including samples of the earlier attempt. If `process` may drop samples, `on_gap` is
+    called for each that the earlier attempt dropped.
     """
     counts: Counter[str] = Counter()
     with ResumableOutput(out, manifest) as partial:
@@ -150,7 +152,7 @@ def write_resumable(
 
 
 def _skip_done(done: Sample, samples: Iterator[Sample], on_gap: Callable[[], None] | None) -> None:
-    """Advance `samples` past the sample that is `done`; without `on_gap` by one, since none can be missing."""
+    """Advance `samples` past the sample `done`. Without `on_gap`, advance by one, because none can be missing."""
     for sample in samples:
         if on_gap is None or (sample.index, sample.group_index) == (done.index, done.group_index):
             return

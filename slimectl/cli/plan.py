@@ -26,26 +26,26 @@ def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -
 
 
 TOKENS_PER_IMAGE = 256
-"""Tokens of an image of 448 by 448 pixels, of which 28 by 28 are a token."""
+"""Tokens of an image of 448 x 448 pixels, with one token per 28 x 28 pixels."""
 LAYOUT, TRAINING, ENGINE = "Parallel layout (default: one that fits)", "Training", "Engine"
-BESIDE, PLACEMENT = "Trained parameters, and other models on the same ranks", "Placement"
+OTHER_MODELS, PLACEMENT = "Trained parameters, and other models on the same ranks", "Placement"
 CHECK = "Check"
 MACHINE_OPTIONS = ("card", "gpu_memory", "tflops", "mfu", "device", "simulate", "as_json")
-"""Options that go with the settings of a run: what its machines are, and how the plan is printed."""
+"""Options that can be combined with the settings of a run: its machines and the format of the output."""
 OPTION_NAMES = {
     "state_dtype": "optimizer-state-dtype",
     "max_tokens": "max-tokens-per-gpu",
     "tokens_per_image": "image-tokens",
 }
-"""Names on the command line of options whose field has another."""
+"""Command-line names of options that differ from the names of their fields."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PlanOptions:
-    """Options of `slimectl plan`: the model, the layout, and what stands beside it."""
+    """Options of `slimectl plan`: the model, the layout, the engine and other models."""
 
     card: Annotated[str | None, option("--card", "Model card (see `slimectl models`)")] = None
-    model: Annotated[str | None, option("--model", "Model: a Hugging Face directory", metavar="DIR")] = None
+    model: Annotated[str | None, option("--model", "Model directory (Hugging Face format)", metavar="DIR")] = None
     gpus: Annotated[int, option("--gpus", "Training ranks", LAYOUT, min=1)] = 8
     tp: Annotated[int | None, option("--tp", "Tensor-parallel size", LAYOUT, min=1)] = None
     pp: Annotated[int | None, option("--pp", "Pipeline-parallel size", LAYOUT, min=1)] = None
@@ -55,13 +55,13 @@ class PlanOptions:
     etp: Annotated[int | None, option("--etp", "Tensor-parallel size of the experts", LAYOUT, min=1)] = None
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
-        option("--recompute", "Recompute in the backward pass: nothing, some modules or whole layers", TRAINING),
+        option("--recompute", "Recompute activations: none, selective (some modules) or full (whole layers)", TRAINING),
     ] = None
     recompute_module: Annotated[
         list[str] | None,
         option(
             "--recompute-module",
-            "Module to recompute with selective: core_attn (default), mlp, moe (repeatable)",
+            "Module for --recompute selective: core_attn (default), mlp, moe (repeatable)",
             TRAINING,
         ),
     ] = None
@@ -72,54 +72,58 @@ class PlanOptions:
     ] = "float32"
     offload: Annotated[
         Literal["optimizer", "parameters"] | None,
-        option("--offload", "Offload to host memory. parameters includes the optimizer", TRAINING),
+        option("--offload", "Offload to host memory: optimizer, or parameters (includes the optimizer)", TRAINING),
     ] = None
     device: Annotated[Literal["cuda", "cpu"], option("--device", "Training device", TRAINING)] = "cuda"
-    seq_len: Annotated[int, option("--seq-len", "Tokens of a sequence, prompt and response", TRAINING, min=2)] = 8192
-    response_len: Annotated[int | None, option("--response-len", "Response tokens of a sequence", TRAINING, min=1)] = (
+    seq_len: Annotated[int, option("--seq-len", "Tokens per sequence, prompt and response", TRAINING, min=2)] = 8192
+    response_len: Annotated[int | None, option("--response-len", "Response tokens per sequence", TRAINING, min=1)] = (
         None
     )
-    max_tokens: Annotated[int, option("--max-tokens-per-gpu", "Tokens of a micro-batch", TRAINING, min=1)] = 8192
+    max_tokens: Annotated[int, option("--max-tokens-per-gpu", "Tokens per micro-batch", TRAINING, min=1)] = 8192
     images: Annotated[int | None, option("--images", "Images per sequence (vision models)", TRAINING, min=0)] = None
     tokens_per_image: Annotated[
         int | None, option("--image-tokens", "Tokens per image. Default: 256", TRAINING, min=1)
     ] = None
     train_vision_tower: Annotated[bool, option("--train-vision-tower", "Train the vision tower too", TRAINING)] = False
     batch: Annotated[int, option("--batch", "Sequences per optimizer step", TRAINING, min=1)] = 256
-    gpu_memory: Annotated[float, option("--gpu-memory", "Memory of a GPU in GiB", TRAINING, min=0.1)] = 80
+    gpu_memory: Annotated[float, option("--gpu-memory", "Memory per GPU in GiB", TRAINING, min=0.1)] = 80
     tflops: Annotated[
-        float | None, option("--tflops", "Peak TFLOP/s of a GPU, to estimate time", TRAINING, min=0.001)
+        float | None, option("--tflops", "Peak TFLOP/s per GPU, to estimate time", TRAINING, min=0.001)
     ] = None
-    mfu: Annotated[float, option("--mfu", "Share of the peak that is reached", TRAINING, min=0.01, max=1)] = 0.35
+    mfu: Annotated[float, option("--mfu", "Fraction of the peak that is reached (MFU)", TRAINING, min=0.01, max=1)] = (
+        0.35
+    )
     engine_tp: Annotated[int, option("--engine-tp", "Tensor-parallel size of the engine", ENGINE, min=1)] = 1
     mem_fraction: Annotated[
-        float, option("--mem-fraction", "Share of GPU memory for weights and cache", ENGINE, min=0.05, max=1)
+        float, option("--mem-fraction", "Fraction of GPU memory for weights and cache", ENGINE, min=0.05, max=1)
     ] = 0.85
-    engine_fp8: Annotated[bool, option("--engine-fp8", "The engine's matrices are in fp8", ENGINE)] = False
+    engine_fp8: Annotated[bool, option("--engine-fp8", "Use fp8 matrices in the engine", ENGINE)] = False
     colocate: Annotated[
-        bool, option("--colocate", "The engine shares the trainer's GPUs, and they alternate", ENGINE)
+        bool, option("--colocate", "Share GPUs between trainer and engine, which take turns", ENGINE)
     ] = False
-    concurrency: Annotated[int | None, option("--concurrency", "Sequences sampled at the same time", ENGINE, min=1)] = (
-        None
-    )
+    concurrency: Annotated[int | None, option("--concurrency", "Sequences sampled concurrently", ENGINE, min=1)] = None
     as_json: Annotated[bool, option("--json", "Print JSON instead of a table")] = False
     lora_rank: Annotated[
-        int | None, option("--lora-rank", "Rank of LoRA adapters. Only they are trained", BESIDE, min=1)
+        int | None, option("--lora-rank", "Rank of LoRA adapters. Only the adapters are trained", OTHER_MODELS, min=1)
     ] = None
     lora_target: Annotated[
         list[str] | None,
-        option("--lora-target", "Linear layer to adapt (repeatable). Default: those of train.lora_targets", BESIDE),
+        option("--lora-target", "Linear layer to adapt (repeatable). Default: train.lora_targets", OTHER_MODELS),
     ] = None
-    critic: Annotated[bool, option("--critic", "Add a separate critic that starts as the model (ppo)", BESIDE)] = False
-    reference: Annotated[bool, option("--reference", "Add a frozen reference", BESIDE)] = False
-    teacher: Annotated[str | None, option("--teacher", "Add a frozen teacher: a card or a directory", BESIDE)] = None
+    critic: Annotated[
+        bool, option("--critic", "Add a separate critic, initialized from the model (ppo)", OTHER_MODELS)
+    ] = False
+    reference: Annotated[bool, option("--reference", "Add a frozen reference model", OTHER_MODELS)] = False
+    teacher: Annotated[
+        str | None, option("--teacher", "Add a frozen teacher model: a card or a directory", OTHER_MODELS)
+    ] = None
     simulate: Annotated[
         bool,
-        option("--simulate", "Run one step on fake tensors for some of the ranks (takes minutes)", CHECK),
+        option("--simulate", "Check the plan: run one step on fake tensors for some ranks (takes minutes)", CHECK),
     ] = False
     placement: Annotated[
         bool,
-        option("--placement", "Show which process uses which GPU, from the settings of a run", PLACEMENT),
+        option("--placement", "Show which process of a run uses which GPU (with -c or -s)", PLACEMENT),
     ] = False
 
 
@@ -127,10 +131,10 @@ class PlanOptions:
 def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) -> None:
     """Estimate memory, FLOPs and time to train and serve a model, with formulas.
 
-    Loads no model and needs no GPU. Exit code 1 if the layout that was given does not fit. With -c or -s, the run of
-    these settings is planned, and `--placement` shows who works on which GPU in that run. `--simulate` compares the
-    plan with the trainer's own program, run without a GPU: memory, collectives and devices. The exit code is 1 if they
-    do not agree.
+    Does not load the model and needs no GPU. With -c or -s, plans the run with these settings, and `--placement` shows
+    which process of that run uses which GPU. `--simulate` runs the trainer's own code without a GPU and compares its
+    memory, collectives and devices with the plan. The exit code is 1 if the layout does not fit, or if plan and
+    simulation disagree.
 
     Example:
 
@@ -165,7 +169,7 @@ def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) ->
     print_plan(result, options.as_json)
     verdict = "fits" if result.fits else "does not fit"
     say = stdio.note if result.fits else stdio.say
-    say(f"{estimates.describe(planned.run)}; {verdict} {USABLE:.0%} of {options.gpu_memory:g} GiB a GPU")
+    say(f"{estimates.describe(planned.run)}; {verdict} in {USABLE:.0%} of {options.gpu_memory:g} GiB per GPU")
     for problem in problems:
         stdio.say(problem)
     if problems or not result.fits:
@@ -173,11 +177,11 @@ def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) ->
 
 
 def _of_options(options: PlanOptions) -> PlannedRun:
-    """Return what the options describe. Raises SettingsError for options that do not go together."""
+    """Return the run that the options describe. Raises SettingsError for options that cannot be combined."""
     from slimectl.planner.plan import PlannedRun, model_of
 
     if options.lora_target and options.lora_rank is None:
-        raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")
+        raise SettingsError("--lora-target: has no effect without adapters. Add --lora-rank")
     _check_recompute_modules(options)
     config = configuration(options.card, options.model)
     targets = (options.lora_target or _default_lora_targets()) if options.lora_rank else []
@@ -207,7 +211,7 @@ def _of_options(options: PlanOptions) -> PlannedRun:
 
 
 def _of_settings(context: typer.Context, options: PlanOptions, common: CommonOptions) -> PlannedRun:
-    """Return the run of settings. Only MACHINE_OPTIONS go with them: the settings say the rest.
+    """Return the run that the settings describe. Of the options, only MACHINE_OPTIONS may be given.
 
     Raises SettingsError.
     """
@@ -217,13 +221,13 @@ def _of_settings(context: typer.Context, options: PlanOptions, common: CommonOpt
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE" and name not in MACHINE_OPTIONS:
             flag = "--" + OPTION_NAMES.get(name, name).replace("_", "-")
-            raise SettingsError(f"{flag}: the settings of the run decide it. Set it there with -s, or drop -c and -s.")
+            raise SettingsError(f"{flag}: the settings of the run determine this. Set it with -s, or drop -c and -s.")
     settings = common.resolve().settings
     model = settings.model
     if options.card is not None or (model.path is not None and not Path(model.path).exists()):
         card = options.card or cards.named(model.path or "")
         if card is not None:
-            stdio.note(f"{model.path}: not on this machine; planned with the card {card}")
+            stdio.note(f"{model.path}: not on this machine. Using the card {card}")
             update = {"path": None, "card": card}
             settings = settings.model_copy(update={"model": model.model_copy(update=update)})
     try:
@@ -231,16 +235,16 @@ def _of_settings(context: typer.Context, options: PlanOptions, common: CommonOpt
     except CheckpointError as error:
         if settings.model.path is None or Path(settings.model.path).exists():
             raise
-        raise SettingsError(f"{error}. To plan without the model, name its card: --card NAME") from error
+        raise SettingsError(f"{error}. To plan without the model, give its card: --card NAME") from error
 
 
 def _simulate(planned: PlannedRun, result: Plan) -> list[str]:
-    """Add the figures of a simulated step to the plan; return what is wrong, a line each."""
+    """Add the figures of a simulated step to the plan. Return its problems, one line each."""
     from slimectl.planner import memory
     from slimectl.simulation.report import simulation
 
     if planned.shape.other_models:
-        raise SettingsError("--simulate: simulates the policy alone; drop --critic, --reference and --teacher")
+        raise SettingsError("--simulate: only simulates the policy. Drop --critic, --reference and --teacher")
     report = simulation(
         cards.language_model(planned.config),
         result.run,
@@ -258,21 +262,21 @@ def _default_lora_targets() -> list[str]:
 
 
 def _check_recompute_modules(options: PlanOptions) -> None:
-    """Raises SettingsError for modules without selective recomputation, and for unknown ones."""
+    """Raise SettingsError for modules without selective recomputation, and for unknown ones."""
     if not options.recompute_module:
         return
     from slimectl.settings.train import RecomputeModule
 
     modules = get_args(RecomputeModule)
     if options.recompute != "selective":
-        raise SettingsError("--recompute-module: has no effect alone; add --recompute selective")
+        raise SettingsError("--recompute-module: has no effect without --recompute selective")
     for module in options.recompute_module:
         if module not in modules:
             raise SettingsError(f"--recompute-module {module}: must be one of {', '.join(modules)}")
 
 
 def _check_images(options: PlanOptions, tower: VisionTower | None) -> None:
-    """Raises SettingsError for images of a model that reads none, and for what does not train one that does."""
+    """Raise SettingsError for images of a text model, and for options that do not support a vision model."""
     flags = {
         "--images": options.images is not None,
         "--image-tokens": options.tokens_per_image is not None,
@@ -280,20 +284,22 @@ def _check_images(options: PlanOptions, tower: VisionTower | None) -> None:
     }
     if tower is None:
         for flag in (flag for flag, is_set in flags.items() if is_set):
-            raise SettingsError(f"{flag}: this model reads no images; leave it out, or plan a vision model")
+            raise SettingsError(f"{flag}: this model does not support images. Drop {flag}, or plan a vision model")
         return
     if options.backend != "fsdp":
-        raise SettingsError("--backend megatron: does not train a vision model; add --backend fsdp")
+        raise SettingsError("--backend megatron: cannot train a vision model. Add --backend fsdp")
     if options.tokens_per_image is not None and not options.images:
-        raise SettingsError("--image-tokens: has no effect without images; add --images")
+        raise SettingsError("--image-tokens: has no effect without images. Add --images")
     if options.simulate:
-        raise SettingsError("--simulate: does not simulate a vision tower; leave it out")
+        raise SettingsError("--simulate: cannot simulate a vision tower. Drop --simulate")
     if options.train_vision_tower and options.lora_rank is not None:
-        raise SettingsError("--train-vision-tower: with --lora-rank adapters of the decoder learn alone; drop one")
+        raise SettingsError(
+            "--train-vision-tower: with --lora-rank, only adapters of the decoder are trained. Drop one of the two"
+        )
 
 
 def _planned_run(options: PlanOptions, shape: Any) -> Run:
-    """Return the run that is planned, in the layout that is given, or one that fits."""
+    """Return the run to plan, in the given layout or in one that fits."""
     from slimectl.planner import plan as estimates
     from slimectl.planner.workload import Run
 
@@ -329,11 +335,11 @@ def _planned_run(options: PlanOptions, shape: Any) -> Run:
 
 
 def configuration(card: str | None, model: str | None) -> dict[str, Any]:
-    """The complete configuration of a card or directory. Raises SettingsError if both are passed and disagree."""
+    """Return the complete configuration of a card or directory. Raises SettingsError if both are given and disagree."""
     from slimectl.architectures.config import read_config, with_defaults
 
     if card is None and model is None:
-        raise SettingsError("plan: which model? add --card NAME or --model DIR")
+        raise SettingsError("plan: no model given. Add --card NAME or --model DIR")
     if model is None:
         return with_defaults(cards.load(card or "")["config"])
     from slimectl.builders import model_folder
@@ -354,7 +360,7 @@ def _teacher(name: str) -> dict[str, Any]:
 
 
 def print_plan(result: Plan, as_json: bool) -> None:
-    """Print a table with a formula on every line, or JSON."""
+    """Print the plan as a table with a formula on every line, or as JSON."""
     from slimectl.planner.plan import describe
 
     if as_json:

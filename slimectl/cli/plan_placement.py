@@ -1,4 +1,4 @@
-"""Output of `slimectl plan --placement`: which rank and which engine works on which GPU."""
+"""Output of `slimectl plan --placement`: which ranks and engines use which GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
-    """Print the ranks and engines of every GPU; problems and notes go to stderr. Exit code 1 if it is infeasible."""
+    """Print the ranks and engines of every GPU. Problems and notes go to stderr. Exits with 1 if it is infeasible."""
     from slimectl import builders
 
     placement = replace(builders.placement(settings), on_gpu=on_gpu and settings.train.device != "cpu")
@@ -41,7 +41,7 @@ def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
 
 
 def table(placement: Placement) -> Iterator[str]:
-    """Table with one line per GPU or process."""
+    """Yield the lines of a table with one line per GPU or process."""
     place = "gpu" if placement.on_gpu else "process"
     yield f"machine  {place:<7}  trains    samples"
     for bundle in placement.bundles:
@@ -51,20 +51,22 @@ def table(placement: Placement) -> Iterator[str]:
 
 
 def placement_lines(placement: Placement) -> str:
-    """Summary of the placement in one line."""
+    """Return a summary of the placement in one line."""
     machines, ranks = quantity(placement.nodes, "machine"), quantity(placement.ranks, "rank")
     sizes = Counter(placement.engine_gpus)
     engines = quantity(sizes.total(), "engine")
     if not placement.on_gpu:
-        return f"{machines}: {ranks}; {engines} beside, where there is room"
+        return f"{machines}: {ranks}, and {engines} where there is room"
     node = quantity(placement.gpus_per_node, "GPU")
     if sizes:
         engines = ", ".join(f"{quantity(count, 'engine')} of {quantity(gpus, 'GPU')}" for gpus, count in sizes.items())
-    return f"{machines} of {node}: {ranks} and {engines}, {'sharing' if placement.colocate else 'apart'}"
+    return (
+        f"{machines} of {node}: {ranks} and {engines}, {'on shared GPUs' if placement.colocate else 'on separate GPUs'}"
+    )
 
 
 def _copies(settings: Settings) -> int:
-    """The data-parallel size."""
+    """Return the data-parallel size."""
     from slimectl import builders
 
     ranks = settings.cluster.ranks
@@ -72,7 +74,7 @@ def _copies(settings: Settings) -> int:
 
 
 def _layout_problems(settings: Settings) -> Iterator[str]:
-    """Problems of the parallel layout with the model, if one is configured."""
+    """Yield the problems of the parallel layout with the model, if one is configured."""
     from slimectl import builders
     from slimectl.architectures.parallel import problems
     from slimectl.architectures.registry import family_of

@@ -1,4 +1,4 @@
-"""Progress of a stage: a bar on a terminal, a plain line now and then elsewhere; always on stderr."""
+"""Shows the progress of a stage on stderr: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 LINE_S = 30.0
-"""Seconds between two drawings of the bar, and between two plain lines."""
+"""Seconds between redraws of the bar, and between plain lines."""
 MAX_BAR, FULL_BAR, MIN_BAR = 30, 15, 5
-"""Columns of the bar itself: at most, where figures stand beside it, and at least."""
+"""Width of the bar in columns: maximum, reserved next to figures, and minimum."""
 BOLD, DIM, PLAIN = "\x1b[36m", "\x1b[2m", "\x1b[0m"
 
 
 class ProgressBar:
-    """Counts units of work; a thread shows them while the `with` block lasts. Implements protocols.Progress.
+    """Counts units of work, which a thread shows during the `with` block. Implements protocols.Progress.
 
-    The bar stands a row below the cursor, which stays visible: lines of this process and of its children land above
-    it, and the shell finds a usable terminal however the process ended. `total` is None where it is not known. With
-    `each`, the noun of one unit, its median time is shown in place of the rate. With `lines` a plain line is logged now
-    and then where no bar is drawn.
+    The bar is drawn one row below the cursor, which stays visible. Lines of this process and its children appear above
+    it, and the terminal stays usable however the process ends. `total` is None if unknown. With `each`, the noun for
+    one unit, the median time per unit is shown instead of the rate. With `lines`, a plain line is logged now and then
+    if no bar is drawn.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ProgressBar:
         self._tokens_before, self._tokens_since = 0, 0.0
         self._phases: list[tuple[str, str]] = []
         self._last = ("", "")
-        """The phase that ended last, whose name stays until the next begins, so that the line does not jump."""
+        """Phase that ended last. Its name is shown until the next one begins, so that the line does not jump."""
         self._before = 0
         self._durations: list[float] = []
         self._started = self._mark = clock()
@@ -61,17 +61,17 @@ class ProgressBar:
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def expect(self, total: int | None, *, done: int = 0) -> None:
-        """Begin to count and to measure: `total` units, if it is known, of which so many are done."""
+        """Start counting and timing `total` units (None if unknown), of which `done` are done."""
         self._total, self._before, self.done = total, done, done
         self._durations = []
         self._started = self._mark = self._clock()
 
     def advance(self, count: int = 1) -> None:
-        """Count units that are done."""
+        """Count further units as done."""
         self.reach(self.done + count)
 
     def reach(self, done: int) -> None:
-        """Say how many units are done by now."""
+        """Set the number of units that are done."""
         count = done - self.done
         if self._each and count > 0:
             now = self._clock()
@@ -81,7 +81,7 @@ class ProgressBar:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what is done in the block; of blocks inside one another the innermost one's name is shown."""
+        """Show `name` as the current phase during the block. In nested blocks, the innermost name is shown."""
         self._phases.append((name, ""))
         try:
             yield
@@ -89,16 +89,16 @@ class ProgressBar:
             self._last = self._phases.pop()
 
     def part(self, done: int, total: int) -> None:
-        """Say how much of the phase under way is done."""
+        """Set how much of the current phase is done."""
         if self._phases:
             self._phases[-1] = (self._phases[-1][0], f" {done}/{total}")
 
     def count_tokens(self, tokens: Callable[[], int]) -> None:
-        """Show the number of tokens that `tokens` returns beyond the present ones, and their rate."""
+        """Show how much the count that `tokens` returns has grown from now on, and its rate."""
         self._tokens, self._tokens_before, self._tokens_since = tokens, tokens(), self._clock()
 
     def show(self, figures: Sequence[str]) -> None:
-        """Show figures of the last unit, the most important one first, until the next ones."""
+        """Show figures of the last unit, most important first, until the next call."""
         self._figures = tuple(figures)
 
     def __enter__(self) -> ProgressBar:
@@ -121,11 +121,11 @@ class ProgressBar:
                 logger.info(self.line())
 
     def line(self) -> str:
-        """Return all that is known in one line of any length."""
+        """Return all figures in one line of any length."""
         return "  ".join(filter(None, self._parts()))
 
     def _parts(self) -> list[str]:
-        """Return count, phase, rate, remaining time or the time so far, and figures; what is not known is empty."""
+        """Return count, phase, rate, remaining or elapsed time, and figures. Unknown ones are empty."""
         now, durations = self._clock(), self._durations
         (phase,) = self._phases[-1:] or [self._last]
         seconds = max(now - self._started, 1e-9)
@@ -133,7 +133,7 @@ class ProgressBar:
         total = "" if self._total is None else f"/{self._total}"
         speed = "" if not rate else f"{rate:.3g}/s" if rate < 100 else f"{rate:,.0f}/s"
         if self._each:
-            speed = f"{seconds_text(statistics.median(durations))} a {self._each}" if durations else ""
+            speed = f"{seconds_text(statistics.median(durations))}/{self._each}" if durations else ""
         remaining = f"{duration(seconds)} so far"
         if self._total is not None and (durations if self._each else done):
             running_s = now - self._mark if self._each else 0.0
@@ -151,8 +151,8 @@ class ProgressBar:
     def bar(self, width: int) -> str:
         """Return the line for a terminal of `width` columns.
 
-        What does not fit is left out: figures from the last one on, the bar itself, the rate, the phase, the remaining
-        time.
+        Parts that do not fit are dropped in this order: figures from the last one on, the bar, the rate, the phase, the
+        remaining time.
         """
         count, phase, speed, remaining, *figures = self._parts()
         ranked = [count, remaining, phase, speed, *figures]
@@ -176,7 +176,7 @@ class ProgressBar:
 
 @contextmanager
 def loaded(make: Callable[[], Sampler], progress: ProgressBar, total: int | None) -> Iterator[Sampler]:
-    """Make a sampler while the bar shows that it loads, then count `total` units and the tokens of its engine."""
+    """Create a sampler while the bar shows that it is loading, then count `total` units and the engine's tokens."""
     with progress.phase("loading"):
         sampler = make()
     with sampler, progress.phase("generating"):
@@ -188,20 +188,20 @@ def loaded(make: Callable[[], Sampler], progress: ProgressBar, total: int | None
 def is_drawn(*, of_pipe: bool = True) -> bool:
     """Return whether stderr is a terminal that can draw a bar, and messages of level info are shown.
 
-    Of the stages of a pipe the last one draws: several bars would overwrite one another. A command that is no stage
-    (`of_pipe` false) draws although its stdout is read by another one.
+    In a pipe, only the last stage draws a bar, because several bars would overwrite one another. A command that is not
+    a stage (`of_pipe` false) draws even if its stdout is a pipe.
     """
     return (
         stdio.shows_notes()
         and os.isatty(2)
         and os.environ.get("TERM", "dumb") != "dumb"
-        and os.environ.get("CI", "false").lower() in ("", "0", "false")  # its terminal is a file that somebody reads
+        and os.environ.get("CI", "false").lower() in ("", "0", "false")  # the terminal of a CI job is a log file
         and not (of_pipe and stdio.writes_to_pipe())
     )
 
 
 def columns() -> int:
-    """Return the width of stderr's terminal; that of $COLUMNS if it is set."""
+    """Return $COLUMNS if it is set, else the width of stderr's terminal."""
     with suppress(OSError):
         if not os.environ.get("COLUMNS"):
             return os.get_terminal_size(2).columns or 80
@@ -209,7 +209,7 @@ def columns() -> int:
 
 
 def in_foreground() -> bool:
-    """Return whether the terminal is this process's to draw on: not while it runs in the background of a shell."""
+    """Return whether this process may draw on the terminal, which it may not in the background of a shell."""
     try:
         return os.tcgetpgrp(2) == os.getpgrp()
     except OSError:  # not the controlling terminal
@@ -217,7 +217,7 @@ def in_foreground() -> bool:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time with two digits below a minute, and as `duration` from there on.
+    """Return a time with two digits if it is below a minute, else as `duration`.
 
     >>> seconds_text(0.1234), seconds_text(12.34), seconds_text(75)
     ('0.12 s', '12 s', '1:15')
@@ -226,7 +226,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return minutes and seconds, with hours in front where there are any.
+    """Return minutes and seconds, preceded by hours if there are any.
 
     >>> duration(62.4), duration(3723)
     ('1:02', '1:02:03')
@@ -237,7 +237,7 @@ def duration(seconds: float) -> str:
 
 
 def line_count(paths: Iterable[str]) -> int | None:
-    """Return the number of lines of plain JSON Lines files; None if one of the sources is anything else."""
+    """Return the number of lines of plain JSON Lines files, or None if a source is anything else."""
     count = 0
     for path in map(Path, paths):
         if path.suffix != ".jsonl" or not path.is_file():

@@ -1,4 +1,4 @@
-"""Resuming a run: its lock, and the working folder that its relative paths start from."""
+"""Resumes a run: locks it, and changes to the working folder of its relative paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run to be resumed: its folder, relative where its first start named it so, and its lock."""
+    """A run to resume: its folder, relative if it was so at its first start, and its lock."""
 
     folder: Path
     lock: Lock | None = None
@@ -30,9 +30,9 @@ class Resumed:
 def resumable(
     command: str, options: CommonOptions, flags: dict[str, Any], run: Path | None
 ) -> Iterator[Resumed | None]:
-    """Lock the folder of a run before its settings are read, and put those below the ones that are given.
+    """Lock the folder of a run, then make its settings the lowest layer of `options`.
 
-    The process changes to the folder in which the run was started: its relative paths mean the same files.
+    The process changes to the folder in which the run was started, so that relative paths mean the same files.
     """
     if run is None:
         yield None
@@ -41,12 +41,12 @@ def resumable(
     from slimectl.data.run_settings import RUN_TOML, run_path, working_folder
 
     if not (run / RUN_TOML).exists():
-        raise SettingsError(f"{run}: no {RUN_TOML}; give the folder of a run, such as runs/NAME")
+        raise SettingsError(f"{run}: no {RUN_TOML}. Give the folder of a run, such as runs/NAME")
     RunDir(run).check_command(command)
     started = working_folder(run)
     if started is not None and not started.samefile(Path.cwd()):
         run = Path(os.path.abspath(run))
-        stdio.note(f"{run}: was started in {started}; relative paths in settings start from there")
+        stdio.note(f"{run}: was started in {started}, so relative paths in settings start there")
         _change_folder(started, options)
     own = run_path(run)
     run = own if own.exists() and own.samefile(run) else run.resolve()
@@ -57,7 +57,7 @@ def resumable(
 
 
 def _change_folder(folder: Path, options: CommonOptions) -> None:
-    """Change to a folder; the files that are named on the command line stay the same."""
+    """Change to a folder. The files given on the command line stay the same."""
     options.config = [path.absolute() for path in options.config or []]
     options.eval_config = options.eval_config and options.eval_config.absolute()
     options.custom_config = options.custom_config and options.custom_config.absolute()

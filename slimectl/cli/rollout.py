@@ -82,7 +82,7 @@ def rollout(
             progress.advance()
             failures.add(sample)
 
-        samples = sampler.rollout(prompts, source=source, left_out=lambda p: too_long.append(p.index))
+        samples = sampler.rollout(prompts, source=source, on_skipped=lambda p: too_long.append(p.index))
         counts = write_out(tee(samples, advance), options.out, manifest, inputs)
-    print_summary(counts, {"prompts left out": len(too_long)} if too_long else {}, failures)
+    print_summary(counts, {"prompts skipped": len(too_long)} if too_long else {}, failures)
     failures.check(settings.rollout, str(failures))

@@ -36,17 +36,21 @@ def run(
     options: CommonOptions,
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Recipe name or TOML file")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the run's folder in run.dir")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of new weights, sampling and shuffling")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Random seed for new weights, sampling and shuffling")
+    ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Folder of the run to resume")] = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="Try the settings here: two short rounds of a tiny random model")
+        bool,
+        typer.Option("--smoke", help="Try the settings on this machine: two short rounds with a tiny random model"),
     ] = False,
 ) -> None:
-    """Run the RL loop: roll out, score and train every round, with evaluations.
+    """Run the RL loop: roll out, score and train in every round, with evaluations.
 
-    Without a recipe, ./slimectl.toml is used. Ctrl-C finishes the round and saves. A second one stops at once. SIGTERM
-    and SIGHUP do the same within run.grace_s. With --smoke, the settings of a cluster are tried on this machine: a tiny
-    random model of the same family, the embedded engine, one process, two rounds, with your reward and data.
+    Without a recipe, ./slimectl.toml is used. Ctrl-C finishes the round and saves. Press it again to stop at once.
+    SIGTERM and SIGHUP do the same, but the round has at most run.grace_s seconds. --smoke tries the settings of a
+    cluster on this machine. It uses your reward and data, a tiny random model of the same family, the embedded engine,
+    one process and two rounds.
 
     Example:
 
@@ -59,7 +63,7 @@ def run(
 
     def say_settings() -> None:
         if recipe is None and selected.layer is not None:
-            stdio.note(f"settings are read from {selected.layer.origin} in this folder")
+            stdio.note(f"reading settings from {selected.layer.origin} in this folder")
 
     flags: dict[str, Any] = {"run.name": name, "run.seed": seed, "rollout.seed": seed}
     if smoke and resume:
@@ -78,7 +82,7 @@ def run(
 
 
 def _smoke_settings(options: CommonOptions, flags: dict[str, Any], recipe: Recipe, whole: Resolved) -> Resolved:
-    """Return settings for a try on this machine, write their tiny model, and print how they differ from the `whole`."""
+    """Return settings for a smoke run on this machine, write its tiny model, and print the changes from `whole`."""
     from slimectl.runtime import smoke
     from slimectl.settings.keys import toml_value
 
@@ -87,7 +91,7 @@ def _smoke_settings(options: CommonOptions, flags: dict[str, Any], recipe: Recip
     for name in ("model", "backend", "executor", "ray_address", "engine", "engines", "engine_url"):
         setattr(options, name, None)
     result = options.resolve(own, recipe=recipe.layer, smoke=smoke.reduced(whole.settings))
-    stdio.note(f"smoke run with {smoke.create_model(whole.settings)}; these settings differ:")
+    stdio.note(f"smoke run with {smoke.create_model(whole.settings)}. Changed settings:")
     before = dict(shown(whole))
     for key, value in shown(result):
         if key in before and value != before[key] and not key.endswith(".python"):
@@ -104,12 +108,11 @@ def run_to_end(
     rounds: RecordedRounds | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do a run in its folder, whose path goes to stdout; `rounds` are those of a file of samples.
+    """Execute a run in its folder and print the folder to stdout. `rounds` come from a samples file, if given.
 
     Raises typer.Exit if a signal ended it.
     """
     from slimectl.cli.progress import ProgressBar, is_drawn
-    from slimectl.cli.run import closing_words
     from slimectl.cli.signals import RoundInterrupt
     from slimectl.errors import StorageError
     from slimectl.runtime.grace import GracePeriod
@@ -132,7 +135,7 @@ def run_to_end(
             lock=resumed.lock if resumed else None,
             on_start=on_start,
         )
-    # A closed terminal takes no words.
+    # Nothing can be printed if the terminal was closed.
     with nullcontext() if finished else suppress(StorageError):
         closing_words(job, recipe)
         stdio.emit(str(job.folder.path))
@@ -141,13 +144,13 @@ def run_to_end(
 
 
 INDEX_S = 2.0
-"""Seconds that the end of a run spends on the samples of its last evaluation."""
+"""Maximum seconds for indexing the samples of the last evaluation when a run ends."""
 MAX_PROMPT = 40
-"""Longest prompt that stands in a command; a longer one is named by its group."""
+"""Maximum characters of a prompt in a suggested command. A longer one is identified by its group."""
 
 
 def closing_words(job: TrainingRun, recipe: Recipe) -> None:
-    """Print the curve of rewards or losses, accuracies before and after, and next commands."""
+    """Print the curve of rewards or losses, accuracies before and after, and commands to try next."""
     recorder = job.recorder
     if job.settings.track.plot and len(recorder.scores) > 1:
         value = "mean reward" if job.settings.algorithm.trains_on == "rollouts" else "loss"
@@ -166,9 +169,9 @@ def closing_words(job: TrainingRun, recipe: Recipe) -> None:
 
 
 def _sample_commands(run: Path, *, is_verified: bool) -> Iterator[str]:
-    """Yield the commands that show the worst answers of the last evaluation, and how the worst one changed over rounds.
+    """Yield commands that show the worst responses of the last evaluation, and how the worst one changed over rounds.
 
-    Those that a verifier graded are shown with the reason.
+    If a verifier graded them, the reasons are shown too.
     """
     import numpy as np
 
@@ -188,18 +191,18 @@ def _sample_commands(run: Path, *, is_verified: bool) -> Iterator[str]:
     text = prompt_text(record.get("prompt", ""))
     name = text if text.isprintable() and 0 < len(text) <= MAX_PROMPT else str(record.get("group_index", 0))
     explain, reason = (" --explain", ", and why") if is_verified else ("", "")
-    yield f"slimectl inspect {shlex.quote(str(file.path))} --sort reward{explain}    # the worst answers{reason}"
+    yield f"slimectl inspect {shlex.quote(str(file.path))} --sort reward{explain}    # the worst responses{reason}"
     yield f"slimectl inspect {shlex.quote(str(run))} --prompt {shlex.quote(name)}    # how this one changed"
 
 
 FEW_POINTS = 3
-"""Points of a curve that is printed as values and not as a plot."""
+"""Maximum points of a curve that is printed as values instead of a plot."""
 
 
 def curve(points: Sequence[tuple[int, float]], *, title: str) -> str:
-    """Plot (round, value) points as text, as wide as the terminal up to 160 columns.
+    """Plot (round, value) points as text, as wide as the terminal but at most 160 columns.
 
-    A few points, and equal ones, are a line of text.
+    A few points, or equal ones, are printed as a line of text.
     """
     import shutil
 

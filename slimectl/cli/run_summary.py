@@ -1,4 +1,4 @@
-"""A run on one screen: state, settings that are its own, curves, time by phase, worst warnings, what to do next."""
+"""Summarizes a run on one screen: state, changed settings, curves, time by phase, worst warnings, next commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CURVES = (
     ("reward", ("rollout/raw_reward",)), ("loss", ("train/loss",)), ("length", ("rollout/response_len/mean",)),
     ("entropy", ("rollout/entropy", "train/entropy_loss")),
 )  # fmt: skip
-"""Small curves, by the first of their metrics that the run has; the loss only of supervised training."""
+"""Metrics of each curve, of which the first that the run has is shown. The loss is for supervised training only."""
 PHASES = {
     "generate": ("perf/generate_time",),
     "grade": ("perf/reward_time",),
@@ -35,7 +35,7 @@ PHASES = {
     "evaluate": ("perf/eval_time",),
     "save": ("perf/save_model_time", "perf/train_data_time"),
 }
-"""Metrics of the time of each phase."""
+"""Time metrics of each phase."""
 ELAPSED = ("perf/total_time", "perf/eval_time", "perf/save_model_time")
 WARNING = re.compile(r"\[[^\]]*\] (?P<level>WARNING|ERROR|CRITICAL) (?P<place>\S+) - (?P<message>.*)")
 RESUMED = re.compile(r"\[[^\]]*\] \S+ - resuming .* after round \d+$")
@@ -43,14 +43,14 @@ WAY_ON = "; go on with: slimectl "
 """Part of the message of a run that was interrupted."""
 MAX_WARNINGS, MAX_EVALUATIONS = 3, 3
 MARGIN = 13
-"""Columns of the names on the left."""
+"""Width of the names on the left, in columns."""
 LINES = 24
-"""Lines of a screen whose size is unknown; the last one is the prompt's."""
+"""Lines of a screen of unknown size, including the shell prompt."""
 SKIPPED_SETTINGS = ("run.name", "run.dir")
 
 
 def run_facts(path: Path) -> dict[str, Any]:
-    """Return what is known of a run, as JSON: progress, evaluations, curves, times, settings, warnings, checkpoints."""
+    """Return the facts of a run as JSON: progress, evaluations, curves, times, settings, warnings, checkpoints."""
     run = RunSource("", path, read_settings(path))
     points: list[tuple[Any, tuple[str, float]]] = []
     evaluations: list[dict[str, Any]] = []
@@ -91,7 +91,7 @@ def run_facts(path: Path) -> dict[str, Any]:
 
 
 def _best(path: Path, metric: str | None) -> dict[str, Any] | None:
-    """Return the checkpoint with the best evaluation, and the evaluation; None without one."""
+    """Return the checkpoint with the best evaluation, and the evaluation, or None if there is none."""
     from slimectl.stages.best import Evaluations
 
     name = linked_step(path, "best")
@@ -103,7 +103,7 @@ def _best(path: Path, metric: str | None) -> dict[str, Any] | None:
 
 
 def _points(metrics: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield (title, value) of the curves that a line of metrics has a point of."""
+    """Yield (title, value) of each curve to which a line of metrics adds a point."""
     for title, names in CURVES:
         name = next((name for name in names if name in metrics), None)
         if name is not None and (title != "loss" or is_supervised(metrics)):
@@ -111,25 +111,26 @@ def _points(metrics: dict[str, float]) -> Iterator[tuple[str, float]]:
 
 
 def _phases(seconds: Counter[str]) -> dict[str, float]:
-    """Return the seconds of each phase that took any; "other" is the rest of the whole, if they do not overlap."""
+    """Return the seconds of each phase that took any. "other" is the rest, if phases do not overlap."""
     phases = {phase: sum(seconds[name] for name in names) for phase, names in PHASES.items()}
-    if not phases["generate"]:  # recorded by an older version, which did not divide it
+    if not phases["generate"]:  # recorded by an older version, which did not split rollout_time
         phases["generate"] = seconds["perf/rollout_time"]
     remainder = sum(seconds[name] for name in ELAPSED) - sum(phases.values())
     return {phase: value for phase, value in (phases | {"other": remainder}).items() if value > 0}
 
 
 def skipped_settings(settings: Mapping[str, Any]) -> set[str]:
-    """Return the settings that say nothing about a run: its name, and where engines are that it does not use."""
+    """Return the settings that do not matter for a run: its name, and the interpreters of engines that are not used."""
     from slimectl.settings.keys import unused_interpreters
 
     return {*SKIPPED_SETTINGS, *unused_interpreters(settings.get("engine.backend"))}
 
 
 def changed_settings(path: Path) -> tuple[str, dict[str, list[str]]]:
-    """Return the name of a run's recipe, or "defaults", and the settings that differ: [the run's value, that one's].
+    """Return the name of a run's recipe, or "defaults", and the settings that differ: [value in run, value in recipe].
 
-    A recipe counts as it is now; one that is gone, and settings that this version cannot read, give the defaults.
+    The recipe is read in its present state. Without it, the run is compared with the defaults. If this version cannot
+    read the run's settings, no differences are returned.
     """
     from slimectl.settings.keys import toml_value
     from slimectl.settings.layers import from_file
@@ -150,7 +151,7 @@ def changed_settings(path: Path) -> tuple[str, dict[str, list[str]]]:
 
 
 def _recipe_settings(name: Any, algorithm: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings of a recipe; without a readable one the defaults of an algorithm."""
+    """Return the name and settings of a recipe, or the defaults of the algorithm if it cannot be read."""
     from slimectl import recipes
     from slimectl.settings.layers import Layer
     from slimectl.settings.loading import resolve
@@ -166,9 +167,9 @@ def _recipe_settings(name: Any, algorithm: Any) -> tuple[str, dict[str, Any]]:
 
 
 def warnings(log: Path) -> list[dict[str, Any]]:
-    """Return the warnings and errors of a log, one for each place in the code with its count: errors, then the most.
+    """Return the warnings and errors of a log, counted by place in the code: errors first, then the most frequent.
 
-    An interruption that the run was resumed from is left out.
+    Interruptions after which the run was resumed are omitted.
     """
     counts: Counter[tuple[str, str]] = Counter()
     last: dict[tuple[str, str], str] = {}
@@ -193,7 +194,7 @@ def warnings(log: Path) -> list[dict[str, Any]]:
 
 
 def show_run(path: Path) -> None:
-    """Print the summary of a run, as wide as the terminal and at most as high."""
+    """Print the summary of a run, fitted to the size of the terminal."""
     run = run_facts(path)
     columns, height = width(), shutil.get_terminal_size((80, LINES)).lines - 1
     figures = [*_curve_lines(run, columns), *_time_lines(run), *_checkpoint_lines(run), *_warning_lines(run)]
@@ -202,7 +203,7 @@ def show_run(path: Path) -> None:
     room = max(1, height - len(head) - len(figures) - command_lines)
     for line in [*head, *_setting_lines(run, columns, room), *figures]:
         print(shortened(line, columns).rstrip())
-    for line in commands:  # whole, to be copied
+    for line in commands:  # not shortened, so that they can be copied
         print(line)
 
 
@@ -226,10 +227,10 @@ def _state_line(path: Path, run: dict[str, Any]) -> str:
 
 
 def _setting_lines(run: dict[str, Any], columns: int, room: int) -> list[str]:
-    """Return at most `room` lines of the settings that differ, and how to see the rest."""
+    """Return at most `room` lines with the settings that differ, and where to find the rest."""
     base, values = run["settings"]["differ_from"], run["settings"]["values"]
     if not values:
-        return [_named("settings", f"those of {base}")] if base != "defaults" else []
+        return [_named("settings", f"same as {base}")] if base != "defaults" else []
     items = [
         f"{name}={one_line(value, 30)} ({one_line(base_value, 16)})" for name, (value, base_value) in values.items()
     ]
@@ -247,7 +248,7 @@ def _setting_lines(run: dict[str, Any], columns: int, room: int) -> list[str]:
 
 
 def _curve_lines(run: dict[str, Any], columns: int) -> Iterator[str]:
-    """Yield a line for each curve: first value, blocks, last value, the extremes."""
+    """Yield a line per curve: first value, blocks, last value, extremes."""
     evaluations: dict[str, list[float]] = {}
     for evaluation in run["evaluations"]:
         evaluations.setdefault(evaluation["name"].removesuffix("_accuracy").replace("/", " "), []).append(
@@ -273,8 +274,8 @@ def _time_lines(run: dict[str, Any]) -> Iterator[str]:
             "time", ", ".join(f"{phase} {value / elapsed:.0%}" for phase, value in shares if value > elapsed / 200)
         )
         if run["rounds"]:
-            overlap = "; generation goes on beside training" if sum(seconds.values()) > 1.02 * elapsed else ""
-            yield _named("", f"{duration(elapsed / run['rounds'])} a round{overlap}")
+            overlap = ", generation overlaps training" if sum(seconds.values()) > 1.02 * elapsed else ""
+            yield _named("", f"{duration(elapsed / run['rounds'])} per round{overlap}")
 
 
 def _checkpoint_lines(run: dict[str, Any]) -> Iterator[str]:
@@ -310,7 +311,7 @@ def _next_lines(path: Path, run: dict[str, Any]) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time in its largest unit with two digits or more.
+    """Return a duration in the largest unit that shows two digits or more.
 
     >>> duration(0.25), duration(95), duration(5000), duration(20_000), duration(300_000)
     ('0.25 s', '95 s', '83 min', '5.6 h', '83 h')

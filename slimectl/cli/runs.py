@@ -30,7 +30,7 @@ def runs(
     from slimectl.viewer.run_table import summary
 
     if not folder.is_dir():
-        raise SettingsError(f"{folder}: no such folder; name the folder of your runs: slimectl runs DIR")
+        raise SettingsError(f"{folder}: no such folder. Give the folder of your runs: slimectl runs DIR")
     summaries = sorted(map(summary, Library([folder]).runs.values()), key=lambda run: -run["changed"])
     if as_json:
         for run in summaries:
@@ -62,6 +62,6 @@ def _short(value: float | None) -> str:
 
 
 def _age(seconds: float) -> str:
-    """Return how long ago something was, in its largest unit."""
+    """Return an age in its largest unit, such as "3 h ago"."""
     size, unit = next(((size, unit) for size, unit in UNITS if seconds >= size), (1.0, "s"))
     return f"{max(0, round(seconds / size))} {unit} ago"

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 def score(
     options: CommonOptions,
     custom_rm_path: Annotated[
-        str | None, typer.Option("--custom-rm-path", help="Path of your own reward function")
+        str | None, typer.Option("--custom-rm-path", help="Your own reward function, e.g. my_reward.py:reward")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option("--reference", help="Reference model whose log-probabilities to attach")
+        str | None, typer.Option("--reference", help="Attach the log-probabilities of this reference model")
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Explain each reward in metadata.explanation and in a summary")
@@ -111,7 +111,7 @@ def _grade_samples(
     skipped: SkippedLines,
     on_sample: Callable[[], None],
 ) -> None:
-    """Grade samples and write them to --out, or one line each to the terminal; then print a summary."""
+    """Grade samples and write them to --out with a summary, or print one line per sample to the terminal."""
     from collections import Counter
 
     from slimectl import builders
@@ -145,7 +145,7 @@ def _grade_samples(
         skip = (lambda sample, error: skipped.add_ungraded(error)) if skips else None
         try:
             yield from stage(samples, settings, reward=reward, reference=frozen, skip=skip)
-        except RecordError as error:  # raised for the sample that would have been next
+        except RecordError as error:  # raised for the sample after the last one
             raise locate(error, skipped.pass_line()) from error
 
     if lines:
@@ -167,7 +167,7 @@ def _grade_samples(
 
 
 def _means(rewards: list[float], threshold: float) -> dict[str, str]:
-    """Return the mean reward, and where rewards are graded, the accuracy beside it."""
+    """Return the mean reward. If there are rewards other than 0 and the threshold, also return the accuracy."""
     from statistics import fmean
 
     means = {"mean reward": f"{fmean(rewards):.4g}"} if rewards else {}
@@ -215,7 +215,7 @@ MAX_GROUPS = 10
 
 
 def reason(sample: Sample) -> str:
-    """One-line explanation of a reward: source, extracted answer and reason."""
+    """Return a one-line explanation of a sample's reward: source, extracted answer and reason."""
     explanation = sample.metadata.get("explanation")
     if explanation is None:
         return str(sample.metadata.get("reward_error", f"not graded: {sample.status}"))

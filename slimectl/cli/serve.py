@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from slimectl.types import Sample
 
 PARENT = "SLIMECTL_PARENT"
-"""Environment variable with the process id that --with-parent watches."""
+"""Environment variable with the id of the process that --with-parent watches."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ServeOptions:
-    """Options of `slimectl serve`: where it listens, and how it answers."""
+    """Options of `slimectl serve`: where it listens, and how it responds."""
 
     host: Annotated[str, typer.Option("--host", help="Address to listen on, 0.0.0.0 for all")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", help="Port to listen on, 0 for any free one", min=0, max=65535)] = 30000
@@ -42,7 +42,7 @@ class ServeOptions:
     incremental: Annotated[
         bool, typer.Option("--incremental-streaming-output", help="Stream only new text from /generate")
     ] = False
-    stream_interval: Annotated[int, typer.Option("--stream-interval", help="Tokens per chunk of a stream", min=1)] = 1
+    stream_interval: Annotated[int, typer.Option("--stream-interval", help="Tokens per streamed chunk", min=1)] = 1
     allow_host: Annotated[
         list[str] | None,
         typer.Option("--allow-host", metavar="NAME", help="Additional host name to accept (repeatable)"),
@@ -50,7 +50,7 @@ class ServeOptions:
     pause_timeout: Annotated[
         float,
         typer.Option(
-            "--pause-timeout", help="Seconds that a request waits for a paused engine before it gets 503", min=0.1
+            "--pause-timeout", help="Seconds that a request waits for a paused engine before it fails with 503", min=0.1
         ),
     ] = 60.0
     record: Annotated[
@@ -62,7 +62,7 @@ class ServeOptions:
 
 @with_options("model options", SETTINGS, "dry_run")
 def serve(options: ServeOptions, common: CommonOptions) -> None:
-    """Serve a model over HTTP, with the APIs of SGLang and OpenAI.
+    """Serve a model over HTTP with the SGLang and OpenAI APIs.
 
     Example:
 
@@ -87,16 +87,16 @@ def serve(options: ServeOptions, common: CommonOptions) -> None:
 
 
 def _import_models() -> None:
-    """Import what every model needs, and freeze it.
+    """Import what every model needs, and exclude it from garbage collection.
 
-    Garbage collections would look at the objects of some thousand modules again and again: 0.8 s of 3.8 s of CPU.
+    Collections would otherwise traverse the objects of a thousand modules again and again: 0.8 s of 3.8 s of CPU.
     """
     with frozen_objects():
         import transformers.models.auto.modeling_auto  # noqa: F401
 
 
 def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int, bool]:
-    """Serve until a signal comes; return its number, and whether all threads have ended."""
+    """Serve until a signal arrives. Return its number, and whether all threads have ended."""
     from slimectl import builders
     from slimectl.builders import serving
     from slimectl.transport.listening import bound
@@ -137,9 +137,9 @@ def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int,
 
 @contextmanager
 def _sample_writer(destination: str, settings: Settings, model: Path) -> Iterator[Callable[[Sample], None]]:
-    """Yield a function that writes a sample at once, to stdout or at the end of samples.jsonl in a folder.
+    """Yield a function that writes each sample immediately, to stdout or to the end of samples.jsonl in a folder.
 
-    A manifest beside the file names the model, whose tokenizer decodes the samples.
+    A manifest next to the file names the model, whose tokenizer decodes the samples.
     """
     from slimectl.data.jsonl import encode_sample
 
@@ -155,7 +155,7 @@ def _sample_writer(destination: str, settings: Settings, model: Path) -> Iterato
                 manifest.write(path, counts={})
             except OSError as error:
                 raise StorageError(
-                    f"--record {path}: cannot be written: {error.strerror}; give another folder"
+                    f"--record {path}: cannot be written: {error.strerror}. Give another folder"
                 ) from error
 
         def write(sample: Sample) -> None:
@@ -180,9 +180,9 @@ def _manifest(settings: Settings, model: Path) -> Manifest:
 
 
 def leave_with_parent() -> None:
-    """End this process within half a second of its parent's end, however the parent ended.
+    """End this process within half a second after its parent ends, for whatever reason.
 
-    Polls instead of PR_SET_PDEATHSIG, which fires as soon as the parent's thread ends.
+    It polls, because PR_SET_PDEATHSIG fires as soon as the parent's thread ends.
     """
     parent = int(os.environ.get(PARENT) or os.getppid())
 

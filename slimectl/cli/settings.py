@@ -53,10 +53,11 @@ def show(
 
 @with_options("custom_config", SETTINGS)
 def validate(options: CommonOptions) -> None:
-    """Validate settings files, and the model, data, verifiers and functions that they name.
+    """Validate settings files, and the model, data, verifiers and functions that they refer to.
 
-    Prints nothing if all is well. Every error is one line, with exit code 2. Settings without a model and without data
-    are valid, because `slimectl score` needs neither. A note then names the keys that a run needs.
+    Prints nothing if the settings are valid. Otherwise prints one line per error and exits with 2. Settings without a
+    model and data are valid, because `slimectl score` needs neither. In this case, a note lists the keys that a run
+    needs.
 
     Example:
 
@@ -70,7 +71,7 @@ def validate(options: CommonOptions) -> None:
         raise SettingsError("\n".join(dict.fromkeys(errors)))
     model, rollout = resolution.settings.model, resolution.settings.rollout
     if not (model.path or model.card or rollout.data or rollout.data_source_path or resolution.settings.eval.data):
-        stdio.note("neither model.path nor rollout.data is set; `slimectl run` needs both")
+        stdio.note("neither model.path nor rollout.data is set. `slimectl run` needs both")
 
 
 def schema() -> None:
@@ -88,12 +89,12 @@ def schema() -> None:
 def explain(
     key: Annotated[
         str,
-        typer.Argument(help="A key such as train.lr or lr, a section, a flag of another stack (--eps-clip), or a word"),
+        typer.Argument(help="Key such as train.lr or lr, section, flag of another stack (--eps-clip), or search word"),
     ],
 ) -> None:
-    """Explain a setting: meaning, type, default, and the flags of other stacks that become it.
+    """Explain a setting: meaning, type, default, and the equivalent flags of other stacks.
 
-    Give a flag of slime, verl, TRL, OpenRLHF or ROLL to see which setting it becomes.
+    Give a flag of slime, verl, TRL, OpenRLHF or ROLL to find the equivalent setting.
 
     Example:
 
@@ -131,7 +132,7 @@ def from_(
     ],
     stack: Annotated[
         str | None,
-        typer.Option("--from", metavar="STACK", help="slime, verl, trl, openrlhf or roll. Default: recognized"),
+        typer.Option("--from", metavar="STACK", help="Source: slime, verl, trl, openrlhf or roll. Default: detected"),
     ] = None,
     out: Annotated[
         str,
@@ -139,17 +140,17 @@ def from_(
     ] = "-",
     root: Annotated[
         Path | None,
-        typer.Option("--root", metavar="DIR", help="Folder whose files `source` may read. Default: FILE's folder"),
+        typer.Option("--root", metavar="DIR", help="Folder from which `source` may read files. Default: FILE's folder"),
     ] = None,
     line: Annotated[
         int | None, typer.Option("--line", help="Line of the training command, if FILE has several")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing settings file")] = False,
 ) -> None:
-    """Convert a launch file of another stack to settings. Nothing in that file is executed.
+    """Convert a launch file of another stack to settings. Nothing in the file is executed.
 
-    Every line names the flag that it came from. Flags without a counterpart are listed with the reason.
-    docs/from-slime.md has the table.
+    Each setting has a comment with the flag that it came from. Flags without a counterpart are listed with the reason.
+    See docs/from-slime.md for the table of flags.
 
     Example:
 
@@ -160,7 +161,7 @@ def from_(
     from slimectl.settings.launch_scripts.writing import settings_file
 
     if out != "-" and Path(out).exists() and not force:
-        raise SettingsError(f"{out}: exists already; add --force, or give another name to --out")
+        raise SettingsError(f"{out}: already exists. Add --force to replace it, or choose another --out")
     reading = read(file, stack=stack, root=root, line=line)
     conversion = reading.conversion
     text = settings_file(conversion, file, reading.notes)
@@ -174,18 +175,18 @@ def from_(
     for remark in reading.notes:
         stdio.logger.warning(f"{remark.place}: {remark.text}")
     for problem in conversion.problems:
-        stdio.logger.warning(f"to be settled: {problem}")
+        stdio.logger.warning(f"unresolved: {problem}")
     stdio.note(
-        f"{file}: {conversion.dialect.title}: {stdio.quantity(len(conversion.values), 'setting')}; "
-        f"{stdio.quantity(len(conversion.defaults), 'flag')} with the default here, "
+        f"{file}: {conversion.dialect.title}: {stdio.quantity(len(conversion.values), 'setting')}, "
+        f"{stdio.quantity(len(conversion.defaults), 'flag')} equal to the default here, "
         f"{len(conversion.omissions)} without a counterpart (listed below the settings)"
     )
 
 
 def _search(word: str, every: Sequence[Entry], of_stacks: Sequence[str], *, is_flag: bool) -> list[Entry]:
-    """Return the settings whose last part is `word`, and those that it means in other stacks.
+    """Return the settings whose last part is `word`, and the settings that it becomes as a flag of another stack.
 
-    Without any, return the setting that it most likely means, and all that mention it. Raises SettingsError if there is
+    If there are none, return the most likely setting and all that mention the word. Raises SettingsError if there is
     none.
     """
     from slimectl.settings import aliases
@@ -200,8 +201,8 @@ def _search(word: str, every: Sequence[Entry], of_stacks: Sequence[str], *, is_f
     mentions = [entry for entry in every if not is_flag and entry.key.count(".") == 1 and _mentions(entry, word)]
     if "." in word or not (mentions or near):
         names = [near] if near else near_names(word)
-        hint = f"did you mean {' or '.join(names)}?" if names else "`slimectl settings show` lists all"
-        raise SettingsError(f"{word}: unknown setting; {hint}")
+        hint = f"Did you mean {' or '.join(names)}?" if names else "`slimectl settings show` lists all"
+        raise SettingsError(f"{word}: unknown setting. {hint}")
     return ([by_key[near]] if near in by_key else []) + [entry for entry in mentions if entry.key != near]
 
 

@@ -1,4 +1,4 @@
-"""Signals that end a command: Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal."""
+"""Handles the signals that end a command: Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def end_by_signals() -> None:
-    """Let SIGTERM and SIGHUP interrupt this process as Ctrl-C does; one that is ignored (nohup) stays so."""
+    """Make SIGTERM and SIGHUP interrupt this process like Ctrl-C, unless they are ignored (nohup)."""
     for number in _heeded():
         handle_here(number, _raise_terminated)
 
@@ -30,7 +30,7 @@ def end_at_once() -> None:
 
 
 def _heeded() -> list[signal.Signals]:
-    """Return the signals that are not ignored; none outside of the main thread, which alone may handle them."""
+    """Return the signals that are not ignored, or none outside of the main thread, which cannot handle signals."""
     if threading.current_thread() is not threading.main_thread():
         return []
     return [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
@@ -41,9 +41,9 @@ def _raise_terminated(number: int, _: Any) -> None:
 
 
 class RoundInterrupt:
-    """Handler of a run's signals: the first ends the run after its round, the second at once.
+    """Handles a run's signals: the first ends the run after its round, the second at once.
 
-    After SIGTERM or SIGHUP the round gets `grace_s` seconds; then `grace` abandons it.
+    After SIGTERM or SIGHUP, the round has `grace_s` seconds. Then `grace` abandons it.
     """
 
     def __init__(self, grace: GracePeriod, grace_s: float) -> None:
@@ -74,7 +74,7 @@ class RoundInterrupt:
             self._timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if isinstance(error, RoundAbandoned) and self._first is not None:  # outside of what the run has recorded
+        if isinstance(error, RoundAbandoned) and self._first is not None:  # raised where the run does not handle it
             raise Terminated(self._first) from error
 
     def _receive(self, number: int, _: Any) -> None:
@@ -86,17 +86,18 @@ class RoundInterrupt:
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
         self._first = number
         if number == signal.SIGINT:
-            stdio.say("finishing this round, then saving; Ctrl-C again stops now")
+            stdio.say("finishing this round, then saving. Press Ctrl-C again to stop now")
             return
         name = signal.Signals(number).name
         stdio.say(
-            f"{name}: the round has {self._grace_s:g} s to end (run.grace_s), then saving; a second one stops now"
+            f"{name}: finishing this round (at most {self._grace_s:g} s, run.grace_s), then saving. "
+            f"Send it again to stop now"
         )
         self._timer = threading.Timer(self._grace_s, self._end_grace, (threading.get_ident(), number))
         self._timer.daemon = True
         self._timer.start()
 
     def _end_grace(self, thread: int, number: int) -> None:
-        """Signal the main thread once more: only there an exception ends what is waited for."""
+        """Send the signal to the main thread again, because only an exception there ends what it waits for."""
         self._over = True
         signal.pthread_kill(thread, number)

@@ -1,4 +1,4 @@
-"""Texts for a terminal: visible characters, colours, lines that fit, curves of one line."""
+"""Formats text for a terminal: control characters, colours, line width, sparklines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-"""Terminal control characters replaced by Unicode's control pictures: model output may hold any character."""
+"""Control characters mapped to Unicode's control pictures, because model output may contain any character."""
 
 MARKS = {
     0x200E: "LRM", 0x200F: "RLM", 0x061C: "ALM", 0x202A: "LRE", 0x202B: "RLE", 0x202C: "PDF", 0x202D: "LRO",
@@ -24,34 +24,34 @@ MARKS = {
 }  # fmt: skip
 VISIBLE: dict[int, int | str] = PICTURES | {code: f"⟨{name}⟩" for code, name in MARKS.items()}
 VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
-"""The same, and marks that turn the direction of a line, and halves of surrogate pairs."""
+"""PICTURES, and marks that change the direction of a line, and halves of surrogate pairs."""
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), *MARKS, *range(0xD800, 0xE000))}
-"""The same characters as JSON escapes them."""
+"""JSON escapes of the same characters."""
 
 MAX_TEXT = 20_000
-"""Most characters of one text of a sample."""
+"""Maximum characters shown of one text of a sample."""
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 
 
 def visible(text: object, limit: int = MAX_TEXT) -> str:
-    """Return the beginning of a text with every character visible, so that it cannot steer a terminal."""
+    """Return the beginning of a text with every character visible, so that it cannot control the terminal."""
     text = str(text)
     remaining = len(text) - limit
     return text[:limit].translate(VISIBLE) + (f"… ({remaining} more characters)" if remaining > 0 else "")
 
 
 def safe_json(value: Any, *, indent: int | None = None) -> str:
-    """Return JSON without characters that could steer a terminal: they are escaped, which JSON reads as the same."""
+    """Return JSON in which characters that could control a terminal are escaped. It parses to the same value."""
     return json.dumps(value, ensure_ascii=False, indent=indent).translate(ESCAPES)
 
 
 def one_line(text: object, columns: int) -> str:
-    """Return the beginning of a text in one line of at most so many columns."""
+    """Return the beginning of a text in one line of at most `columns` columns."""
     return shortened(visible(text, 4 * columns).replace("\n", "␊").replace("\t", " "), columns)
 
 
 def shortened(line: str, columns: int) -> str:
-    """Return a line that is at most so many columns wide; wide letters take two."""
+    """Return a line cut to at most `columns` columns. Wide letters count as two."""
     if cell_len(line) <= columns:
         return line
     dots = "…" if is_utf8() else "..."
@@ -59,29 +59,29 @@ def shortened(line: str, columns: int) -> str:
 
 
 def is_utf8() -> bool:
-    """Return whether stdout takes every character."""
+    """Return whether stdout can print every character."""
     return (sys.stdout.encoding or "utf-8").lower().startswith("utf")
 
 
 def width() -> int:
-    """Return the columns of the terminal; 80 without one."""
+    """Return the width of the terminal in columns, or 80 without a terminal."""
     return shutil.get_terminal_size().columns
 
 
 def has_colours() -> bool:
-    """Return whether output is coloured: on a terminal, or with FORCE_COLOR; never with NO_COLOR."""
+    """Return whether to colour output: on a terminal or with FORCE_COLOR, but never with NO_COLOR."""
     if "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return False
     return "FORCE_COLOR" in os.environ or sys.stdout.isatty()
 
 
 def paint(text: str, code: str) -> str:
-    """Colour a text by a code of SGR, line by line: pagers reset colours at each line."""
+    """Colour a text with an SGR code, line by line, because pagers reset colours at each line."""
     return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line and code else line for line in text.split("\n"))
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:
-    """Draw values as a line of blocks, each the mean of its share of them; in ASCII where stdout is not UTF-8.
+    """Draw values as a line of blocks, or of ASCII characters if stdout is not UTF-8. Each is the mean of its share.
 
     >>> sparkline([0.0, 1.0, 2.0, 7.0], 4)
     '▁▂▃█'

@@ -1,4 +1,4 @@
-"""Tokens of a sample on a terminal: coloured by a number of each, or with the numbers in braces."""
+"""Prints the tokens of a sample, coloured by a value of each token, or with the values in braces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from slimectl.cli.terminal import has_colours, paint, visible
 from slimectl.viewer.token_colours import COLOURS as COLOUR_SCALES
 
-TAUGHT, READ, PROMPT = "taught", "read", "prompt"
-COLOURS = {TAUGHT: "30;42", READ: "33", PROMPT: "2"}
-BRACKETS = {TAUGHT: ("[[", "]]"), READ: ("((", "))"), PROMPT: ("", "")}
-PARTS = {"policy": TAUGHT, "environment": READ, "prompt": PROMPT}
+TRAINED, MASKED, PROMPT = "trained", "masked", "prompt"
+COLOURS = {TRAINED: "30;42", MASKED: "33", PROMPT: "2"}
+BRACKETS = {TRAINED: ("[[", "]]"), MASKED: ("((", "))"), PROMPT: ("", "")}
+PARTS = {"policy": TRAINED, "environment": MASKED, "prompt": PROMPT}
 """Part of the loss mask by the author of a token."""
 
 SHADES = {
@@ -21,21 +21,21 @@ SHADES = {
     "high": ("", "48;5;230", "48;5;222", "48;5;215", "48;5;208"),
     "low": ("", "48;5;189", "48;5;153", "48;5;111", "48;5;75"),
 }
-"""Backgrounds of 256 colours from weak to strong, under black letters."""
+"""Backgrounds (256 colours) for black letters, from weak to strong."""
 VERSIONS = ("46", "43", "45", "42", "44", "41")
-"""Backgrounds of weight versions in turn."""
+"""Backgrounds of weight versions, used in turn."""
 MARKED = "4"
 NAMES = ("logprob", "advantage", "ratio", "trainer_minus_engine", "mask", "version", "reference", "teacher")
 """Values of --color-by."""
 
 
 def legend(name: str, *, coloured: bool | None = None) -> str:
-    """Return the line that explains a colouring."""
+    """Return the line that explains the colours."""
     coloured = has_colours() if coloured is None else coloured
     if name == "mask":
-        return " ".join(highlight(part, part, coloured) for part in (PROMPT, TAUGHT, READ))
+        return " ".join(highlight(part, part, coloured) for part in (PROMPT, TRAINED, MASKED))
     if name == "version":
-        return "weight version: a colour each" if coloured else "weight version: in {} after the tokens it wrote"
+        return "weight version: one colour each" if coloured else "weight version: in {} after its tokens"
     if not coloured:
         return f"{name}: in {{}} after its tokens" + (", ! if clipped" if name == "ratio" else "")
     low, high = next(colour.ends for colour in COLOUR_SCALES if colour.name == name)
@@ -47,9 +47,9 @@ def legend(name: str, *, coloured: bool | None = None) -> str:
 
 
 def tokens_text(view: Mapping[str, Any], name: str, *, coloured: bool | None = None) -> str:
-    """Return the tokens of a sample's view in the colours of a name; as plain text with its values without colours.
+    """Return the tokens of a sample's view, coloured by the value `name`, or with the values in braces.
 
-    A sample that lacks the numbers is its text, with a note.
+    If the sample lacks the values, return its text with a note.
     """
     coloured = has_colours() if coloured is None else coloured
     texts = view["texts"] or [f"{number} " for number in view["ids"]]
@@ -67,12 +67,12 @@ def tokens_text(view: Mapping[str, Any], name: str, *, coloured: bool | None = N
     return f"{text}… ({remaining} more tokens)" if remaining > 0 else text
 
 
-KEEPING = 'this sample was not trained on, or the run does not keep it by run.keep_samples = "train"'
+KEEPING = 'this sample was not trained on, or run.keep_samples of the run is not "train"'
 LACKING = {"advantage": KEEPING, "ratio": KEEPING, "trainer_minus_engine": KEEPING}
 
 
 def highlight(text: str, part: str, coloured: bool) -> str:
-    """Mark a text as taught, only read, or the prompt."""
+    """Mark a text as trained, masked or prompt."""
     if coloured:
         return paint(visible(text), COLOURS[part])
     before, after = BRACKETS[part]
@@ -80,7 +80,7 @@ def highlight(text: str, part: str, coloured: bool) -> str:
 
 
 def _heat(colour: Mapping[str, Any], texts: list[str], authors: list[str]) -> str:
-    """Colour tokens by strength; those of equal colour are one run."""
+    """Colour tokens by strength. Consecutive tokens of equal colour are painted together."""
     marks = [*colour["marks"], *[False] * len(texts)]
     levels = [
         (author == "prompt" or strength is None, round(4 * (strength or 0.0)), bool(mark))
@@ -99,7 +99,7 @@ def _shade(text: str, tone: str, level: int, mark: bool = False) -> str:
 
 
 def _plain(colour: Mapping[str, Any], texts: list[str]) -> str:
-    """Write each value behind the tokens that have it."""
+    """Return the tokens with each value after the tokens that have it."""
     marks = [*colour["marks"], *[False] * len(texts)]
     values = [
         "" if value is None else f"{{{value:.3g}{'!' if mark else ''}}}"
@@ -109,7 +109,7 @@ def _plain(colour: Mapping[str, Any], texts: list[str]) -> str:
 
 
 def _versions(view: Mapping[str, Any], texts: list[str], coloured: bool) -> str:
-    """Mark what the policy wrote by the version of its weights; where a record does not say which, by all of them."""
+    """Mark the policy's tokens with their weight version. If it is unknown, use all versions of the sample."""
     known = [str(version) for version in view["record"].get("weight_versions") or ()]
     whole = "-".join(dict.fromkeys((known[0], known[-1]))) if known else "unknown"
     labels = [
@@ -129,18 +129,18 @@ def _versions(view: Mapping[str, Any], texts: list[str], coloured: bool) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a text whose line ends can be coloured."""
+    """Return a text with visible line ends, which can be coloured."""
     return visible(text).replace("\n", "↵\n")
 
 
 def _joined(texts: list[str], keys: list[Any]) -> Iterator[tuple[Any, str]]:
-    """Yield (key, text) of each run of consecutive tokens of one key."""
+    """Yield (key, text) for each run of consecutive tokens with the same key."""
     for key, run in groupby(zip(keys, texts, strict=False), key=lambda pair: pair[0]):
         yield key, "".join(text for _, text in run)
 
 
 def decoder(folder: Path | None) -> Any:
-    """Return the decoder of the tokenizer in a folder; None without one, or without the library that loads it."""
+    """Return the decoder of a folder's tokenizer, or None if it or the library that loads it is missing."""
     from slimectl import builders
     from slimectl.viewer.token_view import Decoders
 

@@ -41,16 +41,17 @@ def train(
     name: Annotated[str | None, typer.Option("--name", help="Name of the run's folder in run.dir")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Folder of the run to resume")] = None,
 ) -> None:
-    """Train on scored samples, demonstrations (sft) or preferences (dpo, reward_model). Prints one report per step.
+    """Train on scored samples, demonstrations (sft) or preferences (dpo, reward_model).
 
-    With --name it is a run in runs/NAME: epochs, checkpoints, [eval], [track], progress, and --resume.
+    Prints one report per step. With --name, trains as a run in runs/NAME, with epochs, checkpoints, [eval], [track],
+    progress and --resume.
 
     Example:
 
         slimectl train scored.jsonl --model models/smollm2 --save models/better --lr 1e-5
     """
     if options.model and load:
-        raise SettingsError("--model starts from weights only, and --load continues a checkpoint. Give one of them.")
+        raise SettingsError("--model starts from weights only, and --load continues a checkpoint. Use only one.")
     flags: dict[str, Any] = {"algorithm.name": algorithm, "run.name": name}
     if load:
         flags["model.path"] = str(load)
@@ -76,20 +77,20 @@ def train(
 
 
 OF_RUNS: dict[str, Any] = {"run.num_epoch": None, "run.save_interval": None, "eval.data": {}, "track.with": ["stdout"]}
-"""Settings that only a training in a folder of its own obeys, with their defaults."""
+"""Settings that only have an effect in a run folder, with their defaults."""
 
 
 def _is_run(resolution: Resolved) -> bool:
-    """Return whether a training has a folder: run.name is given, or stands in a file that names its algorithm.
+    """Return whether to train in a run folder: run.name is given, or set in a file that sets the algorithm.
 
-    A settings file of `slimectl run` serves its stages too, which are no runs. Raises SettingsError for settings on the
-    command line that need the folder.
+    A settings file of `slimectl run` can also be used for single stages, which have no run folder. Raises
+    SettingsError for settings on the command line that need the folder.
     """
     from slimectl.settings.keys import flat
     from slimectl.settings.loading import COMMAND_LINE
 
     origins, trains_on = resolution.origins, resolution.settings.algorithm.trains_on
-    # A settings file that names an algorithm for recorded samples is no file of `slimectl run`.
+    # A settings file with an algorithm for recorded samples is not meant for `slimectl run`.
     own_layers = (*COMMAND_LINE, origins["algorithm.name"]) if trains_on != "rollouts" else COMMAND_LINE
     values = dict(flat(resolution.settings))
     if values["run.name"] is not None and origins["run.name"] in own_layers:
@@ -103,19 +104,17 @@ def _is_run(resolution: Resolved) -> bool:
 
 
 def _set_for_runs(values: dict[str, Any]) -> list[str]:
-    """Names of the settings among OF_RUNS that have another value than their default."""
+    """Return the settings among OF_RUNS that differ from their defaults."""
     return [name for name, default in OF_RUNS.items() if values[name] not in (default, None, [])]
 
 
 def _say_idle_settings(resolution: Resolved, paths: list[str]) -> None:
-    """Say which settings of its file a training without a folder did not obey; a pipe needs no such line."""
+    """Log which settings of a file had no effect because there is no run folder. Nothing is logged for a pipe."""
     from slimectl.settings.keys import flat
 
     if "-" not in paths and (idle := _set_for_runs(dict(flat(resolution.settings)))):
         origin = resolution.origins[idle[0]]
-        stdio.note(
-            f"this was one pass without {', '.join(idle)} of {origin}, which need a run folder. Add --name NAME."
-        )
+        stdio.note(f"{', '.join(idle)} of {origin} had no effect: a run folder is needed. Add --name NAME.")
 
 
 def _train_in_folder(
@@ -126,9 +125,9 @@ def _train_in_folder(
     load: Path | None,
     resumed: Resumed | None,
 ) -> None:
-    """Train as a run; its folder has metrics, checkpoints and evaluations, and its path goes to stdout.
+    """Train as a run in a folder with metrics, checkpoints and evaluations, and print the folder to stdout.
 
-    Its rollout.data is the file of samples.
+    The run's rollout.data is the samples file.
     """
     from slimectl.data.jsonl import joined_name
     from slimectl.data.ownership import read_manifest
@@ -154,7 +153,7 @@ def _train_in_folder(
 
 
 def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None, load: Path | None) -> None:
-    """Train as a stage of a pipe: one pass, a record per step on stdout, the weights at the end into `save`."""
+    """Train as a stage of a pipe: one pass, a record per step on stdout, the final weights in `save`."""
     from slimectl import builders
     from slimectl.cli.output import up_to_date
     from slimectl.cli.progress import line_count
@@ -183,13 +182,13 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
         report=skipped.add_bad_line,
         on_line=skipped.add_line,
         context=builders.context_length(settings, folder),
-        left_out=too_long.append,
+        on_skipped=too_long.append,
     )
     signed = partial(manifest.signed, parents=inputs)
     if save is not None:
         refuse_existing(save, force=force)
     try:
-        # Locked during training: another writer of the same folder is refused before its work, not after it.
+        # Lock the folder during training, so that another writer is refused before it starts its work.
         with writing(save) if save is not None else nullcontext():
             steps, signal = _train_steps(
                 stream,
@@ -206,9 +205,9 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
         skipped.report()
     if not signal.rounds:
         raise RecordError(f"{joined_name(paths)}: no samples. Look at the messages of the stage that wrote them.")
-    dropped = f", {len(too_long)} left out" if too_long else ""
+    dropped = f", {len(too_long)} skipped" if too_long else ""
     stdio.note(
-        f"{stdio.quantity(steps, 'step')}{dropped}; " + (f"weights in {save}" if save else "nothing saved (no --save)")
+        f"{stdio.quantity(steps, 'step')}{dropped}, " + (f"weights in {save}" if save else "nothing saved (no --save)")
     )
     _warn_without_signal(signal, settings, "SAMPLES" if "-" in paths else shlex.join(paths))
 
@@ -218,7 +217,7 @@ def _scheduled_rollouts(
 ) -> int | None:
     """Return the number of rollouts in the files if the learning rate depends on it, else None.
 
-    Raises SettingsError for samples that cannot be counted before, and for a training that `resumes` a checkpoint.
+    Raises SettingsError for samples that cannot be counted in advance, and if the training `resumes` a checkpoint.
     """
     from slimectl.data.io import is_pipe
     from slimectl.runtime.rounds import RecordedRounds
@@ -228,16 +227,18 @@ def _scheduled_rollouts(
         return None
     pipe = next(filter(is_pipe, paths), None)
     if pipe is not None or resumes:
-        where = "--load: the steps of the checkpoint" if resumes else f"{pipe}: the steps of a pipe"
-        raise SettingsError(f"{setting} needs an end, and {where} are not counted. Set train.lr_decay_iters.")
+        where = "the steps of a checkpoint (--load)" if resumes else f"the steps of a pipe ({pipe})"
+        raise SettingsError(
+            f"{setting} depends on the number of steps, but {where} cannot be counted. Set train.lr_decay_iters."
+        )
     return RecordedRounds(settings, paths, on_error).scheduled_rollouts(folder)
 
 
 def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) -> None:
-    """Say on stderr that most rounds taught nothing. Raises SlimectlError if run.on_no_signal stopped the training."""
+    """Warn if most rounds had no learning signal. Raises SlimectlError if run.on_no_signal stopped the training."""
     command = f"slimectl score {samples} --explain"
     remedy = signal.remedy(
-        f"look at rewards with: {command} (why each), --check (is it fit to train on), and the reward's options"
+        f"To see why, run: {command} (or --check instead of --explain), with the options of your reward"
     )
     if _stops(signal, settings):
         raise SlimectlError(f"{signal.message_in_a_row(remedy)}. To train anyway, set run.on_no_signal=warn.")
@@ -251,7 +252,7 @@ def _stops(signal: SignalCount, settings: Settings) -> bool:
 
 @contextmanager
 def _loaded_trainer(make: Callable[[], Trainer], progress: ProgressBar, total: int | None) -> Iterator[Trainer]:
-    """Make a trainer while the bar shows that it loads, then count `total` samples."""
+    """Create a trainer while the bar shows that it is loading, then count `total` samples."""
     with progress.phase("loading"):
         trainer = make()
     with trainer:
@@ -273,8 +274,8 @@ def _train_steps(
 ) -> tuple[int, SignalCount]:
     """Train with a record per step on stdout (on a terminal a row of a table), and write the weights to `save`.
 
-    `total` is the number of samples, if it is known, and `rollouts` that of the rollouts with which a schedule ends.
-    Return the number of steps, and of rounds with and without signal.
+    `total` is the number of samples, if known. `rollouts` is the number of rollouts after which a schedule ends.
+    Returns the number of steps, and the count of rounds with and without signal.
     """
     import json
 

@@ -34,7 +34,7 @@ def view(
 ) -> None:
     """View runs and samples in a browser: curves, rounds, groups, tokens, comparisons.
 
-    The page is served on this machine alone, follows a run that goes on, and changes nothing. Ctrl-C ends it.
+    The page is served only on this machine. It follows running runs, and changes nothing. Press Ctrl-C to stop.
 
     Example:
 
@@ -45,15 +45,15 @@ def view(
     from slimectl.viewer.library import Library
 
     if not paths and not DEFAULT.is_dir():
-        raise SettingsError(f"{DEFAULT}: no such folder; name a run's folder or a samples file: slimectl view RUN")
+        raise SettingsError(f"{DEFAULT}: no such folder. Give a run's folder or a samples file: slimectl view RUN")
     if model is not None and not (model / "tokenizer_config.json").is_file():
-        raise SettingsError(f"--model {model}: has no tokenizer_config.json; give a model's folder")
+        raise SettingsError(f"--model {model}: has no tokenizer_config.json. Give a model's folder")
     api = ViewApi(Library(paths or [DEFAULT], model=model), builders.token_decoder)
     if html is not None:
         from slimectl.viewer.export import write_page
 
         if html.exists() and not force:
-            raise SettingsError(f"{html}: exists; replace it with --force")
+            raise SettingsError(f"{html}: already exists. Add --force to replace it")
         stdio.note(write_page(api, html))
         return
     _serve(api, port, open_browser=not no_browser)
@@ -72,9 +72,9 @@ def _serve(api: object, port: int, *, open_browser: bool) -> None:
 
     def ready() -> None:
         stdio.emit(address)
-        stdio.note("Ctrl-C ends it")
+        stdio.note("press Ctrl-C to stop")
         if open_browser and (sys.platform == "darwin" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ):
-            webbrowser.open(address)  # elsewhere it would start a browser in this terminal
+            webbrowser.open(address)  # elsewhere it would start a text browser in this terminal
 
     number = asyncio.run(serve(api, token, listening, ready=ready))  # type: ignore[arg-type]
     if number == signal.SIGHUP:

@@ -144,7 +144,7 @@ class SftWarmup:
         too_long: list[Prompt] = []
         context = builders.context_length(self.settings, model)
         samples = demonstrations(
-            prompts, tokenizer, self.settings.rollout, context=context, left_out=too_long.append
+            prompts, tokenizer, self.settings.rollout, context=context, on_skipped=too_long.append
         )  # fmt: skip
         logger.info(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
         steps = (report for report in train(samples, policy, sft, hooks=self.hooks) if report.is_step)

@@ -121,7 +121,7 @@ class RolloutWorker:
         too_long: list[Prompt] = []
         samples = evaluate(
             prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent,
-            rollout_id=rollout_id, left_out=too_long.append, hooks=UserHooks(settings),
+            rollout_id=rollout_id, on_skipped=too_long.append, hooks=UserHooks(settings),
         )  # fmt: skip
         answer = answer_extractor(reward)
         summed = list(with_summary(name, samples, metrics, settings, answer=answer, too_long=too_long))

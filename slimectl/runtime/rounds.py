@@ -218,13 +218,13 @@ class RecordedRounds:
         return len(preference_pairs(rewards, algorithm.pairs))
 
     def _read(
-        self, model: Path | None, left_out: deque[Prompt], *, epochs: int | None, start: int = 0
+        self, model: Path | None, too_long: deque[Prompt], *, epochs: int | None, start: int = 0
     ) -> Iterator[Numbered]:
         tokenizer = None if model is None else builders.tokenizer(model)
         context = None if model is None else builders.context_length(self.settings, model)
         return builders.training_samples(
             self.settings, self.paths, tokenizer, on_error=self.on_error, report=self.report, on_line=self.on_line,
-            context=context, left_out=left_out.append, epochs=epochs, start=start,
+            context=context, on_skipped=too_long.append, epochs=epochs, start=start,
         )  # fmt: skip
 
     def service(self, model: Path, *, executor: Executor, folder: Path) -> RolloutService | None:
@@ -258,7 +258,7 @@ class RecordedRounds:
         """Yield the rounds after `state`, with the log-probabilities of the models that are asked for them."""
         too_long: deque[Prompt] = deque()
         samples = self._read(models.folder, too_long, epochs=self._epochs, start=state.position)
-        rounds = recorded_rounds(samples, self.settings, left_out=too_long, before=state.rounds)
+        rounds = recorded_rounds(samples, self.settings, too_long=too_long, before=state.rounds)
         last = self.settings.run.num_rollout
         for batch in islice(rounds, None if last is None else max(0, last - state.rounds)):
             batch.samples = list(self._with_log_probs(batch.samples, models))
@@ -285,6 +285,6 @@ def warn_of_other_model(settings: Settings, paths: Sequence[str], model: Path) -
 def reward_check(samples: str, *, first: str = "", options: str = "") -> str:
     """Return the commands that show why samples got their rewards."""
     return (
-        f"look at rewards with: {first}slimectl score {samples}{options} --explain (why each), --check (is it fit to "
+        f"Look at rewards with: {first}slimectl score {samples}{options} --explain (why each), --check (is it fit to "
         f"train on)"
     )

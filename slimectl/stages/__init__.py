@@ -1,1 +1,1 @@
-"""One verb, one file: convert, rollout, score, train, evaluate, run."""
+"""The stages, one per file: convert, rollout, score, train, evaluate, run."""

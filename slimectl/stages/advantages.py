@@ -1,4 +1,4 @@
-"""Second and third pass over a round: outputs of the models from before its updates, and advantages from them."""
+"""Second and third pass over a round: computes the models' outputs before its updates, then the advantages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from slimectl.types import Metrics, TrainingSample
 
 @dataclass(frozen=True)
 class Models:
-    """The models that a step updates, the policy and the critic if there is one, and the timer of their passes."""
+    """The models that a step updates (the policy, and the critic if there is one) and the timer of their passes."""
 
     policy: Policy
     critic: Critic | None = None
     timer: RoundTimer = field(default_factory=RoundTimer)
 
     def outputs(self, algorithm: AlgorithmSection) -> Outputs:
-        """Return the method that computes the output that the algorithm trains, for every token of rows."""
+        """Return the method that computes the output trained by the algorithm, for every token of rows."""
         if algorithm.trained_output == "log_probs" or self.critic is None:
             return self.policy.log_probs
         return self.critic.values
@@ -35,10 +35,10 @@ class Models:
 def attach_model_outputs(
     rows: Sequence[TrainingSample], models: Models, algorithm: AlgorithmSection, hooks: Hooks, *, several_steps: bool
 ) -> None:
-    """Write `TrainingSample.old_log_probs` and `.values` where they are needed; what a row has already is kept.
+    """Set `TrainingSample.old_log_probs` and `.values` if they are needed. Existing values are kept.
 
-    In one step the policy does not change before the loss, which uses its own detached log-probabilities as the old
-    ones, unless an advantage or a hook reads them: the same numbers with one forward pass less.
+    If a round is one step, the policy does not change before the loss. The loss then uses its own detached
+    log-probabilities as the old ones, which saves a forward pass, unless an advantage or a hook reads them.
     """
     if algorithm.trains_on != "rollouts":
         return
@@ -60,9 +60,9 @@ def attach_model_outputs(
 
 
 def set_advantages(batch: TrainingBatch, settings: Settings, hooks: Hooks, rollout_id: int) -> Metrics:
-    """Write advantages, and returns with a critic, by the algorithm or the user's function; return their metrics.
+    """Set advantages (and returns, with a critic) by the algorithm or the user's function. Return their metrics.
 
-    Rows have the log-probabilities and values that the algorithm needs.
+    Rows must have the log-probabilities and values that the algorithm needs.
     """
     algorithm = settings.algorithm
     estimator = ALGORITHMS[algorithm.name].advantages

@@ -1,4 +1,4 @@
-"""Compares the evaluations and rewards of a run: which evaluation was best, when to stop, what has collapsed."""
+"""Finds the best evaluation of a run, and collapses of its accuracy or reward."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Points = Sequence[tuple[int, float]]
 """(round, value), oldest first."""
 LOWER_IS_BETTER = ("loss", "truncated_ratio", "error", "no_reward")
 WINDOW = 3
-"""Rounds whose mean reward is compared."""
+"""Number of rounds over which rewards are averaged for a comparison."""
 
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The evaluations of a run by one metric of [eval], as run.save_best names it.
+    """The evaluations of a run by one metric of [eval], named as in run.save_best.
 
     >>> evaluations = [(0, {"eval/words": 0.5}), (4, {"eval/words": 0.9}), (8, {"eval/words": 0.7})]
     >>> Evaluations("words", evaluations).best, Evaluations("words", evaluations).since_best
@@ -39,7 +39,7 @@ class Evaluations:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Round and value of the best evaluation, the first of equal ones; None without any."""
+        """Round and value of the best evaluation (the first of equal ones), or None if there is none."""
         sign = -1 if self.metric.endswith(LOWER_IS_BETTER) else 1
         return max(self.points, key=lambda point: sign * point[1], default=None)
 
@@ -52,7 +52,7 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class Collapse:
-    """A figure that was high at `round` and has lost more than half of its height by `last_round`."""
+    """A value that was high at `round` and has lost more than half of its height by `last_round`."""
 
     name: str
     round: int
@@ -66,11 +66,11 @@ class Collapse:
 
 
 def find_collapse(rewards: Points, evaluations: Sequence[tuple[int, Metrics]]) -> Collapse | None:
-    """Return the collapse of an accuracy or, without one, of the reward; None if neither has collapsed.
+    """Return the collapse of an accuracy, else of the reward, or None if neither has collapsed.
 
     An accuracy has collapsed if the last is less than half of the best one, by more than two standard errors of both.
-    The reward has collapsed if each of the last WINDOW rounds is below each of the best WINDOW, and their mean is less
-    than half as high above the lowest reward, or above 0.
+    The reward has collapsed if each of the last WINDOW rounds is below each of the best WINDOW, and the mean has lost
+    more than half of its height. Heights are measured from 0, or from the lowest reward if it is negative.
     """
     names = dict.fromkeys(name for _, metrics in evaluations for name in metrics if name.endswith("_accuracy"))
     for name in names:

@@ -19,12 +19,12 @@ from slimectl.stdio import quantity
 from slimectl.types import Sample
 
 Bounds = Callable[[Sample], "tuple[float, float] | None"]
-"""Returns the (lowest, highest) reward expected for a sample; None if unknown."""
+"""Returns the (lowest, highest) reward expected for a sample, or None if unknown."""
 
 
 @dataclass(frozen=True)
 class RewardCheck:
-    """One line of the report; a training run should not start with one that is not `fine`."""
+    """One line of the report. Do not start a training run if one of them is not `fine`."""
 
     fine: bool
     check: str
@@ -36,7 +36,7 @@ class RewardCheck:
 
 @dataclass(frozen=True)
 class Trial:
-    """Results of calling the reward twice on one sample; only the second call is timed, so imports do not count."""
+    """Results of calling the reward twice on one sample. Only the second call is timed, so imports do not count."""
 
     sample: Sample
     results: tuple[Any, Any] = (None, None)
@@ -44,12 +44,12 @@ class Trial:
     error: str = ""
     number: float | None = None
     fault: str = ""
-    """Reason why the result has no number to train on; "" if it has."""
+    """Reason why the result has no number to train on, or "" if it has one."""
 
 
 @dataclass(frozen=True)
 class RunTwice:
-    """Calls a reward twice; pickled to worker processes."""
+    """Calls a reward twice. It is pickled to worker processes."""
 
     reward: BatchedReward
 
@@ -96,7 +96,7 @@ def check_reward(
     )
     faults = [(trial.sample, trial.fault) for trial in completed if trial.fault]
     silent = len(completed) - len(numeric) - len(faults)
-    types = f"{len(numeric)} finite numbers" + (f", {silent} without an opinion" if silent else "")
+    types = f"{len(numeric)} finite numbers" + (f", {silent} without a reward" if silent else "")
     yield _check_faults("type", faults, types) if completed else _nothing_ran("type")
     yield _check_range(numeric, bounds)
     changed = [
@@ -110,7 +110,7 @@ def check_reward(
 
 
 def _pair_results(call: list[Sample], result: Any) -> list[tuple[Sample, Any]]:
-    """Pair each sample with its result; the error of a call is the result of all its samples."""
+    """Pair each sample with its result. The error of a call is the result of all its samples."""
     return [
         (sample, result) if isinstance(result, BaseException) else (sample, result[i]) for i, sample in enumerate(call)
     ]
@@ -141,17 +141,17 @@ def _check_faults(check: str, faults: list[tuple[Sample, str]], success_text: st
 
 
 def _nothing_ran(check: str) -> RewardCheck:
-    return RewardCheck(False, check, "nothing ran to its end")
+    return RewardCheck(False, check, "no call completed")
 
 
 def _check_range(trials: list[Trial], bounds: Bounds) -> RewardCheck:
     numbers = [trial.number for trial in trials if trial.number is not None]
     if not numbers:
-        return RewardCheck(False, "range", "there is no number")
+        return RewardCheck(False, "range", "no numbers to compare")
     for trial in trials:
         allowed = bounds(trial.sample)
         if allowed and trial.number is not None and not allowed[0] - 1e-9 <= trial.number <= allowed[1] + 1e-9:
-            message = f"sample {trial.sample.index}: {trial.number:g} is not from {allowed[0]:g} to {allowed[1]:g}"
+            message = f"sample {trial.sample.index}: {trial.number:g} is not between {allowed[0]:g} and {allowed[1]:g}"
             return RewardCheck(False, "range", message)
     return RewardCheck(True, "range", f"{min(numbers):g} to {max(numbers):g}, mean {statistics.fmean(numbers):.4g}")
 
@@ -160,7 +160,7 @@ def _check_time(trials: list[Trial], late: list[Sample], limits: ScoreSettings, 
     if late:
         message = (
             f"{quantity(len(late), 'sample')} took more than {limits.timeout_s:g} s of CPU time or "
-            f"{limits.wall_limit_s:g} s on the clock, the first is sample {late[0].index}"
+            f"{limits.wall_limit_s:g} s of wall time, the first is sample {late[0].index}"
         )
         return RewardCheck(False, "time", message)
     if not trials:
@@ -168,8 +168,8 @@ def _check_time(trials: list[Trial], late: list[Sample], limits: ScoreSettings, 
     seconds = [trial.seconds for trial in trials]
     slowest = max(trials, key=lambda trial: trial.seconds)
     message = (
-        f"{statistics.fmean(seconds) * 1e3:.3g} ms a sample, at most {slowest.seconds * 1e3:.3g} ms "
-        f"(sample {slowest.sample.index}; limit {limits.timeout_s:g} s), {workers} worker{'s' if workers > 1 else ''}"
+        f"{statistics.fmean(seconds) * 1e3:.3g} ms per sample, at most {slowest.seconds * 1e3:.3g} ms "
+        f"(sample {slowest.sample.index}, limit {limits.timeout_s:g} s), {workers} worker{'s' if workers > 1 else ''}"
     )
     return RewardCheck(True, "time", message)
 
@@ -181,10 +181,10 @@ def _check_variance(trials: list[Trial]) -> RewardCheck:
             groups[trial.sample.group_index].append(trial.number)
     several = [numbers for numbers in groups.values() if len(numbers) > 1]
     if not several:
-        return RewardCheck(True, "variance", "no group has two samples; nothing to compare")
+        return RewardCheck(True, "variance", "no group has two samples to compare")
     uneven = [numbers for numbers in several if max(numbers) > min(numbers)]
     spread = statistics.fmean(statistics.pstdev(numbers) for numbers in several)
     message = f"{len(uneven)} of {len(several)} groups have different rewards (mean deviation {spread:.3g})"
     return RewardCheck(
-        bool(uneven), "variance", message if uneven else f"{message}; group-relative advantages are all 0"
+        bool(uneven), "variance", message if uneven else f"{message}, so group-relative advantages are all 0"
     )

@@ -25,7 +25,7 @@ Hashes = Mapping[str, Digest]
 
 
 class HashingWeights:
-    """Wraps weights, counts the tensors that are read from them, and records the SHA-256 of every one."""
+    """Wraps weights, counts the tensors that are read, and records the SHA-256 of each."""
 
     def __init__(self, weights: Weights, *, hashing: bool, progress: Progress = NO_PROGRESS) -> None:
         self._weights = weights
@@ -46,7 +46,7 @@ class HashingWeights:
         return tensor
 
     def hash(self, name: str) -> str:
-        """Return the SHA-256 of a tensor; reads the tensor if it was not read before (its shard already existed)."""
+        """Return the SHA-256 of a tensor. Reads the tensor if it was not read before (its shard already existed)."""
         return self._digests.get(name) or digest(self._weights.get(name))
 
 
@@ -63,13 +63,13 @@ def convert(
     resume: str | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> dict[str, int]:
-    """Write the tensors of `source` into the folder `target`; return counts of tensors, parameters and bytes.
+    """Write the tensors of `source` into the folder `target`. Return counts of tensors, parameters and bytes.
 
     `companions` copies the files that belong to the weights (config, tokenizer), then `write` writes the tensors.
-    With `reread` the written folder is read back before it is renamed to `target`: every tensor must exist, with equal
-    shape, dtype and bits; `check(source, folder)` may verify more. `sign` turns the counts into the fields of the
-    manifest besides its list of files; `progress` counts the tensors of each of its phases. `resume` names the
-    conversion, so that a later call continues an interrupted one.
+    With `reread`, the written folder is read back before it is renamed to `target`. Every tensor must exist, with
+    equal shape, dtype and bits. `check(source, folder)` may verify more. `sign` turns the counts into further fields
+    of the manifest. `progress` counts the tensors in each phase. `resume` identifies the conversion, so that a later
+    call continues an interrupted one.
 
     `target` is complete or does not exist. Raises SettingsError if `target` is not empty and `force` is not set,
     CheckpointError if the written tensors differ, StorageError if writing fails.
@@ -89,7 +89,7 @@ def convert(
         with progress.phase("writing"):
             progress.expect(len(forms))
             hashes = write(staged, witness)
-            progress.reach(len(forms))  # those of an interrupted conversion were not read again
+            progress.reach(len(forms))  # tensors of an interrupted conversion were not read again
         if reread:
             with progress.phase("verifying"):
                 progress.expect(len(forms))
@@ -105,18 +105,19 @@ def convert(
 
 
 def compare(expected: HashingWeights, actual: Weights, *, progress: Progress = NO_PROGRESS) -> None:
-    """Raises CheckpointError unless `actual` has exactly the expected tensors, equal to the last bit."""
+    """Raise CheckpointError unless `actual` has exactly the expected tensors, equal to the last bit."""
     expected_forms, actual_forms = expected.forms(), actual.forms()
     if actual_forms.keys() != expected_forms.keys():
         mismatched = sorted(actual_forms.keys() ^ expected_forms.keys())
         raise CheckpointError(
-            f"verifying: {mismatched[0]} and {len(mismatched) - 1} others are not in both; nothing was kept"
+            f"verifying: {mismatched[0]} and {len(mismatched) - 1} others are not in both. No output was kept"
         )
     for count, (name, (shape, dtype)) in enumerate(actual_forms.items()):
         progress.reach(count)
         if (tuple(shape), dtype) != expected_forms[name] or digest(actual.get(name)) != expected.hash(name):
             raise CheckpointError(
-                f"verifying: {name}, {dtype} {tuple(shape)}, is not what was read; nothing was kept; check the disk"
+                f"verifying: {name}, {dtype} {tuple(shape)}, differs from what was read. No output was kept. "
+                f"Check the disk"
             )
 
 

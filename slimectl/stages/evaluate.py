@@ -1,4 +1,4 @@
-"""Evaluates a policy: held-out prompts in, graded samples and pass rates out."""
+"""Evaluates a policy on held-out prompts: graded samples, accuracy and pass rates."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ OF_ROLLOUT = ("input_key", "label_key", "tool_key", "metadata_key", "stop", "sto
               "custom_generate_function_path", "repetition_penalty", "presence_penalty",
               "frequency_penalty")  # fmt: skip
 OF_EVAL = ("n_samples_per_prompt", "temperature", "top_p", "top_k", "max_response_len", "success_threshold")
-"""Settings of a dataset, by the section whose key they override."""
+"""Settings of a dataset, by the section whose keys they override."""
 
 
 def resolve_dataset_settings(settings: Settings, name: str) -> Settings:
-    """Return the settings of dataset `name`: its own override [eval]'s, which override those of other sections.
+    """Return the settings of dataset `name`: its own settings override [eval], which overrides other sections.
 
     A name without a dataset in [eval] gets the settings of [eval].
     """
@@ -74,13 +74,14 @@ def evaluate(
     executor: Executor,
     agent: Agent | None = None,
     rollout_id: int = 0,
-    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
     hooks: Hooks = NO_HOOKS,
 ) -> Iterator[Sample]:
-    """Sample and grade held-out prompts; [eval] overrides [rollout]. `settings` are those of the dataset.
+    """Sample and grade held-out prompts. [eval] overrides [rollout].
 
-    `rollout_id` is the number of rounds trained on. `hooks.sample_rounds` also samples
-    evaluations. Prompts that leave no room for an answer are passed to `left_out`.
+    `settings` come from `resolve_dataset_settings`. `rollout_id` is the number of rounds trained on.
+    `hooks.sample_rounds` also samples evaluations. Prompts that leave no room for a response are passed to
+    `on_skipped`.
     """
     eval_settings = settings.eval
     overrides: dict[str, Any] = {
@@ -96,11 +97,11 @@ def evaluate(
         attempts = GroupGenerator(
             engine, tokenizer, rollout_settings, agent or single_turn, params, True, on_sample=hooks.on_sample
         )
-        samples = whole_round_evaluation(prompts, attempts, hooks.sample_rounds, rollout_id, left_out)
+        samples = whole_round_evaluation(prompts, attempts, hooks.sample_rounds, rollout_id, on_skipped)
     else:
         samples = rollout(
             prompts, engine, tokenizer, rollout_settings, agent=agent, params=params, evaluation=True,
-            hooks=hooks, rollout_id=rollout_id, left_out=left_out,
+            hooks=hooks, rollout_id=rollout_id, on_skipped=on_skipped,
         )  # fmt: skip
     return score(samples, reward, settings.score, executor=executor)
 
@@ -116,7 +117,8 @@ def with_summary(
 ) -> Iterator[Sample]:
     """Yield the graded samples of one dataset, then write their summary into `metrics`.
 
-    `answer` extracts the answer of a sample (see `answer_extractor`); `too_long` has the dropped prompts by then.
+    `answer` extracts the answer of a sample (see `answer_extractor`). `too_long` has the skipped prompts when all
+    samples have been read.
     """
     collected: list[Sample] = []
     for sample in tee(samples, collected.append):
@@ -145,7 +147,7 @@ class AnswerExtractor:
         return verifier.extract(sample) if verifier else None
 
     def same(self, sample: Sample, first: str, second: str) -> bool:
-        """Whether the verifier of the sample holds two answers to its prompt equal; without one, equal strings."""
+        """Return whether two answers are equal according to the sample's verifier, or as strings without one."""
         verifier = self._verifier(sample)
         return verifier.same_answer(sample, first, second) if verifier else first == second
 
@@ -156,7 +158,7 @@ class AnswerExtractor:
 
 
 def answer_extractor(reward: RewardFn) -> AnswerExtractor:
-    """Return what extracts and compares the answers of a majority vote."""
+    """Return the object that extracts and compares the answers of a majority vote."""
     return AnswerExtractor(reward)
 
 
@@ -171,13 +173,13 @@ def summarize(
 ) -> Metrics:
     """Return the metrics of one dataset: rewards, accuracy, unbiased pass@k, avg@n, maj@n, lengths, truncation.
 
-    An attempt that an agent divided into several samples counts once, as in training: with the mean of their rewards,
+    An attempt that an agent split into several samples counts once, as in training. It has the mean of their rewards,
     the sum of their lengths, and the answer of the last one. maj@n needs a sample with an `answer`. [track] may enable
-    more metrics. Samples without a reward (score.none_reward) are counted and left out of all other metrics. Raises
+    more metrics. Samples without a reward (score.none_reward) are counted, but excluded from all other metrics. Raises
     RecordError for an empty dataset.
     """
     if not samples:
-        raise RecordError(f"eval.data.{name}: no prompts; give a source that has some")
+        raise RecordError(f"eval.data.{name}: no prompts. Give a source that has some")
     unrewarded = sum(sample.has_no_reward for sample in samples)
     samples = [sample for sample in samples if not sample.has_no_reward]
     if not samples:
@@ -213,7 +215,7 @@ def summarize(
 
 
 def _attempts(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Return the samples of each attempt; an agent may have made several of one."""
+    """Return the samples of each attempt. An agent may split an attempt into several."""
     attempts: dict[tuple[int, int], list[Sample]] = defaultdict(list)
     for sample in samples:
         attempts[sample.group_index, sample.trajectory_id].append(sample)
@@ -221,9 +223,9 @@ def _attempts(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _standard_error(samples: Sequence[Sample], values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean of `values` over prompts; None for a single prompt.
+    """Return the standard error of the mean of `values` over prompts, or None for a single prompt.
 
-    Answers to one prompt depend on each other: the mean of each prompt is one observation (Miller 2024,
+    Responses to one prompt depend on each other, so the mean of each prompt is one observation (Miller 2024,
     arXiv:2411.00640, on clustered questions).
     """
     by_prompt: dict[int, list[float]] = defaultdict(list)
@@ -236,7 +238,7 @@ def _standard_error(samples: Sequence[Sample], values: Sequence[float]) -> float
 def _group_metrics(
     name: str, samples: Sequence[Sample], right: Sequence[bool], answer: AnswerExtractor | None
 ) -> Metrics:
-    """Return avg@n, pass@k and maj@n of the groups; nothing if prompts have one answer each."""
+    """Return avg@n, pass@k and maj@n of the groups, or nothing if prompts have one response each."""
     groups: dict[int, list[int]] = defaultdict(list)
     for i, sample in enumerate(samples):
         groups[sample.group_index].append(i)
@@ -260,7 +262,7 @@ def _group_metrics(
 
 
 def table_of(samples: Iterable[Sample], rows: int, *, reward_key: str | None = None) -> list[TableRow]:
-    """Return a table of `rows` samples, the same ones at every evaluation: of each prompt one before a second."""
+    """Return a table of `rows` samples, the same ones at every evaluation: one of each prompt before a second one."""
     attempts: Counter[int] = Counter()
     samples = [sample for sample in samples if not sample.has_no_reward]
     ranked: list[tuple[int, int, Sample]] = []

@@ -1,4 +1,4 @@
-"""Failed attempts: their warnings while a stage samples, their share at its end."""
+"""Counts failed attempts, warns about them, and stops a stage if too many have failed."""
 
 from __future__ import annotations
 

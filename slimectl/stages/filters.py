@@ -19,9 +19,9 @@ def nonzero_std(args: Any, samples: list[Sample]) -> tuple[bool, str]:
 
 
 def leave_out_truncated(args: Any, data: list[list[Sample]]) -> None:
-    """Train on no response that was cut off at its length; it still counts in the baseline of its group.
+    """Do not train on truncated responses. They still count in the baseline of their group.
 
-    TRL's mask_truncated_completions and ROLL's max_len_mask.
+    Equivalent to TRL's mask_truncated_completions and ROLL's max_len_mask.
     """
     for group in data:
         for sample in group:

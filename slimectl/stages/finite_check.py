@@ -15,7 +15,7 @@ Outputs = Callable[[Sequence[TrainingSample]], Sequence[Sequence[float]]]
 """Computes a model's output (log-probability or value) for every response token of rows."""
 
 NAMED = 4
-"""Maximum number of samples that an error names."""
+"""Maximum number of samples listed in an error."""
 
 COLUMNS = {
     "advantages": "advantages",
@@ -25,17 +25,17 @@ COLUMNS = {
     "values": "values",
     "returns": "returns",
 }
-"""Row fields that are checked, and their names in errors."""
+"""Row fields to check, and their names in errors."""
 
-WAY_OUT = "look at these samples, lower train.lr, or set train.dtype to float32"
+REMEDY = "Look at these samples, lower train.lr, or set train.dtype to float32"
 
 
 @dataclass(frozen=True)
 class FiniteCheck:
     """Checks one optimizer step over `rows`, whose samples are numbered `sample_ids`.
 
-    Metrics are summed over all ranks before the check, so that all ranks stop together; and neither trainer applies
-    a gradient whose norm is not finite.
+    Metrics are summed over all ranks before the check, so that all ranks stop together. Neither trainer applies a
+    gradient whose norm is not finite.
     """
 
     rows: Sequence[TrainingSample]
@@ -44,7 +44,7 @@ class FiniteCheck:
     step: int
 
     def check_rows(self) -> None:
-        """Raises DivergedError if an advantage or log-probability that the step is to learn from is not finite."""
+        """Raise DivergedError if an advantage or log-probability of the rows is not finite."""
         for field, name in COLUMNS.items():
             bad = [i for i, row in enumerate(self.rows) if not _is_finite(getattr(row, field))]
             if bad:
@@ -77,7 +77,7 @@ class FiniteCheck:
         return [i for i, numbers in enumerate(outputs(self.rows)) if not _is_finite(numbers)]
 
     def _search(self, among: Sequence[int], model: Trainable, loss: Loss) -> list[int]:
-        """Return rows whose loss is not finite, by bisection; at most NAMED + 1 of them."""
+        """Return at most NAMED + 1 rows whose loss is not finite, found by bisection."""
         if math.isfinite(model.forward_backward([self.rows[i] for i in among], loss)["loss"]):
             return []
         if len(among) == 1:
@@ -87,7 +87,7 @@ class FiniteCheck:
         return first if len(first) > NAMED else first + self._search(among[half:], model, loss)
 
     def _blame(self, bad: Sequence[int], name: str, *, complete: bool = True) -> str:
-        """Describe the samples with non-finite numbers; `complete` means that `bad` lists all of them."""
+        """Describe the samples with non-finite numbers. `complete` means that `bad` lists all of them."""
         if not bad:
             return f"no single sample is to blame, as the {name} of all {len(self.rows)} are finite"
         if complete and len(bad) == len(self.rows) > 1:
@@ -100,7 +100,7 @@ class FiniteCheck:
 
     def _error(self, fault: str, blame: str) -> DivergedError:
         return DivergedError(
-            f"round {self.rollout_id}, step {self.step}: {fault} ({blame}); this update was not made; {WAY_OUT}"
+            f"round {self.rollout_id}, step {self.step}: {fault} ({blame}). The update was not applied. {REMEDY}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Generates the answers of prompts: single turns and agents, groups, seeds, weight versions of tokens."""
+"""Generates responses to prompts: single turns and agents, groups, seeds, weight versions of tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from slimectl.types import (
 )
 
 PROMPT_END = 32
-"""Tokens at the end of a rendered prompt that are searched for an opening tag of a thought."""
+"""Number of tokens at the end of a rendered prompt in which an opening tag of a thought is searched."""
 
 UNFINISHED = (Status.PENDING, Status.ABORTED)
 DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
@@ -50,7 +50,7 @@ DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
 
 
 def sampling_params(settings: RolloutSettings) -> SamplingParams:
-    """Return the sampling parameters of the settings; the seed is left unset."""
+    """Return the sampling parameters of the settings, without a seed."""
     return SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -73,7 +73,7 @@ async def single_turn(
     sampling_params: SamplingParams,
     generate: Callable[[list[int], SamplingParams], Awaitable[Completion]],
 ) -> Sample:
-    """Generate one answer to one prompt; an interrupted answer resumes where it stopped."""
+    """Generate one response to one prompt. An interrupted response resumes where it stopped."""
     length = sample.response_length
     if length:
         max_tokens, min_tokens = sampling_params.max_tokens - length, max(0, sampling_params.min_tokens - length)
@@ -86,14 +86,14 @@ async def single_turn(
 
 @dataclasses.dataclass
 class GroupGenerator:
-    """Generates the groups of one rollout; holds the engine, settings and hooks that all its samples share.
+    """Generates the groups of one rollout. Holds the engine, settings and hooks that its samples share.
 
     An agent with `per_group` is called once with all samples of a group. `on_sample` is called with each generated
-    sample, the number of its round (`rollout_id`, where it is known) and whether this is an evaluation. `agent_at`
-    loads the agent of a sample that names its own (`generate_function_path`).
+    sample, the number of its round (`rollout_id`, if known) and whether this is an evaluation. `agent_at` loads the
+    agent of a sample with its own `generate_function_path`.
 
-    While `interrupting` is set, running samples are interrupted, to be resumed later. An interrupted sample keeps its
-    tokens if its agent is resumable (`agent.resumes` is true, as of a single turn); other samples start over.
+    While `interrupting` is set, running samples are interrupted and resumed later. An interrupted sample keeps its
+    tokens if its agent can resume (`agent.resumes` is true, or it is a single turn). Other samples start over.
     """
 
     engine: Engine
@@ -112,7 +112,7 @@ class GroupGenerator:
     """The last rendered prompt and its tokens."""
 
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
-        if self._rendered is None or self._rendered[0] is not prompt:  # else the length check has rendered it
+        if self._rendered is None or self._rendered[0] is not prompt:  # otherwise the length check has rendered it
             settings = self.settings
             if not getattr(self.agent, "renders_chats", False):
                 warn_of_raw_prompt(prompt, self.tokenizer, settings)
@@ -127,22 +127,22 @@ class GroupGenerator:
 
     @property
     def context(self) -> int | None:
-        """Maximum context of the engine in tokens, prompt and answer together; None if the engine states none."""
+        """Maximum context of the engine in tokens, prompt and response together, or None if unknown."""
         return getattr(self.engine, "max_context", self.settings.max_context_len)
 
     @property
     def vocabulary(self) -> int | None:
-        """Number of tokens that the engine's model has an embedding of; None if the engine states none."""
+        """Number of tokens for which the engine's model has an embedding, or None if unknown."""
         return getattr(self.engine, "vocabulary", None)
 
     @functools.cached_property
     def watchdog(self) -> BlockedLoopWatchdog:
-        """Ends agents that block the event loop of all attempts."""
+        """Interrupts agents that block the event loop of all attempts."""
         return BlockedLoopWatchdog(self.settings.tool_timeout_s)
 
     @functools.cached_property
     def unseeded_params(self) -> SamplingParams:
-        """Sampling parameters of all answers, without a seed."""
+        """Sampling parameters of all responses, without a seed."""
         return self.params or sampling_params(self.settings)
 
     @functools.cached_property
@@ -151,34 +151,34 @@ class GroupGenerator:
         return "on_tokens" in inspect.signature(self.engine.generate).parameters
 
     def excess(self, prompt: Prompt) -> str:
-        """Return the reason why the prompt is left out: too long, or a token that the model lacks. "" if it is not."""
+        """Return why the prompt is skipped (too long, or a token that the model lacks), or "" if it is not."""
         tokens = self.prompt_tokens(prompt)
         if unknown := unknown_token(tokens, self.tokenizer, self.vocabulary):
             return unknown
         return prompt_excess(len(tokens), self.settings, self.context, evaluation=self.evaluation)
 
     def drop_long_prompts(
-        self, prompts: Iterable[Prompt], on_dropped: Callable[[Prompt], object] = lambda prompt: None
+        self, prompts: Iterable[Prompt], on_skipped: Callable[[Prompt], object] = lambda prompt: None
     ) -> Iterator[Prompt]:
-        """Yield the prompts that the model can read, in its context. Raises RecordError if there are none."""
+        """Yield the prompts that fit into the model's context and vocabulary. Raises RecordError if there are none."""
         longest = self.context if self.evaluation else self.context or self.settings.max_prompt_len
         if longest is None and self.vocabulary is None:
             return iter(prompts)
         mixed = bool(self.settings.data_weights)
-        return drop_long(prompts, lambda prompt: prompt, self.excess, on_dropped, mixed=mixed)
+        return drop_long(prompts, lambda prompt: prompt, self.excess, on_skipped, mixed=mixed)
 
     async def group(self, prompt: Prompt) -> list[Sample]:
-        """Generate all answers to one prompt."""
+        """Generate all responses to one prompt."""
         return await self.complete(self.new_group(prompt))
 
     def new_group(self, prompt: Prompt) -> list[Sample]:
-        """Return the empty samples of one prompt: n_samples_per_prompt of them, prompt tokens only."""
+        """Return n_samples_per_prompt samples of one prompt, with prompt tokens only."""
         tokens, n = self.prompt_tokens(prompt), self.settings.n_samples_per_prompt
         return [
             Sample(
                 group_index=prompt.index,
                 index=prompt.index * n + i,
-                prompt=json_copy(prompt.text),  # functions of users change chats and tokens in place
+                prompt=json_copy(prompt.text),  # users' functions change chats and tokens in place
                 tokens=list(tokens),
                 label=prompt.label,
                 metadata=json_copy(prompt.metadata),
@@ -189,7 +189,7 @@ class GroupGenerator:
         ]
 
     async def complete(self, group: list[Sample]) -> list[Sample]:
-        """Generate the unfinished samples of a group; finished ones stay as they are."""
+        """Generate the unfinished samples of a group. Finished ones do not change."""
 
         async def finish(agent: Agent | None, samples: list[Sample]) -> list[Sample]:
             return samples if agent is None else await self._run_agent(agent, samples)
@@ -205,7 +205,7 @@ class GroupGenerator:
         return samples
 
     def _agent_of(self, sample: Sample) -> Agent:
-        """Return the agent that a sample names, or the settings' one."""
+        """Return the agent that a sample names, or the agent of the settings."""
         path = sample.generate_function_path
         if path is None or self.agent_at is None:
             return self.agent
@@ -262,9 +262,9 @@ class GroupGenerator:
             _fail(sample, f"ContextFullError: {len(sample.tokens)} tokens do not fit into a context of {self.context}")
 
     def _note_opened_thought(self, sample: Sample) -> None:
-        """Write to the metadata which thought the rendered prompt opens. Verifiers do not see that prompt.
+        """Record in the metadata which thought the rendered prompt opens, because verifiers do not see that prompt.
 
-        If the tags are special tokens, responses lack them, so no verifier could see the thought close.
+        If the tags are special tokens, responses lack them, so a verifier cannot see where the thought ends.
         """
         prompt_end = sample.tokens[max(0, sample.prompt_length - PROMPT_END) : sample.prompt_length]
         skip = self.settings.skip_special_tokens
@@ -273,7 +273,7 @@ class GroupGenerator:
             sample.metadata[OPENED] = tag
 
     async def _call_agent(self, agent: Agent, arguments: Mapping[str, Any]) -> Any:
-        """Return what the agent returns; its tools have rollout.tool_timeout_s, unless it limits its time itself."""
+        """Return the agent's result. Its tools are limited to rollout.tool_timeout_s, unless it limits its own time."""
         if agent is single_turn:
             return await single_turn(arguments["sample"], arguments["sampling_params"], arguments["generate"])
         if getattr(agent, "limits_time", False):
@@ -295,21 +295,21 @@ class GroupGenerator:
 
 
 def number_executions(group: Sequence[Sample]) -> None:
-    """Set the rollout_id of samples whose group has several prompts: a file of them shows that this is meant."""
+    """Set the rollout_id of samples whose group has several prompts, so that their file shows that this is intended."""
     if any(sample.prompt != group[0].prompt for sample in group):
         for sample in group:
             sample.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
 
 
 class ContextFullError(Exception):
-    """Raised if an agent requests an answer that does not fit into the context; the sample has failed."""
+    """Raised if an agent requests a response that does not fit into the context. The sample fails."""
 
 
 class _GenerationSession:
-    """Engine requests of one agent call: derives seeds and collects weight versions and cache statistics.
+    """Engine requests of one agent call. Derives seeds, and collects weight versions and cache statistics.
 
-    Every request draws independently: its seed is derived from the sample and the number of the request, unless the
-    agent chose another one.
+    Requests are sampled independently. The seed of each is derived from the sample and the number of the request,
+    unless the agent sets one.
     """
 
     def __init__(self, attempts: GroupGenerator, samples: list[Sample]) -> None:
@@ -323,7 +323,7 @@ class _GenerationSession:
             self._spans_before = [[self._before[0], 0, sample.response_length]]
         self._versions: list[str] = []
         self._requests: list[tuple[list[int], Completion]] = []
-        """Tokens of each request, and its answer."""
+        """Tokens and completion of each request."""
         self._cached_tokens = self._prompt_tokens = self._answers = 0
         self._is_full = False
         self._speculation_counts: Counter[str] = Counter()
@@ -331,7 +331,8 @@ class _GenerationSession:
         settings, prompt = attempts.settings, sample.prompt
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
         if sample.response_length:
-            text = f"{text}\0{sample.response_length}"  # a resumed answer must not repeat the draws of its beginning
+            # A resumed response must not repeat the random numbers of its beginning.
+            text = f"{text}\0{sample.response_length}"
         self._text = text
         seed = None if self._together else sample_seed(settings.seed, text, sample.index)
         self.params = dataclasses.replace(attempts.unseeded_params, seed=seed)
@@ -339,7 +340,7 @@ class _GenerationSession:
     async def generate(
         self, tokens: list[int], params: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
     ) -> Completion:
-        if self._attempts.interrupting:  # interrupted between two turns: the next one is not started
+        if self._attempts.interrupting:  # interrupted between two turns, so do not start the next one
             self.aborted = True
             return Completion([], [], "", "abort")
         context = self._attempts.context
@@ -364,15 +365,18 @@ class _GenerationSession:
         return completion
 
     def _full_context_answer(self, count: int, context: int) -> Completion:
-        """Return an empty truncated answer, once. Raises ContextFullError if nothing was generated yet, or if called
-        again: an agent that ignores `finish_reason` would loop for ever."""
+        """Return an empty truncated response, but only once.
+
+        Raises ContextFullError if nothing was generated yet. Also raises it if called again, because an agent that
+        ignores `finish_reason` would loop endlessly.
+        """
         if not self._answers or self._is_full:
-            raise ContextFullError(f"{count} tokens leave no room for an answer in a context of {context}")
+            raise ContextFullError(f"{count} tokens leave no room for a response in a context of {context}")
         self._is_full = True
         return Completion([], [], "", "length")
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with a seed of this request alone; the first request of a sample has the sample's."""
+        """Return the parameters with a seed for this request. The first request of a sample uses the sample's seed."""
         if params.seed is not None and params.seed != self.params.seed:
             return params
         self._draws += 1
@@ -382,10 +386,10 @@ class _GenerationSession:
         return dataclasses.replace(params, seed=sample_seed(self._attempts.settings.seed, text, self._sample.index))
 
     def attach_versions(self, samples: list[Sample]) -> list[Sample]:
-        """Set temperature, weight versions and engine statistics of the samples; a fan-out shares an execution."""
+        """Set temperature, weight versions and engine statistics of the samples. A fan-out shares a rollout_id."""
         parts = Counter(sample.index for sample in samples)
         for sample in samples:
-            # Of a greedy answer the engine records log-probabilities at temperature 1.
+            # For greedy responses, the engine records log-probabilities at temperature 1.
             sample.rollout_temperature = self.params.temperature or 1.0
             if self._before and sample.weight_versions == self._before:
                 sample.weight_versions = [*self._before, *self._versions]
@@ -398,7 +402,7 @@ class _GenerationSession:
                 sample.rollout_id = sample.index
             elif not self._together and len(samples) > 1:
                 sample.rollout_id = self._sample.index
-        if self._speculation_counts:  # an agent may have counts of an engine of its own
+        if self._speculation_counts:  # otherwise an agent may have set counts of its own engine
             samples[0].spec_info = SpeculationCounts(self._speculation_counts)
         if self._requests:
             counts = {"cached_tokens": self._cached_tokens, "total_prompt_tokens": self._prompt_tokens}
@@ -406,7 +410,7 @@ class _GenerationSession:
         return samples
 
     def _spans(self, sample: Sample) -> list[VersionSpan]:
-        """Return which version wrote which tokens of the response; an answer that stands elsewhere is left out."""
+        """Return which version wrote which tokens of the response. Ignores completions that are not in the sample."""
         spans = list(self._spans_before)
         for tokens, completion in self._requests:
             place = len(tokens)
@@ -415,9 +419,9 @@ class _GenerationSession:
         return spans
 
     def _mask_forced(self, sample: Sample) -> None:
-        """Set the loss mask to 0 for tokens that a grammar forced, in every answer that the sample contains.
+        """Set the loss mask to 0 for tokens that a grammar forced, in every completion that the sample contains.
 
-        Of answers to the same tokens, the one that agrees with the sample longest decides.
+        Of completions of the same tokens, the one that agrees with the sample longest counts.
         """
         if all(completion.loss_mask is None for _, completion in self._requests):
             return
@@ -431,9 +435,9 @@ class _GenerationSession:
             sample.loss_mask = [0 if forced.get(place) else value for place, value in values]
 
     def _routing(self, sample: Sample) -> Routing | None:
-        """Return the experts of the sample's tokens, from every request that began like it; None if no engine told.
+        """Return the experts of the sample's tokens, from every request with a common prefix, or None if unknown.
 
-        An agent may have set them itself, as slime's functions do.
+        An agent may have set them, as slime's functions do.
         """
         experts: Any = sample.rollout_routed_experts
         if experts is not None and not isinstance(experts, dict):
@@ -447,7 +451,7 @@ class _GenerationSession:
 
 
 def _prompt_copy(sample: Sample) -> Sample:
-    """Return a sample with copies of the prompt and the tokens of another."""
+    """Return a sample with copies of another's prompt and tokens."""
     return Sample(prompt=json_copy(sample.prompt), tokens=list(sample.tokens))
 
 
@@ -460,18 +464,18 @@ def _common_length(first: list[int], second: list[int]) -> int:
 
 
 def _image_arguments(sample: Sample, engine: Engine) -> dict[str, Any]:
-    """Return the argument `images` of a request, none without images. Raises SettingsError if the engine reads none."""
+    """Return the argument `images` of a request, if there are any. Raises SettingsError if the engine reads none."""
     images = images_of(sample)
     if images and not getattr(engine, "reads_images", False):
         raise SettingsError(
-            'engine.backend: prompts with images are sampled by "embedded" in this process only; give it, or prompts'
+            'engine.backend: prompts with images need the engine "embedded" in this process. Set it, or use prompts'
             " without images"
         )
     return {"images": images} if images else {}
 
 
 def is_per_group(agent: Agent) -> bool:
-    """Return whether the agent takes all samples of a group in one call; `together` is the earlier name."""
+    """Return whether the agent takes all samples of a group in one call. The attribute used to be `together`."""
     return bool(getattr(agent, "per_group", getattr(agent, "together", False)))
 
 
@@ -482,14 +486,14 @@ def _fail(sample: Sample, reason: str) -> None:
 
 
 def _as_samples(result: Any, name: str, attempts: int) -> list[Sample]:
-    """Return the result of an agent as a list of samples; a fan-out has more of them than attempts."""
+    """Return the result of an agent as a list of samples. A fan-out has more samples than attempts."""
     samples = result if isinstance(result, list) else [result]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
         raise HookError(f"{name} returned {type(result).__name__}. Return the Sample or a list of them.")
     if len(samples) < attempts:
         raise HookError(
             f"{name} returned {len(samples)} samples for {attempts} attempts. Return all of them, and set "
-            f"remove_sample = True in those that are not to be trained on."
+            f"remove_sample = True for samples that should not be trained on."
         )
     for sample in samples:
         if sample.status is Status.PENDING:

@@ -42,10 +42,10 @@ class BatchedReward(Protocol):
     def grade(self, samples: list[Sample]) -> list[Any]: ...
 
     def is_async(self, samples: list[Sample]) -> bool:
-        """Whether the call mostly waits for I/O; then `grade_async` may run concurrently with others."""
+        """Whether the call mostly waits for I/O, so that `grade_async` can run concurrently with others."""
         ...
 
-    async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]: ...
+    async def grade_async(self, samples: list[Sample], client: HttpClient) -> list[Any]: ...
 
     @property
     def slow(self) -> bool:
@@ -53,16 +53,16 @@ class BatchedReward(Protocol):
         ...
 
     def is_slow(self, samples: list[Sample]) -> bool:
-        """Whether the call can take seconds; then it is graded in a worker process by default."""
+        """Whether the call can take seconds, so that it is graded in a worker process by default."""
         ...
 
     def prepare(self, samples: list[Sample]) -> None:
-        """Import what grading the call needs, so that it does not count as time of its samples."""
+        """Import what grading the call needs, so that it does not count towards the time of its samples."""
         ...
 
     @property
     def patience_s(self) -> float:
-        """Maximum seconds of waiting for others (servers, rate limits) that do not count against the sample."""
+        """Maximum seconds of waiting for servers or rate limits, which do not count towards the sample's time."""
         ...
 
 
@@ -70,11 +70,11 @@ LoadRewardFunction = Callable[[str | Callable[..., Any], Settings, str], RewardF
 """Loads a function or a path for the setting that names it. Raises HookError if the function does not fit."""
 CUSTOM = "score.custom_rm_path"
 ARGUMENT = "reward"
-"""Name in errors of a function that was passed in from Python."""
+"""Name in errors for a function that was passed in from Python."""
 
 
 class PerSampleReward:
-    """Adapts any callable to Calls: one sample per call, never asynchronous."""
+    """Adapts a per-sample function to BatchedReward: one sample per call, never asynchronous."""
 
     slow = False
     patience_s = 0.0
@@ -97,12 +97,12 @@ class PerSampleReward:
     def prepare(self, samples: list[Sample]) -> None:
         pass
 
-    async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
+    async def grade_async(self, samples: list[Sample], client: HttpClient) -> list[Any]:
         return self.grade(samples)
 
 
 def failed(samples: Sequence[Sample]) -> bool:
-    """Whether all samples have failed."""
+    """Return whether all samples have failed."""
     for sample in samples:  # noqa: SIM110  a generator costs more than its comparisons
         if sample.status is not Status.FAILED:
             return False
@@ -114,14 +114,14 @@ def _zero_rewards(samples: Sequence[Sample]) -> list[Any]:
 
 
 def worker_count(settings: ScoreSettings, grader: BatchedReward) -> int:
-    """Return the number of worker processes that grade; 0 is this process."""
+    """Return the number of worker processes for grading. 0 means this process."""
     if settings.workers is not None:
         return settings.workers
     return default_workers() if grader.slow else 0
 
 
 def default_workers() -> int:
-    """Return the number of worker processes where no setting gives one."""
+    """Return the number of worker processes if no setting gives one."""
     return min(4, os.cpu_count() or 1)
 
 
@@ -133,8 +133,8 @@ class Grader:
     """Dispatches a sample to its reward: the sample's custom_rm_path, the run's, metadata.rm_type, rm_type.
 
     A `function` that is passed in replaces all of these. The grader is pickled as its settings, so worker processes
-    create their own verifiers. Raises SettingsError or HookError at once if a verifier or function of the settings does
-    not exist. `load_function` loads functions and is picklable.
+    create their own verifiers. Raises SettingsError or HookError immediately if a verifier or function of the settings
+    does not exist. `load_function` loads functions and must be picklable.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Grader:
         load_function: LoadRewardFunction | None = None,
         function: Callable[..., Any] | None = None,
     ) -> None:
-        # With the secrets at hand: worker processes, and other machines, have another environment.
+        # Resolve the secrets now, because worker processes and other machines have another environment.
         self.settings = settings = settings.model_copy(update={"score": revealed_score(settings.score)})
         self._load_function = load_function
         self._user_rewards: dict[str, UserFunction] = {}
@@ -160,14 +160,14 @@ class Grader:
             elif score.rm_type:
                 self._verifier(score.rm_type)
         named = [self._sum] if self._sum else [*self._verifiers.values(), *self._user_rewards.values()]
-        # Of the settings' verifiers only: those that prompts name are not known yet.
+        # Only the settings' verifiers count, because verifiers that prompts name are not known yet.
         self.slow = any(verifier.slow for verifier in named)
 
     def _settings_sum(self) -> WeightedSum | None:
         """Return the sum that score.rm describes, or None."""
         score = self.settings.score
         if score.rm and score.rm_type:
-            raise SettingsError("score.rm and score.rm_type exclude each other. Make the type a part of the sum.")
+            raise SettingsError("score.rm and score.rm_type cannot be combined. Make the type a part of the sum.")
         parts = [self._with_server_url(part, str(part.get("type"))) for part in score.rm]
         return weighted(parts, load=self._load, skip_none=score.none_reward == "skip") if parts else None
 
@@ -176,20 +176,20 @@ class Grader:
 
     @cached_property
     def _pickled(self) -> bytes:
-        """Arguments of this grader, pickled; sent with every call to a worker process."""
+        """Pickled arguments of this grader, which are sent with every call to a worker process."""
         return pickle.dumps((self.settings, self._load_function, self._function))
 
     def __call__(self, sample: Sample) -> Any:
         return self.grade([sample])[0]
 
     def explain(self, sample: Sample) -> Grade:
-        """Return the reward with its explanation; for a user's function, only its return value."""
+        """Return the reward with its explanation. For a user's function, there is only its return value."""
         return self.verifier_of(sample).explain(sample)
 
     def calls(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-        """Yield the samples of each call: siblings, or up to the batch size of the grader; else single samples.
+        """Yield the samples of each call: a whole group, or up to the batch size of the grader, or a single sample.
 
-        Raises RecordError for siblings that do not stand together.
+        Raises RecordError if the samples of a group are not adjacent.
         """
         ended: set[tuple[str, int]] = set()
         for (name, batch_size, group), batch in groupby(samples, key=self._batch_key):
@@ -199,14 +199,14 @@ class Grader:
             siblings = list(batch)
             if (name, group) in ended:
                 raise RecordError(
-                    f"sample {siblings[0].index}: group_index: group {group} has been graded already; "
-                    f"with score.group_rm siblings stand together: sort the samples by group_index"
+                    f"sample {siblings[0].index}: group_index: group {group} has already been graded. "
+                    f"score.group_rm needs the samples of a group to be adjacent. Sort them by group_index"
                 )
             ended.add((name, group))
             yield siblings
 
     def grade(self, samples: list[Sample]) -> list[Any]:
-        """Return the rewards of one call, or verdicts if score.explain is set."""
+        """Return the rewards of one call, or grades if score.explain is set."""
         if failed(samples):
             return _zero_rewards(samples)
         if self.has_agent_rewards(samples):
@@ -214,14 +214,14 @@ class Grader:
         return self._results(self.verifier_of(samples[0]).grade_all(samples))
 
     def _results(self, grades: Sequence[Grade]) -> list[Any]:
-        """Return the grades if explanations are wanted, else only their rewards."""
+        """Return the grades if score.explain is set, else only their rewards."""
         for grade in grades:
             if not isinstance(grade, Grade):
                 raise TypeError(f"explain returned {type(grade).__name__}, not a Grade")
         return list(grades) if self.settings.score.explain else [grade.reward for grade in grades]
 
     def has_agent_rewards(self, samples: Sequence[Sample]) -> bool:
-        """Return whether these rewards are the agent's: it gave them, and neither settings nor prompts name another."""
+        """Return whether the agent has set these rewards, and neither settings nor prompts name a verifier."""
         if not self._agent_may_grade:
             return False
         return all(
@@ -238,7 +238,7 @@ class Grader:
             return False
 
     def is_slow(self, samples: list[Sample]) -> bool:
-        """Whether a verifier that can take seconds grades the call, also one that only its prompt names."""
+        """Return whether a verifier that can take seconds grades the call, even if only its prompt names it."""
         if failed(samples) or self.has_agent_rewards(samples):
             return False
         try:
@@ -247,7 +247,7 @@ class Grader:
             return False
 
     def prepare(self, samples: list[Sample]) -> None:
-        """Prepare this process for the verifier or the function of the call, once for each."""
+        """Prepare this process for the verifier or function of the call, once per verifier."""
         if failed(samples) or self.has_agent_rewards(samples):
             return
         with suppress(SlimectlError):  # `grade` raises it again
@@ -256,9 +256,9 @@ class Grader:
                 sample_verifier.prepare()
                 self._prepared.add(id(sample_verifier))
 
-    async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
-        """Asynchronous form of `grade`."""
-        return self._results(await self.verifier_of(samples[0]).grade_async(samples, asker))
+    async def grade_async(self, samples: list[Sample], client: HttpClient) -> list[Any]:
+        """Grade like `grade`, asynchronously."""
+        return self._results(await self.verifier_of(samples[0]).grade_async(samples, client))
 
     @property
     def patience_s(self) -> float:
@@ -268,11 +268,11 @@ class Grader:
         return sum(grade.patience_s for grade in self._verifiers.values())
 
     def runs_user_code(self, sample: Sample) -> bool:
-        """Return whether a user's function grades the sample, on its own or in a sum."""
+        """Return whether a user's function grades the sample, or is part of the sum that does."""
         return self.verifier_of(sample).runs_user_code
 
     def name_of(self, sample: Sample) -> str:
-        """Return the setting and the name of what grades the sample, as errors name it."""
+        """Return the setting and the name of the sample's grader, for errors."""
         if self._passed is not None:
             return self._passed.function.name
         if path := self._path_of(sample):
@@ -316,13 +316,13 @@ class Grader:
         try:
             sample_verifier = self.verifier_of(sample)
             name = "" if self._passed else self._path_of(sample) or str(sample.metadata.get("rm_type") or "")
-        except RecordError:  # raised again where it is graded, as the result of this sample alone
+        except RecordError:  # `grade` raises it again, as the result of only this sample
             return "", 1, None
         takes_group = sample_verifier.takes_groups and self.settings.score.group_rm
         return name, sample_verifier.together, sample.group_index if takes_group else None
 
     def _path_of(self, sample: Sample) -> str | None:
-        """Return the path of the user's function. Raises RecordError if a sample names one and may not."""
+        """Return the path of the user's function. Raises RecordError if a sample names one without permission."""
         if sample.custom_rm_path and not self.settings.score.allow_paths_in_records:
             raise RecordError(f"sample {sample.index}: {refused_path('custom_rm_path', sample.custom_rm_path)}")
         return sample.custom_rm_path or self.settings.score.custom_rm_path

@@ -1,4 +1,4 @@
-"""Sends the calls of a grader to this thread, to servers or to worker processes; results come in order."""
+"""Runs the calls of a grader in this thread, on servers or in worker processes, with results in order."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from slimectl.transport.client import HttpClient
 from slimectl.types import Sample
 
 CallResult = tuple[list[Sample], list[Any] | BaseException]
-"""The samples of a call, and its rewards or the error of all of them."""
+"""The samples of a call, and their rewards or their common error."""
 
 
 class GradingCalls:
     """Grades the calls of one stream of samples.
 
-    With settings.workers, all in worker processes (0: in this process). Otherwise in this process, on demand, until the
-    first call that can be slow; then in worker processes, except calls that wait for servers.
+    With settings.workers, all calls run in worker processes (0: in this process). Otherwise they run in this process,
+    on demand, until the first call that can be slow. From then on they run in worker processes, except calls that wait
+    for servers.
     """
 
     def __init__(self, grader: BatchedReward, settings: ScoreSettings, executor: Executor) -> None:
         self._grader, self._settings, self._executor = grader, settings, executor
         self._input_ended = False
-        self._asker: HttpClient | None = None
+        self._client: HttpClient | None = None
 
     def results(self, calls: Iterable[list[Sample]]) -> Iterator[CallResult]:
         """Yield every call with its result, in order."""
@@ -43,7 +44,7 @@ class GradingCalls:
             yield from self._mixed(chain(slow, calls), default_workers())
 
     def _until_slow(self, calls: Iterable[list[Sample]], slow: list[list[Sample]]) -> Iterator[list[Sample]]:
-        """Yield the calls before the first slow one, which is put into `slow`."""
+        """Yield the calls before the first slow one, which is appended to `slow`."""
         for call in calls:
             if self._grader.is_slow(call):
                 slow.append(call)
@@ -51,7 +52,7 @@ class GradingCalls:
             yield call
 
     def _in_thread(self, calls: Iterable[list[Sample]]) -> Iterator[CallResult]:
-        """Grade in this thread on demand, or concurrently where a server is waited for."""
+        """Grade in this thread on demand. Calls that wait for a server run concurrently."""
         window: deque[tuple[list[Sample], Future[list[Any]] | None]] = deque()
         with ExitStack() as closing:
             for call in calls:
@@ -74,7 +75,7 @@ class GradingCalls:
                 yield order.popleft(), result
 
     def _mixed(self, calls: Iterator[list[Sample]], workers: int) -> Iterator[CallResult]:
-        """Grade in worker processes, but concurrently in this process what waits for servers."""
+        """Grade in worker processes. Calls that wait for servers run concurrently in this process."""
         order: deque[tuple[list[Sample], Future[list[Any]] | None]] = deque()
         self._input_ended = False
         with ExitStack() as closing:
@@ -94,7 +95,7 @@ class GradingCalls:
         workers: int,
         closing: ExitStack,
     ) -> Iterator[list[Sample]]:
-        """Yield calls for workers and submit the others, until too many results wait for their turn."""
+        """Yield calls for workers and submit the others, until too many results are waiting for their turn."""
         concurrency = self._settings.concurrency
         while len(order) < 4 * workers + 2 * concurrency:
             call = next(calls, None)
@@ -111,11 +112,11 @@ class GradingCalls:
             order.append((call, self._submit(call, closing)))
 
     def _submit(self, call: list[Sample], closing: ExitStack) -> Future[list[Any]]:
-        """Ask the servers of a call; the client lives until `closing` does."""
-        if self._asker is None:
-            self._asker = closing.enter_context(HttpClient())
-            closing.callback(setattr, self, "_asker", None)
-        return self._asker.submit(self._grader.grade_async(call, self._asker))
+        """Send a call to its servers. `closing` closes the HTTP client."""
+        if self._client is None:
+            self._client = closing.enter_context(HttpClient())
+            closing.callback(setattr, self, "_client", None)
+        return self._client.submit(self._grader.grade_async(call, self._client))
 
     def _map(self, calls: Iterator[list[Sample]], workers: int) -> Iterator[list[Any] | BaseException]:
         limits, patience_s = self._settings, self._grader.patience_s

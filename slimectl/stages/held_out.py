@@ -1,4 +1,4 @@
-"""Losses on held-out demonstrations and preferences: an evaluation that samples nothing."""
+"""Evaluates the loss on held-out demonstrations and preferences, without sampling."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slimectl.stages.training_batch import BUILDERS
 from slimectl.types import Metrics, Sample
 
 BATCH = 256
-"""Demonstrations or pairs in memory at a time."""
+"""Number of demonstrations or pairs in memory at the same time."""
 
 
 def held_out_metrics(name: str, samples: Iterable[Sample], models: Models, settings: Settings) -> Metrics:
-    """Return the loss on held-out demonstrations; on preferences also accuracy, margin and rewards of the pairs.
+    """Return the loss on held-out demonstrations. For preferences, add accuracy, margin and rewards of the pairs.
 
-    The loss of demonstrations is the mean of -log p over all tokens that training would teach. `samples` have the
-    reference's log-probabilities where the algorithm needs them.
+    The loss of demonstrations is the mean of -log p over all tokens that training would use. `samples` must have the
+    reference's log-probabilities if the algorithm needs them.
     """
     measure = _pair_sums if Need.PAIRS in settings.algorithm.needs else _token_sums
     count, sums = 0.0, dict[str, float]()
@@ -35,7 +35,7 @@ def held_out_metrics(name: str, samples: Iterable[Sample], models: Models, setti
 
 
 def _token_sums(batch: TrainingBatch, models: Models, settings: Settings) -> tuple[float, Metrics]:
-    """Return the number of tokens that are taught, and the sum of their losses."""
+    """Return the number of trained tokens, and the sum of their losses."""
     count = loss = 0.0
     for row, log_probs in zip(batch.rows, models.outputs(settings.algorithm)(batch.rows), strict=True):
         count += sum(row.loss_weights)

@@ -1,4 +1,4 @@
-"""Functions of the user that stages call, as one object; its defaults change nothing."""
+"""The users' functions that stages call, in one object whose defaults change nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Group = list[Sample]
 Rows = Sequence[TrainingSample]
 RowFunction = Callable[[Rows, Sequence[Sample], Sequence[float]], None]
-"""Called with rows, their samples and rewards; changes the rows."""
+"""Called with rows, their samples and rewards. Changes the rows."""
 
 
 def oldest_first(buffer: list[Group], count: int, rollout_id: int) -> list[Group]:
@@ -32,7 +32,7 @@ def _ignore_round(groups: list[Group], source: GroupSource) -> None:
 
 
 def _ignore_step(policy: Policy, rollout_id: int, step_id: int) -> None:
-    """Announce nothing to the policy."""
+    """Do nothing before a step."""
 
 
 def _log_all(report: StepReport, metrics: Metrics) -> Metrics:
@@ -45,10 +45,10 @@ def _log_evaluation(rollout_id: int, samples: Mapping[str, Sequence[Sample]], me
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions of the user. The default of each changes nothing; with None, the stage takes its usual path.
+    """The user's functions. The default of each changes nothing. With None, the stage does what it usually does.
 
-    `slimectl.hooks.user_hooks.UserHooks` has the functions that settings name by path. In Python they can be given
-    directly:
+    `slimectl.hooks.user_hooks.UserHooks` has the functions whose paths are in the settings. In Python, they can be
+    passed directly:
 
     >>> Hooks(keep_group=lambda group: len(group) > 1).on_sample is None
     True
@@ -57,39 +57,39 @@ class Hooks:
     # --- rollout -------------------------------------------------------------------------------------------------
 
     agent_at: Callable[[str], Agent] | None = None
-    """Loads the agent that a sample names for itself, by path."""
+    """Loads the agent that a sample names by path."""
 
     on_sample: SampleHook | None = None
-    """Called with each sample after its generation; returns it or a replacement."""
+    """Called with each sample after its generation. Returns it or a replacement."""
 
     sample_rounds: Callable[[GroupGenerator], RoundSampler] | None = None
-    """Makes the sampler of whole rounds that replaces the scheduler."""
+    """Creates the sampler of whole rounds that replaces the scheduler."""
 
     keep_group: GroupFilter | None = None
     """Decides whether a finished group is trained on (dynamic sampling)."""
 
     take_from_buffer: BufferFilter = oldest_first
-    """Removes from the buffer the groups with which a round starts, and returns them."""
+    """Removes the groups with which a round starts from the buffer, and returns them."""
 
     on_round: RoundObserver = _ignore_round
-    """Called with all groups of a round, also with those that `keep_group` dropped, and with their source."""
+    """Called with all groups of a round, including groups that `keep_group` dropped, and with their source."""
 
     # --- training with a policy gradient -------------------------------------------------------------------------
 
     filter_samples: Callable[[Sequence[Sample]], None] | None = None
-    """Sets `remove_sample` of those samples of a round that are not to be trained on."""
+    """Sets `remove_sample` of the samples of a round that should not be trained on."""
 
     convert: Callable[[list[Sample]], list[Sample]] | None = None
-    """Returns the samples on which is trained in place of those of a round."""
+    """Returns the samples to train on instead of the samples of a round."""
 
     post_process_rewards: Callable[[Sequence[Sample]], tuple[list[float], list[float]]] | None = None
-    """Returns (rewards to log, rewards that become advantages without comparison)."""
+    """Returns (rewards to log, rewards to use as advantages without comparison)."""
 
     advantages: RowFunction | None = None
-    """Writes `TrainingSample.advantages` in place of the algorithm."""
+    """Sets `TrainingSample.advantages` instead of the algorithm."""
 
     post_process_rows: Callable[[Rows, Sequence[Sample], Sequence[float], int], None] | None = None
-    """Changes the rows of a round, whose number is the last argument, before training."""
+    """Changes the rows of a round before training. The last argument is the number of the round."""
 
     loss: Loss | None = None
     """Replaces the loss of the algorithm."""
@@ -98,15 +98,15 @@ class Hooks:
     """Returns the loss of a step over rows of these trajectories, with another mismatch correction or reduction."""
 
     before_step: Callable[[Policy, int, int], None] = _ignore_step
-    """Called with the policy, the round and the number of the step in it, before every optimizer step."""
+    """Called before every optimizer step with the policy, the round and the number of the step in the round."""
 
     # --- logs ----------------------------------------------------------------------------------------------------
 
     log_rollout: Callable[[StepReport, Metrics], Metrics] = _log_all
-    """Returns those metrics of a step with samples that trackers log."""
+    """Returns the metrics that trackers log for a step with samples."""
 
     log_eval: Callable[[int, Mapping[str, Sequence[Sample]], Metrics], Metrics] = _log_evaluation
-    """Called with the round, the samples by dataset and the metrics; returns the metrics that trackers log."""
+    """Called with the round, the samples by dataset and the metrics. Returns the metrics that trackers log."""
 
 
 NO_HOOKS = Hooks()

@@ -1,4 +1,4 @@
-"""Groups in flight: submitted at any time, returned when they have finished."""
+"""Groups in flight, which are submitted at any time and returned when they finish."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class InFlightGroups:
         return run_on(self._loop, task)
 
     def wait_any(self) -> Group:
-        """Wait for the first group to finish and return it; the oldest of several."""
+        """Wait for the first group to finish and return it. If several have finished, return the oldest."""
         run_on(self._loop, asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED))
         task = next(task for task in self._tasks if task.done())
         del self._tasks[task]
         return task.result()
 
     def interrupt(self) -> list[Group]:
-        """Interrupt all groups and return them as they are, to be resumed later."""
+        """Interrupt all groups and return them, so that they can be resumed later."""
         self.attempts.interrupting = True
         try:
             tasks, self._tasks = list(self._tasks), {}
@@ -68,7 +68,7 @@ class InFlightGroups:
         """Cancel all groups in flight, so that neither the engine nor the event loop keeps them."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # retrieved: asyncio prints unretrieved errors; the first has been raised already
+                task.exception()  # asyncio prints errors that are not retrieved. The first has already been raised
         unfinished = [task for task in self._tasks if not task.done()]
         for task in unfinished:
             task.cancel()
@@ -81,6 +81,6 @@ class InFlightGroups:
 
 
 def _quiet_about_interrupts(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Do not print a KeyboardInterrupt as the error of the task that it hit: it is raised to the caller too."""
+    """Do not print a KeyboardInterrupt as the error of the task that it hit, because the caller gets it too."""
     if not isinstance(context.get("exception"), KeyboardInterrupt):
         loop.default_exception_handler(context)

@@ -1,4 +1,4 @@
-"""Last pass over a round: metrics of its samples and rows, and the optional ones that [track] enables."""
+"""Last pass over a round: metrics of its samples and rows, and optional metrics that [track] enables."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
     from slimectl.algorithms.estimators import TrainingBatch
 
 LONG = 10_000
-"""Characters at the end of an answer that are checked for repetition; shorter answers count as not repetitive."""
+"""Number of characters at the end of a response that are checked for repetition. Shorter responses are not checked."""
 
 REPETITIVE = 10
 """zlib compression ratio above which a text counts as repetitive."""
 
 
 def batch_metrics(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> Metrics:
-    """Return the metrics of a round's samples and of the rows made of them, before its first step."""
+    """Return the metrics of a round's samples and their rows, before the round's first step."""
     rewards = round_rewards(samples, batch, settings)
     details = round_metrics(samples, rewards, batch.normalized_rewards, settings) | row_metrics(batch.rows)
     return rollout_metrics(samples, rewards) | details
 
 
 def round_rewards(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> list[float]:
-    """Return the rewards of a round that its metrics describe: those that a function of the user's reports, if any."""
+    """Return the rewards that the metrics of a round describe. A function of the user may report others."""
     if batch.reported_rewards is not None:
         return batch.reported_rewards
     return [reward_number(sample, settings.score.reward_key) for sample in samples if sample.reward is not None]
 
 
 def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
-    """Return means (and extremes) over the tokens that are trained on: advantages, returns, values, log-probabilities.
+    """Return means (and extremes) over the trained tokens: advantages, returns, values, log-probabilities.
 
-    A column that some row lacks is left out: without a critic there are no values, and if a round is one step the loss
-    uses the policy's current log-probabilities.
+    A column that some row lacks is omitted. Without a critic, rows have no values. If a round is one step, they have
+    no old log-probabilities, because the loss uses the policy's current ones.
     """
     columns: dict[str, list[float]] = {}
     rows = [row for row in rows if row.response_length]
@@ -66,7 +66,7 @@ def round_metrics(
 ) -> Metrics:
     """Return lengths, truncation, repetition and normalized rewards of a round, and the metrics enabled by [track].
 
-    `rewards` has one number per sample with a reward. If it has fewer, metrics of rewards are left out.
+    `rewards` has one number per sample with a reward. If it has fewer, metrics of rewards are omitted.
     """
     track = settings.track
     metrics: Metrics = {
@@ -103,13 +103,13 @@ def optional_metrics(
 
 
 def repeats(text: str) -> bool:
-    """Whether the end of a long answer repeats itself."""
+    """Return whether the end of a long response repeats itself."""
     end = text[-LONG:].encode()
     return len(text) > LONG and len(end) > REPETITIVE * len(zlib.compress(end))
 
 
 def pass_rates(prefix: str, groups: Sequence[int], right: Sequence[bool]) -> Metrics:
-    """Unbiased pass@k for k = 1, 2, 4, … up to the size of the smallest group; none where that is 1.
+    """Return unbiased pass@k for k = 1, 2, 4, … up to the size of the smallest group, or nothing if that is 1.
 
     >>> pass_rates("passrate/", [0, 0, 1, 1], [True, False, False, False])
     {'passrate/pass@1': 0.25, 'passrate/pass@2': 0.5}
@@ -142,7 +142,7 @@ def multi_turn(prefix: str, samples: Iterable[Sample]) -> Metrics:
 
 
 def by_category(prefix: str, samples: Sequence[Sample], rewards: Sequence[float], key: str) -> Metrics:
-    """Return share and mean reward of the samples of each category: `key` in the metadata, or in the prompt's row."""
+    """Return share and mean reward of each category of samples. The category is `key` in the metadata or prompt row."""
     rewards_by_category: dict[str, list[float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         category = sample.metadata.get(key, sample.extra.get(key, "none"))
@@ -155,7 +155,7 @@ def by_category(prefix: str, samples: Sequence[Sample], rewards: Sequence[float]
 
 
 def correct_only(prefix: str, samples: Sequence[Sample], right: Sequence[bool]) -> Metrics:
-    """Return the number of correct answers and their lengths."""
+    """Return the number of correct responses and their lengths."""
     lengths = [sample.response_length for sample, success in zip(samples, right, strict=True) if success]
     counted = {f"{prefix}correct_samples/count": float(len(lengths))}
     return counted | (_statistics(f"{prefix}correct_samples/response_len", lengths) if lengths else {})

@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of samples with the trained model, and warns or stops."""
+"""Compares log-probabilities of samples with the trained model's, and warns or stops."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ METRIC, STALENESS = "train/train_rollout_logprob_abs_diff", "rollout/staleness/m
 class LogProbCheck:
     """Warns, or stops, if engine and trainer compute different log-probabilities for the same tokens.
 
-    Of `recorded` samples it checks the first step: after it the model differs by its training. So does the policy after
-    the first step of a round where the engine's log-probabilities are the old ones.
+    For `recorded` samples, it checks the first step only, because afterwards the model differs by its training. If the
+    engine's log-probabilities are the old ones, this also holds for the policy after the first step of a round.
     """
 
     settings: Settings
     recorded: bool = False
     has_trained: bool = False
-    """Whether a step was made before."""
+    """Whether an optimizer step was made before."""
     is_stale: bool = False
-    """Whether older weights wrote tokens of this round: these differ by design."""
+    """Whether older weights wrote tokens of this round. Their log-probabilities differ by design."""
     round: int = 0
     has_older_rows: bool = False
-    """Whether rows wait for the next step that were sampled before the last one."""
+    """Whether rows that were sampled before the last step are waiting for the next one."""
 
     def __post_init__(self) -> None:
         if (message := off_policy_penalties(self.settings)) is not None:
@@ -49,7 +49,7 @@ class LogProbCheck:
         is_explained = self.is_stale or is_moved or bool(self.settings.rollout.penalties)
         if is_explained or bound is None or difference <= bound:
             return
-        beyond = f"{difference:.3f} a token on average, more than run.max_logprob_mismatch = {bound:g}"
+        beyond = f"{difference:.3f} per token on average, more than run.max_logprob_mismatch = {bound:g}"
         message = f"engine and trainer differ by {beyond}. Run `slimectl doctor --engine` to find the cause."
         if self.recorded:
             message = (

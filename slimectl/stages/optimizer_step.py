@@ -1,4 +1,4 @@
-"""Fourth pass: one optimizer step of policy and critic over the rows of a minibatch, and its records token by token."""
+"""Fourth pass: one optimizer step of policy and critic over the rows of a minibatch, and its per-token records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ METRIC_ALIASES = {
 
 @dataclass(frozen=True)
 class StepIndex:
-    """The place of an optimizer step in a run."""
+    """Position of an optimizer step in a run."""
 
     step: int
     rollout_id: int
@@ -48,7 +48,7 @@ def optimizer_step(
 ) -> Metrics:
     """Set the loss weights of rows, update policy and critic, and return the metrics. Raises DivergedError.
 
-    A minibatch has (execution, row) of whole rollouts. `keep` gets the record of every row that the policy learns from.
+    A minibatch has (execution, row) of whole rollouts. `keep` gets the record of every row in a policy update.
     """
     algorithm, functions = settings.algorithm, ALGORITHMS[settings.algorithm.name]
     rows, executions = [row for _, row in minibatch], [execution for execution, _ in minibatch]
@@ -96,7 +96,7 @@ def rollouts_of(rows: Sequence[tuple[int, TrainingSample]]) -> list[tuple[int, i
 
 
 def _entropy_metrics(rows: Sequence[TrainingSample], summed: Metrics, index: StepIndex) -> Metrics:
-    """Return the mean entropy of a step's tokens if the policy is that of before the round."""
+    """Return the mean entropy of a step's tokens, if the policy has not been updated in this round."""
     total = summed.pop("token_entropy", None)
     if total is None or index.step_in_round:
         return {}
@@ -106,24 +106,24 @@ def _entropy_metrics(rows: Sequence[TrainingSample], summed: Metrics, index: Ste
 def loss_weights(
     masks: Sequence[Sequence[float]], executions: Sequence[Hashable], algorithm: AlgorithmSection
 ) -> list[list[float]]:
-    """Return the loss weights of a step, which hold its whole reduction, for tokens whose mask is not 0."""
+    """Return the loss weights of a step for tokens whose mask is not 0. They include the whole reduction."""
     kind, fixed_length = algorithm.reduction
     bits = [[int(value != 0) for value in mask] for mask in masks]
     return token_weights(bits, executions, kind=kind, fixed_length=fixed_length)
 
 
 def _sample_counts(weights: Sequence[Sequence[float]]) -> Metrics:
-    """Return the number of samples of a step with a token that is trained on, and their share of non-empty ones."""
+    """Return the number of samples of a step with a trained token, and their share of the non-empty samples."""
     answered = sum(len(row_weights) > 0 for row_weights in weights)
     valid = sum(any(row_weights) for row_weights in weights)
     return {"train/valid_samples": float(valid), "train/valid_sample_ratio": valid / answered if answered else 0.0}
 
 
 def _critic_step(rows: Sequence[TrainingSample], models: Models, settings: Settings, finite: FiniteCheck) -> Metrics:
-    """Update a separate critic on rows with values and returns; return its metrics train/critic-….
+    """Update a separate critic on rows with values and returns. Return its metrics train/critic-….
 
-    A shared one is updated with the policy: its explained variance alone is measured. Raises DivergedError, before the
-    update, if loss or gradient are not finite.
+    A shared critic is updated with the policy, so only its explained variance is measured. Raises DivergedError before
+    the update if the loss or gradient is not finite.
     """
     make_loss, options = ALGORITHMS[settings.algorithm.name].critic_loss, settings.algorithm.critic_options
     assert models.critic is not None
@@ -141,7 +141,7 @@ def _critic_step(rows: Sequence[TrainingSample], models: Models, settings: Setti
 
 
 COLUMNS = ("rollout_log_probs", "ref_log_probs", "values", "returns", "advantages")
-"""Lists of a row that its record has as they are, where there are any."""
+"""Lists of a row that are copied into its record if they exist."""
 
 
 def train_records(
@@ -152,10 +152,10 @@ def train_records(
     *,
     step: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a record for every row of a step, in the form of a sample with one list a column, one value a token.
+    """Yield a record for every row of a step: a sample with a list per column and a value per token.
 
-    `log_probs` are those of the policy before the update. The ratio is the one that the loss bounds: of gspo the
-    sequence's. What a loss of the user's bounds is unknown.
+    `log_probs` come from the policy before the update. The ratio is the one that the loss clips, which is the
+    sequence's for gspo. For a loss of the user, it is unknown which tokens are clipped.
     """
     clipped_by_row = _clipped(rows, log_probs, loss)
     for row, execution, current, (ratios, clipped) in zip(rows, executions, log_probs, clipped_by_row, strict=True):
@@ -181,7 +181,7 @@ def train_records(
 def _clipped(
     rows: Sequence[TrainingSample], log_probs: Sequence[list[float]], loss: Loss
 ) -> Iterator[tuple[list[float], list[int] | None]]:
-    """Yield the ratio of every token of a row, and 1 where its loss is clipped; None where that is unknown."""
+    """Yield the ratio of every token of a row, and 1 where its loss is clipped, or None if that is unknown."""
     for row, current in zip(rows, log_probs, strict=True):
         logprobs_T = _tensor(current)
         old_T = logprobs_T if row.old_log_probs is None else _tensor(row.old_log_probs)

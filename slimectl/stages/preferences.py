@@ -1,6 +1,6 @@
 """Preference learning: records to samples, groups to pairs of rows, pairs to loss gradients.
 
-P pairs; the rows of a pair are adjacent, the better one first.
+P pairs. The rows of a pair are adjacent, the better one first.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def preferred(
     settings: RolloutSettings,
     *,
     context: int | None = None,
-    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
     on_bad_row: BadRow | None = None,
 ) -> Iterator[Sample]:
-    """Yield two samples per preference: the chosen answer with reward 1, the rejected one with reward 0.
+    """Yield two samples per preference: the chosen response with reward 1, the rejected one with reward 0.
 
     The loss mask is 1 on the assistant's tokens after the common prefix. A preference with a side longer than
-    `context`, or with a token that the model has no embedding of, is passed to `left_out`. Raises RecordError, with
-    file and line, for an answer that the tokenizer's chat template cannot render, and if all are left out.
+    `context`, or with a token for which the model has no embedding, is passed to `on_skipped`. Raises RecordError, with
+    file and line, for a response that the tokenizer's chat template cannot render, and if all are skipped.
     """
 
     def answers(pair: Preference) -> tuple[Prompt, list[Sample]]:
@@ -62,23 +62,23 @@ def preferred(
         return next(filter(None, reasons), "")
 
     pairs = without_bad(map(answers, preferences), on_bad_row)
-    for _, samples in drop_long(pairs, lambda item: item[0], excess, left_out):
+    for _, samples in drop_long(pairs, lambda item: item[0], excess, on_skipped):
         yield from samples
 
 
 def build_preference_batch(
     samples: Sequence[Sample], algorithm: Pairwise, reward_key: str | None, shaped: Sequence[float] | None = None
 ) -> tuple[TrainingBatch, Metrics]:
-    """Return both rows of every pair, with the pair's number for an execution, and the number of groups without a pair.
+    """Return both rows of every pair, with the pair's number as execution, and the number of groups without a pair.
 
-    Raises RecordError if a sample lacks a reward, or the reference's log-probabilities where they are needed.
+    Raises RecordError if a sample lacks a reward, or the reference's log-probabilities if they are needed.
     """
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         if sample.reward is None:
-            raise RecordError(f"sample {sample.index}: no reward; run `slimectl score` on these samples first")
+            raise RecordError(f"sample {sample.index}: no reward. Run `slimectl score` on these samples first")
         if Need.REFERENCE in algorithm.needs and sample.ref_log_probs is None:
-            raise RecordError(f"sample {sample.index}: no ref_log_probs; add --reference DIR to `slimectl score`")
+            raise RecordError(f"sample {sample.index}: no ref_log_probs. Add --reference DIR to `slimectl score`")
         groups.setdefault(sample.group_index, []).append(sample)
     batch = TrainingBatch([], [])
     metrics: Metrics = {}
@@ -89,7 +89,7 @@ def build_preference_batch(
             metrics[name] = metrics.get(name, 0.0) + 1.0
         for members in pairs:
             better, worse = (group[i] for i in members)
-            # Sample numbers of a run fit into 32 bits; the number of a pair holds both.
+            # Sample numbers of a run fit into 32 bits. The number of a pair contains both.
             pair = better.trajectory_id << PAIR_BITS | worse.trajectory_id
             batch.rows += [_row(sample, algorithm) for sample in (better, worse)]
             batch.executions += [pair, pair]
@@ -97,7 +97,7 @@ def build_preference_batch(
 
 
 def sample_ids(executions: Sequence[int], algorithm: AlgorithmSection) -> list[int]:
-    """Return the sample number of each row: its execution, or its half of the pair's number."""
+    """Return the sample number of each row, which is its execution or its half of the pair's number."""
     if Need.PAIRS not in algorithm.needs:
         return list(executions)
     low = (1 << PAIR_BITS) - 1
@@ -105,10 +105,10 @@ def sample_ids(executions: Sequence[int], algorithm: AlgorithmSection) -> list[i
 
 
 def set_preference_gradients(rows: Sequence[TrainingSample], algorithm: Any, outputs: Outputs) -> Metrics:
-    """Write `TrainingSample.advantages`: the negative gradient of each pair's loss by the outputs for its tokens.
+    """Set `TrainingSample.advantages` to the negative gradient of each pair's loss with respect to the outputs.
 
     `outputs` are the policy's log-probabilities, or a reward model's values. Returns loss, pair_accuracy,
-    reward_margin, chosen_reward and rejected_reward: means over the pairs of the step.
+    reward_margin, chosen_reward and rejected_reward, as means over the pairs of the step.
     """
     reference = _masked_sums(rows, [row.ref_log_probs or [0.0] * row.response_length for row in rows])
     rewards = dpo_rewards(_masked_sums(rows, outputs(rows)), reference, beta=algorithm.beta)
@@ -127,7 +127,7 @@ def set_preference_gradients(rows: Sequence[TrainingSample], algorithm: Any, out
 
 
 def _masked_sums(rows: Sequence[TrainingSample], values: Sequence[Sequence[float]]) -> Tensor:
-    """Return the sum of each row's values over the tokens that are trained on."""
+    """Return the sum of each row's values over its trained tokens."""
     return torch.tensor(
         [
             sum(value for value, weight in zip(row_values, row.loss_weights, strict=True) if weight)
@@ -138,7 +138,7 @@ def _masked_sums(rows: Sequence[TrainingSample], values: Sequence[Sequence[float
 
 
 def _row(sample: Sample, algorithm: Pairwise) -> TrainingSample:
-    """Return the row of a compared answer: all its tokens count, or for a reward model the value after the last one."""
+    """Return the row of a compared response. All tokens count, or for a reward model the value after the last one."""
     if algorithm.trained_output == "log_probs":
         weights = [float(bit) for bit in sample.mask()]
         return TrainingSample(
@@ -149,7 +149,7 @@ def _row(sample: Sample, algorithm: Pairwise) -> TrainingSample:
             group=sample.group_index,
             images=images_of(sample),
         )
-    # A value belongs to the state before a token: one more token, never read, makes the value after the last available.
+    # A value belongs to the state before a token. An unused extra token gives the value after the last one.
     tokens = [*sample.tokens, sample.tokens[-1]]
     weights = [0.0] * sample.response_length + [1.0]
     return TrainingSample(

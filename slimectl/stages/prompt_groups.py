@@ -1,4 +1,4 @@
-"""Sources of the groups of a round: prompts, or a user's data source. Both implement DataSource."""
+"""Sources of groups for a round: prompts, or a user's data source. Both implement DataSource."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = "rollout.data_source_path"
 
 
 class PromptSource:
-    """Creates groups from prompts; `get_samples`, for user functions, takes buffered groups first."""
+    """Creates groups from prompts. `get_samples`, for user functions, takes buffered groups first."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class PromptSource:
         *,
         count: Callable[[], int] | None = None,
     ) -> None:
-        """`count` returns the number of prompts per epoch; it is called on demand."""
+        """`count` returns the number of prompts per epoch, and is called on demand."""
         self._prompts, self._attempts, self._state, self._count = prompts, attempts, state, count
 
     def begin(self, in_flight: InFlightGroups) -> bool:
-        """Submit one more group; False at the end of the prompts."""
+        """Submit one more group and return True, or return False at the end of the prompts."""
         prompt = self._next()
         if prompt is not None:
             in_flight.submit(prompt)
@@ -54,14 +54,16 @@ class PromptSource:
         self._state.buffer += groups
 
     def save(self, rollout_id: int) -> None:
-        """Do nothing: a run saves position and buffer itself."""
+        """Do nothing, because a run saves position and buffer itself."""
 
     def load(self, rollout_id: int, state: Any = None) -> None:
-        """Do nothing: a run restores position and buffer itself."""
+        """Do nothing, because a run restores position and buffer itself."""
 
     def __len__(self) -> int:
         if self._count is None:
-            raise HookError("len(data_source): these prompts are read once, and their number is known at the end only")
+            raise HookError(
+                "len(data_source): these prompts are read only once, so their number is unknown until the end"
+            )
         return self._count()
 
     def _next(self) -> Prompt | None:
@@ -84,12 +86,12 @@ class UserDataSource:
         state: SamplerState,
         *,
         max_groups: int | None = None,
-        left_out: Callable[[Prompt], Any] = lambda prompt: None,
+        on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
     ) -> None:
-        """At most `max_groups` groups are drawn; with None, groups are drawn until the source ends."""
+        """At most `max_groups` groups are drawn. With None, groups are drawn until the source ends."""
         self._source, self._attempts, self._state = source, attempts, state
         self._last = max_groups
-        self._left_out = left_out
+        self._on_skipped = on_skipped
         self._dropped = 0
         if state.rounds:
             self.load(state.rounds, state.source)
@@ -113,15 +115,17 @@ class UserDataSource:
         return groups
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Give groups back to the source. Raises HookError if it takes none."""
+        """Return groups to the source. Raises HookError if it has no `add_samples`."""
         if not hasattr(self._source, "add_samples"):
-            raise HookError(f"{SOURCE}: {self._name} has no add_samples, and groups were given back to it. Add one")
+            raise HookError(
+                f"{SOURCE}: {self._name} has no add_samples, but groups were returned to it. Add the method"
+            )
         self._call("add_samples", list(map(SampleGroup, groups)))
 
     def save(self, rollout_id: int) -> None:
-        """Write the state of the source into the sampling state. Raises HookError if it is not JSON.
+        """Store the state of the source in the sampling state. Raises HookError if it is not JSON.
 
-        Of a source without `save` the state has the position in the dataset that it was given.
+        For a source without `save`, the state is the position in the dataset that it was given.
         """
         if hasattr(self._source, "save"):
             source_state = self._call("save", rollout_id)
@@ -132,12 +136,12 @@ class UserDataSource:
             self._state.source = json.loads(json.dumps(plain_value(source_state), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise HookError(
-                f"{SOURCE}: {self._name}.save returned what is not JSON ({error}); return numbers, texts, lists and "
+                f"{SOURCE}: {self._name}.save did not return JSON ({error}). Return numbers, strings, lists and "
                 f"dicts of them, or None"
             ) from None
 
     def load(self, rollout_id: int, state: Any) -> None:
-        """Restore the state of the source. A source without `load` starts again, apart from the dataset's position."""
+        """Restore the state of the source. Without `load`, it starts again, except for the dataset's position."""
         if not hasattr(self._source, "load"):
             dataset: Any = getattr(self._source, "dataset", None)
             if isinstance(state, dict) and hasattr(dataset, "drawn"):
@@ -151,7 +155,7 @@ class UserDataSource:
         self._call("load", rollout_id, **({"state": copy.deepcopy(state)} if takes_state else {}))
 
     def _next_group(self) -> Group | None:
-        """Return the next group, ready to be sampled; None at the end."""
+        """Return the next group, ready to be sampled, or None at the end."""
         while self._last is None or self._state.position < self._last:
             groups = self._from_buffer() or self._call("get_samples", 1)
             if isinstance(groups, list):
@@ -170,16 +174,16 @@ class UserDataSource:
             if not excess:
                 self._dropped = 0
                 return group
-            self._left_out(prompt_of(group[0]))
+            self._on_skipped(prompt_of(group[0]))
             self._drop(prompt_of(group[0]), excess)
         return None
 
     def _copies(self, sample: Sample) -> Group:
-        """Return the group of a sample that stands for a prompt."""
+        """Return a group made of a single sample that represents a prompt."""
         return [sample] * self._attempts.settings.n_samples_per_prompt
 
     def _from_buffer(self) -> list[Group] | None:
-        """Return a group that the source's own `buffer_filter` takes from its `buffer`; none without either."""
+        """Return a group that the source's `buffer_filter` takes from its `buffer`, or None if it lacks either."""
         buffer = getattr(self._source, "buffer", None)
         if not isinstance(buffer, list) or not buffer or not callable(getattr(self._source, "buffer_filter", None)):
             return None
@@ -198,7 +202,7 @@ class UserDataSource:
         return groups
 
     def _drop(self, prompt: Prompt, excess: str) -> None:
-        """Report a prompt that is too long. Raises RecordError after MOST_IN_A_ROW of them in a row."""
+        """Log and count a prompt that is too long. Raises RecordError after MOST_IN_A_ROW of them in a row."""
         name_dropped(prompt, excess)
         self._dropped += 1
         if self._dropped == MOST_IN_A_ROW:
@@ -207,12 +211,12 @@ class UserDataSource:
     def _number_group(self, source_group: Group) -> Group:
         """Return a copy of a new group with the next group index, or with its own if the source `keeps_numbers`.
 
-        It is a copy because a source may return one sample several times, and keeps its own.
+        It is a copy because a source may return the same sample several times, and keeps it.
         """
         n, index = self._attempts.settings.n_samples_per_prompt, self._state.position
         if len(source_group) != n:
             raise HookError(
-                f"{SOURCE}: {self._name}.get_samples gave a group of {len(source_group)}; "
+                f"{SOURCE}: {self._name}.get_samples returned a group of {len(source_group)}, but "
                 f"rollout.n_samples_per_prompt is {n}"
             )
         self._state.position += 1
@@ -234,7 +238,7 @@ class UserDataSource:
 
 
 class SampleGroup(list[Sample]):
-    """A group that is given back to a data source. Its attributes are those of its first sample."""
+    """A group that is returned to a data source. It has the attributes of its first sample."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

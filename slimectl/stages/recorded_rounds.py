@@ -12,16 +12,16 @@ from slimectl.settings.needs import Need
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 Numbered = tuple[int, Sample]
-"""The occurrence of a row over all passes, from 0, and a sample of that row."""
+"""The occurrence of a row over all passes, counted from 0, and a sample of that row."""
 
 
 def recorded_rounds(
-    samples: Iterable[Numbered], settings: Settings, *, left_out: deque[Prompt], before: int = 0
+    samples: Iterable[Numbered], settings: Settings, *, too_long: deque[Prompt], before: int = 0
 ) -> Iterator[RolloutBatch]:
-    """Yield the rounds of samples in the order of a file, each with the position after it, from which a resume reads.
+    """Yield rounds of samples in the order of a file, each with the position after it, where a resumed run starts.
 
-    `left_out` gets the prompts that are too long while `samples` is read; a round counts those before its end.
-    `before` is the number of rounds before the first.
+    `too_long` receives the prompts that are too long while `samples` is read. A round counts those before its end.
+    `before` is the number of earlier rounds.
     """
     numbers: deque[int] = deque()
 
@@ -34,9 +34,9 @@ def recorded_rounds(
     for round_number, batch in enumerate(batches, start=before + 1):
         position = [numbers.popleft() for _ in batch][-1] + 1
         metrics: Metrics = {}
-        # What was read past the round, to know where its last group ends, is read again after a resume.
-        while left_out and left_out[0].index < position:
-            left_out.popleft()
+        # Samples read past the round, to find the end of its last group, are read again after a resume.
+        while too_long and too_long[0].index < position:
+            too_long.popleft()
             metrics["rollout/prompts_too_long"] = metrics.get("rollout/prompts_too_long", 0.0) + 1.0
         yield RolloutBatch(batch, metrics=metrics, state=SamplerState(position, round_number))
 
@@ -47,7 +47,7 @@ def sample_batches(samples: Iterable[Sample], settings: Settings, size: int) -> 
 
 
 def _batch_rollouts(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
-    """Yield lists of `size` whole rollouts; the samples of a fan-out are adjacent and share their rollout_id."""
+    """Yield lists of `size` whole rollouts. The samples of a fan-out are adjacent and share their rollout_id."""
     batch: list[Sample] = []
     rollouts = 0
     for sample in samples:
@@ -81,9 +81,9 @@ def _batch_groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]
 
 
 def repeated(read: Callable[[], Iterable[Sample]], *, epochs: int | None, start: int = 0) -> Iterator[Numbered]:
-    """Yield the samples that `read` returns, `epochs` times (None: without end), from occurrence `start` on.
+    """Yield the samples that `read` returns, `epochs` times (None: endlessly), from occurrence `start` on.
 
-    Every pass but the first shifts the samples' indices past those of the passes before it.
+    Every pass after the first shifts the samples' indices past the indices of the earlier passes.
     """
     number, size, shift = 0, 0, 0
     for epoch in count() if epochs is None else range(epochs):

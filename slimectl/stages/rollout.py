@@ -1,4 +1,4 @@
-"""Samples answers: prompts in, samples out."""
+"""Samples responses to prompts, and turns demonstrations into samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slimectl.types import Prompt, Sample, SamplerState, SamplingParams, Status
 __all__ = ["demonstrations", "most_in_flight", "rollout", "sampling_params", "single_turn"]
 
 ATTEMPTS_IN_FLIGHT = 1024
-"""Maximum samples in flight: more than any embedded engine runs at once, so a long answer at the head starves none."""
+"""Maximum samples in flight. More than any embedded engine runs at once, so a long first response blocks no other."""
 
 
 def rollout(
@@ -33,27 +33,27 @@ def rollout(
     agent: Agent | None = None,
     params: SamplingParams | None = None,
     evaluation: bool = False,
-    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
     rollout_id: int | None = None,
     source: Any = None,
     max_groups: int | None = None,
     hooks: Hooks = NO_HOOKS,
 ) -> Iterator[Sample]:
-    """Sample `settings.n_samples_per_prompt` answers to every prompt, siblings together, in the order of the prompts.
+    """Sample `settings.n_samples_per_prompt` responses to every prompt, by group, in the order of the prompts.
 
-    Lazy: prompts are read as samples are consumed, with at most ATTEMPTS_IN_FLIGHT samples in flight. A failed
-    attempt becomes a sample of status `failed` with its error in the metadata. `params` replaces the sampling
-    parameters of the settings (evaluation does that). Prompts that leave no room for an answer are passed to
-    `left_out`; so are those longer than `settings.max_prompt_len`, except in an evaluation, whose prompts are the same
-    for every model. `hooks.on_sample` is called with each sample and `rollout_id`, `hooks.agent_at` with the
-    agent that a sample names. A user's data source (`source`) replaces `prompts`, for at most `max_groups` groups.
+    Prompts are read lazily as samples are consumed, with at most ATTEMPTS_IN_FLIGHT samples in flight. A failed attempt
+    becomes a sample of status `failed` with its error in the metadata. `params` replaces the sampling parameters of the
+    settings (used by evaluations). Prompts that leave no room for a response are passed to `on_skipped`, as are
+    prompts longer than `settings.max_prompt_len`. Evaluations ignore this limit, because their prompts are the same for
+    every model. `hooks.on_sample` is called with each sample and `rollout_id`, `hooks.agent_at` with the agent that a
+    sample names. A user's data source (`source`) replaces `prompts`, for at most `max_groups` groups.
     """
     attempts = GroupGenerator(engine, tokenizer, settings, agent or single_turn, params, evaluation)
     attempts.on_sample, attempts.agent_at, attempts.rollout_id = hooks.on_sample, hooks.agent_at, rollout_id
-    prompts = attempts.drop_long_prompts(prompts, left_out)
+    prompts = attempts.drop_long_prompts(prompts, on_skipped)
     groups: PromptSource | UserDataSource = PromptSource(iter(prompts), attempts, SamplerState())
     if source is not None:
-        groups = UserDataSource(source, attempts, SamplerState(), max_groups=max_groups, left_out=left_out)
+        groups = UserDataSource(source, attempts, SamplerState(), max_groups=max_groups, on_skipped=on_skipped)
     limit = most_in_flight(settings)
     in_flight = InFlightGroups(attempts)
     try:
@@ -77,14 +77,14 @@ def demonstrations(
     settings: RolloutSettings,
     *,
     context: int | None = None,
-    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
     on_bad_row: BadRow | None = None,
 ) -> Iterator[Sample]:
-    """Yield one sample per prompt with the label as its answer, for supervised training steps.
+    """Yield one sample per prompt with the label as its response, for supervised training steps.
 
     A chat that ends with an assistant message is its own demonstration. The loss mask comes from the chat template.
-    A sample that is longer than `context`, whose prompt is too long, or with a token that the model has no embedding of
-    is passed to `left_out`. Raises RecordError if all are.
+    A sample is passed to `on_skipped` if it is longer than `context`, if its prompt is too long, or if the model has no
+    embedding for one of its tokens. Raises RecordError if all are skipped.
     """
 
     def answer(prompt: Prompt) -> tuple[Prompt, Sample]:
@@ -96,13 +96,13 @@ def demonstrations(
     return (
         sample
         for _, sample in drop_long(
-            without_bad(map(answer, prompts), on_bad_row), lambda pair: pair[0], excess, left_out
+            without_bad(map(answer, prompts), on_bad_row), lambda pair: pair[0], excess, on_skipped
         )
     )
 
 
 def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, from_message: int = 0) -> Sample:
-    """Return the demonstration of one prompt; assistant messages before `from_message` get loss mask 0."""
+    """Return the demonstration of one prompt. Assistant messages before `from_message` get loss mask 0."""
     warn_of_raw_prompt(prompt, tokenizer, settings)
     tokens, response_length, mask = sft_sample(
         prompt,

@@ -1,4 +1,4 @@
-"""Clocks, memory and arithmetic rate of a round of training, for perf.jsonl."""
+"""Measures the time, memory and FLOP/s of a training round, for perf.jsonl."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ END = object()
 
 @dataclass(frozen=True)
 class ArithmeticRate:
-    """FLOPs of the policy by sequence, the number of ranks that share them, and the peak FLOP/s of a rank if known.
+    """FLOPs of the policy per sequence, the number of ranks that share them, and the peak FLOP/s of a rank if known.
 
-    `images` are the FLOPs of images in a vision tower.
+    `images` has the FLOPs of images in a vision tower.
     """
 
     flops: ModelFlops
@@ -42,12 +42,12 @@ class ArithmeticRate:
 
 
 class RoundTimer:
-    """Adds up what a round takes, by the names of metrics; `take` returns the sums and begins the next round.
+    """Sums up the times of a round by metric. `take` returns the sums and starts the next round.
 
-    Of blocks inside one another only the innermost one's time counts, so that no second is counted twice. Time passes
-    by `clock`. With `log_memory` the memory of every phase is noted when it begins and ends, in all processes of the
-    model that works. `pack` divides rows as the trainer does; without it every row counts alone. `progress` is told the
-    phase under way. One thread uses a timer.
+    In nested blocks, time counts for the innermost block only, so that no second is counted twice. `clock` returns the
+    time. With `log_memory`, memory is recorded at the start and end of every phase, in all processes of the active
+    model. `pack` packs rows as the trainer does. Without it, every row is a pack of its own. `progress` shows the
+    current phase. A timer is used by one thread.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class RoundTimer:
 
     @contextmanager
     def time(self, name: str, *, of: Any = None) -> Iterator[None]:
-        """Add the seconds of the block to the metric `name`; `of` is the model that works in it."""
+        """Add the seconds of the block to the metric `name`. `of` is the model that is active in it."""
         with self._noting_memory(name, of), self._clocked(name):
             yield
 
     def iterate(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield items; the time that each takes to come is added to the metric `name`."""
+        """Yield items, and add the time spent waiting for each to the metric `name`."""
         iterator = iter(items)
         with self._noting_memory(name, None):
             while True:
@@ -89,9 +89,9 @@ class RoundTimer:
     def _clocked(self, name: str) -> Iterator[None]:
         self._switch()
         self._open.append(name)
-        word = WORDS.get(name)
+        phase = PROGRESS_NAMES.get(name)
         try:
-            with nullcontext() if word is None else self.progress.phase(word):
+            with nullcontext() if phase is None else self.progress.phase(phase):
                 yield
         finally:
             self._switch()
@@ -106,7 +106,7 @@ class RoundTimer:
 
     @contextmanager
     def _noting_memory(self, name: str, model: Any) -> Iterator[None]:
-        """Note the memory of a model's processes before and after the block, if the metric is a phase's time."""
+        """Record the memory of a model's processes before and after the block, if the metric is the time of a phase."""
         phase = PHASE_OF.get(name) if self.log_memory else None
         if phase is not None:
             self._note_memory(phase, "start", model)
@@ -115,7 +115,7 @@ class RoundTimer:
             self._note_memory(phase, "end", model)
 
     def count_training(self, rows: Sequence[TrainingSample]) -> None:
-        """Count the FLOPs of a forward and backward pass over rows, and the tokens that rows share in it."""
+        """Count the FLOPs of a forward and backward pass over rows, and the tokens that the rows share."""
         tries = self._tries(rows)
         self._tokens["shared"] += sum(sum(trie.shared) for trie in tries)
         self._tokens["all"] += sum(sum(trie.lengths) for trie in tries)
@@ -140,11 +140,11 @@ class RoundTimer:
         return [trie for packs in self.pack(rows) for pack in packs for trie in pack]
 
     def note_peaks(self, model: Any) -> None:
-        """Note the memory of a model's processes since the round before: the largest of all of them."""
+        """Record the peak memory of a model's processes since the previous round, as the maximum over processes."""
         self._note_peaks(on_ranks(model, _memory_and_reset))
 
     def take(self) -> Metrics:
-        """Return the metrics of the round, and begin another."""
+        """Return the metrics of the round, and start the next one."""
         metrics = {**self._seconds, **self._memory, **self._peaks, **self._rates()}
         if self.pack is not None and self._tokens["all"]:
             metrics["perf/shared_tokens_ratio"] = self._tokens["shared"] / self._tokens["all"]
@@ -173,9 +173,9 @@ class RoundTimer:
                 self._peaks[key] = max(self._peaks.get(key, 0.0), max(values) / GIB)
 
     def _note_memory(self, phase: str, moment: str, model: Any) -> None:
-        """Note the memory of a model's processes at the start or the end of a phase; the first start of a round counts.
+        """Record the memory of a model's processes at the start or end of a phase. The first start in a round counts.
 
-        Nothing of a trainer is offloaded between the two points of a moment, so that both have the same numbers.
+        The trainer offloads nothing between the states "offload" and "onload" here, so both have the same numbers.
         """
         processes = on_ranks(model, _memory_and_reset)
         self._note_peaks(processes)
@@ -191,7 +191,7 @@ class RoundTimer:
 def _device_metrics(device: DeviceMemory, phase: str, moment: str) -> Iterator[tuple[str, float]]:
     prefix = f"memory/{phase}/{moment}"
     for kind in KINDS:
-        # The maxima are those of the phase: at its start they are what there is.
+        # Maxima are measured over the phase, so at its start they equal the current values.
         size = getattr(device, kind.removeprefix("max_") if moment == "start" else kind)
         for state in ("offload", "onload"):
             yield f"{prefix}/{state}/{kind}/{device.index}", size / GIB
@@ -205,16 +205,16 @@ def _memory_and_reset() -> ProcessMemory:
 
 
 def _flops(tries: Iterable[PrefixTrie], cost: SequenceFlops) -> float:
-    """Return the FLOPs of tries: each row costs what it adds to the tokens that it shares."""
+    """Return the FLOPs of tries, where each row costs the FLOPs beyond its shared tokens."""
     return sum(
         cost(length) - cost(shared) for trie in tries for length, shared in zip(trie.lengths, trie.shared, strict=True)
     )
 
 
 def _image_sizes(tries: Iterable[PrefixTrie], rows: Sequence[TrainingSample], token: int) -> Iterator[int]:
-    """Yield the tokens of every image that tries compute: one that a row shares with the row before stands once.
+    """Yield the tokens of every image that tries compute. An image that rows share counts once.
 
-    Images are runs of their token in the prompt; neighbours without another token between count as one.
+    An image is a run of its token in the prompt. Adjacent images without another token between them count as one.
     """
     for trie in tries:
         for i, shared in zip(trie.rows, trie.shared, strict=True):
@@ -230,12 +230,12 @@ def _image_sizes(tries: Iterable[PrefixTrie], rows: Sequence[TrainingSample], to
 
 
 def on_ranks(model: Any, function: Callable[..., Item], *arguments: Any) -> list[Item]:
-    """Call a function in every process of a model, and return the results by rank; in this one if it has no others."""
+    """Call a function in every process of a model (or in this one if it has no others). Return the results by rank."""
     call = getattr(model, "on_ranks", None)
     return [function(*arguments)] if call is None else call(function, *arguments)
 
 
-WORDS = {
+PROGRESS_NAMES = {
     "perf/wait_time": "generating",
     "perf/generate_time": "generating",
     "perf/reward_time": "grading",
@@ -250,10 +250,10 @@ WORDS = {
     "perf/update_weights_time": "pushing weights",
     "perf/save_model_time": "saving",
 }
-"""The phase that progress names while a metric's time runs."""
+"""Phase that the progress bar shows while the time of a metric is measured."""
 
 EVALUATING = "evaluating"
-"""The phase of an evaluation. Within it, the phase of a dataset has its name behind this."""
+"""Phase of an evaluation. The phase of a dataset in it adds the name of the dataset."""
 
 PHASE_OF = {name: phase for phase, names in PHASES.items() for name in names}
-"""The phase of each metric of time."""
+"""Phase of each time metric."""

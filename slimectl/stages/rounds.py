@@ -1,4 +1,4 @@
-"""Schedules rounds of scored samples: sampling, dynamic filtering, and a buffer of surplus groups."""
+"""Schedules rounds of scored samples: sampling, dynamic filtering and a buffer of surplus groups."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from slimectl.stdio import quantity
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 MAX_DROPPED_ROUNDS = 64
-"""Dropped groups for one round, in multiples of its size, after which the filter counts as unsatisfiable."""
+"""Number of dropped groups, in multiples of the round size, after which the filter counts as unsatisfiable."""
 
-FILTER_HINT = "loosen rollout.dynamic_sampling_filter_path, or give prompts that suit the model"
+FILTER_HINT = "Loosen rollout.dynamic_sampling_filter_path, or use prompts that suit the model"
 
 
 def sampled_rounds(
@@ -49,18 +49,18 @@ def sampled_rounds(
 ) -> Iterator[RolloutBatch]:
     """Yield rounds of scored samples lazily, until the prompts or `settings.run.num_rollout` end.
 
-    A round is `settings.run.rollout_batch_size` groups that pass `hooks.keep_group`; each dropped group is replaced by
+    A round is `settings.run.rollout_batch_size` groups that pass `hooks.keep_group`. Each dropped group is replaced by
     another prompt. A user's data source (`source`) replaces `prompts`, and `hooks.sample_rounds` replaces this whole
-    scheduler; `count` returns to such functions the number of prompts per epoch. With
-    `rollout.over_sampling_batch_size` that many groups are submitted at the start, and finished surplus groups wait in
-    the buffer for the next round (`hooks.take_from_buffer` picks among them). With `rollout.partial_rollout` groups are
-    taken as they finish, and unfinished ones are interrupted, to be resumed in the next round.
+    scheduler. `count` returns the number of prompts per epoch to such functions. With
+    `rollout.over_sampling_batch_size`, that many groups are submitted at the start, and finished surplus groups wait in
+    the buffer for the next round (`hooks.take_from_buffer` picks among them). With `rollout.partial_rollout`, groups
+    are taken as they finish, and unfinished ones are interrupted and resumed in the next round.
 
-    With `settings.run.async_level` n above 1, up to n - 1 further rounds are sampled meanwhile, so that the longest
-    answer of a round does not idle the engine.
+    With `settings.run.async_level` n > 1, up to n - 1 further rounds are sampled meanwhile. So the engine is not idle
+    during the longest response of a round.
 
-    Each round carries the sampler state after it, from which the following rounds are reproduced; except for answers
-    in flight or interrupted, whose progress depends on servers and other requests.
+    Each round has the sampler state after it, from which the following rounds can be reproduced. This excludes
+    responses in flight or interrupted, whose progress depends on servers and other requests.
     """
     state, max_rounds = state or SamplerState(), settings.run.num_rollout
     attempts = GroupGenerator(
@@ -119,7 +119,7 @@ class RoundScheduler:
         self.source: PromptSource | UserDataSource = (
             PromptSource(attempts.drop_long_prompts(prompts, self._count_too_long), attempts, state, count=count)
             if source is None
-            else UserDataSource(source, attempts, state, max_groups=max_groups, left_out=self._count_too_long)
+            else UserDataSource(source, attempts, state, max_groups=max_groups, on_skipped=self._count_too_long)
         )
         self._size, self._rounds_ahead = settings.run.rollout_batch_size, max(0, settings.run.async_level - 1)
         self._max_rounds = settings.run.num_rollout
@@ -127,7 +127,7 @@ class RoundScheduler:
         self._oversampling_size, self._partial = rollout.over_sampling_batch_size or self._size, rollout.partial_rollout
         self._max_in_flight = most_in_flight(rollout)
         self._hooks = hooks
-        # Of the time that grading takes, what samples take to come is their generation's.
+        # Time spent waiting for samples during grading counts as generation time.
         self._score: Callable[[Iterable[Sample]], Iterator[Sample]] = lambda samples: timer.iterate(
             "perf/reward_time",
             score(timer.iterate("perf/generate_time", samples), reward, settings.score, executor=executor),
@@ -136,7 +136,7 @@ class RoundScheduler:
         self._drops: Counter[str] = Counter()
 
     def next(self) -> list[Sample]:
-        """Return the samples of the next round; fewer at the end of the prompts."""
+        """Return the samples of the next round, which may be fewer at the end of the prompts."""
         self._drops.clear()
         self._sampled_groups.clear()
         self._too_long = 0
@@ -165,7 +165,7 @@ class RoundScheduler:
         return {f"rollout/{name}": float(count) for name, count in counts.items()}
 
     def _stream_round(self) -> Iterator[Sample]:
-        """Yield the samples of a round without filters: grading overlaps with sampling, as no group can be dropped."""
+        """Yield the samples of a round without filters. No group can be dropped, so grading overlaps with sampling."""
         for collected in range(self._size):
             self._progress.part(collected, self._size)
             self._submit_groups(collected, self._size)
@@ -185,7 +185,7 @@ class RoundScheduler:
         while len(collected) < self._size:
             self._progress.part(len(collected), self._size)
             self._submit_groups(len(collected), required)
-            required = self._size  # beyond the first, one more for each that is dropped
+            required = self._size  # after the first submission, one more for each dropped group
             if not self.in_flight:
                 break
             group = self.in_flight.wait_any() if self._partial else self.in_flight.wait_oldest()
@@ -207,7 +207,7 @@ class RoundScheduler:
                 return
 
     def _stash_leftovers(self) -> None:
-        """Move surplus groups of the round into the buffer; with partial rollout, interrupt the unfinished ones."""
+        """Move surplus groups of the round into the buffer. With partial rollout, interrupt the unfinished ones."""
         if self._rounds_ahead:
             return
         if self._partial:
@@ -218,7 +218,7 @@ class RoundScheduler:
                 self.state.buffer.append(group)
 
     def graded(self, group: Group) -> Group:
-        """Return the group with its rewards; a group from a buffer or the user's source may have them already."""
+        """Return the group with its rewards. A group from a buffer or the user's source may already have them."""
         return group if _is_done(group) else list(self._score(group))
 
     def _passes_filter(self, group: Group, collected: int) -> bool:
@@ -230,7 +230,7 @@ class RoundScheduler:
         self._drops[reason] += 1
         if self._drops.total() >= MAX_DROPPED_ROUNDS * self._size:
             raise SlimectlError(
-                f"round {self.state.rounds + 1}: {self._describe_drops()}, {collected} of {self._size} kept; "
+                f"round {self.state.rounds + 1}: {self._describe_drops()}, {collected} of {self._size} kept. "
                 f"{FILTER_HINT}"
             )
         return False
@@ -240,10 +240,13 @@ class RoundScheduler:
         return f"{quantity(self._drops.total(), 'group')} dropped ({reasons})"
 
     def check(self, samples: list[Sample]) -> None:
-        """Raises SlimectlError if there is nothing to train on: the prompts ended before the first group passed the
-        filter, too many attempts of the round failed, or too many of them could not be graded in time."""
+        """Raise SlimectlError if there is nothing to train on.
+
+        Either the prompts ended before the first group passed the filter, or too many attempts of the round failed or
+        could not be graded in time.
+        """
         if not samples and not self.state.rounds and self._drops:
-            raise SlimectlError(f"round 1: {self._describe_drops()}, and then the prompts ended; {FILTER_HINT}")
+            raise SlimectlError(f"round 1: {self._describe_drops()}, and then the prompts ended. {FILTER_HINT}")
         count = FailureCount()
         for sample in samples:
             count.add(sample)
@@ -258,14 +261,14 @@ class RoundScheduler:
 
 
 def checked_decision(answer: Any) -> tuple[bool, str, bool]:
-    """Return (keep, reason, whether the group is kept if too few others are left) of a filter's result.
+    """Return (keep, reason, whether to keep the group if too few others are left) from a filter's result.
 
     Raises HookError if the filter returned anything else.
     """
     keep, reason = answer[:2] if isinstance(answer, tuple) and len(answer) in (2, 3) else (answer, "filtered")
     if not isinstance(keep, bool):
         raise HookError(
-            f"rollout.dynamic_sampling_filter_path: returned {kind_of(answer)}; return True, False or "
+            f"rollout.dynamic_sampling_filter_path: returned {kind_of(answer)}. Return True, False or "
             f"(False, 'the reason')"
         )
     return keep, str(reason or "filtered"), isinstance(answer, tuple) and answer[2:] == (True,)

@@ -30,12 +30,12 @@ def run(
     timer: RoundTimer | None = None,
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[StepReport]:
-    """Yield one report per optimizer step, until the rounds end; the engine has the new weights by then.
+    """Yield one report per optimizer step until the rounds end. When a report is yielded, the engine has its weights.
 
     `make_rounds` returns `sampled_rounds`, in this process or another. A round is sampled when training requests it,
-    or earlier with `settings.run.async_level`: its weights are then at most that many versions old, at one step per
-    round. The next round is waited for inside `waiting()`, when all steps of the round before have been made. `sync` is
-    None for recorded rounds, which no engine samples. `timer` takes the times of the run.
+    or earlier with `settings.run.async_level`. Its weights are then at most that many versions old, at one step per
+    round. After the last step of a round, the loop waits for the next round inside `waiting()`. `sync` is None for
+    recorded rounds, which no engine samples. `timer` measures the times of the run.
     """
     timer = timer or RoundTimer()
     is_freed = settings.cluster.colocate and settings.cluster.offload_train
@@ -47,7 +47,7 @@ def run(
     batches = _with_log_probs(batches, reference, teacher, settings, timer)
     reports = train_batches(batches, policy, settings, critic=critic, state=state, hooks=hooks, timer=timer)
     total_s = 0.0
-    while True:  # the clock stands while the caller has a report: it evaluates, and saves
+    while True:  # the clock stops while the caller has a report, because it evaluates and saves
         started = timer.clock()
         report = next(reports, None)
         if report is None:
@@ -71,7 +71,7 @@ def _take_batches(
     timer: RoundTimer,
     waiting: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[RolloutBatch]:
-    """Wait for each round of the executor's stream, and yield it; engines on the trainer's GPUs sleep from then on."""
+    """Wait for each round of the executor's stream and yield it. Engines on the trainer's GPUs then sleep."""
     batches = iter(executor.stream(make_rounds, ahead=min(1, settings.run.async_level)))
     while True:
         with waiting(), timer.time("perf/wait_time"):
@@ -93,8 +93,10 @@ def _with_log_probs(
     settings: Settings,
     timer: RoundTimer,
 ) -> Iterator[RolloutBatch]:
-    """Yield rounds with the log-probabilities of the reference, which may have moved since they were scored, and of
-    the teacher."""
+    """Yield rounds with the log-probabilities of the reference and the teacher.
+
+    The reference's are recomputed, because it may have changed since the rounds were scored.
+    """
     for batch in batches:
         if reference is not None:
             with timer.time("perf/ref_log_probs_time", of=reference):
@@ -118,7 +120,7 @@ def _update_engines(
     settings: Settings,
     timer: RoundTimer,
 ) -> Metrics:
-    """Push the weights after a round, if it is their turn; engines on the trainer's GPUs wake up in place of models."""
+    """Push the weights after a round if an update is due. Engines on the trainer's GPUs wake up, and models sleep."""
     colocated = settings.cluster.colocate
     if colocated:
         _sleep(sleepers, keep_weights_of=policy)
@@ -133,12 +135,12 @@ def _update_engines(
 
 
 def _total_timings(total_s: float, wait_s: float) -> Metrics:
-    """Return the time of a round, and the share of it that was spent waiting for samples."""
+    """Return the time of a round, and the share spent waiting for samples."""
     return {"perf/total_time": total_s, "perf/wait_time_ratio": wait_s / total_s if total_s else 0.0}
 
 
 def _sleep(models: Iterable[object], *, keep_weights_of: object = None) -> None:
-    """Let the models leave the GPUs, for engines that sample on them; of one the weights stay, to be pushed."""
+    """Move the models off the GPUs, where engines sample. One model keeps its weights there until they are pushed."""
     for model in models:
         if isinstance(model, Sleeper):
             model.sleep(keep_weights=model is keep_weights_of)

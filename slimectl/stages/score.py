@@ -1,4 +1,4 @@
-"""Attaches log-probabilities of another model (reference, teacher) to samples."""
+"""The score stage: grades samples, and attaches log-probabilities of frozen models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attach_log_probs(
 ) -> Iterator[Sample]:
     """Yield every sample with the log-probabilities of its response under `model`, stored in `field`.
 
-    Existing values are kept, unless `recompute` is set. `temperature` is that of the model's log-probabilities.
+    Existing values are kept, unless `recompute` is set. The model's log-probabilities are at `temperature`.
     """
     for batch in batched(samples, BATCH):
         lacking = [sample for sample in batch if recompute or getattr(sample, field) is None]
@@ -53,7 +53,7 @@ def attach_log_probs(
 __all__ = ["Grader", "report_grading", "reward_number", "score"]
 
 NO_REWARD = "no_reward"
-"""Metadata key with the reason why a sample has no reward: no reward function had an opinion."""
+"""Metadata key with the reason why a sample has no reward."""
 
 
 Skip = Callable[[Sample, RecordError], None]
@@ -72,14 +72,14 @@ def score(
 ) -> Iterator[Sample]:
     """Grade every sample in order. A `reference` also attaches its log-probabilities at `temperature`.
 
-    `reward` returns a number, a dict from which settings.reward_key picks one, or a Verdict, whose explanation is
+    `reward` returns a number, a dict from which settings.reward_key picks one, or a Grade, whose explanation is
     stored in metadata.explanation. A Grader also grades many samples in one call and waits for many servers
     concurrently. It reads up to settings.concurrency calls ahead from `samples`.
 
     With settings.none_reward = "skip" a sample whose reward is None keeps no reward, and metadata.no_reward has the
     reason. A sample that exceeded its time limit twice gets reward 0, and metadata.reward_error has the reason. A
     sample whose attempt failed gets reward 0 too. A sample that cannot be graded because of its record (no label, an
-    unknown verifier) is passed to `skip` with the error and left out. Without `skip`, RecordError is raised. Raises
+    unknown verifier) is passed to `skip` with the error and not yielded. Without `skip`, RecordError is raised. Raises
     HookError if the reward is not a finite number, or not a dict with one under `settings.reward_key`.
     """
     graded = _grade_samples(samples, reward, settings, executor, skip)
@@ -102,12 +102,12 @@ def _grade_samples(
             for sample in call:
                 if len(call) == 1 or settings.group_rm:
                     skip(sample, result)
-                else:  # one sample of the batch is at fault; the others get their rewards
+                else:  # only one sample of the batch is at fault, so grade the others
                     yield from _grade_samples([sample], reward, settings, executor, skip)
             continue
         if isinstance(result, ChildProcessError):
             raise HookError(
-                f"{_sample_range(call)}: {_prefix(reward, call[0])}{result}; fix it, or give it more memory"
+                f"{_sample_range(call)}: {_prefix(reward, call[0])}{result}. Fix it, or give it more memory"
             )
         yield from _attach_rewards(call, result, settings, reward)
 
@@ -117,7 +117,9 @@ def _attach_rewards(
 ) -> Iterator[Sample]:
     """Attach the result of one call to its samples. Raises errors that concern more than these samples."""
     late = isinstance(result, TimeoutError)
-    if isinstance(result, HookError) and " of sample " not in str(result):  # raised without knowledge of sample numbers
+    if isinstance(result, HookError) and " of sample " not in str(
+        result
+    ):  # raised by code that does not know the sample numbers
         raise HookError(f"{_sample_range(samples)}: {result}") from result
     if isinstance(result, SlimectlError):
         raise result
@@ -136,7 +138,7 @@ def _attach_rewards(
                 explanation, reward = reward.to_json(), reward.reward
             try:
                 number = _number(reward, settings.reward_key, sample, skip_none=settings.none_reward == "skip")
-            except HookError as error:  # the sample keeps the reward that it had
+            except HookError as error:  # the sample keeps its earlier reward
                 raise HookError(f"{_prefix(grader, sample)}{error}") from None
             sample.reward = None if number is None else reward
             sample.metadata.pop(NO_REWARD, None)
@@ -160,18 +162,17 @@ def grading_error(grader: Callable[[Sample], Any], sample: Sample, error: BaseEx
 
 
 def _prefix(grader: Callable[[Sample], Any], sample: Sample) -> str:
-    """Return what names the grader of a sample in front of an error; a function that was passed in has no name."""
+    """Return the prefix of an error that names the sample's grader, or "" for a plain function."""
     return f"{grader.name_of(sample)}: " if isinstance(grader, Grader) else ""
 
 
 def report_grading(
     samples: Sequence[Sample], settings: ScoreSettings, name: str, *, max_share: float | None = None
 ) -> None:
-    """Warn of samples without a reward, and of samples whose grading exceeded its time limit.
+    """Warn about samples without a reward, and samples whose grading exceeded its time limit.
 
-    `name` is the name of the samples in the warning.
-
-    Raises SlimectlError if the latter are more than `max_share` of all.
+    `name` identifies the samples in the warning. Raises SlimectlError if the time limit was exceeded for more than
+    `max_share` of all samples.
     """
     if unrewarded := [sample for sample in samples if sample.has_no_reward]:
         logger.warning(
@@ -183,12 +184,12 @@ def report_grading(
         return
     message = (
         f"{name}: grading {late} of {len(samples)} samples exceeded score.timeout_s = {settings.timeout_s:g} s of CPU "
-        f"time, or {settings.wall_limit_s:g} s on the clock, twice"
+        f"time, or {settings.wall_limit_s:g} s of wall time, twice"
     )
     if max_share is not None and late > max_share * len(samples):
         raise SlimectlError(
-            f"{message}, more than run.max_reward_timeouts = {max_share:g} of them; find the cause with "
-            f"`slimectl score --check`, or raise one of the three, and go on with --resume"
+            f"{message}, more than run.max_reward_timeouts = {max_share:g} of them. Find the cause with "
+            f"`slimectl score --check`, or raise a limit, and continue with --resume"
         )
     logger.warning(f"{message}: their reward is 0")
 
@@ -199,7 +200,7 @@ def _sample_range(samples: list[Sample]) -> str:
 
 
 def reward_number(sample: Sample, reward_key: str | None) -> float:
-    """Return the number that is trained on. Raises HookError, naming the sample and the type of an invalid reward."""
+    """Return the number to train on. Raises HookError with the sample and the type of an invalid reward."""
     number = _number(sample.reward, reward_key, sample)
     assert number is not None
     return number
@@ -214,7 +215,9 @@ def _number(reward: Any, reward_key: str | None, sample: Sample, *, skip_none: b
         if reward_key not in value:
             keys = ", ".join(map(str, value)) or "nothing"
             fault = "not set, and no 'score' is" if reward_key is None else f"{reward_key!r} is not"
-            raise HookError(f"score.reward_key: {fault} in the reward of sample {sample.index} ({keys}); name one")
+            raise HookError(
+                f"score.reward_key: {fault} in the reward of sample {sample.index} ({keys}). Set it to one of them"
+            )
         value = value[reward_key]
     if value is None and skip_none:
         return None

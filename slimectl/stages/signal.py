@@ -1,4 +1,4 @@
-"""Recognizes rounds whose rewards carry no training signal, counts them, and says what to do about many of them."""
+"""Detects rounds whose rewards carry no learning signal, counts them, and suggests a remedy."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from slimectl.stdio import quantity
 from slimectl.types import Status
 
 NO_SIGNAL = "rollout/no_signal"
-"""Metric of a round without signal; other rounds do not have it."""
+"""Metric of a round without signal. Other rounds do not have it."""
 
 
 TOO_LONG, TOO_EASY = "of the responses reached rollout.max_response_len", "the prompts are too easy"
 REMEDIES = {
-    TOO_LONG: "raise rollout.max_response_len, or ask for shorter responses",
-    TOO_EASY: "train on harder prompts, or raise the bar of the reward",
+    TOO_LONG: "Raise rollout.max_response_len, or ask for shorter responses",
+    TOO_EASY: "Train on harder prompts, or make the reward stricter",
 }
-"""Remedies of reasons that are not the reward's fault."""
+"""Remedies for reasons other than a wrong reward."""
 
 
 @dataclass
 class SignalCount:
-    """Count of rounds with and without signal; part of every checkpoint.
+    """Counts rounds with and without signal. It is part of every checkpoint.
 
     >>> count = SignalCount()
     >>> for reason in ("", "every reward was 0", "every reward was 0"):
@@ -40,39 +40,38 @@ class SignalCount:
     """Rounds without signal."""
 
     in_a_row: int = 0
-    """Those at the end of the rounds up to now."""
+    """Rounds without signal since the last one that had some."""
 
     reason: str = ""
-    """Why the last of them had none."""
+    """Why the last round without signal had none."""
 
     def add(self, reason: str) -> None:
-        """Count a round; the reason is empty if it carried signal."""
+        """Count a round. The reason is empty if the round carried signal."""
         self.rounds += 1
         self.without += bool(reason)
         self.in_a_row = self.in_a_row + 1 if reason else 0
         self.reason = reason or self.reason
 
     def remedy(self, reward_check: str) -> str:
-        """Return what to do about the last of them: `reward_check`, unless the reason has a remedy of its own."""
+        """Return the remedy for the last round without signal: `reward_check`, unless its reason has another remedy."""
         return next((remedy for reason, remedy in REMEDIES.items() if reason in self.reason), reward_check)
 
     def message_in_a_row(self, remedy: str) -> str:
         """Return the message about the rounds without signal in a row."""
-        return f"{quantity(self.in_a_row, 'round')} in a row taught nothing: {self.reason}; {remedy}"
+        return f"no learning signal in {quantity(self.in_a_row, 'round')} in a row: {self.reason}. {remedy}"
 
     def closing_message(self, remedy: str) -> str:
-        """Return the message at the end of the rounds; empty if most of them carried signal."""
+        """Return the message at the end of the rounds, or "" if most of them carried signal."""
         few = 2 * self.without <= self.rounds
-        return (
-            "" if few else f"{self.without} of {quantity(self.rounds, 'round')} taught nothing: {self.reason}; {remedy}"
-        )
+        rounds = f"{self.without} of {quantity(self.rounds, 'round')}"
+        return "" if few else f"no learning signal in {rounds}: {self.reason}. {remedy}"
 
 
 def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> str:
-    """Return why the rewards of a round teach nothing; an empty text if they teach something.
+    """Return why the rewards of a round carry no signal, or "" if they do.
 
-    A teacher, an advantage or a loss of the user's teaches without rewards. A single answer is compared with nothing:
-    its own advantage counts.
+    A teacher, and the user's own advantages or loss, give a signal without rewards. A single response is not compared
+    with others, so its own advantage counts.
     """
     algorithm = settings.algorithm
     if algorithm.trains_on != "rollouts" or hooks.loss is not None:
@@ -92,7 +91,7 @@ def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> st
 
 
 def _equal_rewards(batch: TrainingBatch, settings: Settings) -> str:
-    """Return what the equal rewards of a round say: responses that were cut, prompts that are too easy, or neither."""
+    """Return what equal rewards mean: truncated responses, prompts that are too easy, or neither."""
     same, limit = f"every reward was {batch.rewards[0]:g}", settings.rollout.max_response_len
     if batch.rewards[0] >= settings.eval.success_threshold:
         return f"{same}: {TOO_EASY}"

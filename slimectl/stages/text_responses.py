@@ -1,4 +1,4 @@
-"""Tokens of samples whose functions set their response as text, and checks of what functions leave in a sample."""
+"""Tokenizes samples whose function set only a text response, and validates samples that functions return."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slimectl.errors import HookError, RecordError
 from slimectl.types import FINISHED, Completion, Prompt, Sample, Status
 
 PER_TOKEN = ("loss_mask", "rollout_log_probs")
-"""Fields of a sample that have a value for each response token."""
+"""Fields of a sample with one value per response token."""
 
 
 class GeneratedText(str):
-    """The text of a completion. It keeps the tokens, which a sample takes if this text is its response."""
+    """The text of a completion with its tokens, which a sample gets if this text is its response."""
 
     completion: Completion
     prompt_tokens: list[int]
@@ -29,7 +29,7 @@ class GeneratedText(str):
 
 
 def prompt_of(sample: Sample) -> Prompt:
-    """Return the prompt of a sample, to be rendered."""
+    """Return the prompt of a sample for rendering."""
     return Prompt(
         sample.prompt,
         label=sample.label,
@@ -49,16 +49,16 @@ def fill_tokens(
 ) -> None:
     """Tokenize prompt and response of a sample whose function set only the text of the response.
 
-    `render` returns the tokens of a prompt. `before` is the sample as the function got it: a function that changes the
-    prompt and leaves the tokens has its prompt rendered again. Raises HookError, which begins with `name`, if the
-    tokens are not those of prompt and response, or if a list per token has another length.
+    `render` returns the tokens of a prompt. `before` is the sample before the function was called. If the function
+    changed the prompt but not the tokens, the prompt is rendered again. Raises HookError, which begins with `name`, if
+    the tokens do not match prompt and response, or if a per-token list has another length.
     """
     response = sample.response
     if not isinstance(response, str):
         raise HookError(f"{name}: sample {sample.index}: response is {type(response).__name__}. Set it to a string")
     sample.response = str(response)
     tokens: list[Any] = sample.tokens
-    if tokens == [...]:  # the placeholder of documents
+    if tokens == [...]:  # the placeholder used in the docs
         sample.tokens = []
     if response and not sample.response_length:
         if before is not None and sample.tokens == before.tokens:
@@ -71,7 +71,7 @@ def fill_tokens(
 
 
 def _rendered(sample: Sample, render: Callable[[Prompt], list[int]], name: str) -> list[int]:
-    """Return the tokens of a sample's prompt. Raises HookError for a prompt that is none."""
+    """Return the tokens of a sample's prompt. Raises HookError for an invalid prompt."""
     try:
         return render(prompt_of(sample))
     except RecordError as error:
@@ -79,11 +79,11 @@ def _rendered(sample: Sample, render: Callable[[Prompt], list[int]], name: str) 
 
 
 def _append_response(sample: Sample, response: str, prompt: list[int], tokenizer: Any, name: str) -> None:
-    """Set the tokens of a sample whose response length is not known."""
+    """Set the tokens of a sample whose response length is unknown."""
     if sample.tokens[: len(prompt)] != prompt and sample.tokens:
         raise HookError(
-            f"{name}: sample {sample.index} has a response, and its tokens do not begin with those of its prompt. "
-            f"Leave tokens empty to have both tokenized, or set tokens and response_length"
+            f"{name}: sample {sample.index} has a response, but its tokens do not begin with the prompt's tokens. "
+            f"Leave tokens empty to tokenize both, or set tokens and response_length"
         )
     if len(sample.tokens) > len(prompt):
         sample.response_length = len(sample.tokens) - len(prompt)
@@ -112,10 +112,10 @@ def check_sample(sample: Sample, name: str) -> None:
         values = getattr(sample, field)
         if values is not None and len(values) != count:
             raise HookError(
-                f"{where}: {field} has {len(values)} values for {count} response tokens. Give each token one"
+                f"{where}: {field} has {len(values)} values for {count} response tokens. Set one value per token"
             )
     if count and count >= len(sample.tokens):
         raise HookError(
-            f"{where}: tokens has {len(sample.tokens)} values, and the response has {count}. "
-            f"Set tokens to those of the prompt and the response"
+            f"{where}: tokens has {len(sample.tokens)} values, but the response has {count}. "
+            f"Set tokens to the tokens of prompt and response"
         )

@@ -1,4 +1,4 @@
-"""Time limits for an agent's tools: one that hangs, or blocks the event loop, must not block a round."""
+"""Time limits for an agent's tools, so that one that hangs or blocks the event loop does not block a round."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Pa
 
 
 class ToolTimeout:
-    """Limits the seconds that one attempt spends outside of the model since its last answer.
+    """Limits the seconds that one attempt spends outside of the model after its last response.
 
-    Time is counted in ticks of its event loop: no time passes while the loop is stopped because no consumer waits for
-    samples. A tool that blocks the loop stops its ticks; the `watchdog` ends that.
+    Time is counted in ticks of the event loop, so no time passes while the loop is stopped because no consumer waits
+    for samples. A tool that blocks the loop stops its ticks, so the `watchdog` interrupts it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ToolTimeout:
         self._spent_s = 0.0
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward a request to the engine; its time does not count as tool time."""
+        """Forward a request to the engine. Its time does not count as tool time."""
         self._pending_requests += 1
         try:
             return await self._generate(*args, **kwargs)
@@ -63,21 +63,21 @@ class ToolTimeout:
 
 
 class LoopBlocked(BaseException):
-    """Raised inside an agent that blocks its event loop; no `except Exception` of the agent stops it."""
+    """Raised inside an agent that blocks its event loop. The agent's `except Exception` does not catch it."""
 
 
 class BlockedLoopWatchdog:
-    """Ends a step of an agent that keeps its event loop, and so all other attempts, for longer than a limit.
+    """Interrupts a step of an agent that blocks the event loop, and so all other attempts, for longer than a limit.
 
-    A thread watches while a step runs. It names the line that blocks in a warning, and raises LoopBlocked there: Python
-    code ends at once, a call that waits outside of Python when it returns. Steps of one watchdog run in one thread.
+    A thread watches while a step runs. It logs the line that blocks, and raises LoopBlocked there. Python code stops at
+    once, and a call outside of Python when it returns. The steps of a watchdog run in one thread.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._step: tuple[int, float] | None = None
-        """Thread of the step that runs, and when it began."""
+        """Thread of the running step, and its start time."""
         self._has_raised = False
         self._attempts = 0
         self._end = threading.Event()
@@ -100,19 +100,19 @@ class BlockedLoopWatchdog:
     def error(self) -> TimeoutError:
         """Return the error of an attempt that blocked the loop."""
         return TimeoutError(
-            f"it blocked all other attempts for more than rollout.tool_timeout_s: {self._limit_s:g} s; call what "
-            f"blocks with asyncio.to_thread, or raise it"
+            f"it blocked all other attempts for more than rollout.tool_timeout_s: {self._limit_s:g} s. Run blocking "
+            f"calls with asyncio.to_thread, or raise the limit"
         )
 
     def __enter__(self) -> None:
-        """Begin a step of the agent."""
+        """Start a step of the agent."""
         self._has_raised = False
         self._step = threading.get_ident(), time.monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """End the step; an exception that the thread has set and that was not raised yet is taken back."""
+        """End the step. If the thread has set an exception that was not raised yet, withdraw it."""
         self._step = None
-        with self._lock:  # a thread that still saw the step has set its exception now, or never will
+        with self._lock:  # if the thread still saw the step, it has already set its exception
             if self._has_raised and kind is not LoopBlocked:
                 _set_exception(threading.get_ident(), None)
             self._has_raised = False
@@ -129,13 +129,13 @@ class BlockedLoopWatchdog:
                 self._has_raised = True
                 _set_exception(step[0], LoopBlocked)
             logger.warning(
-                f"{place} has blocked all attempts for {self._limit_s:g} s (rollout.tool_timeout_s): its attempt ends; "
-                f"call what blocks with asyncio.to_thread"
+                f"{place} has blocked all attempts for {self._limit_s:g} s (rollout.tool_timeout_s), so its attempt "
+                f"ends. Run blocking calls with asyncio.to_thread"
             )
 
 
 class _Steps:
-    """An awaitable whose steps, each up to its next wait, are those of a watchdog."""
+    """An awaitable that runs each step, up to its next wait, under a watchdog."""
 
     def __init__(self, work: Awaitable[Any], watchdog: BlockedLoopWatchdog) -> None:
         self._work, self._watchdog = work, watchdog
@@ -155,12 +155,12 @@ class _Steps:
             except GeneratorExit:
                 _close(steps)
                 raise
-            except BaseException as raised:  # a cancellation, for one
+            except BaseException as raised:  # e.g. a cancellation
                 error = raised
 
 
 def _throw(steps: Any, error: BaseException) -> Any:
-    """Raise an error where the steps wait; an awaitable that is no generator has no such place."""
+    """Raise an error where the steps wait, or here if the awaitable is not a generator."""
     if not hasattr(steps, "throw"):
         raise error
     return steps.throw(error)
@@ -172,12 +172,12 @@ def _close(steps: Any) -> None:
 
 
 def _set_exception(thread: int, kind: type[BaseException] | None) -> None:
-    """Let a thread raise an exception at its next step of Python code; None takes back what it has not raised yet."""
+    """Make a thread raise an exception at its next Python instruction. None withdraws one that was not raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind))
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return file, line and function of the innermost frame that is the user's."""
+    """Return file, line and function of the innermost frame of the user's code."""
     while frame is not None and frame.f_code.co_filename.startswith((*LIBRARIES, "<")):
         frame = frame.f_back
     return "an agent" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

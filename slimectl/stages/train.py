@@ -1,4 +1,4 @@
-"""Trains a policy: scored samples in, updated weights out."""
+"""The train stage: updates a policy on scored samples, round by round."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from slimectl.types import Metrics, RolloutBatch, Sample, StepReport, TrainingSa
 
 @dataclass
 class TrainState:
-    """Progress of training that a checkpoint stores besides weights and optimizer."""
+    """Progress of training that a checkpoint stores in addition to weights and optimizer."""
 
     step: int = 0
-    """Optimizer steps."""
+    """Number of optimizer steps."""
 
     rollout_id: int = 0
-    """Rounds started."""
+    """Number of rounds started."""
 
     pending: list[tuple[int, TrainingSample]] = field(default_factory=list)
-    """(execution, row) of rollouts that did not fill a step of train.global_batch_size; the next step starts with them.
+    """(execution, row) of rollouts that did not fill a step of train.global_batch_size. The next step starts with them.
     """
 
     signal: SignalCount = field(default_factory=SignalCount)
-    """Rounds whose rewards carried signal, and those that did not."""
+    """Counts of rounds with and without signal."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Round and step after which the policy is."""
+        """Round and step of the policy."""
         return self.rollout_id, self.step
 
     def next_step(self, step_in_round: int = 0) -> StepIndex:
-        """Count one more optimizer step, and return its place in the run."""
+        """Count one more optimizer step, and return its position in the run."""
         self.step += 1
         return StepIndex(self.step, self.rollout_id, step_in_round)
 
@@ -88,11 +88,11 @@ def train_batches(
     hooks: Hooks = NO_HOOKS,
     timer: RoundTimer | None = None,
 ) -> Iterator[StepReport]:
-    """Train on rounds of samples; yield one report per optimizer step, with what its batch brought along.
+    """Train on rounds of samples. Yield one report per optimizer step, with the metrics and samples of its batch.
 
-    Rows that do not fill a step of train.global_batch_size wait for the next round; those that remain at the end make
-    a last, smaller step. A round that fills no step is reported without one: its rewards are measured all the same. The
-    last report of a round has what `timer` took since the round before.
+    Rows that do not fill a step of train.global_batch_size wait for the next round. Rows that remain at the end make a
+    last, smaller step. A round that does not fill a step is reported without one, so that its rewards are still
+    measured. The last report of a round has the times and memory of the round.
     """
     state = state or TrainState()
     options = settings.algorithm.critic_options
@@ -107,7 +107,7 @@ def train_batches(
         minibatch, state.pending = state.pending, []
         report = _step_report(minibatch, models, settings, hooks, state)
         report.sampling = sampling
-        report.metrics.pop("rollout/entropy", None)  # the policy is not that of before the round any more
+        report.metrics.pop("rollout/entropy", None)  # the policy has changed since the round was sampled
         report.timings |= _round_timings(models)
         yield report
 
@@ -145,13 +145,13 @@ def _train_batch(
 
 
 def _round_timings(models: Models) -> Metrics:
-    """Return what the timer took of a round, with the memory of the processes that train."""
+    """Return the timer's metrics of a round, with the memory of the training processes."""
     models.timer.note_peaks(models.policy)
     return models.timer.take()
 
 
 def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, TrainingSample]]]:
-    """Take full minibatches of whole rollouts from the pending rows; without a batch size, one for the whole round."""
+    """Take full minibatches of whole rollouts from the pending rows. Without a batch size, take the whole round."""
     while state.pending:
         rollouts = list(dict.fromkeys(rollouts_of(state.pending)))
         if settings.one_step_per_round:
@@ -175,7 +175,7 @@ def _step_report(
     *,
     step_in_round: int = 0,
 ) -> StepReport:
-    """Make one optimizer step and return its report; without rows, return the report of a round without a step."""
+    """Make one optimizer step and return its report. Without rows, return the report of a round without a step."""
     clock = models.timer.clock
     started, train_data = clock(), list[dict[str, Any]]()
     metrics: Metrics = {}

@@ -20,11 +20,11 @@ from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
 
 COLUMNS = {
-    Need.REFERENCE: ("ref_log_probs", "add --reference DIR to `slimectl score`"),
-    Need.TEACHER: ("teacher_log_probs", "set algorithm.opd_teacher_load or algorithm.opd_teacher_url"),
-    Need.ROLLOUT_LOG_PROBS: ("rollout_log_probs", "sample with `slimectl rollout`, which records them"),
+    Need.REFERENCE: ("ref_log_probs", "Add --reference DIR to `slimectl score`"),
+    Need.TEACHER: ("teacher_log_probs", "Set algorithm.opd_teacher_load or algorithm.opd_teacher_url"),
+    Need.ROLLOUT_LOG_PROBS: ("rollout_log_probs", "Sample with `slimectl rollout`, which records them"),
 }
-"""Field of a sample, and the remedy where it is missing, by need."""
+"""Field of a sample, and the remedy if it is missing, by need."""
 
 
 def build_training_batch(
@@ -33,8 +33,8 @@ def build_training_batch(
     """Return the rows of a round without advantages, and counts of dropped samples and groups.
 
     Failed samples, samples without a reward, and samples staler than run.max_staleness at weight version `version` are
-    dropped. Hooks change the rounds of policy gradients only. Raises RecordError if a sample
-    lacks what the algorithm needs.
+    dropped. Hooks are used for policy gradients only. Raises RecordError if a sample lacks a field that the algorithm
+    needs.
     """
     algorithm, rewards = settings.algorithm, None
     unrewarded = [s for s in samples if s.has_no_reward] if Need.REWARDS in algorithm.needs else []
@@ -64,33 +64,33 @@ def build_training_batch(
 
 
 def require_temperature(samples: Sequence[Sample], settings: Settings) -> None:
-    """Check that log-probabilities of the samples are at the temperature of the policy's.
+    """Check that log-probabilities of the samples are at the temperature of the policy.
 
-    Samples that do not name a temperature, of other programs, are taken as they are. Raises RecordError.
+    Samples without a temperature, from other programs, are accepted. Raises RecordError.
     """
     algorithm, expected = settings.algorithm, settings.policy_temperature
     names_key = algorithm.trains_on == "rollouts"
     for sample in samples:
         require_sampling_temperature(sample, settings)
         if Need.REFERENCE in algorithm.needs and sample.ref_temperature not in (None, expected):
-            key = "rollout.temperature is" if names_key else f"{algorithm.name} takes them at"
+            key = "rollout.temperature is" if names_key else f"{algorithm.name} uses them at"
             setting = f"rollout.temperature={expected:g}" if names_key else f"algorithm.name={algorithm.name}"
             raise RecordError(
-                f"sample {sample.index}: ref_log_probs are at temperature {sample.ref_temperature:g}, and {key} "
+                f"sample {sample.index}: ref_log_probs are at temperature {sample.ref_temperature:g}, but {key} "
                 f"{expected:g}. Run `slimectl score --reference` with -s {setting}"
             )
 
 
 def require_sampling_temperature(sample: Sample, settings: Settings) -> Sample:
-    """Return a sample whose temperature is that at which log-probabilities of its answer are computed.
+    """Return a sample if it was sampled at the temperature at which its log-probabilities are computed.
 
-    Raises RecordError for another. Demonstrations and preferences have none, nor have answers of other programs.
+    Otherwise, raises RecordError. Demonstrations, preferences and responses of other programs have no temperature.
     """
     expected, sampled = settings.policy_temperature, sample.rollout_temperature
     if settings.algorithm.trains_on == "rollouts" and sampled is not None and sampled != expected:
         raise RecordError(
-            f"sample {sample.index}: was sampled at temperature {sampled:g}, and rollout.temperature is {expected:g}; "
-            f"add -s rollout.temperature={sampled:g}"
+            f"sample {sample.index}: was sampled at temperature {sampled:g}, but rollout.temperature is {expected:g}. "
+            f"Add -s rollout.temperature={sampled:g}"
         )
     return sample
 
@@ -107,13 +107,12 @@ def build_policy_batch(
 ) -> tuple[TrainingBatch, Metrics]:
     """Return rows for the samples whose group carries signal, and counts of groups without it.
 
-    `shaped` has a reward of each sample from a user's function. A missing reward is 0 for an algorithm that learns
-    from none.
+    `shaped` has a reward per sample from a user's function. A missing reward is 0 if the algorithm needs no rewards.
     """
     rewards, groups = [], dict[int, list[float]]()
     for sample in samples:
         if sample.reward is None and Need.REWARDS in algorithm.needs:
-            raise RecordError(f"sample {sample.index}: no reward; run `slimectl score` on these samples first")
+            raise RecordError(f"sample {sample.index}: no reward. Run `slimectl score` on these samples first")
         rewards.append(0.0 if sample.reward is None else reward_number(sample, reward_key))
         groups.setdefault(sample.group_index, []).append(rewards[-1])
     metrics = zero_std_groups(list(groups.values())) if Need.REWARDS in algorithm.needs else {}
@@ -153,7 +152,7 @@ BUILDERS: dict[str, Callable[..., tuple[TrainingBatch, Metrics]]] = {
 def _select_fresh(
     answered: Sequence[int], ages: Sequence[int | None], max_staleness: int | None
 ) -> tuple[Sequence[int], Metrics]:
-    """Return those positions in `answered` that are not staler than allowed, and metrics of the age of all samples."""
+    """Return the positions in `answered` that are not too stale, and metrics of the age of all samples."""
     metrics: Metrics = {}
     if known_ages := [age for age in ages if age is not None]:
         metrics["rollout/staleness/mean"] = sum(known_ages) / len(known_ages)
@@ -167,46 +166,46 @@ def _select_fresh(
 
 
 def _age(sample: Sample, version: int) -> int | None:
-    """Return the weight versions between the oldest token of a sample and now; None for samples of other origin."""
+    """Return the number of weight versions since a sample's oldest token, or None for samples of other programs."""
     versions = sample.weight_versions
     if not versions or not all(text.isdecimal() for text in versions):
         return None
-    # A policy that starts anew from a trained checkpoint counts from 0 again: the age of its samples is not negative.
+    # A policy that starts from a trained checkpoint counts from 0 again, but the age of its samples is not negative.
     return max(0, version - min(map(int, versions)))
 
 
 def _require_groups(name: str, attempts: Sequence[tuple[int, int]]) -> None:
-    """Raises RecordError if every group has one answer only: a comparison within groups carries no signal then.
+    """Raise RecordError if every group has only one response, so that comparing within groups gives no signal.
 
     `attempts` has (group, execution) of each sample.
     """
     groups = [group for group, _ in dict.fromkeys(attempts)]
     if len(groups) == len(set(groups)):
         raise RecordError(
-            f"group {next(iter(groups))}: one answer only; {name} compares the answers to a prompt with "
-            f"one another: sample several (rollout.n_samples_per_prompt)"
+            f"group {next(iter(groups))}: only one response, but {name} compares the responses to a prompt. "
+            f"Sample several (rollout.n_samples_per_prompt)"
         )
 
 
 def _require_columns(sample: Sample, algorithm: PolicyGradient) -> None:
-    """Raises RecordError if a sample lacks log-probabilities that a setting needs."""
+    """Raise RecordError if a sample lacks log-probabilities that a setting needs."""
     for setting, need in algorithm.needs_by_setting.items():
         name, remedy = COLUMNS[need]
         if getattr(sample, name) is None:
-            raise RecordError(f"sample {sample.index}: no {name}, which {setting} needs; {remedy}")
+            raise RecordError(f"sample {sample.index}: no {name}, which {setting} needs. {remedy}")
 
 
 def _routing(sample: Sample) -> Routing:
-    """Return the experts of a sample's tokens. Raises RecordError where they lack for what is trained on.
+    """Return the experts of a sample's tokens. Raises RecordError if they are missing before the last trained token.
 
-    Tokens behind the last one that is trained on, such as a tool's, may have none: they change no gradient.
+    Tokens after the last trained one, such as a tool's, may have none, because they do not change the gradient.
     """
     trained = [place for place, bit in enumerate(sample.mask(), sample.prompt_length) if bit]
     count, needed = routed_tokens(sample.rollout_routed_experts), max(trained, default=0)
     if sample.rollout_routed_experts is None or count < needed:
         raise RecordError(
             f"sample {sample.index}: rollout_routed_experts has {count or 'none'} of the {needed} tokens before the "
-            f"last trained one, which train.use_rollout_routing_replay needs; sample with `slimectl rollout -s "
+            f"last trained one, which train.use_rollout_routing_replay needs. Sample with `slimectl rollout -s "
             f"train.use_rollout_routing_replay=true`"
         )
     return sample.rollout_routed_experts
@@ -227,7 +226,7 @@ def _drop_without_signal(groups: dict[int, list[float]]) -> tuple[dict[int, list
 
 
 def _row(sample: Sample) -> TrainingSample:
-    """Return a sample as a row; its weights are the mask until the step's reduction replaces them."""
+    """Return a sample as a row. Its weights are the mask until the step's reduction replaces them."""
     return TrainingSample(
         tokens=sample.tokens,
         response_length=sample.response_length,

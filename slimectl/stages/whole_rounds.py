@@ -1,4 +1,4 @@
-"""Rounds that a function samples whole, in place of the scheduler: in a run, alone, and in evaluations."""
+"""Rounds that a user's function samples as a whole, instead of the scheduler: in runs, rollouts and evaluations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class RoundSampler(Protocol):
     """Samples one round at a time."""
 
     def groups(self, rollout_id: int, source: GroupSource) -> tuple[list[Group], Metrics]:
-        """Return the ungraded groups of a round and metrics; no groups at the end."""
+        """Return the ungraded groups of a round (none at the end) and metrics."""
         ...
 
     def close(self) -> None:
-        """Cancel what is still in flight."""
+        """Cancel the groups in flight."""
         ...
 
 
@@ -40,7 +40,7 @@ def whole_rounds(
     on_round: RoundObserver,
     timer: RoundTimer,
 ) -> Iterator[RolloutBatch]:
-    """Yield rounds like `rounds.sampled_rounds`; grade samples without a reward."""
+    """Yield rounds like `rounds.sampled_rounds`. Samples without a reward are graded."""
     last = settings.run.num_rollout
     try:
         while last is None or state.rounds < last:
@@ -71,13 +71,13 @@ def whole_round_samples(
     max_rounds: int | None,
     source: Any = None,
     max_groups: int | None = None,
-    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
     """Yield samples like `rollout.rollout`, round by round, until the sampler, the prompts or `max_rounds` end."""
     state = SamplerState()
-    groups_of: GroupSource = PromptSource(attempts.drop_long_prompts(prompts, left_out), attempts, state)
+    groups_of: GroupSource = PromptSource(attempts.drop_long_prompts(prompts, on_skipped), attempts, state)
     if source is not None:
-        groups_of = UserDataSource(source, attempts, state, max_groups=max_groups, left_out=left_out)
+        groups_of = UserDataSource(source, attempts, state, max_groups=max_groups, on_skipped=on_skipped)
     sampler, number = sample_rounds(attempts), 0
     try:
         while max_rounds is None or number < max_rounds:
@@ -95,11 +95,11 @@ def whole_round_evaluation(
     attempts: GroupGenerator,
     sample_rounds: Callable[[GroupGenerator], RoundSampler],
     rollout_id: int,
-    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
-    """Yield the samples of one round over held-out prompts; those without a reward are ungraded."""
+    """Yield the samples of one round over held-out prompts. Samples without a reward are ungraded."""
     sampler = sample_rounds(attempts)
-    prompt_list = list(attempts.drop_long_prompts(prompts, left_out))
+    prompt_list = list(attempts.drop_long_prompts(prompts, on_skipped))
     source = PromptSource(iter(prompt_list), attempts, SamplerState(), count=lambda: len(prompt_list))
     try:
         yield from flatten(sampler.groups(rollout_id, source)[0])

@@ -1,4 +1,4 @@
-"""The questions that the page asks, by name, with their parameters as strings; answers are JSON values."""
+"""Answers the page's questions, which have a name and string parameters, with JSON values."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from slimectl.viewer.run_table import seed_groups, settings_columns, summary
 from slimectl.viewer.token_view import Decoders, sample_view
 
 INDEX_S = 0.5
-"""Seconds that a question waits for an index to grow; the page asks again until it is complete."""
+"""Seconds that a question waits for an index to grow. The page asks again until the index is complete."""
 PAGE = 50
 MAX_UNTRAINED = 100
-"""Most samples in the list of samples that no step trained on."""
+"""Maximum length of the list of samples that no step trained on."""
 MAX_BRANCHES = 200
 CLOCKS = ("perf/total_time", "perf/eval_time")
 """Metrics that the page sums to the time axis, which ROLL does not have."""
@@ -45,13 +45,13 @@ Parameters = Mapping[str, str]
 
 
 class ViewApi:
-    """Answers to the page's questions about a library."""
+    """Answers the page's questions about a library."""
 
     def __init__(self, library: Library, load_tokenizer: Callable[[Path], Any]) -> None:
         self.library = library
         self._decoders = Decoders(load_tokenizer)
         self._summaries: dict[str, tuple[int, dict[str, Any]]] = {}
-        """Size of its metrics and summary of each run."""
+        """For each run, the size of its metrics and its summary."""
         self.questions: dict[str, Callable[[Parameters], Any]] = {
             "catalogue": lambda parameters: self.library.catalogue(),
             "definitions": lambda parameters: {metric.name: [metric.unit, metric.definition] for metric in CATALOGUE},
@@ -71,7 +71,7 @@ class ViewApi:
         }
 
     def answer(self, question: str, parameters: Parameters) -> Any:
-        """Return the answer to a question. Raises SettingsError for an unknown one or a wrong parameter."""
+        """Return the answer to a question. Raises SettingsError for an unknown question or a wrong parameter."""
         if question not in self.questions:
             raise SettingsError(f"{question}: unknown question. Ask one of {', '.join(self.questions)}")
         return self.questions[question](parameters)
@@ -86,13 +86,13 @@ class ViewApi:
         return self.library.file(_text(parameters, name))
 
     def _index(self, parameters: Parameters, name: str = "file") -> SampleIndex:
-        """Return the index of a file, extended by what can be read in a moment."""
+        """Return the index of a file, after extending it for at most INDEX_S seconds."""
         index = self.library.index(self._file(parameters, name))
         index.extend(INDEX_S)
         return index
 
     def _runs(self) -> dict[str, Any]:
-        """Return the table of runs. The metrics of a run are read again only when they have grown."""
+        """Return the table of runs. The metrics of a run are read again only if they have grown."""
         runs = self.library.runs
         for run in runs.values():
             size = size_of(run.path / "metrics.jsonl")
@@ -120,12 +120,12 @@ class ViewApi:
 
     def _histograms(self, parameters: Parameters) -> dict[str, Any]:
         file = self._file(parameters)
-        # The samples of round n are trained by the weights of version n - 1; an evaluation trains nothing.
+        # The samples of round n update the weights of version n - 1. An evaluation updates nothing.
         version = file.round - 1 if file.kind == "round" and file.round is not None else None
         return queries.histograms(self._index(parameters), version=version)
 
     def _dropped(self, parameters: Parameters) -> dict[str, Any]:
-        """Return what a round counted as dropped or marked, and the samples, if known, that no step trained on."""
+        """Return the counts of dropped or marked samples of a round, and if known, the samples not trained on."""
         file = self._file(parameters)
         if file.run is None or file.round is None or file.kind != "round":
             raise SettingsError(f"file {file.id!r}: not the samples of a round")
@@ -145,7 +145,7 @@ class ViewApi:
         )
 
     def _group(self, parameters: Parameters) -> dict[str, Any]:
-        """Return a group, with the messages of responses of several turns and the trees of attempts with branches."""
+        """Return a group, with the messages of multi-turn responses and the trees of attempts with branches."""
         file, index = self._file(parameters), self._index(parameters)
         decode = self._decoders.decoder(self.library.model_folder(file))
         answer = queries.group(index, _integer(parameters, "group"))
@@ -179,7 +179,7 @@ class ViewApi:
         return self._index(parameters).record(_integer(parameters, "row"))
 
     def _images(self, parameters: Parameters) -> list[dict[str, str]]:
-        """Return the images of a sample, small, as addresses that hold them; in place of one that is gone, why."""
+        """Return thumbnails of a sample's images as data URLs, or the error for an image that cannot be read."""
         file, record = self._file(parameters), self._index(parameters).record(_integer(parameters, "row"))
         folders, answers = self.library.image_folders(file), []
         for source in record_images(record, file.path.parent):
@@ -192,14 +192,14 @@ class ViewApi:
         return answers
 
     def _explain(self, parameters: Parameters) -> dict[str, Any]:
-        """Grade a sample again by the run's verifier and return its explanation."""
+        """Grade a sample again with the run's verifier and return the explanation."""
         index = self._index(parameters)
         record = index.record(_integer(parameters, "row"))
         (sample,) = graded_again(self.library, self._file(parameters), [record])
         return {"reward": sample.reward, "explanation": sample.metadata.get("explanation")}
 
     def _prompt(self, parameters: Parameters) -> dict[str, Any]:
-        """Return the answers to one prompt in every file of a run, or in every file that was named."""
+        """Return the responses to one prompt in every file of a run, or in all files given by path."""
         number = _integer(parameters, "hash")
         run = parameters.get("run", "")
         files = self.library.run(run).files() if run else list(self.library.named_files.values())
@@ -228,7 +228,7 @@ class ViewApi:
 
 
 def _tree(index: SampleIndex, rows: Sequence[int], decode: Decode | None, prompt: Any = None) -> dict[str, Any] | None:
-    """Return the branches of an attempt as a tree of messages, without the prompt of its group; None for one row."""
+    """Return the branches of an attempt as a tree of messages without the group's prompt, or None for one row."""
     if len(rows) < 2:
         return None
     messages = {row: conversation(index.record(row), decode) for row in rows[:MAX_BRANCHES]}
@@ -239,7 +239,7 @@ def _tree(index: SampleIndex, rows: Sequence[int], decode: Decode | None, prompt
 
 
 def graded_again(library: Library, file: SamplesFile, records: Sequence[dict[str, Any]]) -> list[Sample]:
-    """Grade records of a file by the verifier of its run, with explanations. Raises SettingsError, RecordError."""
+    """Grade records of a file with the verifier of its run, with explanations. Raises SettingsError, RecordError."""
     from slimectl.api.stages import score
 
     settings = _score_settings(library, file)
@@ -253,7 +253,7 @@ def graded_again(library: Library, file: SamplesFile, records: Sequence[dict[str
 def _score_settings(library: Library, file: SamplesFile) -> Settings:
     """Return the settings that grade a file's samples in a worker with explanations.
 
-    Raises SettingsError where a function of the user's is the reward: a view runs no such code.
+    Raises SettingsError if the reward is a user's function, because a view does not run such code.
     """
     if file.run is None:
         raise SettingsError(
@@ -273,7 +273,7 @@ def _score_settings(library: Library, file: SamplesFile) -> Settings:
 
 
 def json_text(answer: Any) -> str:
-    """Return an answer as JSON that a browser reads: ASCII, numbers that are not finite as null."""
+    """Return an answer as JSON for a browser: ASCII, with null for numbers that are not finite."""
     try:
         return json.dumps(answer, allow_nan=False)
     except ValueError:

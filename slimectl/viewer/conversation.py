@@ -1,4 +1,4 @@
-"""Samples as conversations: messages with roles and texts, and the branches of an attempt as a tree of messages."""
+"""Turns samples into messages with roles, and the branches of an attempt into a tree of messages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MARKS = re.compile(r"(?:<[^<>\s]{1,40}>|\s)*")
 """Special tokens before the first message, such as <|begin_of_text|>."""
 ROLES = {"model": "assistant", "observation": "tool"}
 MAX_NODE_TEXT = 2000
-"""Most characters of a message in a tree. The page of a sample has all."""
+"""Maximum characters of a message in a tree. The page of a sample shows all."""
 
 
 class Message(NamedTuple):
-    """A message of a sample; its author is "prompt", "policy" or "environment"."""
+    """A message of a sample. Its author is "prompt", "policy" or "environment"."""
 
     role: str
     author: str
@@ -55,7 +55,7 @@ def conversation(record: Mapping[str, Any], decode: Decode | None) -> list[Messa
 
 
 def response_turns(record: Mapping[str, Any]) -> list[Turn]:
-    """Return the turns of a sample's response: runs of tokens of the policy or of the environment."""
+    """Return the turns of a sample's response: consecutive tokens of the policy or of the environment."""
     return [turn for turn in turns_of(record, _prompt_length(record)) if turn["author"] != "prompt"]
 
 
@@ -64,7 +64,7 @@ def _prompt_length(record: Mapping[str, Any]) -> int:
 
 
 def prompt_messages(prompt: Any) -> list[Message]:
-    """Return the messages of a recorded prompt: a chat, or one message with its text. Anything else is JSON."""
+    """Return the messages of a recorded prompt: a chat, or one message with the text, or with JSON of other values."""
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
         return [Message("prompt", "prompt", text)]
@@ -72,7 +72,7 @@ def prompt_messages(prompt: Any) -> list[Message]:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, then its tool calls as JSON, one a line."""
+    """Return the text of a message, then its tool calls as JSON, one per line."""
     calls = message.get("tool_calls")
     calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     lines = [f"calls {json.dumps(call.get('function', call), ensure_ascii=False)}" for call in calls]
@@ -80,7 +80,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _prompt(record: Mapping[str, Any], tokens: Sequence[int], decode: Decode | None) -> list[Message]:
-    """Return the messages of a prompt. Split a text into the messages that the chat template made of it."""
+    """Return the messages of a prompt. A templated text is split into the messages of its chat template."""
     messages = prompt_messages(record.get("prompt"))
     if isinstance(record.get("prompt"), list) or decode is None:
         return messages
@@ -96,7 +96,7 @@ def _of_turn(turn: Turn, text: str, response_role: str) -> Iterator[Message]:
 
 
 def _split(text: str, role: str, author: str) -> Iterator[Message]:
-    """Yield the messages in a templated text; what stands before the first header has the given role."""
+    """Yield the messages in a templated text. Text before the first header has the given role."""
     position = 0
     for header in [*HEADER.finditer(text), None]:
         end = len(text) if header is None else header.start()
@@ -140,7 +140,7 @@ def attempt_tree(conversations: Mapping[int, Sequence[Message]]) -> dict[str, An
 
 
 def _common(messages: Sequence[Message]) -> Message | None:
-    """Return the message that all begin with: an equal one, or a response that the other responses continue."""
+    """Return the message with which all begin: an equal one, or a response that the other responses continue."""
     shortest = min(messages, key=lambda message: len(message.text))
     same_role = all(message[:2] == shortest[:2] for message in messages)
     if not same_role or not all(message.text.startswith(shortest.text) for message in messages):
@@ -150,10 +150,10 @@ def _common(messages: Sequence[Message]) -> Message | None:
 
 
 def own_prompt(records: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the prompt of a group: the messages that all its branches begin with.
+    """Return the prompt of a group: the messages with which all its branches begin.
 
-    An agent may ask with another history in each branch. Branches are recorded from the last to the first, so where
-    they share no request, the last record has the prompt.
+    An agent may use another history in each branch. Branches are recorded from the last to the first, so if they share
+    no user message, the last record has the prompt.
     """
     prompts = [record.get("prompt", "") for record in records]
     if not prompts or not all(isinstance(prompt, list) for prompt in prompts):

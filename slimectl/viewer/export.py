@@ -1,4 +1,4 @@
-"""One self-contained page of a view: the page's modules and the answers that it asks for, in one file."""
+"""Exports a view as one self-contained page, with the page's modules and the answers to its questions."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from slimectl.viewer.library import SamplesFile
 from slimectl.viewer.server import PAGE_FILES
 
 MAX_BYTES = 40 << 20
-"""Most bytes of answers in a file before compression, so that a browser opens it."""
+"""Maximum bytes of answers before compression, so that browsers can open the file."""
 GROUPS = (8, 50)
-"""Groups of each samples file, all their samples included: of every file the first 8, then those up to 50."""
+"""Groups to include per samples file, with all their samples: first 8 of every file, then up to 50."""
 FULL_BYTES = 64 << 10
-"""Room that is too small for the search of a page that fits."""
+"""Remaining bytes below which no further page is tried."""
 IMPORT = re.compile(r'from "\./([a-z_]+\.js)"')
 POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 
 UNRESERVED = "!'()*~"
-"""Characters that encodeURIComponent of a browser leaves, and Python's quote does not."""
+"""Characters that a browser's encodeURIComponent does not escape, unlike Python's quote."""
 
 Question = tuple[str, dict[str, str]]
 
 
 def write_page(api: ViewApi, path: Path) -> str:
-    """Write the page. Return a line with its size and the number of pages that it leaves out. Raises StorageError."""
+    """Write the page. Return a line with its size and the number of omitted pages. Raises StorageError."""
     answers: dict[str, Any] = {}
-    size = left_out = 0
+    size = skipped = 0
     for question, parameters in _questions(api):
         if MAX_BYTES - size < FULL_BYTES:
-            left_out += 1
+            skipped += 1
             continue
         text = json_text(api.answer(question, parameters))
         if size + len(text) > MAX_BYTES:
-            left_out += 1
+            skipped += 1
             continue
         size += len(text)
         answers[_address(question, parameters)] = json.loads(text)
     write_text(path, _html(answers))
-    omission = f"; {left_out} pages are left out at {MAX_BYTES >> 20} MiB" if left_out else ""
+    omission = f", without {skipped} pages beyond {MAX_BYTES >> 20} MiB" if skipped else ""
     return f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser{omission}"
 
 
 def _address(question: str, parameters: dict[str, str]) -> str:
-    """Return the address that api.js forms of a question."""
+    """Return the address that api.js builds for a question."""
     query = "&".join(f"{name}={quote(value, safe=UNRESERVED)}" for name, value in sorted(parameters.items()) if value)
     return f"{question}?{query}" if query else question
 
 
 def _questions(api: ViewApi) -> Iterator[Question]:
-    """Yield the questions that the page asks as one walks through it, the newest evaluations and rounds first."""
+    """Yield the questions that the page asks while it is browsed, newest evaluations and rounds first."""
     library = api.library
     yield "catalogue", {}
     yield "definitions", {}
@@ -102,7 +102,7 @@ def _group(api: ViewApi, file: SamplesFile, line: dict[str, Any]) -> Iterator[Qu
 
 
 def _newest_first(files: list[SamplesFile]) -> list[SamplesFile]:
-    """Return named files, then of every run its newest ones, an evaluation before the round that it is of."""
+    """Return files given by path, then the files of all runs, newest first, an evaluation before its round."""
     places: Counter[str | None] = Counter()
     ranks = []
     for file in sorted(files, key=lambda file: (-(file.round or 0), file.kind != "evaluation")):
@@ -112,7 +112,7 @@ def _newest_first(files: list[SamplesFile]) -> list[SamplesFile]:
 
 
 def _comparisons(files: list[SamplesFile]) -> Iterator[Question]:
-    """Yield the comparisons of the first with the last evaluation of each dataset, and of two named files."""
+    """Yield comparisons of the first and last evaluation of each dataset, and of two files given by path."""
     datasets = {(file.run, file.dataset) for file in files if file.kind == "evaluation"}
     pairs = []
     for run, dataset in sorted(datasets, key=str):
@@ -126,7 +126,7 @@ def _comparisons(files: list[SamplesFile]) -> Iterator[Question]:
 
 
 def _html(answers: dict[str, Any]) -> str:
-    """Return index.html with styles, modules and answers inside."""
+    """Return index.html with embedded styles, modules and answers."""
     modules = {
         file.name: IMPORT.sub(r'from "view/\1"', file.read_text(encoding="utf-8"))
         for file in PAGE_FILES.iterdir()

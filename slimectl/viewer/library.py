@@ -1,4 +1,4 @@
-"""Runs and samples files that a view shows, and what belongs to each: rounds, evaluations, metrics, settings."""
+"""The runs and samples files of a view, with their rounds, evaluations, metrics and settings."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from slimectl.model_files import follow_links
 ROUND = re.compile(r"step_(\d{6,})")
 EVALUATION = re.compile(r"(.+)-(\d{6,})\.jsonl")
 DROPPED = re.compile(r"drop|filter|truncat|abort|fail|too_long|stale|no_signal|zero_std")
-"""Metrics that count what a round dropped or marked."""
+"""Metrics that count dropped or marked samples of a round."""
 DATA = re.compile(r"(rollout|sft_warmup)\.data|eval\.data\.[^.]+(\.path)?")
-"""Settings that name prompts."""
+"""Settings with paths of prompts."""
 MAX_METRICS_BYTES = 8 << 20
-"""Most bytes of a metrics file in one answer; the page asks for the rest at once."""
+"""Maximum bytes of a metrics file per answer. The page asks for the rest immediately."""
 
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """A samples file of a view: of a round, of an evaluation, or one that was named."""
+    """A samples file of a view: of a round, of an evaluation, or given by path."""
 
     id: str
     path: Path
@@ -47,7 +47,7 @@ class SamplesFile:
 
     @property
     def training(self) -> Path | None:
-        """What was trained on in a round, if the run kept it."""
+        """File with the training data of a round, if the run kept it."""
         path = self.path.with_name("train_data.jsonl")
         return path if self.kind == "round" and _is_file(path) else None
 
@@ -99,7 +99,7 @@ class RunSource:
         return rounds + sorted(evaluations, key=lambda file: (file.round or 0, file.dataset or ""))
 
     def model_folder(self) -> Path | None:
-        """Return a folder with the tokenizer of the run's model; None if there is none."""
+        """Return a folder with the tokenizer of the run's model, or None if there is none."""
         newest = follow_links(self.path / "latest" / "policy")
         candidates = [self.path / "model", self.path / "warmup", newest]
         if path := self.settings.get("model.path"):
@@ -116,9 +116,9 @@ class RunSource:
         return answer
 
     def dropped(self, number: int, offset: int = 0) -> dict[str, Any]:
-        """Return what each step of a round counted as dropped or marked: metric to its value in each step.
+        """Return the counts of dropped or marked samples of a round: metric to its value in each step.
 
-        `offset` is where the lines of the round begin, as an earlier answer said: a long run is not read again.
+        `offset` is where the lines of the round begin, from an earlier answer, so that a long file is not read again.
         """
         mark, path = re.compile(rb'"rollout_id": ?%d\b' % number), self.path / "metrics.jsonl"
         first, steps, more = None, list[dict[str, Any]](), True
@@ -138,7 +138,7 @@ class RunSource:
                 "counts": {name: values for name, values in counts.items() if any(values)}}  # fmt: skip
 
     def all_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield every line of metrics.jsonl and perf.jsonl, a part of the files in memory at a time."""
+        """Yield every line of metrics.jsonl and perf.jsonl. Only a part of the files is in memory."""
         offsets: dict[str, int] = {}
         more = True
         while more:
@@ -149,10 +149,10 @@ class RunSource:
 
 
 class Library:
-    """The runs and files of one view, with an index of each samples file, made when it is first asked for."""
+    """The runs and files of one view, with an index of each samples file, which is created on first use."""
 
     def __init__(self, paths: Sequence[Path], *, model: Path | None = None) -> None:
-        """`model` is the folder of the tokenizer of all tokens; without it, runs and manifests name theirs."""
+        """`model` is the tokenizer's folder for all files. Without it, runs and manifests tell theirs."""
         self._model = model
         self.runs: dict[str, RunSource] = {}
         self.named_files: dict[str, SamplesFile] = {}
@@ -180,26 +180,26 @@ class Library:
             )
 
     def files(self) -> dict[str, SamplesFile]:
-        """Return all samples files at present by identifier."""
+        """Return all current samples files by identifier."""
         run_files = (file for run in self.runs.values() for file in run.files())
         return {file.id: file for file in (*run_files, *self.named_files.values())}
 
     def file(self, identifier: str) -> SamplesFile:
-        """Raises SettingsError for an unknown identifier."""
+        """Return a samples file. Raises SettingsError for an unknown identifier."""
         try:
             return self.files()[identifier]
         except KeyError:
             raise SettingsError(f"file {identifier!r}: is not in this view") from None
 
     def run(self, identifier: str) -> RunSource:
-        """Raises SettingsError for an unknown identifier."""
+        """Return a run. Raises SettingsError for an unknown identifier."""
         try:
             return self.runs[identifier]
         except KeyError:
             raise SettingsError(f"run {identifier!r}: is not in this view") from None
 
     def index(self, file: SamplesFile) -> SampleIndex:
-        """Return the index of a file; the caller extends it. A file that was replaced gets a new one."""
+        """Return the index of a file, which the caller extends. A file that was replaced gets a new index."""
         with self._lock:
             if file.path not in self._indexes or self._indexes[file.path].replaced:
                 training, key = file.training, file.reward_key
@@ -211,12 +211,12 @@ class Library:
             return self._indexes[file.path]
 
     def open_indexes(self) -> list[SampleIndex]:
-        """Return the indexes that were asked for so far."""
+        """Return the indexes created so far."""
         with self._lock:
             return list(self._indexes.values())
 
     def model_folder(self, file: SamplesFile) -> Path | None:
-        """Return a folder with the tokenizer of a file's tokens; None if neither run nor manifest name one."""
+        """Return a folder with the tokenizer for a file, or None if neither run nor manifest has one."""
         if self._model is not None:
             return self._model
         if file.run is not None:
@@ -226,8 +226,11 @@ class Library:
         return folder if folder is not None and (folder / "tokenizer_config.json").exists() else None
 
     def image_folders(self, file: SamplesFile) -> list[Path]:
-        """Return the folders below which the images of a file's samples are read: its own or its run's, and those of
-        the data that run.toml or, of a file of no run, the manifest names."""
+        """Return the folders from which images of a file's samples may be read.
+
+        These are the folder of the run or file, and the folders of the data in run.toml. For a file without a run, the
+        data is taken from the manifest.
+        """
         if file.run is not None:
             run = self.run(file.run)
             return [run.path, *_data_folders(run.settings)]
@@ -235,7 +238,7 @@ class Library:
         return [file.path.parent, *_data_folders(dict(_flat(settings)) if isinstance(settings, dict) else {})]
 
     def catalogue(self) -> dict[str, Any]:
-        """Return runs and files as the page lists them."""
+        """Return the runs and files for the page."""
         runs = [
             {"id": run.id, "name": run.path.name, "path": str(run.path), "state": run.state,
              "files": [file.to_json() for file in run.files()],
@@ -245,7 +248,7 @@ class Library:
         return {"runs": runs, "files": [file.to_json() for file in self.named_files.values()]}
 
     def settings_table(self) -> dict[str, Any]:
-        """Return the settings whose values differ between the runs, and their value in each; of one run, all."""
+        """Return the settings that differ between the runs, with their values. For one run, return all settings."""
         from slimectl.settings.keys import unused_interpreters
 
         backends = [run.settings.get("engine.backend", "embedded") for run in self.runs.values()]
@@ -261,10 +264,10 @@ class Library:
 
 
 def read_view(path: Path) -> tuple[Library, list[SamplesFile]]:
-    """Return the library of a path, and the samples files at or below it, in the order of time.
+    """Return the library of a path, and the samples files at or below it, oldest first.
 
-    A path in a run's folder (a round, `latest`, an evaluation's file) is looked up in that run, which knows its model
-    and its reward. Raises SettingsError if there are no samples.
+    A path in a run's folder (a round, `latest`, an evaluation's file) is looked up in that run, to find its model and
+    reward. Raises SettingsError if there are no samples.
     """
     path = follow_links(path)
     target = path.resolve()
@@ -273,7 +276,7 @@ def read_view(path: Path) -> tuple[Library, list[SamplesFile]]:
     files = sorted(library.files().values(), key=lambda file: (file.round or 0, file.kind != "round"))
     if run is not None:
         files = [file for file in files if target in (resolved := file.path.resolve(), *resolved.parents)]
-    if not files and run is not None and path.is_file():  # another file of the run, such as what it trained on
+    if not files and run is not None and path.is_file():  # another file of the run, such as its training data
         (source,) = library.runs.values()
         key = source.settings.get("score.reward_key")
         files = [SamplesFile(f"{source.id}.x", path, path.name, "samples", source.id, reward_key=key)]
@@ -285,9 +288,9 @@ def read_view(path: Path) -> tuple[Library, list[SamplesFile]]:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Return whether a folder is a run's: by its manifest, or by its files where an earlier version wrote no manifest.
+    """Return whether a folder is a run: by its manifest, or by its files if an earlier version wrote no manifest.
 
-    A run.toml is not enough: it may be a settings file of the user's.
+    A run.toml is not enough, because it may be a user's settings file.
     """
     return is_run(path) or (
         (path / "run.toml").exists() and any(any(path.glob(name)) for name in ("metrics.jsonl", "step_*"))
@@ -295,7 +298,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the values of a run's run.toml by dotted key; empty if it cannot be read."""
+    """Return the values of a run's run.toml by dotted key, or an empty dict if it cannot be read."""
     with suppress(OSError, ValueError):
         return dict(_flat(tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))))
     return {}
@@ -310,7 +313,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _data_folders(settings: dict[str, Any]) -> Iterator[Path]:
-    """Yield the folders of the prompts that settings name, by dotted key."""
+    """Yield the folders of the prompts in settings, which are given by dotted key."""
     for key, value in settings.items():
         if DATA.fullmatch(key):
             for source in value if isinstance(value, list) else [value]:
@@ -321,7 +324,7 @@ def _data_folders(settings: dict[str, Any]) -> Iterator[Path]:
 def _json_lines(path: Path, offset: int) -> tuple[list[Any], int, bool]:
     """Return the complete lines of a file from a byte offset on, the offset after them, and whether more follow.
 
-    A file that became shorter, as a resume makes it, is read from its start: offset 0 comes back with its lines.
+    If the file became shorter, e.g. by a resume, returns no lines and offset 0, so that it is read from its start.
     """
     if offset > size_of(path):
         return [], 0, _is_file(path)
@@ -336,7 +339,7 @@ def _json_lines(path: Path, offset: int) -> tuple[list[Any], int, bool]:
 def _whole_lines(path: Path, offset: int) -> tuple[bytes, int, bool]:
     """Return the next complete lines of a file, where they begin, and whether more follow.
 
-    They begin at 0 where the file became shorter than the offset.
+    They begin at 0 if the file became shorter than the offset.
     """
     if not _is_file(path):
         return b"", 0, False
@@ -349,7 +352,7 @@ def _whole_lines(path: Path, offset: int) -> tuple[bytes, int, bool]:
 
 
 def _json_line(line: bytes) -> dict[str, Any]:
-    """Return the object in a line; an empty one if it has none."""
+    """Return the object in a line, or an empty one if there is none."""
     with suppress(ValueError):
         value = json.loads(line)
         return value if isinstance(value, dict) else {}
@@ -370,7 +373,7 @@ def _reward_key(path: Path) -> str | None:
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether a path is a regular file; links are not followed, so no other folder is shown."""
+    """Return whether a path is a regular file. Links do not count, so that no other folder is shown."""
     return path.is_file() and not path.is_symlink()
 
 

@@ -1,6 +1,6 @@
-"""Questions about samples files: groups in order, histograms, one prompt over time, two files compared.
+"""Queries on samples files: sorted groups, histograms, one prompt over time, comparison of two files.
 
-Every answer is a JSON object. Rows are numbers of samples in a file; a group is the samples of one prompt occurrence.
+Every result is a JSON object. Rows are numbers of samples in a file. A group is the samples of one prompt occurrence.
 NaN, which JSON does not have, becomes null.
 """
 
@@ -20,17 +20,17 @@ from slimectl.errors import SettingsError
 from slimectl.viewer.conversation import own_prompt
 
 PREVIEW = 240
-"""Characters of a prompt or an answer in a list."""
+"""Maximum characters of a prompt or response in a list."""
 MAX_GROUPS = 500
 MAX_GROUP_ROWS = 256
-"""Most samples of a group in a list; the group's own page has all."""
+"""Maximum samples of a group in a list. The page of the group shows all."""
 BINS = 24
 
 MATCHED_COLUMNS = {
     "reward": "reward", "response_length": "response_length", "index": "index", "group_index": "group",
     "rollout_id": "trajectory", "status": "status",
 }  # fmt: skip
-"""Fields of a filter that the index holds, by column: such a filter reads no line."""
+"""Fields of a filter that are columns of the index. A filter with only these fields does not read lines."""
 
 SORT_KEYS: dict[str, Callable[[dict[str, np.ndarray], np.ndarray], np.ndarray]] = {
     "group": lambda column, starts: column["group"][starts].astype(float),
@@ -44,7 +44,7 @@ SORT_KEYS: dict[str, Callable[[dict[str, np.ndarray], np.ndarray], np.ndarray]] 
     "mismatch": lambda column, starts: _group_mean(column["mismatch"], starts),
     "version": lambda column, starts: np.fmin.reduceat(column["version"], starts),
 }
-"""Keys by which groups are sorted: columns in group order and the starts of groups, to a number for each group."""
+"""Sort keys of groups. They map columns in group order and the starts of groups to a number per group."""
 
 
 def list_groups(
@@ -57,7 +57,7 @@ def list_groups(
     offset: int = 0,
     limit: int = 50,
 ) -> dict[str, Any]:
-    """Return a page of the groups of which a sample matches, each with a line for every sample.
+    """Return a page of the groups with a matching sample, each with the values of all its samples.
 
     Raises SettingsError for a filter that cannot be read.
     """
@@ -93,7 +93,7 @@ SORT_COLUMNS = ("group", "reward", "response_length", "mismatch", "version")
 def matching_rows(
     index: SampleIndex, columns: dict[str, np.ndarray], *, where: str, search: str = "", start: int = 0
 ) -> np.ndarray:
-    """Return the rows from `start` on that contain the searched text and meet the filter. Raises SettingsError."""
+    """Return the rows from `start` on that contain the searched text and match the filter. Raises SettingsError."""
     rows = np.arange(start, len(columns["group"]))
     if search:
         rows = np.array([row for row in index.search(search) if row >= start], dtype=np.int64)
@@ -112,11 +112,11 @@ def matching_rows(
 
 
 def _column_mask(expression: FilterExpression, columns: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Evaluate a filter on the columns of the index, without reading lines; once for rows of equal values."""
+    """Evaluate a filter on the columns of the index, without reading lines, once per combination of values."""
     combination, values = np.zeros(len(rows), dtype=np.int64), []
     for name in expression.names:
         distinct, codes = np.unique(columns[MATCHED_COLUMNS[name]][rows], return_inverse=True)
-        # Joined again at each column, so that the number of a combination never overflows.
+        # Renumber combinations at each column, so that the numbers do not overflow.
         _, combination = np.unique(combination * len(distinct) + codes, return_inverse=True)
         values.append((name, columns[MATCHED_COLUMNS[name]][rows]))
     _, first, inverse = np.unique(combination, return_index=True, return_inverse=True)
@@ -125,7 +125,7 @@ def _column_mask(expression: FilterExpression, columns: dict[str, np.ndarray], r
 
 
 def field_values(index: SampleIndex, columns: dict[str, np.ndarray], rows: np.ndarray, name: str) -> Iterator[Any]:
-    """Yield the value of a field, or of a number of the index (mismatch, advantage, version), of each row."""
+    """Yield the value of a field, or of a column of the index (mismatch, advantage, version), for each row."""
     column = MATCHED_COLUMNS.get(name) or (name if name in ("mismatch", "advantage", "version") else None)
     if column is not None:
         return (_field(name, value) for value in columns[column][rows].tolist())
@@ -133,7 +133,7 @@ def field_values(index: SampleIndex, columns: dict[str, np.ndarray], rows: np.nd
 
 
 def prompts_with(index: SampleIndex, text: str) -> dict[int, Any]:
-    """Return the prompts that contain a text, without regard to case, by their hash."""
+    """Return the prompts that contain a text, ignoring case, by their hash."""
     columns = index.columns()
     rows = np.array(index.search(text), dtype=np.int64)
     _, first = np.unique(columns["prompt"][rows], return_index=True)
@@ -144,21 +144,21 @@ def prompts_with(index: SampleIndex, text: str) -> dict[int, Any]:
 
 
 def prompt_text(prompt: Any) -> str:
-    """Return the text of a prompt; of a chat, the texts of its messages."""
+    """Return the text of a prompt, or the texts of a chat's messages."""
     if isinstance(prompt, list):
         return "\n".join(content_text(message.get("content", "")) for message in prompt if isinstance(message, dict))
     return str(prompt)
 
 
 def _field(name: str, value: Any) -> Any:
-    """Return a value of a column as the record has it."""
+    """Return a value of a column as it is in the record."""
     if name == "status":
         return STATUSES[value].value
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def group(index: SampleIndex, number: int) -> dict[str, Any]:
-    """Return a prompt and all its answers."""
+    """Return the prompt of a group and all its samples."""
     columns = index.columns()
     rows = np.flatnonzero(columns["group"] == number).tolist()
     samples = [_answer(index, columns, row) for row in rows]
@@ -177,14 +177,14 @@ def group(index: SampleIndex, number: int) -> dict[str, Any]:
 def _group_prompt(
     index: SampleIndex, columns: dict[str, np.ndarray], rows: Sequence[int], first: dict[str, Any]
 ) -> Any:
-    """Return the prompt of a group, given its first record; of branches, what they share."""
+    """Return the prompt of a group, given its first record. For branches, return the part that they share."""
     attempt = columns["trajectory"][rows[:MAX_GROUP_ROWS]]
     branches = [row for row, number in zip(rows, attempt, strict=False) if number == attempt[0]]
     return own_prompt([first, *(index.record(row) for row in branches[1:])]) if branches else ""
 
 
 def histograms(index: SampleIndex, *, version: int | None) -> dict[str, Any]:
-    """Return histograms of reward, length, staleness and mismatch; `version` of the weights that were trained."""
+    """Return histograms of reward, length, staleness and mismatch. `version` is the weight version that was trained."""
     columns = index.columns()
     values = {
         "reward": columns["reward"],
@@ -204,9 +204,9 @@ def histograms(index: SampleIndex, *, version: int | None) -> dict[str, Any]:
 
 
 def histogram(values: np.ndarray) -> dict[str, Any] | None:
-    """Return the counts of values in bins of equal width; None if there is no finite value.
+    """Return the counts of values in bins of equal width, or None if there is no finite value.
 
-    Few distinct values are counted one by one.
+    If there are few distinct values, each has its own bin.
     """
     finite = values[np.isfinite(values)]
     if not len(finite):
@@ -225,7 +225,7 @@ def histogram(values: np.ndarray) -> dict[str, Any] | None:
 
 
 def prompt_in(index: SampleIndex, number: int, *, answers: int = 8) -> dict[str, Any] | None:
-    """Return the answers of a file to the prompt with a hash; None if it has none."""
+    """Return the responses of a file to the prompt with a hash, or None if it has none."""
     columns = index.columns()
     rows = np.flatnonzero(columns["prompt"] == number)
     if not len(rows):
@@ -251,12 +251,12 @@ def compare(
     offset: int = 0,
     limit: int = 50,
 ) -> dict[str, Any]:
-    """Compare the mean reward of prompts that two files share, the largest changes first.
+    """Compare the mean reward of prompts that two files share, largest changes first.
 
-    A prompt is right where its mean reward reaches the threshold; `only` keeps those that became "right" or "wrong",
-    `where` those of which an answer in either file meets the filter. `sort` is before, after, change, or a field of the
-    first answer in the second file; with - before it the largest come first. Raises SettingsError for a filter that
-    cannot be read, and for a field that no answer has.
+    A prompt is right if its mean reward reaches the threshold. `only` selects prompts that became "right" or "wrong".
+    `where` selects prompts with a matching sample in either file. `sort` is before, after, change, or a field of the
+    first sample in the second file. With a leading -, the largest come first. Raises SettingsError for a filter that
+    cannot be read, and for a field that no sample has.
     """
     means_before, means_after = _mean_by_prompt(before), _mean_by_prompt(after)
     prompts = means_before.keys() & means_after.keys()
@@ -296,7 +296,7 @@ def compare(
 def _sorted_changes(
     changes: list[tuple[int, float, float]], sort: str, after: SampleIndex, rows: list[int]
 ) -> list[tuple[int, float, float]]:
-    """Return the lines of a comparison in the order that `compare` describes; `rows` are those of the second file."""
+    """Return the lines of a comparison, sorted as described in `compare`. `rows` are rows of the second file."""
     name = sort.removeprefix("-")
     numbers = {"before": lambda change: change[1], "after": lambda change: change[2],
                "change": lambda change: change[2] - change[1]}.get(name)  # fmt: skip
@@ -314,21 +314,21 @@ def _sorted_changes(
 
 
 def sort_rank(value: Any) -> tuple[int, float, str] | None:
-    """Return a key by which numbers come before texts; None for a missing value."""
+    """Return a sort key with which numbers come before texts, or None for a missing value."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
 
 
 def unknown_field(sort: str, record: dict[str, Any]) -> SettingsError:
-    """Return the error for a field to sort by that no sample has, such as this one."""
-    return SettingsError(f"--sort {sort}: no sample has a value there; fields of one are {', '.join(sorted(record))}")
+    """Return the error for a sort field that no sample has. `record` is one of the samples."""
+    return SettingsError(f"--sort {sort}: no sample has this field. Fields of a sample: {', '.join(sorted(record))}")
 
 
 def _change(
     change: tuple[int, float, float], before: tuple[SampleIndex, int], after: tuple[SampleIndex, int]
 ) -> dict[str, Any]:
-    """Return a line of a comparison; `before` and `after` are the index and the first row of the prompt in it."""
+    """Return a line of a comparison. `before` and `after` are (index, first row of the prompt in it)."""
     number, old, new = change
     (old_index, old_row), (new_index, new_row) = before, after
     record = old_index.record(old_row)
@@ -346,7 +346,7 @@ def _change(
 
 
 def preview(prompt: Any) -> str:
-    """Return the beginning of a prompt; of a chat, that of its last message."""
+    """Return the beginning of a prompt, or of a chat's last message."""
     if isinstance(prompt, list):
         contents = [content_text(message.get("content")) for message in prompt if isinstance(message, dict)]
         prompt = contents[-1] if contents else ""
@@ -382,7 +382,7 @@ def _group_line(
 
 
 def _answer(index: SampleIndex, columns: dict[str, np.ndarray], row: int) -> dict[str, Any]:
-    """Return a sample as the pages of groups and prompts show it."""
+    """Return a sample for the pages of groups and prompts."""
     record = index.record(row)
     response = str(record.get("response", ""))
     return {
@@ -405,11 +405,11 @@ def _answer(index: SampleIndex, columns: dict[str, np.ndarray], row: int) -> dic
 
 
 MAX_RESPONSE = 100_000
-"""Most characters of an answer beside others; its own page shows all."""
+"""Maximum characters of a response in a group. The page of the sample shows all."""
 
 
 def _flat_groups(columns: dict[str, np.ndarray]) -> int:
-    """Count the groups of two and more samples with equal rewards, which teach nothing."""
+    """Return the number of groups with two or more samples and equal rewards, which carry no signal."""
     order = np.argsort(columns["group"], kind="stable")
     groups, starts = np.unique(columns["group"][order], return_index=True)
     if not len(groups):
@@ -431,7 +431,7 @@ def _mean_by_prompt(index: SampleIndex) -> dict[int, tuple[float, int]]:
 
 
 def _group_mean(column: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the mean of the finite values of each group; NaN for a group without any."""
+    """Return the mean of the finite values of each group, or NaN for a group without any."""
     valid = np.isfinite(column)
     counts = np.add.reduceat(valid.astype(float), starts)
     sums = np.add.reduceat(np.where(valid, column, 0.0), starts)

@@ -1,4 +1,4 @@
-"""The table of runs: the state and last figures of each run, and the groups of runs that differ only in their seeds."""
+"""The table of runs: state and latest values of each run, and the groups of runs that differ only in their seeds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slimectl.viewer.library import RunSource
 
 SEED = re.compile(r"(.+\.)?seed")
 UNRELATED = re.compile(r"run\.(name|dir)|(sglang|vllm)\.python|track\..+")
-"""Settings of the place, the machine and the records of a run, which do not change its training."""
+"""Settings for the folder, machine and trackers of a run, which do not change its training."""
 SEPARATORS = re.compile(r"[-_.=/ ]*(?:s|seed)?[-_.=/ ]*$")
 """The end of the common part of run names, such as the `-s` of grpo-s1 and grpo-s2."""
 
 
 def summary(run: RunSource) -> dict[str, Any]:
-    """Return the state of a run, its rounds, and the last value of its reward, loss and evaluations.
+    """Return the state of a run, its rounds, and the latest values of its reward, loss and evaluations.
 
     `best` has the highest accuracy of each evaluation with the round after which it was measured.
     """
@@ -73,7 +73,7 @@ def seed_groups(runs: Iterable[RunSource]) -> list[dict[str, Any]]:
 
 
 def _group_name(names: list[str]) -> str:
-    """Return the common beginning of the names of runs; without one, the first name."""
+    """Return the common prefix of the names of runs, or the first name if there is none."""
     first, last = min(names), max(names)
     length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if len(set(pair)) > 1), len(first))
     return SEPARATORS.sub("", first[:length]) or names[0]

@@ -1,7 +1,7 @@
-"""The local server of a view: the page's files and the answers to its questions, read-only.
+"""The local, read-only server of a view: the page's files, and the answers to its questions.
 
-Every address begins with a random token, so that neither another user of the machine nor a page of another site can
-read anything; a Host header with another name than the loopback's is refused (DNS rebinding).
+Every address begins with a random token, so that other users of the machine and pages of other sites cannot read
+anything. A Host header that is not a loopback name is refused (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 COMPRESSED_CHARS = 1 << 20
-"""Least length of an answer that is compressed, since a browser of another machine may read it through a tunnel."""
+"""Minimum length of a compressed answer. A browser on another machine may read it through a tunnel."""
 INDEX_SLICE_S = 0.2
-"""Seconds between two looks at whether the server ends, while an index grows in the background."""
+"""Seconds for which an index grows in the background before the server can end."""
 
 
 def application(api: ViewApi, token: str) -> web.Application:
-    """Return the application whose pages lie below /TOKEN/."""
+    """Return the application, whose pages are below /TOKEN/."""
 
     async def page(request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"] or "index.html"
@@ -84,16 +84,16 @@ async def _without_exceptions(request: web.Request, handler: Callable) -> web.St
 
 
 def _refusal(request: web.Request, token: str) -> str:
-    """Return why a request is refused; empty if it is answered."""
+    """Return why a request is refused, or "" if it is accepted."""
     hosts = request.headers.getall("Host", [])
     name = hosts[0].rpartition(":")[0] or hosts[0] if len(hosts) == 1 else ""
     if name.lower() not in LOOPBACK:
-        return f"Host: {name[:80]!a} is no name of this server; open the address that slimectl view printed"
+        return f"Host: {name[:80]!a} is not a name of this server. Open the address that slimectl view printed"
     if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
-        return "another site may not read this view; open the address that slimectl view printed"
+        return "another site may not read this view. Open the address that slimectl view printed"
     first = request.path.lstrip("/").partition("/")[0]
     if not hmac.compare_digest(first.encode(), token.encode()):
-        return "the address lacks the token of this view; open the one that slimectl view printed"
+        return "the address lacks the token of this view. Open the address that slimectl view printed"
     return ""
 
 
@@ -103,7 +103,7 @@ def _error(status: int, message: str) -> web.Response:
 
 @contextlib.asynccontextmanager
 async def running(api: ViewApi, token: str, listening: socket) -> AsyncIterator[None]:
-    """Run the server within the block; indexes of large files grow meanwhile."""
+    """Run the server during the block. Indexes of large files grow meanwhile."""
     runner = web.AppRunner(application(api, token), access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     await web.SockSite(runner, listening).start()
@@ -116,7 +116,7 @@ async def running(api: ViewApi, token: str, listening: socket) -> AsyncIterator[
 
 
 async def _grow_indexes(api: ViewApi) -> None:
-    """Extend the indexes that have been asked for, until cancelled."""
+    """Extend the open indexes until cancelled."""
     while True:
         for index in api.library.open_indexes():
             if not index.complete:
@@ -125,7 +125,7 @@ async def _grow_indexes(api: ViewApi) -> None:
 
 
 async def serve(api: ViewApi, token: str, listening: socket, *, ready: Callable[[], None]) -> int:
-    """Serve until SIGINT, SIGTERM or SIGHUP; return the number of the signal."""
+    """Serve until SIGINT, SIGTERM or SIGHUP. Return the number of the signal."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Colours of tokens by what training did to them: the same in the page of `slimectl view` and in the terminal."""
+"""Colours of tokens by their training values, for the page of `slimectl view` and for the terminal."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from itertools import zip_longest
 from typing import Any
 
 Values = Mapping[str, Any]
-"""Numbers of one token by the name of their list; None where a list has none for it."""
+"""Values of one token by the name of their list. None if a list has no value for it."""
 
 
 @dataclass(frozen=True)
 class TokenColour:
-    """A number of each token, and the strength from -1 to 1 with which it colours the token."""
+    """A value of each token, and the strength from -1 to 1 with which it colours the token."""
 
     name: str
     title: str
     columns: tuple[str, ...]
-    """Lists that a sample needs for it."""
+    """Lists that a sample must have."""
     value: Callable[[Values], float | None]
     full: float
-    """The value that has strength 1."""
+    """Value with strength 1."""
     tone: str
     """"cold" (only strong or weak), "both" (low and high), "taught" or "author"."""
     mark: str | None = None
-    """A list whose true values are marked too."""
+    """List whose true values are also marked."""
     is_ratio: bool = False
-    """Whether equal factors, not equal differences, are equal strengths; 1 has strength 0."""
+    """Whether strengths are proportional to the logarithm of the value, so that 1 has strength 0."""
 
     def strength(self, value: float) -> float:
         if not self.is_ratio:
@@ -37,7 +37,7 @@ class TokenColour:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The values of the lowest and the highest strength."""
+        """Values with the lowest and the highest strength."""
         if self.tone == "both":
             return (1 / self.full if self.is_ratio else -self.full), self.full
         return 0.0, self.full
@@ -56,7 +56,7 @@ def _of(name: str) -> Callable[[Values], float | None]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number as it is, and None for all else: a samples file may hold anything."""
+    """Return a finite number unchanged, and None for anything else, because a samples file may contain anything."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
@@ -77,9 +77,9 @@ COLOURS = (
 
 
 def token_colours(columns: Mapping[str, Sequence[Any]], authors: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the colours for which a sample has all lists, with the value and the strength of every token.
+    """Return the colours for which a sample has all lists, with the value and strength of every token.
 
-    `authors` are those of the tokens: "prompt", "policy" or "environment".
+    `authors` has the author of each token: "prompt", "policy" or "environment".
     """
     return [
         {
@@ -104,12 +104,12 @@ def _version_ends(values: Sequence[float | None]) -> tuple[float, float]:
 
 
 def _differ(column: Sequence[Any]) -> bool:
-    """Return whether a list has several values: one version has nothing to be told from."""
+    """Return whether a list has several values. A single version needs no colours."""
     return len({value for value in column if value is not None}) > 1
 
 
 def _strengths(colour: TokenColour, values: Sequence[float | None]) -> list[float | None]:
-    """Return the strength of each token; of weight versions by their distance from the newest of the sample."""
+    """Return the strength of each token. For weight versions, it is the distance from the newest of the sample."""
     numbers = [value for value in values if value is not None]
     if colour.name == VERSION and numbers:
         newest, spread = max(numbers), max(1.0, max(numbers) - min(numbers))

@@ -1,4 +1,4 @@
-"""One sample, token by token: texts, numbers of each token, turns, and the parts that templates mark."""
+"""One sample token by token: texts, values, turns, tool calls and message headers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slimectl.viewer.token_colours import VERSION, token_colours
 from slimectl.viewer.turns import turns_of
 
 MAX_TOKENS = 4000
-"""Most tokens in one answer; the page asks for the next as one scrolls."""
+"""Maximum tokens per answer. The page asks for more on demand."""
 LISTS = ("tokens", "loss_mask", "rollout_log_probs", "old_log_probs", "log_probs", "ref_log_probs",
          "teacher_log_probs", "ratios", "clipped", "advantages", "returns", "values", "loss_weights")  # fmt: skip
-"""Fields with a number for each token, or for each token of the response."""
+"""Fields with a value for each token, or for each token of the response."""
 MAX_TEXT = 200_000
-"""Most characters of a text in the record as shown; the raw record has all."""
+"""Maximum characters of a text in the record as shown. The raw record has all."""
 
 CALLS = "|".join(
     f"{re.escape(opening)}.*?(?:{re.escape(closing)}|$)"
@@ -35,7 +35,7 @@ MARKS = re.compile(
     rf"(?P<call>{CALLS})|(?P<result><tool_response>.*?(?:</tool_response>|$))|(?P<message>{HEADER.pattern})",
     re.DOTALL,
 )
-"""Calls, results and headers of messages in the text of a sample."""
+"""Tool calls, tool results and message headers in the text of a sample."""
 
 
 def sample_view(index: SampleIndex, row: int, *, start: int, decode: Decode | None) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def sample_view(index: SampleIndex, row: int, *, start: int, decode: Decode | No
 
 
 def token_texts(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text of each token as it stands in the decoded whole.
+    """Return the text that each token adds to the decoded whole.
 
     A token is decoded together with the one before it, because some tokenizers drop a blank at the start of a text. A
-    character of several tokens is the text of its last; the others are empty.
+    character made of several tokens is the text of the last one, and the texts of the others are empty.
     """
     texts: list[str] = []
     pending: list[int] = []
@@ -106,21 +106,21 @@ def _response_slice(values: Sequence[Any], prompt_length: int, start: int, end: 
 
 
 def _versions(record: dict[str, Any]) -> list[str | None]:
-    """Return the weight version of each token of the response; None where the record does not say which one it was."""
+    """Return the weight version of each token of the response, or None if the record does not have it."""
     length = int(record.get("response_length", 0))
     versions = [str(version) for version in record.get("weight_versions") or ()]
     column: list[str | None] = [versions[0] if len(set(versions)) == 1 else None] * length
     for span in (record.get("metadata") or {}).get(VERSION_SPANS) or ():
-        with suppress(TypeError, ValueError):  # a samples file may hold anything
+        with suppress(TypeError, ValueError):  # a samples file may contain anything
             version, first, end = str(span[0]), max(0, int(span[1])), min(length, int(span[2]))
             column[first:end] = [version] * max(0, end - first)
     return column
 
 
 def marked_parts(texts: Sequence[str], start: int) -> list[dict[str, Any]]:
-    """Return the tool calls, the results of tools and the headers of messages in the texts of tokens from `start` on.
+    """Return the tool calls, tool results and message headers in the texts of tokens from `start` on.
 
-    A header is recognised by the mark of its role in a chat template, a call by the notation of its family.
+    A header is recognised by the role mark of a chat template, and a call by the notation of its model family.
     """
     ends = list(accumulate(map(len, texts)))
     return [
@@ -135,7 +135,7 @@ def marked_parts(texts: Sequence[str], start: int) -> list[dict[str, Any]]:
 
 
 def _shortened(value: Any) -> Any:
-    """Return a value with every long text in it cut."""
+    """Return a value in which long texts are cut."""
     match value:
         case str() if len(value) > MAX_TEXT:
             return f"{value[:MAX_TEXT]}… ({len(value)} characters)"
@@ -147,7 +147,7 @@ def _shortened(value: Any) -> Any:
 
 
 class Decoders:
-    """Tokenizers by model folder, loaded when first needed."""
+    """Tokenizers by model folder, loaded on first use."""
 
     def __init__(self, load: Callable[[Path], Any]) -> None:
         self._load = load
@@ -155,7 +155,7 @@ class Decoders:
         self._lock = threading.Lock()
 
     def decoder(self, folder: Path | None) -> Decode | None:
-        """Return the decoder of a folder's tokenizer; None if it has none that loads."""
+        """Return the decoder of a folder's tokenizer, or None if it cannot be loaded."""
         if folder is None:
             return None
         folder = folder.resolve()

@@ -1,4 +1,4 @@
-"""Turns of a sample: runs of tokens of one author, as a session recorded them or as the loss mask implies."""
+"""Turns of a sample: consecutive tokens of one author, as recorded by a session or implied by the loss mask."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Turn(TypedDict):
 def turns_of(record: Mapping[str, Any], prompt_length: int) -> list[Turn]:
     """Return runs of tokens of one author: the prompt, the policy, the environment (tools, templates, users).
 
-    Turns of the policy that a program's session recorded (`metadata.agent.turns`) are taken as they are. Without them
-    the policy wrote the tokens with loss mask 1, and the tokens with a log-probability or a weight version, which
-    another branch trains on. `taught` says whether any token of a turn has loss mask 1.
+    Turns of the policy that a program's session recorded (`metadata.agent.turns`) are used unchanged. Without them, the
+    policy wrote the tokens with loss mask 1, and tokens with a log-probability or a weight version, which another
+    branch trains on. `taught` is true if any token of a turn has loss mask 1.
     """
     length = int(record.get("response_length", 0))
     mask = [bool(bit) for bit in record.get("loss_mask") or [1] * length]
@@ -49,19 +49,19 @@ def turns_of(record: Mapping[str, Any], prompt_length: int) -> list[Turn]:
 
 
 def _recorded_turns(record: Mapping[str, Any], length: int) -> list[tuple[int, int]] | None:
-    """Return the spans of the policy's turns in the response as a session recorded them; None if it did not."""
+    """Return the spans of the policy's turns in the response as recorded by a session, or None if there are none."""
     agent = (record.get("metadata") or {}).get("agent")
     turns = agent.get("turns") if isinstance(agent, dict) else None
     try:
         spans = [(int(first), int(end)) for first, end in turns or ()]
-    except (TypeError, ValueError):  # a samples file may hold anything
+    except (TypeError, ValueError):  # a samples file may contain anything
         return None
     edges = [0, *(edge for span in spans for edge in span), length]
     return spans if spans and edges == sorted(edges) else None
 
 
 def _sampled(record: Mapping[str, Any], mask: Sequence[bool]) -> list[bool]:
-    """Return of each token of the response whether the policy sampled it, as far as the record says."""
+    """Return for each token of the response whether the policy sampled it, as far as the record tells."""
     sampled = [bool(bit or value) for bit, value in zip_longest(mask, record.get("rollout_log_probs") or ())]
     for span in (record.get("metadata") or {}).get(VERSION_SPANS) or ():
         with suppress(TypeError, ValueError, IndexError):

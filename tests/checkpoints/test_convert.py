@@ -192,7 +192,7 @@ def test_verifying_finds_one_wrong_bit_and_a_lost_tensor(tmp_path: Path):
     source = Held(a=torch.tensor([1.0, 2.0]), b=torch.tensor(3))
     parts = {"write": write_hf, "companions": no_companions}
     flipped = Held(a=torch.tensor([1.0, 2.0000002]), b=torch.tensor(3))
-    with pytest.raises(CheckpointError, match=r"verifying: a, torch.float32 \(2,\), is not what was read"):
+    with pytest.raises(CheckpointError, match=r"verifying: a, torch.float32 \(2,\), differs from what was read"):
         convert(source, tmp_path / "out", reread=lambda path: flipped, **parts)
     with pytest.raises(CheckpointError, match="verifying: b and 0 others are not in both"):
         convert(source, tmp_path / "out", reread=lambda path: Held(a=torch.tensor([1.0, 2.0])), **parts)

@@ -59,11 +59,11 @@ def test_a_question_on_a_pipe_follows_the_words_and_the_answer_alone_is_on_stdou
     options = ["--model", str(workshop.model), *GREEDY, "--max-tokens", "12"]
     whole = workshop.slimectl("ask", "Add:", *options, stdin=b"2+3=?\n")
     assert whole.endswith(b"\n")
-    assert workshop.stderr == "cut after 12 tokens; --max-tokens N allows more\n"
+    assert workshop.stderr == "stopped after 12 tokens. Raise --max-tokens to allow more\n"
     assert workshop.slimectl("ask", *options, stdin=b"Add:\n\n2+3=?") == whole
     assert workshop.slimectl("ask", "Add:", *options, "--system", "Be brief.", stdin=b"2+3=?\n") != whole
     assert workshop.slimectl("ask", *options, stdin=b" \n", code=3) == b""
-    assert "there is no question; write one" in workshop.stderr
+    assert "no question given. Pass it as an argument" in workshop.stderr
 
 
 def test_a_run_is_asked_as_it_was_trained(workshop: Workshop):
@@ -75,7 +75,7 @@ def test_a_run_is_asked_as_it_was_trained(workshop: Workshop):
     (run / "run.toml").write_text(settings)
     as_trained = workshop.slimectl("ask", "2+3=", "--model", "runs/a", "--temperature", "0")
     used = "rollout.apply_chat_template=false, rollout.max_response_len=6, rollout.ignore_eos=true"
-    assert workshop.stderr.splitlines()[0] == f"using {used} of runs/a/run.toml"
+    assert workshop.stderr.splitlines()[0] == f"using {used} from runs/a/run.toml"
     raw = ("ask", "2+3=", "--raw", "--model", str(workshop.model), *GREEDY, "--max-tokens", "6")
     assert workshop.slimectl(*raw) == as_trained
     templated = ("ask", "2+3=", "--model", "runs/a", *GREEDY, "-s", "rollout.apply_chat_template=true")
@@ -103,7 +103,7 @@ def test_on_a_terminal_ctrl_c_at_the_prompt_and_ctrl_d_leave_no_traceback(
         process.send_signal(signal.SIGINT)
         # CPython's readline forgets a signal between its prompt and its select() until a line comes: an empty one.
         os.write(terminal, b"\n")
-        read_until(process.stderr.fileno(), b"\n/exit or Ctrl-D leaves\n")
+        read_until(process.stderr.fileno(), b"\nType /exit or press Ctrl-D to quit\n")
         for _ in range(300):  # a key that comes while readline switches the terminal is lost too
             os.write(terminal, b"\x04")
             with suppress(subprocess.TimeoutExpired):
@@ -137,6 +137,6 @@ def test_a_chat_keeps_its_turns_until_it_is_reset(workshop: Workshop):
     assert one != two
     assert out.decode() == "".join(text.removesuffix("\n") + "\n" for text in (one, two, one))
     said = workshop.stderr.splitlines()
-    assert said.count("cut after 8 tokens") == 3
-    assert sum("/retry responds again" in line for line in said) == 2  # at the beginning, and for /what
+    assert said.count("stopped after 8 tokens") == 3
+    assert sum("/retry regenerates the response" in line for line in said) == 2  # at the beginning, and for /what
     assert "the conversation starts over" in said

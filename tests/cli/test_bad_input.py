@@ -123,7 +123,7 @@ def test_a_slice_that_is_none_and_a_class_that_is_no_reward(workshop: Workshop):
 def test_a_sample_without_reward_given_to_train(workshop: Workshop):
     name = samples_file(workshop, SAMPLE, {**SAMPLE, "index": 1})
     line = refused(workshop, "train", name, "-c", "slimectl.toml", code=3)
-    assert line == "sample 0: no reward; run `slimectl score` on these samples first"
+    assert line == "sample 0: no reward. Run `slimectl score` on these samples first"
 
 
 @pytest.mark.parametrize("command", [["score", "-", "--rm-type", "exact"], ["train", "-", "-c", "slimectl.toml"]])
@@ -151,24 +151,24 @@ def test_a_stop_token_that_the_model_does_not_have(workshop: Workshop, command: 
 def test_a_group_of_one(workshop: Workshop):
     name = samples_file(workshop, {**SAMPLE, "reward": 1.0}, {**SAMPLE, "group_index": 1, "index": 1, "reward": 0.0})
     line = refused(workshop, "train", name, "-c", "slimectl.toml", code=3)
-    assert line.startswith("group 0: one answer only")
+    assert line.startswith("group 0: only one response")
     line = refused(workshop, "run", "-s", "rollout.n_samples_per_prompt=1", code=2)
     assert line.startswith("rollout.n_samples_per_prompt: 1 gives groups of one")
 
 
 def test_a_prompt_longer_than_the_context_is_left_out_and_named(workshop: Workshop):
     long, short = {"prompt": "x" * 300}, {"prompt": "say"}
-    reason = "300 tokens leave no room for an answer in a context of 256"
+    reason = "300 tokens leave no room for a response in a context of 256"
     (workshop.folder / "long.jsonl").write_text(f"{json.dumps(long)}\n{json.dumps(short)}\n")
     out = workshop.slimectl("rollout", "-c", "slimectl.toml", "--data", "long.jsonl")
     assert [json.loads(line)["group_index"] for line in out.splitlines()] == [1] * 4
     first, last = workshop.stderr.splitlines()
-    assert first == f"long.jsonl:1: left out: {reason}"
-    assert last.endswith("prompts left out 1")
+    assert first == f"long.jsonl:1: skipped: {reason}"
+    assert last.endswith("prompts skipped 1")
     (workshop.folder / "long.jsonl").write_text(json.dumps(long) + "\n")
     workshop.slimectl("rollout", "-c", "slimectl.toml", "--data", "long.jsonl", code=3)
     assert workshop.stderr.splitlines()[-1].startswith(
-        f"slimectl: all 1 prompts read are too long, the last one with {reason}; raise rollout.max_prompt_len or"
+        f"slimectl: all 1 prompts read are too long (the last one: {reason}). Raise rollout.max_prompt_len or"
     )
 
 

@@ -94,7 +94,7 @@ def test_an_interrupt_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch):
 
 def test_seeds_are_whole_numbers_each_once():
     assert bench.parse_seeds("3,1,3") == [3, 1]
-    with pytest.raises(SettingsError, match="--seeds 1;2: write whole numbers with commas"):
+    with pytest.raises(SettingsError, match="--seeds 1;2: write whole numbers separated by commas"):
         bench.parse_seeds("1;2")
 
 
@@ -111,10 +111,10 @@ def test_a_task_whose_model_is_missing_is_refused_by_name_and_left_out_otherwise
     tasks = {"other": benchmark.load(str(tmp_path / "other.toml"))}
     assert [*bench.prepared(tasks, None, tmp_path, skip_missing=True, convert=False)] == []
     title = tasks["other"].title
-    assert f"{title} is left out: package:no_such_model: the package" in capfd.readouterr().err
+    assert f"skipping {title}: package:no_such_model: the package" in capfd.readouterr().err
 
 
 def test_a_model_for_tasks_that_make_their_own_is_refused():
     outcome = CliRunner().invoke(app, ["bench", "quickstart", "--model", "m", "--dry-run"])
     assert outcome.exit_code == 2
-    assert outcome.stderr == "slimectl: --model: quickstart makes its own model; drop it\n"
+    assert outcome.stderr == "slimectl: --model: quickstart makes its own model. Drop --model\n"

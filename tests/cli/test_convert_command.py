@@ -42,7 +42,7 @@ def test_mistakes_get_one_line_and_leave_nothing(workshop: Workshop):
     before = {path.name for path in workshop.folder.iterdir()}
     model = str(workshop.model)
     for arguments, code, words in (
-        ((model, "out", "--to", "megatron"), 2, "--to megatron: not among the layouts that can be written: hf, torch_"),
+        ((model, "out", "--to", "megatron"), 2, "--to megatron: not a layout that can be written. Choose hf or torch_"),
         (
             (model, "out", "--quantize", "int2"),
             2,
@@ -61,5 +61,5 @@ def test_mistakes_get_one_line_and_leave_nothing(workshop: Workshop):
 def test_dry_run_does_nothing(workshop: Workshop):
     before = {path.name for path in workshop.folder.iterdir()}
     out = workshop.slimectl("convert", str(workshop.model), "out", "--to", "torch_dist", "--dry-run")
-    assert out.decode() == f"{workshop.model} -> out (torch_dist, precision as it is)\n"
+    assert out.decode() == f"{workshop.model} -> out (torch_dist, unchanged precision)\n"
     assert left(workshop, before) == set()

@@ -47,7 +47,7 @@ def test_two_runs_differ_in_settings_curves_and_from_a_step_on():
     assert (code, lines[:3]) == (0, ["runs/a  ->  runs/b", "settings that differ: 1", "  train.lr  1e-06  ->  1e-05"])
     assert lines[3].split() == ["reward", "0.5", "->", "1", "+0.5", "▁██", "▁▆█"]  # 0.75 is 2/3 of 0.25 to 1: ▆
     assert lines[4].split()[:5] == ["small_accuracy", "0.5", "->", "0.875", "+0.375"]
-    assert lines[5:] == ["metrics differ first at step 2, in 1 metric", "  rollout/raw_reward  0.5  ->  0.75"]
+    assert lines[5:] == ["metrics first differ at step 2, in 1 metric", "  rollout/raw_reward  0.5  ->  0.75"]
     assert slimectl("inspect", "runs/a", "runs/b") == (0, out, "")
 
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_compared_is_one_line():
         (("diff", "runs/a", "s.jsonl"), "runs/a and s.jsonl: one is a run and the other is not. Compare two runs"),
         (("diff", "runs/a", "project"), "runs/a and project: one is a run and the other is not. Compare two runs"),
         (("diff", "runs/a", "runs/z"), "runs/z: no such file or folder"),
-        (("inspect", "runs/a", "runs/b", "--explain"), "runs/b: one path is shown at a time"),
+        (("inspect", "runs/a", "runs/b", "--explain"), "runs/b: only one path can be shown at a time"),
     ):
         code, _, err = slimectl(*words)
         assert (code, line in err) == (2, True), err

@@ -33,7 +33,7 @@ def test_a_disagreement_fails_with_exit_code_1(workshop: Workshop):
 def test_without_a_model_it_says_what_to_add(workshop: Workshop):
     (workshop.folder / "slimectl.toml").unlink()
     workshop.slimectl("doctor", "--engine", code=2)
-    assert "add --model DIR" in workshop.stderr
+    assert "Add --model DIR" in workshop.stderr
 
 
 def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):

@@ -1,4 +1,4 @@
-"""`slimectl inspect --mask`: what is taught, what is only read."""
+"""`slimectl inspect --mask`: which tokens are trained on, and which are only read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_a_tool_wrote_is_told_apart(workshop: Workshop):
     (workshop.folder / "s.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     out = workshop.slimectl("inspect", "s.jsonl", "--mask", "--model", str(workshop.model)).decode()
     assert out.splitlines()[1:] == [
-        "--- sample 4: 4 + 21 tokens, 13 taught",
+        "--- sample 4: 4 + 21 tokens, 13 trained",
         "1+1=[[add(1,1)]](( gives 2))[[ so 2]]",
     ]
 
@@ -60,11 +60,11 @@ def test_what_would_steer_the_terminal_is_pictured_and_colours_end_with_the_line
 def test_samples_of_an_unknown_model_ask_for_it(workshop: Workshop):
     (workshop.folder / "s.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     workshop.slimectl("inspect", "s.jsonl", "--mask", code=2)
-    assert workshop.stderr == "slimectl: s.jsonl: no manifest says whose tokens these are; add --model DIR\n"
+    assert workshop.stderr == "slimectl: s.jsonl: no manifest names the model. Add --model DIR\n"
 
 
 def test_the_manifest_of_a_rollout_names_the_model(workshop: Workshop):
     workshop.slimectl("rollout", "-c", "slimectl.toml", "--out", "s.jsonl", "-n", "1")
     out = workshop.slimectl("inspect", "s.jsonl", "--mask", "--rows", "2").decode()
     assert out.count("--- sample") == 2
-    assert "12 taught" in out
+    assert "12 trained" in out

@@ -93,7 +93,7 @@ def test_a_filter_and_a_sort_choose_what_is_printed(file: Path):
     assert shown(file, "--sort", "-metadata.level", "--where", "metadata.level > 0") == [2, 5, 1]
     assert shown(file, "--sort", "response", "--where", "'5' in response or '4' in response") == [4, 5]
     header = inspect(file, "--where", "reward > 0.3").stdout.splitlines()[0]
-    assert header == f"{file}: 3 of 6 samples match reward > 0.3; 3 prompts, mean reward 0.8333"
+    assert header == f"{file}: 3 of 6 samples match reward > 0.3: 3 prompts, mean reward 0.8333"
     answer = json.loads(inspect(file, "--where", "reward > 0.3", "--sort", "-index", "--rows", "1", "--json").stdout)
     assert (answer["matches"], answer["samples"], [row["index"] for row in answer["rows"]]) == (3, 6, [5])
 
@@ -109,13 +109,13 @@ def test_samples_of_a_run_are_those_of_all_its_files_the_newest_first(run: Path)
     ("words", "reason"),
     [
         (["--where", "len(x)"], "filter: 'len(x)' is not allowed in a filter"),
-        (["--sort", "nothing"], "--sort nothing: no sample has a value there; fields of one are group_index"),
-        (["--color-by", "mood"], "--color-by: 'mood' is none of logprob"),
-        (["--prompt", "prompt"], "3 prompts contain 'prompt'; give one's number:"),
+        (["--sort", "nothing"], "--sort nothing: no sample has this field. Fields of a sample: group_index"),
+        (["--color-by", "mood"], "--color-by: 'mood' is unknown. Choose one of logprob"),
+        (["--prompt", "prompt"], "3 prompts contain 'prompt'. Give the number of one:"),
         (["--prompt", "poem"], "no prompt contains 'poem'"),
-        (["--diff"], "--diff: compares two"),
-        (["--prompt", "1", "--follow"], "--prompt and --follow exclude each other"),
-        (["--prompt", "1", "--sort", "index"], "--prompt and --sort exclude each other"),
+        (["--diff"], "--diff: needs two paths"),
+        (["--prompt", "1", "--follow"], "--prompt and --follow cannot be combined"),
+        (["--prompt", "1", "--sort", "index"], "--prompt and --sort cannot be combined"),
     ],
 )
 def test_a_mistake_is_named_with_the_way_out(file: Path, words: list[str], reason: str):
@@ -135,7 +135,7 @@ def test_one_prompt_is_shown_over_rounds_by_its_number_or_a_part_of_it(run: Path
     assert by_number == by_text
     assert by_text.splitlines() == [
         "prompt 0",
-        "label 'b'; 4 answers in 2 files, mean reward 0 ▁█ 0.5",
+        "label 'b', 4 responses in 2 files, mean reward 0 ▁█ 0.5",
         "--- round 1: reward 0 0, mean 0, length 2",
         "     0  the good one",
         "--- round 2: reward 0 1, mean 0.5, length 2",
@@ -148,7 +148,7 @@ def test_one_prompt_is_shown_over_rounds_by_its_number_or_a_part_of_it(run: Path
 def test_two_rounds_are_compared_by_the_change_of_the_reward_with_the_words_that_differ(run: Path):
     rounds = [run / "step_000001", run / "step_000002"]
     lines = inspect("--diff", *rounds).stdout.splitlines()
-    assert lines[2] == "2 prompts in both, mean reward 0 -> 0.25 (+0.25); 1 became right, 0 wrong"
+    assert lines[2] == "2 prompts in both, mean reward 0 -> 0.25 (+0.25), 1 became right, 0 wrong"
     assert lines[3].startswith("--- 0 -> 0.5 (+0.5)  label 'b'")
     assert lines[4:6] == ["- the [-good-] one", "+ the {+bad+} one"]
     assert lines[6].startswith("--- 0 -> 0 (+0)")
@@ -167,7 +167,7 @@ def test_two_rounds_are_compared_by_the_change_of_the_reward_with_the_words_that
     right = inspect("--diff", *rounds, "--where", "reward > 0.5").stdout
     assert "1 prompt in both that match reward > 0.5, mean" in right
     unknown = inspect("--diff", *rounds, "--sort", "colour", code=2)
-    assert "--sort colour: no sample has a value there" in unknown.stderr
+    assert "--sort colour: no sample has this field" in unknown.stderr
 
 
 def test_a_sample_says_why_it_has_its_reward(run: Path, file: Path, tmp_path: Path):
@@ -178,7 +178,7 @@ def test_a_sample_says_why_it_has_its_reward(run: Path, file: Path, tmp_path: Pa
     assert (
         "not part of a run, so its verifier is unknown. Use slimectl score" in inspect(file, "--explain", code=2).stderr
     )
-    assert "--diff and --explain exclude each other" in inspect("--diff", file, file, "--explain", code=2).stderr
+    assert "--diff and --explain cannot be combined" in inspect("--diff", file, file, "--explain", code=2).stderr
     explanation = {"extracted": None, "from": "\x1b[31mbox", "why": "empty", "span": None}
     parts = [sample(0, metadata={"explanation": value}) for value in (explanation, {"from": 3}, "text")]
     lines = inspect(write(tmp_path / "graded.jsonl", parts), "--sort", "index").stdout.splitlines()
@@ -203,7 +203,7 @@ def test_runs_are_compared_by_the_newest_evaluation_that_both_have(run: Path, tm
     (other / "manifest.json").write_text('{"slimectl": "0.2.0", "stage": "run"}')
     lines = inspect("--diff", run, other).stdout.splitlines()
     assert [Path(line).name for line in lines[:2]] == ["small-000002.jsonl"] * 2
-    assert "mean reward 0 -> 1 (+1); 1 became right, 0 wrong" in lines[2]
+    assert "mean reward 0 -> 1 (+1), 1 became right, 0 wrong" in lines[2]
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,7 @@ def test_runs_are_compared_by_the_newest_evaluation_that_both_have(run: Path, tm
         ("version", "<AB{2}"),
         (
             "trainer_minus_engine",
-            "(no trainer_minus_engine: this sample was not trained on, or the run does not keep it by "
-            'run.keep_samples = "train")',
+            '(no trainer_minus_engine: this sample was not trained on, or run.keep_samples of the run is not "train")',
         ),
     ],
 )
@@ -300,7 +299,7 @@ def test_a_run_is_followed_to_its_end(run: Path, monkeypatch: pytest.MonkeyPatch
     assert [line.split(" (")[0] for line in headings] == [
         "--- round 2, sample 22", "--- round 2, sample 23", "--- round 3, sample 30",
     ]  # fmt: skip
-    keeping = f"{run}: keeps the samples of its evaluations only; those of rounds by run.keep_samples = true\n"
+    keeping = f"{run}: has samples of its evaluations only. Set run.keep_samples = true to keep samples of rounds\n"
     assert result.stderr == f"{keeping}{run}: stopped\n"  # its settings say nothing of keep_samples
 
 

@@ -38,7 +38,7 @@ def test_lists_are_an_object_a_line():
 def test_a_word_of_no_metric_is_an_error():
     result = CliRunner().invoke(app, ["metrics", "nothing_like_it"], catch_exceptions=False)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "nothing_like_it: no metric has this in its name" in result.stderr
+    assert "nothing_like_it: no metric name contains this" in result.stderr
 
 
 def test_settings_have_their_value_and_origin_and_no_secret(monkeypatch: pytest.MonkeyPatch):
@@ -75,7 +75,7 @@ def test_inspect_says_what_a_run_a_model_a_folder_and_samples_are(tmp_path: Path
 def test_a_mask_is_shown_to_people_only(tmp_path: Path):
     refused = CliRunner().invoke(app, ["inspect", str(tmp_path), "--mask", "--json"])
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("slimectl: --mask and --json exclude each other")
+    assert refused.stderr.startswith("slimectl: --mask and --json cannot be combined")
 
 
 @pytest.mark.parametrize("command", ["metrics", "models"])

@@ -51,7 +51,7 @@ def test_show_prints_the_card_as_toml():
 
 def test_check_is_silent_on_stdout_where_all_agrees(tmp_path: Path):
     folder = checkpoint(tmp_path, "qwen3-0.6B")
-    assert models("check", "qwen3-0.6B", folder) == (0, "", f"{folder}: agrees with the card qwen3-0.6B\n")
+    assert models("check", "qwen3-0.6B", folder) == (0, "", f"{folder}: matches the card qwen3-0.6B\n")
 
 
 def test_check_prints_a_line_for_each_difference(tmp_path: Path):
@@ -69,7 +69,7 @@ def test_check_prints_a_line_for_each_difference(tmp_path: Path):
     [
         (["show", "qwen3-5B"], "slimectl: model.card: no card 'qwen3-5B'. Did you mean qwen3-"),
         (["check", "qwen3-8B", "nowhere"], "slimectl: nowhere: no such model directory"),
-        (["check", "qwen3-8B"], "slimectl: models: write `slimectl models`"),
+        (["check", "qwen3-8B"], "slimectl: models: use `slimectl models`"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(words: list[str], message: str):

@@ -47,7 +47,7 @@ def test_the_first_of_two_options_of_one_name_counts():
 
 
 def test_the_settings_file_of_this_folder_is_named_where_no_other_was_given(workshop: Workshop):
-    said = "settings are read from slimectl.toml in this folder\n"
+    said = "reading settings from slimectl.toml in this folder\n"
     shown = workshop.slimectl("run", "--dry-run", "-s", "score.rm_type=exact")
     assert workshop.stderr == said
     # What is said on the command line goes before the other reward of the file.

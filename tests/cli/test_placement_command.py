@@ -25,7 +25,7 @@ def test_a_line_a_gpu_says_who_is_there():
     assert len(lines) == 1 + 16
     assert lines[1].split() == ["0", "0", "rank", "0", "-"]
     assert [line.split() for line in lines[12:14]] == [["1", "3", "-", "engine", "0"], ["1", "4", "-", "engine", "1"]]
-    assert err == "2 machines of 8 GPUs: 8 ranks and 2 engines of 4 GPUs, apart\n"
+    assert err == "2 machines of 8 GPUs: 8 ranks and 2 engines of 4 GPUs, on separate GPUs\n"
 
 
 def test_json_has_places_problems_and_notes():
@@ -60,7 +60,7 @@ def test_batches_that_leave_ranks_idle_are_a_note():
 def test_on_a_cpu_ranks_are_processes():
     code, lines, err = plan(words=("--device", "cpu"))
     assert (code, len(lines)) == (0, 1 + 8)
-    assert err == "1 machine: 8 ranks; 1 engine beside, where there is room\n"
+    assert err == "1 machine: 8 ranks, and 1 engine where there is room\n"
 
 
 @pytest.mark.parametrize(

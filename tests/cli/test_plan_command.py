@@ -24,7 +24,7 @@ def test_every_figure_has_its_formula():
     assert len(figures) >= 18
     assert all(cells[-1].strip() for cells in figures)
     assert "parameters per rank" in out
-    assert err == "8 ranks: data 8; recompute none; fits 90% of 80 GiB a GPU\n"
+    assert err == "8 ranks: data 8; recompute none; fits in 90% of 80 GiB per GPU\n"
 
 
 def test_json_has_numbers_with_units():
@@ -87,11 +87,11 @@ def test_a_settings_file_is_planned_as_the_options_that_describe_it(tmp_path: Pa
     file.write_text(RUN)
     code, out, err = plan("-c", str(file), "--tflops", "989")
     assert (code, out) == plan(*OPTIONS)[:2]
-    assert "/shared/Qwen3-4B: not on this machine; planned with the card qwen3-4B" in err
+    assert "/shared/Qwen3-4B: not on this machine. Using the card qwen3-4B" in err
     longer = (*OPTIONS[:9], "32768", "--response-len", "30720", *OPTIONS[12:])
     assert plan("-c", str(file), "-s", "rollout.max_response_len=30720", "--tflops", "989")[1] == plan(*longer)[1]
     code, _, err = plan("-c", str(file), "--tp", "4")
-    assert (code, "--tp: the settings of the run decide it" in err) == (2, True)
+    assert (code, "--tp: the settings of the run determine this" in err) == (2, True)
     code, _, err = plan("-s", "model.path=/shared/mine")
     assert (code, "/shared/mine: no such model directory" in err, "--card NAME" in err) == (2, True, True)
 
@@ -111,7 +111,7 @@ def test_what_stands_beside_the_policy_is_counted_and_adapters_make_it_fit():
     alone = ("--card", "qwen3-8B", "--gpus", "1", "--backend", "fsdp", "--recompute", "full")
     assert plan(*alone)[0] == 1
     code, out, err = plan(*alone, "--lora-rank", "32", "--reference", "--critic", "--teacher", "qwen3-4B")
-    assert (code, err) == (0, "1 rank: fsdp; recompute full; fits 90% of 80 GiB a GPU\n")
+    assert (code, err) == (0, "1 rank: fsdp; recompute full; fits in 90% of 80 GiB per GPU\n")
     beside = [
         line.split("  ")[1] for line in out.splitlines() if line.startswith(("  critic", "  reference", "  teacher"))
     ]
@@ -122,7 +122,7 @@ def test_what_stands_beside_the_policy_is_counted_and_adapters_make_it_fit():
 def test_experts_and_the_modules_to_recompute_are_counted_under_fsdp():
     words = ("--card", "qwen3-30B-A3B", "--gpus", "16", "--backend", "fsdp", "--seq-len", "4096")
     code, out, err = plan(*words, "--recompute", "selective", "--recompute-module", "moe", "--recompute-module", "mlp")
-    assert (code, err) == (0, "16 ranks: fsdp; recompute moe, mlp; fits 90% of 80 GiB a GPU\n")
+    assert (code, err) == (0, "16 ranks: fsdp; recompute moe, mlp; fits in 90% of 80 GiB per GPU\n")
     assert "router" not in out
     code, out, _ = plan(*words)
     assert (code, "MLPs of experts 4ckF 49,152" in out) == (1, True)
@@ -155,7 +155,7 @@ def test_a_layout_that_does_not_fit_is_shown_all_the_same():
         (["--card", "deepseek-v3", "--backend", "fsdp"], "--backend fsdp: there are formulas for grouped-query"),
         (
             ["--card", "qwen3-8B", "--recompute-module", "mlp"],
-            "--recompute-module: has no effect alone; add --recompute",
+            "--recompute-module: has no effect without --recompute",
         ),
         (
             ["--card", "qwen3-8B", "--recompute", "selective", "--recompute-module", "norm"],
@@ -170,22 +170,22 @@ def test_a_layout_that_does_not_fit_is_shown_all_the_same():
         (["--card", "qwen3-8B", "--lora-rank", "8", "--lora-target", "qkv"], "train.lora_targets: no linear layer is"),
         (
             ["--card", "qwen3-8B", "--lora-target", "q_proj"],
-            "--lora-target: says nothing without adapters; add --lora-rank",
+            "--lora-target: has no effect without adapters. Add --lora-rank",
         ),
         (["--card", "qwen3-8B", "--backend", "fsdp", "--teacher", "deepseek-v3"], "--backend fsdp: there are"),
-        (["--card", "tiny-vl"], "--backend megatron: does not train a vision model; add --backend fsdp"),
-        (["--card", "qwen3-4B", "--images", "1"], "--images: this model reads no images"),
+        (["--card", "tiny-vl"], "--backend megatron: cannot train a vision model. Add --backend fsdp"),
+        (["--card", "qwen3-4B", "--images", "1"], "--images: this model does not support images"),
         (["--card", "tiny-vl", "--backend", "fsdp", "--image-tokens", "64"], "--image-tokens: has no effect without"),
-        (["--card", "tiny-vl", "--backend", "fsdp", "--simulate"], "--simulate: does not simulate a vision tower"),
+        (["--card", "tiny-vl", "--backend", "fsdp", "--simulate"], "--simulate: cannot simulate a vision tower"),
         (
             ["--card", "tiny-vl", "--backend", "fsdp", "--images", "9", "--seq-len", "512"],
             "--image-tokens 256: 9 images of that are more than the 512 tokens of a sequence; raise --seq-len",
         ),
         (
             ["--card", "tiny-vl", "--backend", "fsdp", "--lora-rank", "8", "--train-vision-tower"],
-            "--train-vision-tower: with --lora-rank adapters of the decoder learn alone",
+            "--train-vision-tower: with --lora-rank, only adapters of the decoder are trained",
         ),
-        ([], "plan: which model? add --card NAME or --model DIR"),
+        ([], "plan: no model given. Add --card NAME or --model DIR"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(words: list[str], message: str):

@@ -70,16 +70,16 @@ def test_a_run_shows_its_phase_the_median_time_of_a_round_and_figures_as_far_as_
         progress.part(3, 8)
         with progress.phase("grade"):
             assert "  grade  " in progress.bar(79)
-        bar = "━" * 16 + " " * 8
-        narrow = "━" * 10 + " " * 5
-        assert progress.bar(79) == f"7/10 rounds  {narrow}  rollout 3/8  3 s a round  0:25 left  reward 0.500"
-        assert progress.bar(99) == f"7/10 rounds  {bar}  rollout 3/8  3 s a round  0:25 left  reward 0.500  grad 1.25"
-        assert progress.bar(59) == "7/10 rounds  ━━━━━━     rollout 3/8  3 s a round  0:25 left"
-        assert progress.bar(49) == "7/10 rounds  rollout 3/8  3 s a round  0:25 left"
+        bar = "━" * 18 + " " * 8
+        narrow = "━" * 11 + " " * 6
+        assert progress.bar(79) == f"7/10 rounds  {narrow}  rollout 3/8  3 s/round  0:25 left  reward 0.500"
+        assert progress.bar(99) == f"7/10 rounds  {bar}  rollout 3/8  3 s/round  0:25 left  reward 0.500  grad 1.25"
+        assert progress.bar(59) == "7/10 rounds  ━━━━━━━      rollout 3/8  3 s/round  0:25 left"
+        assert progress.bar(49) == "7/10 rounds  rollout 3/8  3 s/round  0:25 left"
         assert progress.bar(39) == "7/10 rounds  rollout 3/8  0:25 left"
         assert progress.bar(22) == "7/10 rounds  0:25 left"
     seconds = 30.0  # 5 s of the next round are over
-    assert progress.line() == "7/10 rounds  rollout 3/8  3 s a round  0:20 left  reward 0.500  grad 1.25"
+    assert progress.line() == "7/10 rounds  rollout 3/8  3 s/round  0:20 left  reward 0.500  grad 1.25"
 
 
 @pytest.mark.parametrize(("name", "value", "drawn"), [("CI", "true", False), ("CI", "", True), ("TERM", "dumb", False)])
@@ -186,7 +186,7 @@ def test_a_run_on_a_narrow_terminal_draws_one_bar_and_writes_its_lines_into_the_
     lines = re.sub(r"\x1b7.*?\x1b8|\x1b\[?[0-9;]*[A-Z]", "", text).replace("\r", "").splitlines()
     assert [line[:16] for line in lines if line.startswith("step")] == ["step    0  small", "step    2  small"]
     worst, change = (line.strip() for line in lines if line.startswith("  slimectl inspect"))
-    assert worst == "slimectl inspect runs/a/eval/small-000002.jsonl --sort reward    # the worst answers"
+    assert worst == "slimectl inspect runs/a/eval/small-000002.jsonl --sort reward    # the worst responses"
     name = re.fullmatch("slimectl inspect runs/a --prompt '(say .*)'    # how this one changed", change)
     assert name is not None
     assert f"\n{name[1]}" in workshop.slimectl("inspect", "runs/a/eval/small-000002.jsonl", "--sort", "reward").decode()

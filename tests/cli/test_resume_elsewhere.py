@@ -51,7 +51,7 @@ def test_relative_paths_start_from_the_folder_of_the_first_start(one_round: Work
     (elsewhere / "more.toml").write_text("[run]\nnum_rollout = 2\n")
     there = Workshop(elsewhere, one_round.model)
     shown = there.slimectl("run", "--resume", "../project/runs/a", "-c", "more.toml").decode()
-    assert f"was started in {one_round.folder}; relative paths in settings start from there" in there.stderr
+    assert f"was started in {one_round.folder}, so relative paths in settings start there" in there.stderr
     assert "resuming runs/a after round 1" in there.stderr
     assert shown == "runs/a\n"
     assert prompts(one_round, 2) == ["say five", "say six", "say seven", "say eight"]

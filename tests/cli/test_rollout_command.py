@@ -95,8 +95,8 @@ def test_a_file_of_other_inputs_is_replaced_with_force_alone(workshop: Workshop)
     for other in (second, f"{second}@[0:1]"):
         workshop.slimectl(*command, "--data", other, code=2)
         assert workshop.stderr == (
-            f"slimectl: s.jsonl: was made of other inputs than {other}, {workshop.model}. Give another --out FILE, or "
-            f"--force to replace it.\n"
+            f"slimectl: s.jsonl: was made from inputs other than {other}, {workshop.model}. Give another --out FILE, "
+            f"or --force to replace it.\n"
         )
     assert (workshop.folder / "s.jsonl").read_bytes() == before
     workshop.slimectl(*command, "--data", first, "--temperature", "0.5")  # the same inputs
@@ -107,7 +107,7 @@ def test_a_file_of_other_inputs_is_replaced_with_force_alone(workshop: Workshop)
 def test_a_file_of_the_users_is_replaced_with_force_alone(workshop: Workshop) -> None:
     mine = (workshop.folder / "reward.py").read_bytes()
     workshop.slimectl("rollout", *SHORT, "-o", "reward.py", code=2)
-    assert "slimectl: reward.py: exists, and no stage wrote it. Give another --out FILE" in workshop.stderr
+    assert "slimectl: reward.py: exists, but no stage wrote it. Give another --out FILE" in workshop.stderr
     assert (workshop.folder / "reward.py").read_bytes() == mine
 
 

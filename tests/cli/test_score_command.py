@@ -112,7 +112,7 @@ def hangs(sample):
     ("name", "kept", "message"),
     [
         ("no_key", 0, "score.custom_rm_path: unfit.py:no_key: score.reward_key: not set, and no 'score' is in the "
-         "reward of sample 0 (acc, len); name one"),
+         "reward of sample 0 (acc, len). Set it to one of them"),
         ("mixed", 3, "score.custom_rm_path: unfit.py:mixed: reward of sample 3 is '0.5', not a finite number. Fix the "
          "reward function"),
         ("nan", 3, "score.custom_rm_path: unfit.py:nan: reward of sample 3 is nan, not a finite number. Fix the "

@@ -38,7 +38,7 @@ def test_an_old_name_is_explained_by_the_new_one(old: str, new: str, words: str)
 
 def test_a_misspelt_old_name_leads_to_the_new_one():
     assert answer("settings", "explain", "run.on_disagreemnt") == (
-        2, "", "slimectl: run.on_disagreemnt: unknown setting; did you mean run.on_logprob_mismatch?\n"
+        2, "", "slimectl: run.on_disagreemnt: unknown setting. Did you mean run.on_logprob_mismatch?\n"
     )  # fmt: skip
 
 
@@ -103,16 +103,16 @@ def test_a_name_of_another_stack_is_explained_by_its_setting(name: str, key: str
 
 def test_an_unknown_flag_names_the_nearest_ones():
     assert answer("settings", "explain", "--n-samples-per-promt") == (
-        2, "", "slimectl: n_samples_per_promt: unknown setting; did you mean n_samples_per_prompt?\n"
+        2, "", "slimectl: n_samples_per_promt: unknown setting. Did you mean n_samples_per_prompt?\n"
     )  # fmt: skip
     assert answer("settings", "explain", "--zzz") == (
-        2, "", "slimectl: zzz: unknown setting; `slimectl settings show` lists all\n"
+        2, "", "slimectl: zzz: unknown setting. `slimectl settings show` lists all\n"
     )  # fmt: skip
 
 
 def test_a_word_of_no_setting_is_an_error():
     assert answer("settings", "explain", "xyzzy") == (
-        2, "", "slimectl: xyzzy: unknown setting; `slimectl settings show` lists all\n"
+        2, "", "slimectl: xyzzy: unknown setting. `slimectl settings show` lists all\n"
     )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def test_validate_is_silent_where_all_is_well(tmp_path: Path):
 
 
 def test_validate_notes_that_neither_a_model_nor_data_is_set():
-    line = "neither model.path nor rollout.data is set; `slimectl run` needs both\n"
+    line = "neither model.path nor rollout.data is set. `slimectl run` needs both\n"
     assert answer("settings", "validate", "-s", "score.rm_type=math") == (0, "", line)
     assert answer("settings", "validate", "-s", "model.card=tiny")[2] == ""
 

@@ -49,7 +49,7 @@ def test_a_stage_refuses_what_needs_a_folder_and_leaves_it_to_the_run_of_a_share
     workshop.slimectl(*TRAINING, "-s", "run.num_epoch=2", code=2)
     assert "run.num_epoch: needs a run folder for checkpoints and records. Add --name NAME" in workshop.stderr
     assert len(workshop.slimectl(*TRAINING).splitlines()) == 2
-    assert "one pass without run.save_interval, eval.data of slimectl.toml, which need a run folder" in workshop.stderr
+    assert "run.save_interval, eval.data of slimectl.toml had no effect: a run folder is needed" in workshop.stderr
     assert not (workshop.folder / "runs").exists()
 
 
@@ -80,7 +80,7 @@ def test_a_schedule_of_samples_that_cannot_be_counted_is_refused_with_what_it_ne
     prompts = (workshop.folder / "prompts.jsonl").read_bytes()
     workshop.slimectl("train", "-", "-c", "slimectl.toml", *SCHEDULE, stdin=prompts, code=2)
     assert workshop.stderr.endswith(
-        "train.lr_decay_style: linear needs an end, and -: the steps of a pipe are not counted. "
+        "train.lr_decay_style: linear depends on the number of steps, but the steps of a pipe (-) cannot be counted. "
         "Set train.lr_decay_iters.\n"
     )
     constant = ("-s", "train.lr_decay_style=constant", "-s", "train.lr_warmup_fraction=0.1")
@@ -127,5 +127,5 @@ def test_samples_of_another_model_are_named_and_their_log_probs_compared(worksho
     assert workshop.stderr.count("the log-probabilities of the samples and the model differ by") == 1
     stop = ("-s", "run.on_logprob_mismatch=stop")
     workshop.slimectl("train", "scored.jsonl", *config, "--model", "other", "--save", "out", *stop, code=1)
-    assert "a token on average, more than run.max_logprob_mismatch = 0.001. Sample with the model" in workshop.stderr
+    assert "per token on average, more than run.max_logprob_mismatch = 0.001. Sample with the model" in workshop.stderr
     assert not (workshop.folder / "out").exists()

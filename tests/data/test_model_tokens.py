@@ -128,23 +128,23 @@ def short(base: Path) -> Path:
 def test_demonstrations_and_preferences_with_an_unknown_token_are_left_out(
     short: Path, caplog: pytest.LogCaptureFixture
 ):
-    tokenizer, left_out = builders.tokenizer(short), list[Prompt]()
+    tokenizer, skipped = builders.tokenizer(short), list[Prompt]()
     rows = [Prompt("a", label=label, index=i, source_location=f"s:{i}") for i, label in enumerate(["b", "<|new|>"])]
-    samples = list(demonstrations(rows, tokenizer, RolloutSettings(), left_out=left_out.append))
+    samples = list(demonstrations(rows, tokenizer, RolloutSettings(), on_skipped=skipped.append))
     assert [sample.label for sample in samples] == ["b"]
     pairs = [Preference(rows[0], rows[1], 0), Preference(rows[0], rows[0], 0)]
-    assert len(list(preferred(pairs, tokenizer, RolloutSettings(), left_out=left_out.append))) == 2
-    assert [prompt.index for prompt in left_out] == [1, 0]
-    assert "s:1: left out: token 259 ('<|new|>') is not in the model's vocabulary of 259" in caplog.messages
+    assert len(list(preferred(pairs, tokenizer, RolloutSettings(), on_skipped=skipped.append))) == 2
+    assert [prompt.index for prompt in skipped] == [1, 0]
+    assert "s:1: skipped: token 259 ('<|new|>') is not in the model's vocabulary of 259" in caplog.messages
 
 
 def test_a_prompt_with_an_unknown_token_is_left_out_of_a_rollout(short: Path):
-    tokenizer, left_out = builders.tokenizer(short), list[Prompt]()
+    tokenizer, skipped = builders.tokenizer(short), list[Prompt]()
     engine = builders.engine(Settings(), short, tokenizer)
     rows = [Prompt(text, index=i, source_location=f"p:{i}") for i, text in enumerate(["a <|new|>", "a"])]
     options = RolloutSettings(n_samples_per_prompt=1, max_response_len=2)
-    assert [sample.prompt for sample in rollout(rows, engine, tokenizer, options, left_out=left_out.append)] == ["a"]
-    assert [prompt.text for prompt in left_out] == ["a <|new|>"]
+    assert [sample.prompt for sample in rollout(rows, engine, tokenizer, options, on_skipped=skipped.append)] == ["a"]
+    assert [prompt.text for prompt in skipped] == ["a <|new|>"]
 
 
 def test_a_sample_with_an_unknown_token_is_a_bad_line(tmp_path: Path):

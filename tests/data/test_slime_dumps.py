@@ -60,7 +60,7 @@ def test_a_dump_becomes_samples_and_what_is_pickled_in_it_does_not_run(workshop:
     }
     dumped(workshop.folder / "3.pt", sample(), sample(status=Ending.TRUNCATED, note=Hostile(touched), **tensors))
     workshop.slimectl("convert", "3.pt", "samples.jsonl", code=2)
-    assert "a pickle, which could run code; --unpickle reads" in workshop.stderr
+    assert "reading a pickle can run code. Add --unpickle" in workshop.stderr
     workshop.slimectl("convert", "3.pt", "samples.jsonl", "--unpickle")
     assert workshop.stderr.strip() == "samples.jsonl: 2 samples"
     workshop.slimectl("convert", "3.pt", "samples.jsonl", "--unpickle", code=2)

@@ -148,11 +148,11 @@ def test_a_response_without_tokens_is_tokenized(values: dict[str, Any], tokens: 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"response": "x", "tokens": [1, 2]}, "own: sample 3 has a response, and its tokens do not begin with"),
+        ({"response": "x", "tokens": [1, 2]}, "own: sample 3 has a response, but its tokens do not begin with"),
         ({"response": "ja", "loss_mask": [1]}, "own: sample 3: loss_mask has 1 values for 2 response tokens"),
         ({"response": None}, "own: sample 3: response is NoneType. Set it to a string"),
-        ({"tokens": [1], "response_length": 2}, "own: sample 3: tokens has 1 values, and the response has 2"),
-        ({"tokens": [1, 2], "response_length": 2}, "own: sample 3: tokens has 2 values, and the response has 2"),
+        ({"tokens": [1], "response_length": 2}, "own: sample 3: tokens has 1 values, but the response has 2"),
+        ({"tokens": [1, 2], "response_length": 2}, "own: sample 3: tokens has 2 values, but the response has 2"),
         ({"status": "done"}, "own: sample 3: status is 'done'. Set it to one of Sample.Status: PENDING, COMPLETED"),
     ],
 )
@@ -283,7 +283,7 @@ def test_a_source_takes_groups_from_its_buffer_by_its_own_filter(tmp_path: Path)
 
 
 def test_groups_cannot_be_given_back_to_a_source_without_add_samples(tmp_path: Path):
-    with pytest.raises(HookError, match="ListSource has no add_samples, and groups were given back to it"):
+    with pytest.raises(HookError, match="ListSource has no add_samples, but groups were returned to it"):
         source_of("ListSource", tmp_path).add_samples([])
 
 

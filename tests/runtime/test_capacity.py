@@ -57,7 +57,7 @@ def test_what_does_not_fit_names_the_keys_that_help():
 def test_a_model_is_not_created_where_it_does_not_fit(tmp_path: Path, slimectl: Callable[..., tuple[int, str, str]]):
     code, out, err = slimectl("models", "create", "kimi-k2", str(tmp_path / "new"))
     assert (code, out) == (1, "")
-    assert re.fullmatch(r"slimectl: \S+: kimi-k2 takes 3.73 TiB on disk, where \S+ .iB are free; free some\n", err)
+    assert re.fullmatch(r"slimectl: \S+: kimi-k2 needs 3.73 TiB on disk, but \S+ .iB are free. Free some\n", err)
     assert list(tmp_path.iterdir()) == []
 
 

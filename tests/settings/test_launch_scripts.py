@@ -426,7 +426,7 @@ def test_a_settings_file_that_is_there_is_kept_and_an_error_leaves_no_file(tmp_p
     out.write_text("mine")
     script.write_text(TRAIN)
     code, _, err = answer("settings", "from", str(script), "-o", str(out))
-    assert (code, err) == (2, f"slimectl: {out}: exists already; add --force, or give another name to --out\n")
+    assert (code, err) == (2, f"slimectl: {out}: already exists. Add --force to replace it, or choose another --out\n")
     assert out.read_text() == "mine"
     assert answer("settings", "from", str(script), "-o", str(out), "--force")[0] == 0
     assert "[model]" in out.read_text()

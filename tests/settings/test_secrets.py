@@ -70,7 +70,7 @@ def test_a_secret_is_in_nothing_that_is_written_or_printed(place: str, tmp_path:
         options = [word for each in assigned for word in ("-s", each)]
         shown = CliRunner().invoke(app, [*command, *options], catch_exceptions=False)
         assert (shown.exit_code == 0 or command[0] == "rollout", WORD in shown.output) == (True, False)
-        assert "everybody on this machine can read a command line" in shown.output
+        assert "all users of this machine can read the command line" in shown.output
     with pytest.raises(SettingsError) as lacking:
         check_complete(tomllib.loads(written))
     lines = str(lacking.value).splitlines()

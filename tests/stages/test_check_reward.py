@@ -96,11 +96,11 @@ def test_a_fit_reward_passes_every_check(executor: LocalExecutor):
             words,
             "type",
             "6 samples, the first is sample 0: score.reward_key: not set, and no 'score' is in the reward of sample 0 "
-            "(acc); name one",
+            "(acc). Set it to one of them",
         ),
         (raising, "errors", "1 sample, the first is sample 0: ZeroDivisionError: division by zero"),
         (counting, "determinism", "6 samples, the first is sample 0: 0.0, then 1.0"),
-        (constant, "variance", "0 of 3 groups have different rewards (mean deviation 0); group-relative advantages"),
+        (constant, "variance", "0 of 3 groups have different rewards (mean deviation 0), so group-relative advantages"),
     ],
 )
 def test_what_makes_a_reward_unfit(executor: LocalExecutor, reward, check, line):
@@ -111,14 +111,14 @@ def test_what_makes_a_reward_unfit(executor: LocalExecutor, reward, check, line)
 def test_a_reward_that_always_fails_passes_no_check_of_its_results(executor: LocalExecutor):
     found = findings(executor, failing)
     for check in ("type", "determinism", "time"):
-        assert found[check] == f"FAIL  {check:<12} nothing ran to its end"
+        assert found[check] == f"FAIL  {check:<12} no call completed"
     assert found["errors"].startswith("FAIL  errors       6 samples, the first is sample 0: ZeroDivisionError")
 
 
 def test_a_slow_sample_and_one_that_hangs(executor: LocalExecutor):
     for reward, cpu_s, clock_s in ((slow, 5.0, 0.3), (stuck, 0.3, 9.0)):
         found = findings(executor, reward, timeout_s=cpu_s, wall_timeout_s=clock_s)
-        words = f"took more than {cpu_s:g} s of CPU time or {clock_s:g} s on the clock, the first is sample 1"
+        words = f"took more than {cpu_s:g} s of CPU time or {clock_s:g} s of wall time, the first is sample 1"
         assert found["time"] == f"FAIL  time         1 sample {words}"
         assert found["type"] == "ok    type         5 finite numbers"
 
@@ -126,7 +126,7 @@ def test_a_slow_sample_and_one_that_hangs(executor: LocalExecutor):
 def test_a_number_outside_the_bounds_of_its_verifier(executor: LocalExecutor):
     assert findings(executor, parity, bounds=lambda sample: (0.0, 1.0))["range"].startswith("ok")
     found = findings(executor, parity, bounds=lambda sample: (-1.0, 0.0))
-    assert found["range"] == "FAIL  range        sample 1: 1 is not from -1 to 0"
+    assert found["range"] == "FAIL  range        sample 1: 1 is not between -1 and 0"
 
 
 def test_groups_of_one_have_nothing_to_compare(executor: LocalExecutor):

@@ -112,7 +112,7 @@ def test_samples_without_a_reward_are_counted_and_left_out():
     found = summarize("m", [sample(0, 1.0), sample(1, 0.0), silent])
     left = summarize("m", [sample(0, 1.0), sample(1, 0.0)])
     assert found == left | {"eval/m/no_reward": 1.0}
-    assert summary_line("m", found) == "m: accuracy 0.500, 1 left out without a reward"
+    assert summary_line("m", found) == "m: accuracy 0.500, 1 skipped without a reward"
     assert [row["reward"] for row in table_of([sample(0, 1.0), silent], 2)] == [1.0]
     with pytest.raises(RecordError, match=r"eval\.data\.m: no sample has a reward, because every reward function"):
         summarize("m", [silent])
@@ -151,9 +151,9 @@ def test_a_terminal_gets_a_table_with_standard_errors():
     one = summarize("aime", [sample(0, 1.0), sample(1, 0.5), sample(2, 0.0, group=1), sample(3, 0.0, group=1)])
     other = summarize("short", [sample(0, 1.0)])
     assert list(table(["aime", "short"], one | other)) == [
-        "dataset  answers       accuracy    mean reward  avg@2  pass@1  pass@2  length  cut",
-        "aime           4  0.250 ± 0.250  0.375 ± 0.375  0.250   0.250   0.500       2   0%",
-        "short          1          1.000          1.000      -       -       -       2   0%",
+        "dataset  responses       accuracy    mean reward  avg@2  pass@1  pass@2  length  truncated",
+        "aime             4  0.250 ± 0.250  0.375 ± 0.375  0.250   0.250   0.500       2         0%",
+        "short            1          1.000          1.000      -       -       -       2         0%",
     ]
 
 
@@ -192,7 +192,7 @@ def test_attempts_that_failed_are_counted_and_count_as_wrong():
     failed.status = Status.FAILED
     found = summarize("m", [sample(0, 1.0), failed])
     assert (found["eval/m/error/ConnectionError"], found["eval/m_accuracy"]) == (1.0, 0.5)
-    assert summary_line("m", found) == "m: accuracy 0.500, 1 failed of ConnectionError"
+    assert summary_line("m", found) == "m: accuracy 0.500, 1 failed (ConnectionError)"
 
 
 def test_a_dataset_without_prompts_is_named():
@@ -214,7 +214,7 @@ def test_trackers_of_a_run_get_a_table_of_samples(workshop: Workshop):
 
 def test_a_name_that_is_given_twice_is_refused(workshop: Workshop):
     workshop.slimectl("eval", "--data", "a=prompts.jsonl", "--data", "a=other.jsonl", code=2)
-    assert "--data a=other.jsonl: a is prompts.jsonl already" in workshop.stderr
+    assert "--data a=other.jsonl: a is already prompts.jsonl" in workshop.stderr
 
 
 CONFIG = """

@@ -64,7 +64,7 @@ def test_an_infinite_log_probability_of_a_sample_is_named(model_dir: ModelDir):
     words = refused(samples, policy(model_dir("llama")), settings())
     assert words.startswith(
         "round 1, step 1: rollout log-probabilities that are not finite (not finite: the rollout log-probabilities of "
-        "sample 2); this update was not made; "
+        "sample 2). The update was not applied. "
     )
 
 

@@ -192,7 +192,7 @@ def test_samples_may_name_graders_of_their_own(file, executor):
         ),
         ("missing", {}, "reward of sample 0 is None, not a finite number. Fix the reward function"),
         ("nan", {"group_rm": True}, "reward of sample 5 is nan, not a finite number"),
-        ("best", {}, r"reward_key: not set, and no 'score' is in the reward of sample 0 \(acc\); name one"),
+        ("best", {}, r"reward_key: not set, and no 'score' is in the reward of sample 0 \(acc\)\. Set it"),
         ("best", {"reward_key": "score"}, r"score\.reward_key: 'score' is not in the reward of sample 0 \(acc\)"),
         (
             "raises",
@@ -217,7 +217,7 @@ def test_a_function_of_one_sample_grades_no_groups(file):
 def test_siblings_that_were_parted_are_refused(file, executor):
     samples = siblings(2, 2, 2)
     samples[4].group_index = 0
-    with pytest.raises(RecordError, match="sample 4: group_index: group 0 has been graded already"):
+    with pytest.raises(RecordError, match="sample 4: group_index: group 0 has already been graded"):
         rewards(settings_of(f"{file}:ranks", group_rm=True), samples, executor)
 
 

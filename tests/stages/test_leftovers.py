@@ -89,4 +89,4 @@ def test_what_cannot_be_is_refused_before_a_folder_is_made(workshop: Workshop, s
 def test_a_rollout_says_how_many_prompts_were_too_long(workshop: Workshop):
     out = workshop.slimectl("rollout", "-c", "slimectl.toml", "-n", "1", "-s", "rollout.max_prompt_len=8")
     assert len(out.splitlines()) == 5
-    assert workshop.stderr.endswith(", prompts left out 3\n")  # those that say three, seven and eight
+    assert workshop.stderr.endswith(", prompts skipped 3\n")  # those that say three, seven and eight

@@ -49,16 +49,16 @@ def sampled(*counts: int, evaluation: bool = False, agent: Any = None, **given: 
 def test_the_longest_prompt_that_is_asked_leaves_room_for_one_token(caplog: pytest.LogCaptureFixture):
     assert [sample.group_index for sample in sampled(2, 9, 10, 11, 3)] == [0, 1, 4]
     assert caplog.messages == [
-        "p.jsonl:3: left out: 10 tokens leave no room for an answer in a context of 10",
-        "p.jsonl:4: left out: 11 tokens leave no room for an answer in a context of 10",
+        "p.jsonl:3: skipped: 10 tokens leave no room for a response in a context of 10",
+        "p.jsonl:4: skipped: 11 tokens leave no room for a response in a context of 10",
     ]
 
 
 def test_the_nearer_of_two_limits_is_named(caplog: pytest.LogCaptureFixture):
     assert [sample.group_index for sample in sampled(2, 6, 12, max_prompt_len=5)] == [0]
     assert caplog.messages == [
-        "p.jsonl:2: left out: 6 tokens, and rollout.max_prompt_len is 5",
-        "p.jsonl:3: left out: 12 tokens leave no room for an answer in a context of 10",
+        "p.jsonl:2: skipped: 6 tokens, and rollout.max_prompt_len is 5",
+        "p.jsonl:3: skipped: 12 tokens leave no room for a response in a context of 10",
     ]
 
 
@@ -67,14 +67,12 @@ def test_lines_are_named_once_and_only_a_few_of_them(caplog: pytest.LogCaptureFi
     assert next(made).metrics["rollout/prompts_too_long"] == 14.0
     words = caplog.messages
     assert [line.split(":")[1] for line in words[:-1]] == ["2", "3", "4", "5", "6"]
-    assert words[-1] == "more prompts are left out: only counted from here on"
+    assert words[-1] == "skipping more prompts, which are only counted from now on"
 
 
 @pytest.mark.parametrize("epochs", [1, 10**9])
 def test_prompts_of_which_none_can_be_answered_are_an_error_and_no_endless_loop(epochs: int):
-    with pytest.raises(
-        RecordError, match=r"all (2|7) prompts read are too long, the last one with 1\d tokens leave no"
-    ):
+    with pytest.raises(RecordError, match=r"all (2|7) prompts read are too long \(the last one: 1\d tokens leave no"):
         list(rounds(prompts(11, 12, epochs=epochs), Narrow()))
 
 
@@ -120,7 +118,7 @@ def test_an_agent_whose_turn_finds_no_room_is_cut_off_and_asked_again_it_has_fai
     assert (cut.status, cut.response_length) == (Status.TRUNCATED, 9)
     (failed,) = sampled(4, agent=agent_of(99, looks=False))
     assert failed.status is Status.FAILED
-    assert failed.metadata["error"] == "ContextFullError: 17 tokens leave no room for an answer in a context of 10"
+    assert failed.metadata["error"] == "ContextFullError: 17 tokens leave no room for a response in a context of 10"
 
 
 def test_a_conversation_ends_truncated_where_its_context_is_full():
@@ -139,7 +137,7 @@ def test_an_evaluation_leaves_them_out_and_says_so():
     samples = evaluate(
         prompts(2, 12, 9), Narrow(), Bytes(), lambda sample: 1.0, given.model_copy(
             update={"rollout": given.rollout.model_copy(update={"max_prompt_len": 3})}
-        ), executor=LocalExecutor(), left_out=dropped.append,
+        ), executor=LocalExecutor(), on_skipped=dropped.append,
     )  # fmt: skip
     assert len(list(with_summary("a", samples, metrics, given, too_long=dropped))) == 2  # max_prompt_len is not for it
     assert metrics["eval/a/prompts_too_long"] == 1.0
@@ -156,7 +154,7 @@ def test_demonstrations_and_preferences_that_are_longer_than_the_context_are_lef
     dropped: list[Prompt] = []
     rows = [row(0, "abc", "123456"), row(1, "abc", "1234567"), row(2, "abcdef", "1")]
     chosen = RolloutSettings(max_prompt_len=5)
-    made = list(demonstrations(rows, Tokens(), chosen, context=CONTEXT, left_out=dropped.append))
+    made = list(demonstrations(rows, Tokens(), chosen, context=CONTEXT, on_skipped=dropped.append))
     assert [(sample.index, len(sample.tokens)) for sample in made] == [(0, 10)]
     assert [prompt.source_location for prompt in dropped] == ["d.jsonl:2", "d.jsonl:3"]
     with pytest.raises(RecordError, match="all 1 prompts read are too long"):

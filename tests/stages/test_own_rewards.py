@@ -234,7 +234,7 @@ def test_samples_without_a_reward_are_told_checked_and_not_compared(own: str, ca
     executor = builders.executor(chosen, trains=False)
     found = {each.check: each for each in check_reward(given, builders.reward(chosen), chosen.score, executor=executor)}
     executor.close()
-    assert (found["type"].fine, found["type"].text) == (True, "2 finite numbers, 1 without an opinion")
+    assert (found["type"].fine, found["type"].text) == (True, "2 finite numbers, 1 without a reward")
 
 
 # --- functions from Python -------------------------------------------------------------------------------------------

@@ -111,13 +111,13 @@ def test_prompts_that_end_leave_a_smaller_round():
 
 def test_a_filter_that_nothing_passes_ends_with_its_reasons():
     endless = (Prompt("a\x01", index=i) for i in iter(range(10**9)))
-    with pytest.raises(SlimectlError, match=r"round 1: 128 groups dropped \(too easy 128\), 0 of 2 kept; loosen"):
+    with pytest.raises(SlimectlError, match=r"round 1: 128 groups dropped \(too easy 128\), 0 of 2 kept\. Loosen"):
         next(rounds(endless, Slow(), keep_group=lambda samples: (False, "too easy")))
 
 
 def test_prompts_that_end_before_any_group_passes_are_no_success():
     with pytest.raises(
-        SlimectlError, match=r"round 1: 3 groups dropped \(easy 3\), and then the prompts ended; loosen"
+        SlimectlError, match=r"round 1: 3 groups dropped \(easy 3\), and then the prompts ended\. Loosen"
     ):
         next(rounds(lengths(1, 1, 1), Slow(), keep_group=lambda samples: (False, "easy")))
 
@@ -137,7 +137,7 @@ def test_a_round_whose_attempts_all_fail_ends_the_run():
 
 
 def test_a_filter_answers_yes_or_no():
-    with pytest.raises(HookError, match=r"returned 0\.5; return True, False or"):
+    with pytest.raises(HookError, match=r"returned 0\.5\. Return True, False or"):
         next(rounds(lengths(1, 1), Slow(), keep_group=lambda samples: 0.5))
 
 
@@ -266,7 +266,8 @@ def test_prompts_that_are_too_long_are_left_out_and_counted():
 def test_prompts_that_are_all_too_long_end_the_run():
     endless = (Prompt("abcdef\x01", index=i) for i in iter(range(10**9)))
     with pytest.raises(
-        RecordError, match=r"all 10000 prompts read are too long, .* 7 tokens, and rollout\.max_prompt_len is 5"
+        RecordError,
+        match=r"all 10000 prompts read are too long \(the last one: 7 tokens, and rollout\.max_prompt_len is 5",
     ):
         next(rounds(endless, Slow(), rollout={"max_prompt_len": 5}))
 

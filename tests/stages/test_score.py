@@ -169,7 +169,7 @@ def test_a_weighted_sum_takes_the_place_of_a_type(executor: LocalExecutor):
     assert worker_count(settings.score, Grader(settings)) == 0
     slow = Settings.model_validate({"score": {"rm": [{"type": "exact"}, {"type": "boxed_math"}]}})
     assert worker_count(slow.score, Grader(slow)) > 0
-    with pytest.raises(SettingsError, match=r"score\.rm and score\.rm_type exclude each other"):
+    with pytest.raises(SettingsError, match=r"score\.rm and score\.rm_type cannot be combined"):
         builders.reward(Settings.model_validate({"score": {"rm": parts, "rm_type": "exact"}}))
 
 

@@ -46,11 +46,11 @@ def test_a_round_of_groups_teaches_if_the_rewards_of_some_group_differ(
 @pytest.mark.parametrize(
     ("reward", "cut", "reason", "remedy"),
     [
-        (1.0, 0, "every reward was 1: the prompts are too easy", "train on harder prompts"),
+        (1.0, 0, "every reward was 1: the prompts are too easy", "Train on harder prompts"),
         (0.0, 4, "every reward was 0, and 100 % of the responses reached rollout.max_response_len = 256",
-         "raise rollout.max_response_len"),
+         "Raise rollout.max_response_len"),
         (0.0, 3, "every reward was 0", "look"),
-        (1.0, 4, "every reward was 1: the prompts are too easy", "train on harder prompts"),
+        (1.0, 4, "every reward was 1: the prompts are too easy", "Train on harder prompts"),
     ],
 )  # fmt: skip
 def test_prompts_that_are_too_easy_and_responses_that_are_cut_have_their_own_sentence(
@@ -85,7 +85,7 @@ def test_rounds_are_counted_in_all_and_in_a_row() -> None:
     for reason in ("every reward was 0", "", "every reward was 1", "every reward was 1"):
         count.add(reason)
     assert (count.rounds, count.without, count.in_a_row) == (4, 3, 2)
-    assert count.closing_message("look") == "3 of 4 rounds taught nothing: every reward was 1; look"
+    assert count.closing_message("look") == "no learning signal in 3 of 4 rounds: every reward was 1. look"
     count.add(""), count.add("")
     assert count.closing_message("look") == ""  # half of the rounds taught something
 
@@ -100,7 +100,7 @@ def test_a_run_that_learns_nothing_says_so_every_round_and_at_its_end(workshop: 
     assert [line.endswith("no signal") for line in lines] == [True, True], workshop.stderr
     steps = [line["metrics"] for line in workshop.metrics("b") if "rollout/step" in line["metrics"]]
     assert [metrics["rollout/no_signal"] for metrics in steps] == [1.0, 1.0]
-    assert "2 of 2 rounds taught nothing: every reward was 0; look at rewards with: " in workshop.stderr
+    assert "no learning signal in 2 of 2 rounds: every reward was 0. Look at rewards with: " in workshop.stderr
     assert "slimectl rollout -c runs/b/run.toml --model runs/b/latest -o samples.jsonl" in workshop.stderr
     assert "slimectl score samples.jsonl -c runs/b/run.toml --explain" in workshop.stderr
 
@@ -108,7 +108,7 @@ def test_a_run_that_learns_nothing_says_so_every_round_and_at_its_end(workshop: 
 def test_a_run_stops_after_so_many_rounds_without_signal_and_after_a_resume_at_once(workshop: Workshop) -> None:
     stop = ("-s", "run.on_no_signal=stop", "-s", "run.no_signal_rounds=2", "-s", "run.save_interval=none")
     workshop.slimectl("run", *NOTHING, *stop, "--name", "b", code=1)
-    assert "2 rounds in a row taught nothing: every reward was 0" in workshop.stderr
+    assert "no learning signal in 2 rounds in a row: every reward was 0" in workshop.stderr
     state = json.loads((workshop.folder / "runs/b/step_000002/state.json").read_text())
     assert state["signal"] == {"rounds": 2, "without": 2, "in_a_row": 2, "reason": "every reward was 0"}
     # The command that the message names explains a sample of that round.
@@ -119,7 +119,7 @@ def test_a_run_stops_after_so_many_rounds_without_signal_and_after_a_resume_at_o
     assert out == b""
     assert "reward 0: 16 samples" in workshop.stderr
     workshop.slimectl("run", "--resume", "runs/b", code=1)
-    assert "3 rounds in a row taught nothing" in workshop.stderr
+    assert "no learning signal in 3 rounds in a row" in workshop.stderr
 
 
 def test_a_training_that_learns_nothing_says_so_and_stops_where_asked(workshop: Workshop) -> None:
@@ -130,10 +130,10 @@ def test_a_training_that_learns_nothing_says_so_and_stops_where_asked(workshop: 
     out = workshop.slimectl(*training)
     assert [json.loads(line)["metrics"]["rollout/no_signal"] for line in out.splitlines()] == [1.0] * 4
     reason = "every reward was 0, and 100 % of the responses reached rollout.max_response_len = "
-    assert f"4 of 4 rounds taught nothing: {reason}" in workshop.stderr
+    assert f"no learning signal in 4 of 4 rounds: {reason}" in workshop.stderr
     stop = ("-s", "run.on_no_signal=stop", "-s", "run.no_signal_rounds=3")
     assert len(workshop.slimectl(*training, *stop, code=1).splitlines()) == 3
-    assert "3 rounds in a row taught nothing" in workshop.stderr
+    assert "no learning signal in 3 rounds in a row" in workshop.stderr
 
 
 def test_a_run_that_learns_says_nothing_about_signal(workshop: Workshop) -> None:

@@ -73,7 +73,7 @@ def test_a_signal_to_all_processes_of_a_run_lets_the_round_end_and_saves(
     os.killpg(process.pid, number)  # as a terminal that closes, and a scheduler that ends a job
     _, words = process.communicate(timeout=300)
     assert process.returncode == code, words.decode()
-    assert f"{number.name}: the round has 20 s to end (run.grace_s)" in words.decode()
+    assert f"{number.name}: finishing this round (at most 20 s, run.grace_s)" in words.decode()
     assert "go on with: slimectl run --resume runs/a" in words.decode()
     assert "Traceback" not in words.decode()
     workshop.slimectl("run", "--resume", "runs/a", "-s", "score.workers=0")

@@ -28,7 +28,7 @@ def test_rollout_score_and_train_agree_on_it_or_name_both(workshop: Workshop):
     first = json.loads((workshop.folder / "s.jsonl").read_text().splitlines()[0])
     assert first["rollout_temperature"] == 0.5
     reference = ["--reference", str(workshop.model), "--out", "r.jsonl"]
-    both = "was sampled at temperature 0.5, and rollout.temperature is 1; add -s rollout.temperature=0.5"
+    both = "was sampled at temperature 0.5, but rollout.temperature is 1. Add -s rollout.temperature=0.5"
     workshop.slimectl("score", "s.jsonl", *reward, *reference, code=3)
     assert workshop.stderr == f"slimectl: s.jsonl:1: sample 0: {both}\n"
     workshop.slimectl("score", "s.jsonl", *reward, *cool, *reference)
@@ -58,12 +58,12 @@ def test_a_reference_for_pairs_has_temperature_one_whatever_the_answers_had(work
         (
             {"algorithm": {"name": "dpo"}, "rollout": {"temperature": 0.5}},
             {"ref_temperature": 0.5},
-            r"0\.5, and dpo takes them at 1\. Run `slimectl score --reference` with -s algorithm\.name=dpo$",
+            r"0\.5, but dpo uses them at 1\. Run `slimectl score --reference` with -s algorithm\.name=dpo$",
         ),
         (
             {"algorithm": {"name": "grpo", "kl_loss_coef": 0.1}},
             {"rollout_temperature": 1.0, "ref_temperature": 0.5},
-            r"ref_log_probs are at temperature 0\.5, and rollout\.temperature is 1\.",
+            r"ref_log_probs are at temperature 0\.5, but rollout\.temperature is 1\.",
         ),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_call_outside_of_python_fails_its_attempt_when_it_returns_and_nothing_
     warned, handler, watchdog = threading.Event(), Warned(), BlockedLoopWatchdog(0.2)
     logging.getLogger("slimectl").addHandler(handler)
     try:
-        with pytest.raises(TimeoutError, match=r"call what blocks with asyncio\.to_thread, or raise it"):
+        with pytest.raises(TimeoutError, match=r"Run blocking calls with asyncio\.to_thread, or raise the limit"):
             asyncio.run(watchdog.run(block(500)))
         assert warned.is_set()
     finally:

@@ -186,13 +186,13 @@ def test_the_table_of_runs_is_sorted_searched_and_leads_to_curves(page: Any, she
     assert names() == ["solo7", "solo6"]
     assert "sort=-reward&search=solo" in page.evaluate("location.hash")
     page.get_by_label("Search runs").fill("fast")
-    page.get_by_label("one row for each group of seeds").check()
+    page.get_by_label("one row per group of seeds").check()
     cells = page.locator("tbody tr td").all_inner_texts()
     assert cells[1] == "fast (2 seeds)"
     assert "0.75 ± 0.35" in cells
     page.get_by_label("Show a setting").select_option("train.lr")
     assert page.get_by_role("columnheader", name="train.lr").count() == 1
-    page.get_by_label("choose fast").check()
+    page.get_by_label("select fast").check()
     page.get_by_role("link", name="Curves of these 2 runs").click()
     page.wait_for_selector(".chart")
     assert page.locator(".legend > label").all_inner_texts() == ["fast (2 seeds) stopped"]
@@ -224,7 +224,7 @@ def test_of_many_runs_some_are_drawn_and_the_address_keeps_the_choice(page: Any,
     open_page(page, shelf, "curves")
     page.wait_for_selector(".chart")
     assert page.locator(".legend > label").count() == 6
-    assert page.locator(".legend summary").inner_text() == "3 more, not drawn"
+    assert page.locator(".legend summary").inner_text() == "3 more, not shown"
     assert page.locator(".chart").first.get_attribute("data-metric") == "rollout/raw_reward"
     page.locator(".legend summary").click()
     page.locator(".folded label", has_text="solo8").click()
@@ -252,10 +252,10 @@ def test_a_round_is_searched_filtered_and_sorted(page: Any, view: View):
     assert page.locator("tbody tr").count() == 4
     counts = page.locator(".histogram").nth(0).locator(".bar small").all_inner_texts()
     assert sum(map(int, counts)) <= 32
-    assert page.get_by_text("wrote every sample (staleness 0)").count() == 1
+    assert page.get_by_text("with the weights that were trained (staleness 0)").count() == 1
     page.get_by_label("Filter expression").fill("reward > 2")
     page.keyboard.press("Enter")
-    page.wait_for_selector("text=0 of them match")
+    page.wait_for_selector("text=0 match")
     page.get_by_label("Filter expression").fill("open('x')")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=is not allowed in a filter")
@@ -385,7 +385,7 @@ def test_turns_messages_and_calls_of_a_chat_stand_apart(page: Any, workshop: Wor
         assert page.locator(".block").count() == 5
         calls = page.locator(".block.policy .tool-call[aria-label='tool call']").all_inner_texts()
         assert [text.removeprefix("tool call").strip() for text in calls] == [texts[1]]
-        assert page.locator(".block.environment .tool-call[aria-label='result of a tool']").count() == 1
+        assert page.locator(".block.environment .tool-call[aria-label='tool result']").count() == 1
         page.get_by_text("1 tool: add").click()
         assert page.locator(".tools .text").is_visible()
         page.get_by_role("button", name="Messages", exact=True).click()
@@ -422,7 +422,8 @@ def test_the_command_of_a_sample_replays_it(view: View, workshop: Workshop):
     finally:
         shutil.move(run / "moved", run / "step_000001")
     assert command["title"] == (
-        "sample this prompt again (by the newest weights; the checkpoint of version 1, which wrote it, is gone)"
+        "sample this prompt again (with the newest weights, because the checkpoint of version 1, which wrote it, "
+        "is gone)"
     )
     file = file_of(view, "round 1", "a")
     assert "its agent runs again" in view.ask(f"sample?file={file['id']}&row=0")["commands"][0]["title"]
@@ -596,4 +597,4 @@ def test_the_self_contained_page_shows_the_same(page: Any, workshop: Workshop, t
         page.wait_for_selector(selector)
     open_page_without = f"{view.address}#/sample/n0.r2/999"
     page.goto(open_page_without)
-    page.wait_for_selector("text=does not carry that page")
+    page.wait_for_selector("text=does not contain that page")

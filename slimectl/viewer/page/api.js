@@ -1,4 +1,4 @@
-// Questions to the server; in a self-contained page, to the answers that it carries.
+// Asks the server, or in a self-contained page, looks up the embedded answers.
 
 const embedded = document.getElementById("answers");
 const answers = embedded ? await unpacked(embedded.textContent) : null;
@@ -19,13 +19,13 @@ export async function ask(question, parameters = {}) {
   const address = query ? `${question}?${query}` : question;
   if (offline) {
     if (address in answers) return structuredClone(answers[address]);
-    throw new Failure("This file does not carry that page. Open the run with: slimectl view");
+    throw new Failure("This file does not contain that page. Open the run with slimectl view.");
   }
   let response;
   try {
     response = await fetch(`api/${address}`);
   } catch {
-    throw new Failure("The server does not answer: slimectl view has ended. Start it again and open its new address.");
+    throw new Failure("The server is not answering: slimectl view has ended. Start it again and open its new address.");
   }
   const answer = await response.json();
   if (!response.ok) throw new Failure(answer.error ?? `error ${response.status}`);

@@ -9,7 +9,7 @@ function escaped(text) {
   return String(text).toWellFormed().replace(/[\u0000-\u001f]/g, " ").replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);
 }
 
-/** Return about five round numbers from low to high; on a logarithmic axis, powers of ten. */
+/** Return about five round numbers from low to high, or powers of ten on a logarithmic axis. */
 export function ticks(low, high, log = false) {
   if (log) {
     const [first, last] = [Math.ceil(Math.log10(low)), Math.floor(Math.log10(high))];
@@ -22,7 +22,7 @@ export function ticks(low, high, log = false) {
   return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, at) => Number(((first + at) * step).toPrecision(12)));
 }
 
-/** Return a chart as SVG text; `series` are those of lineChart. */
+/** Return a chart as SVG text. `series` is the same as for lineChart. */
 export function svgOf({ title, xLabel, series, log }) {
   const lines = series.filter((line) => line.points.length);
   const xs = lines.flatMap((line) => line.points.map(([x]) => x));
@@ -38,7 +38,7 @@ export function svgOf({ title, xLabel, series, log }) {
   const x = (value) => place(value, left, right, BOX.left, WIDTH - BOX.right);
   const y = (value) => place(scale(value), scale(low), scale(high), bottom, BOX.top);
   const path = (points) => points.filter(([, value]) => Number.isFinite(value) && (!log || value > 0)).map(([at, value]) => `${x(at)},${y(value)}`).join(" ");
-  const text = (at, from, words, anchor = "middle", more = "") => `<text x="${at}" y="${from}" text-anchor="${anchor}"${more}>${escaped(words)}</text>`;
+  const text = (at, from, content, anchor = "middle", more = "") => `<text x="${at}" y="${from}" text-anchor="${anchor}"${more}>${escaped(content)}</text>`;
   const grid = [
     ...ticks(low, high, log).map((tick) => `<path d="M${BOX.left} ${y(tick)}H${WIDTH - BOX.right}" stroke="#ddd"/>${text(BOX.left - 6, Number(y(tick)) + 4, number(tick), "end")}`),
     ...ticks(left, right).map((tick) => `<path d="M${x(tick)} ${BOX.top}V${bottom}" stroke="#eee"/>${text(x(tick), bottom + 16, number(tick))}`)];
@@ -56,7 +56,7 @@ export function svgOf({ title, xLabel, series, log }) {
     + `<path d="M${BOX.left} ${BOX.top}V${bottom}H${WIDTH - BOX.right}" fill="none" stroke="#666"/>${text((BOX.left + WIDTH - BOX.right) / 2, bottom + 34, xLabel)}${drawn.join("")}${legend.join("")}</svg>`;
 }
 
-/** Return a chart as CSV: a line for each x, a column for each line; a group of seeds has its mean and its bounds. */
+/** Return a chart as CSV, with a row per x and a column per line. A group of seeds has columns for its mean and bounds. */
 export function csvOf({ xLabel, series }) {
   const columns = series.flatMap((line) => (line.low ? [[`${line.label} mean`, line.points], [`${line.label} low`, line.low], [`${line.label} high`, line.high]] : [[line.label, line.points]]));
   const tables = columns.map(([, points]) => new Map(points));
@@ -76,7 +76,7 @@ async function pngOf(svg) {
   return new Promise((resolve) => { canvas.toBlob(resolve, "image/png"); });
 }
 
-/** Save a chart as a file of a kind: png, svg or csv. */
+/** Save a chart as a png, svg or csv file. */
 export async function save(kind, chart) {
   const blob = kind === "csv" ? new Blob([csvOf(chart)], { type: "text/csv" })
     : kind === "svg" ? new Blob([svgOf(chart)], { type: "image/svg+xml" }) : await pngOf(svgOf(chart));

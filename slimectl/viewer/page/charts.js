@@ -6,7 +6,7 @@ import { h, number, replace, visible } from "./dom.js";
 const HUES = ["#2f6fde", "#d9480f", "#2b8a3e", "#9c36b5", "#c92a2a", "#0c8599", "#b08900", "#e64980", "#a0694b", "#6b7785", "#74b816", "#4dabf7",
   "#f59f00", "#845ef7", "#20c997", "#ff8787"];
 
-/** Return a colour; those of the first sixteen positions differ, and then a dash tells lines apart. */
+/** Return the colour of a line. The first sixteen differ, and further lines differ by their dash. */
 export function colour(position) {
   return HUES[position % HUES.length];
 }
@@ -19,7 +19,7 @@ function ink(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** Exponential moving average with a weight of the past in [0, 1); missing values stay missing. */
+/** Return the exponential moving average. `weight` in [0, 1) is the weight of the past. Missing values stay missing. */
 export function smooth(values, weight) {
   let average = null;
   let power = 1;
@@ -31,7 +31,7 @@ export function smooth(values, weight) {
   });
 }
 
-/** Return a function from ascending x to the value of points by linear interpolation; null outside of them. */
+/** Return a function that interpolates points linearly at ascending x, and returns null outside of them. */
 function reader(points) {
   let after = 0;
   return (x) => {
@@ -45,7 +45,7 @@ function reader(points) {
   };
 }
 
-/** Return {points, low, high} of the lines of a group: their mean, less and plus one standard deviation (n - 1), at each x of the longest. */
+/** Return {points, low, high} of a group of lines: their mean, and the mean minus and plus one standard deviation (n - 1), at each x of the longest. */
 export function meanAndBand(lines) {
   const longest = lines.reduce((best, line) => (line.length > best.length ? line : best), []);
   const answer = { points: [], low: [], high: [] };
@@ -61,7 +61,7 @@ export function meanAndBand(lines) {
   return answer;
 }
 
-/** Join series of (x, y) points into the aligned columns that uPlot takes. */
+/** Join series of (x, y) points into the aligned columns that uPlot expects. */
 function aligned(series) {
   const xs = [...new Set(series.flatMap((points) => points.map(([x]) => x)))].sort((left, right) => left - right);
   const place = new Map(xs.map((x, position) => [x, position]));
@@ -77,7 +77,7 @@ function tickText(tick) {
   return tick === null ? "" : tick && Math.abs(tick) < 1e-3 ? tick.toExponential(1) : number(tick);
 }
 
-/** Mark the steps of evaluations by dashed lines. */
+/** Mark the steps of evaluations with dashed lines. */
 function drawMarks(plot, marks) {
   const context = plot.ctx;
   const { left, top, width, height } = plot.bbox;
@@ -95,7 +95,7 @@ function drawMarks(plot, marks) {
   context.restore();
 }
 
-/** Show the values under the cursor in a box, the largest first. */
+/** Show the values under the cursor in a box, largest first. */
 function valuesBox(series, xLabel) {
   const box = h("div", { class: "tip", hidden: true });
   const show = (plot) => {
@@ -111,7 +111,7 @@ function valuesBox(series, xLabel) {
   return { box, show };
 }
 
-/** Return the range of a linear axis; around a constant, half of it in both directions. */
+/** Return the range of a linear axis. For a constant value, extend it by half the value in both directions. */
 function linearRange(_, low, high) {
   if (low === null || low !== high) return low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
   const half = Math.abs(low) / 2 || 0.5;
@@ -122,7 +122,7 @@ export function swatch(stroke) {
   return h("i", { class: "swatch", style: { background: stroke } });
 }
 
-/** Draw lines into an element; `series` are {label, points, colour, dots, dash, faint, low, high}. Returns a function that removes the chart. */
+/** Draw lines into an element. `series` has {label, points, colour, dots, dash, faint, low, high}. Returns a function that removes the chart. */
 export function lineChart(element, series, { title, height = 190, xLabel = "step", marks = [], log = false }) {
   const stroke = ink("--quiet");
   const grid = { stroke: ink("--line"), width: 1 };
@@ -159,7 +159,7 @@ export function lineChart(element, series, { title, height = 190, xLabel = "step
 
 const LABELLED_BARS = 9;
 
-/** Return a histogram as bars: with a count over each bar where there are few, else with the largest count. */
+/** Return a histogram as bars, with the count over each bar if there are few, else only over the largest. */
 export function histogram(title, data) {
   if (!data) return h("figure", { class: "histogram" }, h("figcaption", {}, title), h("p", { class: "quiet" }, "no values"));
   const largest = Math.max(...data.counts);

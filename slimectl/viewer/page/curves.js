@@ -1,4 +1,4 @@
-// Curves: metrics of the chosen runs over steps, rounds or time, groups of seeds as mean and band; settings that differ below.
+// Curves: metrics of the chosen runs over steps, rounds or time, with groups of seeds as mean and band, and the settings that differ.
 
 import { ask } from "./api.js";
 import { save } from "./chart_files.js";
@@ -16,7 +16,7 @@ const SHOWN = 9;
 const DRAWN = 6;
 const DEFAULTS = { runs: "", seeds: true, axis: "step", scale: "linear", smoothing: 0, naming: "slime", search: "", more: false };
 
-/** The lines of one run, read as they are written. */
+/** The metrics of one run, read while they are written. */
 class RunCurves {
   constructor(run) {
     this.run = run;
@@ -31,7 +31,7 @@ class RunCurves {
     this.evaluations = new Set();
   }
 
-  /** Read the lines that are new, after any reading under way: two readings from one offset would add the lines twice. */
+  /** Read new lines after any pending read, because two reads from the same offset would add the lines twice. */
   read(naming) {
     const next = (this.reading ?? Promise.resolve()).catch(() => {}).then(() => this.readNew(naming));
     this.reading = next;
@@ -80,14 +80,14 @@ class RunCurves {
   }
 }
 
-/** Return the name of an entry of the legend: of the runs that are drawn, or else of all. */
+/** Return the name of a legend entry, from its runs that are drawn, or else from all its runs. */
 function nameOf({ group, runs }) {
   const shown = runs.filter((run) => run.shown);
   const named = shown.length ? shown : runs;
   return named.length > 1 ? `${group} (${named.length} seeds)` : named[0].run.name;
 }
 
-/** Return the lines of a metric, one for each entry of the legend. */
+/** Return the lines of a metric, one per legend entry. */
 function seriesOf(entries, name, state) {
   return entries.flatMap((entry) => {
     const lines = entry.runs.filter((run) => run.shown).map((run) => run.series(name, state.axis)).filter((points) => points.length);
@@ -104,7 +104,7 @@ function seriesOf(entries, name, state) {
   });
 }
 
-/** Return the names of metrics in order: those that the search has, or those that tell most first. */
+/** Return the names of metrics that match the search, or without a search all of them, most important first. */
 function metricNames(runs, state) {
   const all = [...new Set(runs.flatMap((run) => [...run.points.keys()]))].filter((name) => !name.endsWith("/step"));
   if (state.search) return all.filter((name) => name.toLowerCase().includes(state.search.toLowerCase())).sort();
@@ -113,7 +113,7 @@ function metricNames(runs, state) {
   return all.sort((left, right) => rank(left) - rank(right) || (left < right ? -1 : 1));
 }
 
-/** Return the entries of the legend {group, position, runs}: groups of seeds and other runs, or every run. */
+/** Return the legend entries {group, position, runs}: groups of seeds and other runs, or every run. */
 function entriesOf(runs, groups, bySeeds) {
   const group = new Map(bySeeds ? groups.flatMap((one) => one.runs.map((id) => [id, one])) : []);
   const entries = new Map();
@@ -153,7 +153,7 @@ export async function curvesPage(context, _, query) {
     draw();
   }
 
-  /** Draw the legend: the runs that are drawn, then the others folded. */
+  /** Draw the legend: the runs that are drawn, then the others, collapsed. */
   function drawLegend() {
     const line = (entry) => {
       const states = [...new Set(entry.runs.map(({ run }) => run.state))].join(", ");
@@ -164,8 +164,8 @@ export async function curvesPage(context, _, query) {
     const folded = split.filter(([, shown]) => !shown);
     const open = legend.querySelector("details")?.open;
     replace(legend, split.filter(([, shown]) => shown).map(([entry]) => line(entry)),
-      folded.length ? h("details", { open }, h("summary", {}, `${folded.length} more, not drawn`), h("div", { class: "folded" }, folded.map(([entry]) => line(entry)))) : null,
-      runs.length > 1 ? link("#/runs", "choose in the table") : null);
+      folded.length ? h("details", { open }, h("summary", {}, `${folded.length} more, not shown`), h("div", { class: "folded" }, folded.map(([entry]) => line(entry)))) : null,
+      runs.length > 1 ? link("#/runs", "select in the table") : null);
   }
 
   function draw() {
@@ -179,7 +179,7 @@ export async function curvesPage(context, _, query) {
     const names = state.more ? all.slice(0, 200) : all.slice(0, SHOWN);
     replace(charts, names.map((name) => h("section", { class: "chart", "data-metric": name }, h("h3", { title: (definitions[name] ?? []).filter(Boolean).reverse().join(" – ") }, name))),
       all.length > names.length ? h("button", { type: "button", onclick: () => { state.more = true; draw(); } }, `${all.length - names.length} more metrics`) : null,
-      all.length ? null : h("p", { class: "quiet" }, shownRuns.some((run) => run.points.size) ? "no metric has that name" : shownRuns.length ? "no metrics yet" : "no run is chosen"));
+      all.length ? null : h("p", { class: "quiet" }, shownRuns.some((run) => run.points.size) ? "no metric matches" : shownRuns.length ? "no metrics yet" : "no run is selected"));
     for (const [at, name] of names.entries()) {
       const element = charts.children[at];
       const series = seriesOf(entries, name, state);
@@ -211,7 +211,7 @@ export async function curvesPage(context, _, query) {
   const pattern = h("input", { type: "search", placeholder: "setting", "aria-label": "Search settings", oninput: () => drawSettings() });
   const settings = h("details", { open: runs.length > 1 && runs.length < 4 }, settingsTitle, pattern, h("div", { class: "wide" }, h("table", {}, settingsHead, settingsBody)));
 
-  /** Draw the settings that differ between the runs that are drawn. */
+  /** Draw the settings that differ between the drawn runs. */
   function drawSettings() {
     const columns = runs.flatMap((run, at) => (run.shown ? [at] : []));
     const rows_ = table.rows.filter((row) => columns.length < 2 || new Set(columns.map((at) => JSON.stringify(row.values[at]))).size > 1);

@@ -1,10 +1,10 @@
-// The difference of two texts, by words.
+// The difference of two texts, word by word.
 
 import { h, visible } from "./dom.js";
 
 const MAX_WORDS = 3000;
 
-/** Return both texts with the words that only one of them has marked. */
+/** Return both texts, with marks on the words that only one of them has. */
 export function difference(left, right) {
   const [before, after] = [words(left), words(right)];
   const parts = before.length > MAX_WORDS || after.length > MAX_WORDS ? [["removed", left], ["added", right]] : joined(common(before, after));

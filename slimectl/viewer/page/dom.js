@@ -1,4 +1,4 @@
-// Elements, numbers and texts. Every text of a sample reaches the page through `visible` and text nodes alone.
+// Elements, numbers and texts. Texts of samples reach the page only through `visible` and text nodes.
 
 /** Create an element: attributes, listeners (onclick: …), style properties (style: {…}), children. */
 export function h(tag, attributes = {}, ...children) {
@@ -32,7 +32,7 @@ export function visible(text) {
 
 const SHOWN = 20000;
 
-/** Append a text to a block; of a long one a part, and a button that shows the next. */
+/** Append a text to a block. For a long text, append a part and a button that shows more. */
 export function appendText(block, text) {
   let shown = 0;
   const more = h("button", { type: "button", onclick: () => extend() });
@@ -49,7 +49,7 @@ export function appendText(block, text) {
   return block;
 }
 
-/** Return a text, or any other value as JSON, as a block that keeps its blanks. */
+/** Return a text, or any other value as JSON, in a block that preserves whitespace. */
 export function textBlock(value, attributes = {}) {
   const text = typeof value === "string" ? value : JSON.stringify(value, null, 1) ?? "";
   return appendText(h("div", { ...attributes, class: `text ${attributes.class ?? ""}` }), text);
@@ -63,12 +63,12 @@ export function number(value, digits = 4) {
   return size >= 1e6 || (size < 1e-3 && size > 0) ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
 }
 
-/** Return a reward as a text: a number, or the object that a verifier returned. */
+/** Return a reward as text: a number, or the object that a verifier returned as JSON. */
 export function rewardText(reward) {
   return reward !== null && typeof reward === "object" ? visible(JSON.stringify(reward)) : number(reward);
 }
 
-/** Return the class of a reward between the smallest and the largest of its list. */
+/** Return the CSS class of a reward, by its position between the smallest and the largest reward of a list. */
 export function rewardClass(value, rewards) {
   const numbers = rewards.filter((reward) => typeof reward === "number");
   if (typeof value !== "number" || !numbers.length) return "r-none";
@@ -76,7 +76,7 @@ export function rewardClass(value, rewards) {
   return `r${Math.round(((value - low) / (high - low || 1)) * 4)}`;
 }
 
-/** Return messages {role, content or text, author} as a list with a role over each text. */
+/** Return messages {role, content or text, author} as a list, with the role above each text. */
 export function chat(messages) {
   return h("ol", { class: "chat" }, messages.map((message) => h("li", { class: `turn ${message?.author ?? ""}` },
     h("b", {}, visible(message?.role ?? "message")),
@@ -88,12 +88,12 @@ export function promptBlock(prompt) {
   return Array.isArray(prompt) ? chat(prompt) : textBlock(prompt);
 }
 
-/** Return a label as a text: a text as it is, any other value as JSON. */
+/** Return a label as text: a string unchanged, any other value as JSON. */
 export function labelText(label, none = "none") {
   return label === null || label === undefined ? none : visible(typeof label === "object" ? JSON.stringify(label) : label);
 }
 
-/** Return the tools that a prompt declares, folded; null without any. */
+/** Return the tools that a prompt declares in a collapsed block, or null if there are none. */
 export function toolsBlock(tools) {
   if (!Array.isArray(tools) || !tools.length) return null;
   const names = tools.map((tool) => tool?.function?.name ?? tool?.name ?? "?").join(", ");
@@ -105,7 +105,7 @@ export function previewText(prompt) {
   return visible(String(prompt)).replace(/\s+/g, " ").slice(0, 160);
 }
 
-/** Keep the state of a page in its address, without values that are the defaults. */
+/** Store the state of a page in its address, except for default values. */
 export function remember(path, state, defaults = {}) {
   const values = Object.entries(state).filter(([name, value]) => value !== "" && value !== null && value !== undefined && String(value) !== String(defaults[name] ?? ""));
   const query = values.map(([name, value]) => `${name}=${encodeURIComponent(value).replaceAll("%2C", ",")}`).join("&");
@@ -126,7 +126,7 @@ export function select(label, options, value, changed, attributes = {}) {
     options.map(([option, title]) => h("option", { value: option, selected: option === value }, title)));
 }
 
-/** Return the options of a choice of samples files, under the name of their run where there are several. */
+/** Return the options of a menu of samples files, under the name of their run if there are several. */
 export function fileOptions(context, chosen) {
   const option = (file) => h("option", { value: file.id, selected: file.id === chosen }, visible(context.fileTitle(file)));
   const { runs, files } = context.catalogue;

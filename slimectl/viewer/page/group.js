@@ -1,4 +1,4 @@
-// Group: a prompt and its attempts side by side, branches as a tree, why each has its reward, and the difference of two.
+// Group: a prompt and its attempts side by side, branches as a tree, reasons for rewards, and the difference of two responses.
 
 import { ask, Failure, offline } from "./api.js";
 import { difference } from "./difference.js";
@@ -7,7 +7,7 @@ import { branchLink, branchTree, rowsOf } from "./tree.js";
 
 export async function groupPage(context, [id, group]) {
   const file = context.file(id);
-  if (!file) throw new Failure("That samples file is not in this view any more.");
+  if (!file) throw new Failure("That samples file is no longer in this view.");
   const answer = await ask("group", { file: id, group });
   if (!answer.samples.length) throw new Failure(`Group ${group} has no samples in ${file.path}.`);
   const chosen = new Set();
@@ -38,7 +38,7 @@ export async function groupPage(context, [id, group]) {
       h("h2", {}, link(`#/round/${id}`, visible(context.fileTitle(file))), ` · group ${group}`),
       h("section", { "aria-label": "Prompt" }, promptBlock(answer.prompt), toolsBlock(answer.tools ?? answer.metadata?.tools)),
       h("p", {}, "label: ", h("b", {}, labelText(answer.label)), answer.hash === null ? null : [" · ", link(`#/prompt/${file.run ?? ""}/${answer.hash}`, "follow this prompt over rounds and evaluations")]),
-      answer.samples.length > 1 ? h("p", { class: "quiet" }, "Tick two responses to see their difference.") : null, panel, cards),
+      answer.samples.length > 1 ? h("p", { class: "quiet" }, "Select two responses to see their difference.") : null, panel, cards),
     next: () => step(1), previous: () => step(-1),
   };
 }
@@ -51,7 +51,7 @@ function rewardChip(sample, rewards) {
   return h("b", { class: `cell ${rewardClass(sample.score, rewards)}`, title: "reward" }, rewardText(sample.reward));
 }
 
-/** Return the facts of a sample: length, status, advantage, and the weights that wrote it. */
+/** Return the facts of a sample: length, status, advantage and weight versions. */
 function facts(sample) {
   const versions = [...new Set(sample.versions)];
   return h("span", { class: "quiet" }, [`${sample.length} tokens`, sample.status, sample.removed ? "removed from training" : null,
@@ -89,7 +89,7 @@ function askWhy(file, sample, show) {
   if (offline || sample.score === null) return null;
   const button = h("button", { type: "button", class: "small", title: "Grade it again, with an explanation", onclick: async () => {
     button.disabled = true;
-    button.textContent = "starting the verifier… (the first time takes seconds)";
+    button.textContent = "starting the verifier… (takes a few seconds the first time)";
     try {
       const answer = await ask("explain", { file: file.id, row: sample.row });
       show(answer.explanation ?? { why: "the verifier gives no explanation" });
@@ -106,7 +106,7 @@ function explanationText(explanation) {
   return h("p", {}, visible(extracted + (explanation.why ?? "")));
 }
 
-/** Return the text of an answer with the extracted span marked. Positions count characters, not UTF-16 units. */
+/** Return the text of a response with the extracted span marked. Positions count characters, not UTF-16 units. */
 function answerText(sample, explanation) {
   const span = explanation?.span;
   if (!span) return textBlock(sample.response + (sample.cut ? "…" : ""));

@@ -1,4 +1,4 @@
-// Navigation: the page of an address, the tabs, keys, theme, and the catalogue that is asked for again while runs go on.
+// Navigation: pages by address, tabs, keys, theme, and the catalogue, which is refreshed while runs are active.
 
 import { ask, Failure, offline } from "./api.js";
 import { h, replace, error } from "./dom.js";
@@ -13,8 +13,8 @@ import { runsPage } from "./runs.js";
 const PAGES = { runs: runsPage, curves: curvesPage, round: roundPage, group: groupPage, sample: samplePage, prompt: promptPage, compare: comparePage };
 const LIVE_MS = 2000;
 const IDLE_MS = 15000;
-const KEYS = [["j, k", "next, previous item"], ["Enter", "open it"], ["Backspace, u", "back"], ["← →", "previous, next round, group or sample"],
-  ["/", "search"], ["f", "filter"], ["1 … 9", "colours of tokens"], ["l c r p", "list of runs, curves, rounds, compare"], ["t", "light or dark"], ["?", "these keys"]];
+const KEYS = [["j, k", "next, previous item"], ["Enter", "open item"], ["Backspace, u", "back"], ["← →", "previous, next round, group or sample"],
+  ["/", "search"], ["f", "filter"], ["1 … 9", "colour tokens by a value"], ["l c r p", "list of runs, curves, rounds, compare"], ["t", "light or dark theme"], ["?", "show these keys"]];
 
 const content = document.getElementById("content");
 const context = { catalogue: null, listeners: new Set(), selection: [], go: (address) => { location.hash = address; } };
@@ -22,11 +22,11 @@ let close = () => {};
 let page = {};
 let visits = 0;
 
-/** Return all files of the catalogue: rounds and evaluations of runs, then named files. */
+/** Return all files of the catalogue: rounds and evaluations of runs, then files given by path. */
 context.files = () => [...context.catalogue.runs.flatMap((run) => run.files), ...context.catalogue.files];
 context.file = (id) => context.files().find((file) => file.id === id);
 context.run = (id) => context.catalogue.runs.find((run) => run.id === id);
-/** Return the name of a run in addresses; of runs of the same name, the identifier. */
+/** Return the key of a run in addresses: its name, or its identifier if several runs have the name. */
 context.keyOf = (run) => (context.catalogue.runs.filter(({ name }) => name === run.name).length > 1 ? run.id : run.name);
 context.runOf = (key) => context.catalogue.runs.find((run) => context.keyOf(run) === key);
 context.fileTitle = (file) => {
@@ -82,7 +82,7 @@ function showTabs(name) {
 
 function showState() {
   const running = context.catalogue.runs.filter((run) => run.state === "running");
-  const text = running.length ? `live: ${running.map((run) => run.name).join(", ")}` : offline ? "a copy" : "";
+  const text = running.length ? `live: ${running.map((run) => run.name).join(", ")}` : offline ? "saved copy" : "";
   replace(document.getElementById("state"), running.length ? h("i", { class: "dot" }) : null, text);
 }
 
@@ -96,7 +96,7 @@ async function refresh() {
       showState();
       if (JSON.stringify(context.catalogue) !== before) for (const listener of context.listeners) listener();
     } catch (failure) {
-      replace(document.getElementById("state"), h("i", { class: "dot lost" }), "the server has ended");
+      replace(document.getElementById("state"), h("i", { class: "dot lost" }), "the server has stopped");
     }
   }
   setTimeout(refresh, live ? LIVE_MS : IDLE_MS);
@@ -104,7 +104,7 @@ async function refresh() {
 
 function theme(name) {
   document.documentElement.dataset.theme = name;
-  try { localStorage.setItem("theme", name); } catch { /* a page without storage keeps no theme */ }
+  try { localStorage.setItem("theme", name); } catch { /* without storage, the theme is not kept */ }
 }
 
 function switchTheme() {
@@ -114,7 +114,7 @@ function switchTheme() {
   show();
 }
 
-/** Move the selection among the elements marked data-item. */
+/** Move the selection among the elements with data-item. */
 function move(distance) {
   const items = [...content.querySelectorAll("[data-item]")];
   if (!items.length) return;
@@ -149,7 +149,7 @@ function key(event) {
 
 function showKeys() {
   const dialog = document.getElementById("keys");
-  replace(dialog, h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([name, meaning]) => [h("dt", {}, name), h("dd", {}, meaning)])),
+  replace(dialog, h("h2", {}, "Keyboard shortcuts"), h("dl", {}, KEYS.map(([name, meaning]) => [h("dt", {}, name), h("dd", {}, meaning)])),
     h("button", { type: "button", onclick: () => dialog.close() }, "close"));
   dialog.showModal();
 }

@@ -1,4 +1,4 @@
-// Prompt over time: one prompt in every round and evaluation in which it stands.
+// Prompt over time: one prompt in every round and evaluation that has it.
 
 import { ask } from "./api.js";
 import { lineChart, colour, swatch } from "./charts.js";

@@ -1,4 +1,4 @@
-// Round: histograms of a samples file, and its groups, searched, filtered and sorted.
+// Round: histograms of a samples file, and its groups, which can be searched, filtered and sorted.
 
 import { ask, Failure, offline } from "./api.js";
 import { histogram } from "./charts.js";
@@ -7,9 +7,9 @@ import { error, fileOptions, h, labelText, link, number, previewText, recalled, 
 const SORTS = [["group", "order"], ["reward", "mean reward"], ["best", "best reward"], ["worst", "worst reward"], ["spread", "spread of rewards"],
   ["length", "mean length"], ["longest", "longest response"], ["size", "number of samples"], ["mismatch", "trainer − engine"], ["version", "oldest weights"]];
 const DEFAULTS = { where: "", search: "", sort: "group", order: "up" };
-const TITLES = { reward: "reward", length: "tokens of a response", staleness: "staleness (weight versions)", mismatch: "|trainer − engine| log-prob" };
-const COLUMNS = [["group"], ["prompt"], ["label"], ["rewards", "One chip for each attempt. Click it to see the sample"], ["mean reward"], ["mean tokens", "Mean length of the responses"],
-  ["trainer − engine", "Mean |trainer − engine| log-probability of a token"]];
+const TITLES = { reward: "reward", length: "response length (tokens)", staleness: "staleness (weight versions)", mismatch: "|trainer − engine| log-prob" };
+const COLUMNS = [["group"], ["prompt"], ["label"], ["rewards", "One chip per attempt. Click it to see the sample"], ["mean reward"], ["mean tokens", "Mean length of the responses"],
+  ["trainer − engine", "Mean |trainer − engine| log-probability per token"]];
 const AGAIN_MS = 700;
 
 export async function roundPage(context, [id], query) {
@@ -49,9 +49,9 @@ export async function roundPage(context, [id], query) {
     if (offset) list.append(...rows);
     else replace(list, rows);
     more.hidden = list.children.length >= answer.total;
-    const filtered = state.where || state.search ? ` · ${answer.matches} of them match, in ${answer.total} groups` : "";
-    const bad = answer.bad_lines ? ` · ${answer.bad_lines} bad lines, e.g. ${visible(answer.errors[0])}` : "";
-    replace(counts, `${answer.samples.toLocaleString("en")} samples${answer.complete ? "" : " so far, reading on…"}${filtered}${bad}`);
+    const filtered = state.where || state.search ? ` · ${answer.matches} match, in ${answer.total} groups` : "";
+    const bad = answer.bad_lines ? ` · ${answer.bad_lines} invalid lines, e.g. ${visible(answer.errors[0])}` : "";
+    replace(counts, `${answer.samples.toLocaleString("en")} samples${answer.complete ? "" : " so far, still reading…"}${filtered}${bad}`);
     if (!answer.complete && !offset) timer = setTimeout(() => { load(); overview(); }, AGAIN_MS);
   }
 
@@ -63,8 +63,8 @@ export async function roundPage(context, [id], query) {
     replace(charts, shown.map(([name, data]) => histogram(TITLES[name], data)));
     const statuses = Object.entries(answer.statuses).map(([name, count]) => `${count} ${name}`).join(", ");
     replace(drops, h("p", {}, `${answer.groups.toLocaleString("en")} groups: ${statuses}. `
-      + `${answer.flat_groups === 1 ? "1 group has" : `${answer.flat_groups} groups have`} equal rewards, which teach nothing.${fresh ? " The weights that were trained wrote every sample (staleness 0)." : ""}`
-      + (answer.statuses.truncated ? " A dashed chip is a truncated response." : "")));
+      + `${answer.flat_groups === 1 ? "1 group has" : `${answer.flat_groups} groups have`} equal rewards and no learning signal.${fresh ? " All samples were generated with the weights that were trained (staleness 0)." : ""}`
+      + (answer.statuses.truncated ? " Dashed chips are truncated responses." : "")));
   }
 
   async function showDropped() {
@@ -89,7 +89,7 @@ export async function roundPage(context, [id], query) {
     h("label", {}, "sort by ", select("Sort by", SORTS, state.sort, (value) => { state.sort = value; address(); load(); }, { disabled: offline })),
     h("button", { type: "button", disabled: offline, "aria-label": "Reverse the order", onclick: (event) => { state.order = state.order === "up" ? "down" : "up"; event.target.textContent = state.order === "up" ? "↑" : "↓"; address(); load(); } }, state.order === "up" ? "↑" : "↓"));
   const table = h("table", { class: "groups" }, h("thead", {}, h("tr", {}, COLUMNS.map(([title, hint]) => h("th", { scope: "col", title: hint }, title)))), list);
-  const step = (distance) => { // among the files that a run has by now
+  const step = (distance) => { // among the present files
     const present = context.files();
     const next = present[present.findIndex((candidate) => candidate.id === file.id) + distance];
     if (next) context.go(`#/round/${next.id}`);
@@ -110,7 +110,7 @@ export async function roundPage(context, [id], query) {
 function groupRow(file, group) {
   const matches = new Set(group.matches);
   const cells = group.rows.map((row, at) => {
-    if (group.attempts.indexOf(group.attempts[at]) < at) return null; // a branch of an attempt that has its chip
+    if (group.attempts.indexOf(group.attempts[at]) < at) return null; // a branch of an attempt that already has a chip
     const branches = group.attempts.filter((attempt) => attempt === group.attempts[at]).length;
     const facts = `reward ${number(group.rewards[at])}, ${branches > 1 ? `${branches} branches` : `${group.lengths[at]} tokens`}, ${group.statuses[at]}`;
     return h("a", { href: `#/sample/${file.id}/${row}`, class: `cell ${rewardClass(group.rewards[at], group.rewards)} ${matches.has(row) ? "" : "other"} ${group.statuses[at] === "truncated" ? "cut" : ""}`,
@@ -124,14 +124,14 @@ function groupRow(file, group) {
     h("td", {}, number(group.mean, 3)), h("td", {}, number(group.length, 3)), h("td", {}, number(group.mismatch, 2)));
 }
 
-/** Return what a round dropped and why: counts of each of its steps, and the samples that no step trained on. */
+/** Return what a round dropped and why: counts per step, and the samples that no step trained on. */
 function droppedBlock(file, answer) {
   const counts = Object.entries(answer.counts);
   const rows = answer.untrained ?? [];
   if (!counts.length && !rows.length) return null;
   const steps = answer.steps > 1 ? ` in each of ${answer.steps} steps` : "";
   const more = answer.untrained_total - rows.length;
-  return h("details", { class: "dropped" }, h("summary", {}, `What training dropped, filtered or marked${steps}`),
+  return h("details", { class: "dropped" }, h("summary", {}, `Dropped, filtered or marked by training${steps}`),
     h("dl", { class: "metrics" }, counts.map(([name, values]) => [h("dt", {}, name), h("dd", {}, values.map((value) => number(value)).join(" · "))])),
     rows.length ? h("p", {}, `${answer.untrained_total === 1 ? "1 sample" : `${answer.untrained_total} samples`} that no step trained on: `, rows.map((row) => [link(`#/sample/${file.id}/${row}`, row), " "]), more ? `and ${more} more` : "") : null);
 }

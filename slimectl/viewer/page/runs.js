@@ -1,4 +1,4 @@
-// Runs: a table of their state and last figures, sorted and filtered; ticks choose the runs of the other pages.
+// Runs: a table of their state and latest values, which can be sorted and filtered. Its checkboxes select runs for the other pages.
 
 import { ask } from "./api.js";
 import { h, labelText, link, number, recalled, remember, replace, visible } from "./dom.js";
@@ -23,7 +23,7 @@ function accuracyName(name) {
   return name.replace(/^eval\//, "").replace(/_accuracy$/, "");
 }
 
-/** Return the columns {id, title, hint, value, text} that some run has values for. */
+/** Return the columns {id, title, hint, value, text} for which some run has a value. */
 function columnsOf(rows, settings, chosen) {
   const seedNames = [...new Set(rows.flatMap((row) => Object.keys(row.seeds)))].sort().reverse(); // run.seed first
   const differing = seedNames.filter((name) => new Set(rows.map((row) => row.seeds[name])).size > 1);
@@ -47,7 +47,7 @@ function columnsOf(rows, settings, chosen) {
   return columns.filter(({ id, value }) => chosen.includes(id) || rows.some((row) => value(row) !== null && value(row) !== undefined));
 }
 
-/** Return whether a row has every term of a search: a text in one of its cells, or a comparison such as lr<1e-4. */
+/** Return whether a row matches every term of a search: a text in one of its cells, or a comparison such as lr<1e-4. */
 function matches(row, columns, search) {
   return search.trim().split(/\s+/).every((term) => {
     const [, name, operator, text] = TERM.exec(term) ?? [];
@@ -59,7 +59,7 @@ function matches(row, columns, search) {
   });
 }
 
-/** Return one row for each group of seeds, with lists in place of values, and those of the other runs. */
+/** Return one line per group of seeds, and one per other run. A line has a list of rows. */
 function grouped(rows, groups) {
   const members = new Map(groups.flatMap((group) => group.runs.map((id) => [id, group])));
   const lines = new Map();
@@ -113,7 +113,7 @@ export async function runsPage(context, _, query) {
     replace(actions, ticked.size ? [
       link(`#/curves?runs=${state.runs.split(",").map(encodeURIComponent).join(",")}`, `Curves of ${ticked.size === 1 ? "this run" : `these ${ticked.size} runs`}`),
       ticked.size === 2 && files.length === 2 ? link(`#/compare?before=${files[0].id}&after=${files[1].id}`, "Compare their last samples") : null,
-      h("button", { type: "button", class: "small", onclick: () => { ticked.clear(); draw(); } }, "clear")] : h("span", { class: "quiet" }, "Tick runs to compare their curves and samples."));
+      h("button", { type: "button", class: "small", onclick: () => { ticked.clear(); draw(); } }, "clear")] : h("span", { class: "quiet" }, "Select runs to compare their curves and samples."));
   }
 
   function sorted(lines, columns) {
@@ -129,7 +129,7 @@ export async function runsPage(context, _, query) {
 
   function row(line, columns) {
     const ids = line.rows.map(({ id }) => id);
-    const box = h("input", { type: "checkbox", checked: ids.every((id) => ticked.has(id)), "aria-label": `choose ${line.name ?? line.rows[0].name}`,
+    const box = h("input", { type: "checkbox", checked: ids.every((id) => ticked.has(id)), "aria-label": `select ${line.name ?? line.rows[0].name}`,
       onchange: (event) => { for (const id of ids) event.target.checked ? ticked.add(id) : ticked.delete(id); store(); } });
     const address = `#/curves?runs=${ids.map((id) => encodeURIComponent(context.keyOf(context.run(id)))).join(",")}`;
     return h("tr", { "data-item": true }, h("td", {}, box), columns.map((column) => h("td", { class: column.id === "name" ? "run" : null },
@@ -153,7 +153,7 @@ export async function runsPage(context, _, query) {
   const search = h("input", { type: "search", value: state.search, placeholder: "text, or reward>0.5 lr<1e-4", "aria-label": "Search runs", "data-search": true, "data-filter": true,
     oninput: (event) => { state.search = event.target.value; draw(); } });
   const seeds = answer.groups.length ? h("label", {}, h("input", { type: "checkbox", checked: state.seeds, onchange: (event) => { state.seeds = event.target.checked; draw(); } }),
-    h("span", { title: "Runs whose settings differ only in seeds and names: mean ± standard deviation" }, " one row for each group of seeds")) : null;
+    h("span", { title: "Runs whose settings differ only in seeds and names: mean ± standard deviation" }, " one row per group of seeds")) : null;
   const more = table.runs.length > 1 ? h("select", { "aria-label": "Show a setting", onchange: (event) => {
     const names = new Set(state.settings.split(",").filter(Boolean));
     names.has(event.target.value) ? names.delete(event.target.value) : names.add(event.target.value);

@@ -1,4 +1,4 @@
-// Sample: its tokens, coloured by a number of each, or its messages; its branches, record and commands.
+// Sample: its tokens, coloured by a value, or its messages, and its branches, record and commands.
 
 import { ask, Failure } from "./api.js";
 import { chat, copyButton, h, labelText, link, number, recalled, remember, replace, rewardText, textBlock, toolsBlock, visible } from "./dom.js";
@@ -6,12 +6,12 @@ import { branchLink, branchTree, rowsOf } from "./tree.js";
 
 const NO_COLOUR = { name: "none", title: "none", tone: "none", strengths: [], marks: [], ends: [0, 0] };
 const DEFAULTS = { as: "tokens", colour: "" };
-const NAMES = { rollout_log_probs: "engine log-prob", old_log_probs: "trainer log-prob", log_probs: "at its step", ratios: "ratio", clipped: "clipped",
+const NAMES = { rollout_log_probs: "engine log-prob", old_log_probs: "trainer log-prob", log_probs: "log-prob at its step", ratios: "ratio", clipped: "clipped",
   advantages: "advantage", returns: "return", values: "value", ref_log_probs: "reference log-prob", teacher_log_probs: "teacher log-prob",
   loss_weights: "loss weight", loss_mask: "loss mask", weight_version: "weight version" };
-const MEANINGS = { logprob: "log-probability that the engine gave each token", trainer_minus_engine: "log-probability of the trainer less the engine's",
-  ratio: "probability under the updated weights over that under the old ones; a wavy line marks clipped tokens", advantage: "how much better than its group",
-  reference: "log-probability of the engine less the reference model's", teacher: "log-probability of the teacher less the engine's",
+const MEANINGS = { logprob: "log-probability of each token in the engine", trainer_minus_engine: "trainer's log-probability minus the engine's",
+  ratio: "probability under the updated weights divided by that under the old ones. Wavy lines mark clipped tokens", advantage: "how much better than its group",
+  reference: "engine's log-probability minus the reference model's", teacher: "teacher's log-probability minus the engine's",
   mask: "trained on", weight_version: "weights that wrote each token, oldest to newest" };
 
 function diff(left, right) {
@@ -21,15 +21,15 @@ function diff(left, right) {
 export async function samplePage(context, [id, row], query) {
   const state = recalled(query, { ...DEFAULTS, ...context.sampleState });
   const file = context.file(id);
-  if (!file) throw new Failure("That samples file is not in this view any more.");
+  if (!file) throw new Failure("That samples file is no longer in this view.");
   const first = await ask("sample", { file: id, row });
   const available = [...first.colours, NO_COLOUR];
   let mode = available.find(({ name }) => name === state.colour) ?? available[0];
   const tokens = h("div", { class: "tokens text", "aria-label": "Tokens" });
-  const details = h("p", { class: "token-details", role: "status" }, "Point at a token for its numbers.");
+  const details = h("p", { class: "token-details", role: "status" }, "Point at a token to see its values.");
   const cells = [];
 
-  let turn = null; // of the block that is being filled
+  let turn = null; // turn of the current block
   let block = tokens;
 
   function beginBlock(label, author) {
@@ -39,8 +39,8 @@ export async function samplePage(context, [id, row], query) {
 
   function add(view) {
     const parts = new Map(view.parts.map((part) => [part.start, part]));
-    let headerEnd = 0; // of the header of a message, which names its role
-    let tool = null; // the tool call or result that is being filled
+    let headerEnd = 0; // end of a message header, which has the role
+    let tool = null; // current tool call or result
     for (const [at, token] of view.ids.entries()) {
       const position = view.start + at;
       const part = parts.get(position);
@@ -52,7 +52,7 @@ export async function samplePage(context, [id, row], query) {
       } else if (part?.kind === "message") beginBlock("", turn.author);
       if (part?.kind === "message") headerEnd = part.end;
       if (part && part.kind !== "message") {
-        tool = { end: part.end, element: h("span", { class: "tool-call", "aria-label": part.kind === "call" ? "tool call" : "result of a tool" }, h("b", { "aria-hidden": true }, part.kind === "call" ? "tool call" : "result")) };
+        tool = { end: part.end, element: h("span", { class: "tool-call", "aria-label": part.kind === "call" ? "tool call" : "tool result" }, h("b", { "aria-hidden": true }, part.kind === "call" ? "tool call" : "result")) };
         block.append(tool.element);
       } else if (tool && position >= tool.end) tool = null;
       const values = { id: token, position };
@@ -82,7 +82,7 @@ export async function samplePage(context, [id, row], query) {
     replace(scale, scaleOf(mode));
   }
 
-  /** Show tokens or messages, coloured by the mode; the address and the next samples keep both. */
+  /** Show tokens or messages. The address and the next samples keep the view and its colours. */
   function show() {
     const asChat = state.as === "chat";
     for (const element of [modes, scale, details, tokens]) element.hidden = asChat;
@@ -124,7 +124,7 @@ export async function samplePage(context, [id, row], query) {
     element: h("div", {},
       h("h2", {}, link(`#/round/${id}`, visible(context.fileTitle(file))), " · ", link(`#/group/${id}/${first.group}`, `group ${first.group}`), ` · ${branch}`),
       h("p", {}, "reward ", h("b", {}, rewardText(record.reward)), ` · label ${labelText(record.label)} · ${visible(record.status)} · `
-        + `${first.prompt_length} tokens of prompt, ${first.total - first.prompt_length} of response · `, link(`#/prompt/${file.run ?? ""}/${first.hash}`, "follow this prompt over rounds and evaluations")),
+        + `${first.prompt_length} prompt tokens, ${first.total - first.prompt_length} response tokens · `, link(`#/prompt/${file.run ?? ""}/${first.hash}`, "follow this prompt over rounds and evaluations")),
       record.metadata?.error ? h("p", { class: "error" }, visible(record.metadata.error)) : null,
       record.metadata?.explanation ? h("p", {}, visible(`${record.metadata.explanation.extracted ?? "nothing"} from ${record.metadata.explanation.from}: ${record.metadata.explanation.why}`)) : null,
       toolsBlock(record.tools ?? record.metadata?.tools), pictures, views, modes, scale, details, first.total ? tokens : textBlock(record.response ?? ""), messages,
@@ -136,7 +136,7 @@ export async function samplePage(context, [id, row], query) {
   };
 }
 
-/** Return the scale of a colour with its numbers, and what it means. */
+/** Return the scale of a colour with its values and its meaning. */
 function scaleOf({ name, tone, ends: [low, high] }) {
   const bar = (kind) => h("i", { class: `bar-${kind}` });
   const meaning = MEANINGS[name] ? h("span", { class: "quiet" }, ` ${MEANINGS[name]}`) : null;
