@@ -94,7 +94,7 @@ class MissingExtraError(BackendError):
     """
 
     def __init__(self, package: str, *, extra: str, wanted_by: str) -> None:
-        super().__init__(f"{wanted_by} needs {package}, which is not installed; run: pip install 'slimectl[{extra}]'")
+        super().__init__(f"{wanted_by} needs {package}, which is not installed. Run: pip install 'slimectl[{extra}]'.")
         self._arguments = (package, extra, wanted_by)
 
     def __reduce__(self) -> tuple[object, tuple[str, str, str]]:

@@ -51,7 +51,7 @@ def check_model_files(folder: Path) -> None:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror}); give a model directory") from error
+        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror}). Give a model directory.") from error
     for name in names:
         path = folder / name
         if name.endswith("chat_templates") and path.is_dir():
@@ -68,10 +68,10 @@ def check_file(path: Path) -> os.stat_result:
         status = path.stat()
     except FileNotFoundError:
         if path.is_symlink():
-            raise CheckpointError(f"{path}: a link to nothing; copy the folder again, with what it links to") from None
+            raise CheckpointError(f"{path}: a link to nothing. Copy the folder again, with what it links to.") from None
         raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); copy the folder again") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Copy the folder again.") from error
     _check_kind(path, status)
     return status
 
@@ -85,7 +85,7 @@ def open_file(path: Path) -> BinaryIO:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from error
     try:
         _check_kind(path, os.fstat(descriptor))
         return os.fdopen(descriptor, "rb")
@@ -99,15 +99,15 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     with open_file(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path}: over {max_bytes} bytes, which no genuine one has; download it again")
+        raise CheckpointError(f"{path}: over {max_bytes} bytes, which no genuine one has. Download it again.")
     try:
         value = json.loads(data)
     except RecursionError:
-        raise CheckpointError(f"{path}: not JSON (nested too deeply); download it again") from None
+        raise CheckpointError(f"{path}: not JSON (nested too deeply). Download it again.") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); download it again") from None
+        raise CheckpointError(f"{path}: not JSON ({error}). Download it again.") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object; download it again")
+        raise CheckpointError(f"{path}: not a JSON object. Download it again.")
     return value
 
 
@@ -176,10 +176,10 @@ def _check_link(path: Path) -> None:
         if leads_out(path):
             target = path.resolve()
             raise CheckpointError(
-                f"{path}: a link out of its folder, to {target}; put a copy of the file there instead"
+                f"{path}: a link out of its folder, to {target}. Put a copy of the file there instead."
             )
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: a link that leads nowhere ({error}); put the file itself there") from error
+        raise CheckpointError(f"{path}: a link that leads nowhere ({error}). Put the file itself there.") from error
 
 
 def _is_cached_blob(target: Path) -> bool:
@@ -190,7 +190,7 @@ def _is_cached_blob(target: Path) -> bool:
 def _check_kind(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise CheckpointError(f"{path}: {kind}, not a file; put the model's own file there")
+        raise CheckpointError(f"{path}: {kind}, not a file. Put the model's own file there.")
 
 
 def _check_bounds(path: Path, status: os.stat_result) -> None:
@@ -199,7 +199,7 @@ def _check_bounds(path: Path, status: os.stat_result) -> None:
         return
     limit = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES
     if status.st_size > limit:
-        raise CheckpointError(f"{path}: {status.st_size} bytes, a genuine one has at most {limit}; download it again")
+        raise CheckpointError(f"{path}: {status.st_size} bytes, a genuine one has at most {limit}. Download it again.")
 
 
 def trainer_folder(model: Path) -> Path:

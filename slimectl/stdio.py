@@ -111,8 +111,8 @@ def writes_to_pipe() -> bool:
 def output_error(error: OSError) -> StorageError:
     """Return the error for a stdout that cannot be written."""
     if error.errno == errno.EBADF:
-        return StorageError(f"{STDOUT}: is closed; give --out FILE, or open it")
-    return StorageError(f"{STDOUT}: cannot be written: {error.strerror or error}; free space or write elsewhere")
+        return StorageError(f"{STDOUT}: is closed. Give --out FILE, or open it.")
+    return StorageError(f"{STDOUT}: cannot be written: {error.strerror or error}. Free space or write elsewhere.")
 
 
 def protect() -> None:

@@ -158,7 +158,7 @@ class Trainer(_Closing):
         else:
             name = self.settings.algorithm.name
             raise SettingsError(
-                f"algorithm.name: {name} trains on scored samples, and these are prompts; sample them first"
+                f"algorithm.name: {name} trains on scored samples, and these are prompts. Sample them first."
             )
 
     def push(self, sampler: Sampler) -> None:
@@ -188,7 +188,7 @@ def create_model(card: str, folder: Path | str, *, seed: int = 1234) -> Path:
     """
     path = Path(folder)
     if (read_manifest(path) or {"stage": CREATED}).get("stage") != CREATED:
-        raise SettingsError(f"{path}: holds a model that was trained or converted; name another folder, or remove it")
+        raise SettingsError(f"{path}: holds a model that was trained or converted. Name another folder, or remove it.")
     fields = {"stage": CREATED, "card": card, "seed": seed}
     write_folder(path, lambda staged: builders.create_model(card, staged, seed=seed), manifest_fields=fields)
     return path
@@ -241,7 +241,7 @@ class ChatModel(Sampler):
         """
         tokens = self.tokens(prompt)
         if not tokens:
-            raise RecordError("the question is empty; write a text, or give it on stdin")
+            raise RecordError("the question is empty. Write a text, or give it on stdin.")
         return builders.stream_answer(self.engine, self.tokenizer, tokens, params, show=show, stoppable=stoppable)
 
 
@@ -249,7 +249,7 @@ def messages(question: str, *, system: str | None, chat_model: ChatModel) -> str
     """Return a question as a chat; as a plain text for a model without a chat template. Raises SettingsError."""
     if not chat_model.has_template:
         if system is not None:
-            raise SettingsError(f"--system: {chat_model.folder} has no chat template; put it into the text itself")
+            raise SettingsError(f"--system: {chat_model.folder} has no chat template. Put it into the text itself.")
         return question
     head = [] if system is None else [{"role": "system", "content": system}]
     return [*head, {"role": "user", "content": question}]

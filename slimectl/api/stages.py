@@ -141,7 +141,7 @@ class Evaluation:
         from slimectl.stages.evaluate import resolve_dataset_settings
 
         if not settings.eval.data:
-            raise SettingsError("eval.data: no datasets are given; add eval.data.NAME = PROMPTS")
+            raise SettingsError("eval.data: no datasets are given. Add eval.data.NAME = PROMPTS.")
         builders.check_trackers(settings)
         self.metrics: Metrics = {}
         self.failures: dict[str, FailureCount] = {}

@@ -44,7 +44,7 @@ def prompts(
     from slimectl.data.prompts import open_prompts
 
     if not sources:
-        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+        raise SettingsError("rollout.data: no prompts are given. Add --data FILE.")
     options = settings.rollout
     return open_prompts(
         sources,
@@ -112,7 +112,7 @@ class EnvironmentTables:
         if self._settings.rollout.env is None:
             if Path(source).exists():
                 return None
-            raise SettingsError(f"{source}: stands for the tasks of rollout.env, which is not set; add --env KIND:ID")
+            raise SettingsError(f"{source}: stands for the tasks of rollout.env, which is not set. Add --env KIND:ID.")
         from slimectl.environments.tasks import task_table
 
         return task_table(environment(self._settings), split or "train", unbounded=unbounded)
@@ -141,7 +141,7 @@ def check_pipes(settings: Settings) -> None:
     warm_up = [*settings.sft_warmup.data, *settings.rollout.data] if settings.sft_warmup.data else []
     for source in filter(is_pipe, [*settings.eval.sources.values(), *warm_up]):
         raise SettingsError(
-            f"{source}: is a pipe, and evaluations and the warm-up read it again; write it to a file first"
+            f"{source}: is a pipe, and evaluations and the warm-up read it again. Write it to a file first."
         )
 
 

@@ -86,12 +86,12 @@ class EngineBackend:
         With `waiting` it answers no request before a push; otherwise it has the weights of `spec.model`.
         """
         raise SettingsError(
-            f"engine.num_engines: {settings.engine.backend} has no servers, and only one lives in a process; give 1"
+            f"engine.num_engines: {settings.engine.backend} has no servers, and only one lives in a process. Give 1."
         )
 
     def meeting_flags(self, address: str) -> Sequence[str]:
         """Return the arguments that tell each process of a server over several machines where they meet."""
-        raise SettingsError("cluster.rollout_num_gpus_per_engine: these engines live on one machine; lower it")
+        raise SettingsError("cluster.rollout_num_gpus_per_engine: these engines live on one machine. Lower it.")
 
     def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
         """Make the client that pushes weights to servers at these addresses."""
@@ -111,8 +111,8 @@ class EngineBackend:
         Raises SettingsError for servers that cannot.
         """
         raise SettingsError(
-            "train.use_rollout_routing_replay: servers of engine.backend report no experts; take embedded, sglang or "
-            "vllm"
+            "train.use_rollout_routing_replay: servers of engine.backend report no experts. Take embedded, sglang or "
+            "vllm."
         )
 
 

@@ -53,7 +53,7 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
     folder = model_folder(options.load, setting="algorithm.opd_teacher_load")
     if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
         raise SettingsError(
-            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}; give a teacher that shares it"
+            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}. Give a teacher that shares it."
         )
     return frozen(settings, folder, executor=executor, store_prefix="teacher_")
 

@@ -173,6 +173,6 @@ def _require_gpu_for_routing(settings: Settings) -> None:
     """Refuse to replay routing of vLLM on a CPU: its model runner there (0.32.0) reports no experts."""
     if settings.train.use_rollout_routing_replay and device(settings.engine.device) == "cpu":
         raise SettingsError(
-            "train.use_rollout_routing_replay: vLLM reports experts on a GPU alone; set engine.backend to embedded or "
-            "sglang"
+            "train.use_rollout_routing_replay: vLLM reports experts on a GPU alone. Set engine.backend to embedded or "
+            "sglang."
         )

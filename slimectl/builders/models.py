@@ -46,12 +46,12 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
         raise SettingsError(f"{setting}: no model is given; {remedy}")
     folder = follow_links(Path(path))
     if is_gguf(path):
-        raise CheckpointError(f"{path}: is a GGUF; convert it first: slimectl convert {path} DIR --to hf")
+        raise CheckpointError(f"{path}: is a GGUF. Convert it first: slimectl convert {path} DIR --to hf.")
     if not folder.exists():
         folder = hub_model(path) or folder
     if not folder.is_dir():
         raise CheckpointError(
-            f"{path}: no such model directory; give a Hugging Face checkpoint directory{or_fetch(path)}"
+            f"{path}: no such model directory. Give a Hugging Face checkpoint directory{or_fetch(path)}."
         )
     folder = policy_folder(folder)
     if folder.parent.parent == Path(path):
@@ -101,8 +101,8 @@ def _without_config(folder: Path) -> str:
     if not is_torch_dist(folder):
         return adapter_remedy(folder) or "this is not a Hugging Face checkpoint"
     return (
-        "this is a torch_dist checkpoint; copy config.json and tokenizer.json, tokenizer_config.json of its Hugging"
-        " Face model into it"
+        "this is a torch_dist checkpoint. Copy config.json and tokenizer.json, tokenizer_config.json of its Hugging"
+        " Face model into it."
     )
 
 
@@ -219,7 +219,7 @@ def device(requested: str) -> str:
     if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if requested == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("device: cuda is asked for, but torch sees no GPU; use auto or cpu")
+        raise SettingsError("device: cuda is asked for, but torch sees no GPU. Use auto or cpu.")
     return requested
 
 

@@ -297,7 +297,7 @@ def _converted(settings: Settings, model: Path, folder: str) -> Path:
     """Convert a torch_dist model into a temporary folder. Raises SettingsError if engines run on other machines."""
     command, name = f"slimectl convert {model} DIR --to hf", settings.engine.backend
     if executor_backend(settings).spans_machines(settings):
-        raise SettingsError(f"{model}: torch_dist, which {name} does not read; convert it: {command}")
+        raise SettingsError(f"{model}: torch_dist, which {name} does not read. Convert it: {command}.")
     logger.info(f"converting {model}, since {name} does not read torch_dist; to do it once: {command}")
     convert(str(model), Path(folder) / "model")
     return Path(folder) / "model"

@@ -57,7 +57,7 @@ def exposure(settings: Settings, host: str) -> str | None:
         return f"{host}: other machines reach this server, in clear text; they need the API key or the admin key"
     return (
         f"{host}: other machines reach this server, and anybody there may ask it (/generate, /v1); weights, pauses and "
-        f"aborts take the admin key; set engine.api_key to close the rest"
+        f"aborts take the admin key. Set engine.api_key to close the rest."
     )
 
 

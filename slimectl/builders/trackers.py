@@ -129,7 +129,7 @@ def _check_shared_mode(settings: Settings) -> None:
         if mode in ("offline", "dryrun", "disabled"):
             raise SettingsError(
                 f"track.mode: shared contradicts {source} = {mode}: a run that several processes write into is on "
-                f"wandb's server, and wandb has no such mode offline; drop {source}, or set track.mode = {mode}"
+                f"wandb's server, and wandb has no such mode offline. Drop {source}, or set track.mode = {mode}."
             )
 
 

@@ -136,7 +136,7 @@ class MegatronBackend(PolicyBackend):
         family = family_of(config)
         if family.name in MODEL_TYPES:
             raise SettingsError(
-                f'train.backend: "megatron" does not train {family.name}, whose images it cannot read; give "fsdp"'
+                f'train.backend: "megatron" does not train {family.name}, whose images it cannot read. Give "fsdp".'
             )
         transformer = family.architecture(config).transformer
         for problem in problems(layout(settings), transformer, settings.cluster.ranks):
@@ -145,7 +145,7 @@ class MegatronBackend(PolicyBackend):
         obstacle = prefix_obstacle(transformer, settings.megatron.args)
         if settings.train.share_prompt_prefix and obstacle:
             raise SettingsError(
-                f"train.share_prompt_prefix: true has no effect ({obstacle}); set it to none, which shares where it can"
+                f"train.share_prompt_prefix: true has no effect ({obstacle}). Set it to none, which shares where it can."
             )
         if settings.train.lora_rank is not None:
             chosen(linear_layers(family.links(config)), settings.train.lora_targets)

@@ -141,7 +141,7 @@ def adapter_obstacle(settings: Settings) -> str | None:
     elif sync.check_weight_update_equal and device(settings.train.device) != device(settings.engine.device):
         obstacle = "sync.check_weight_update_equal compares bits, and products on a GPU have other last ones"
     if obstacle is not None and sync.lora == "adapter":
-        raise SettingsError(f"sync.lora: adapter is not possible: {obstacle}; set it to auto or merged")
+        raise SettingsError(f"sync.lora: adapter is not possible: {obstacle}. Set it to auto or merged.")
     return obstacle
 
 
@@ -153,8 +153,8 @@ def _pushes_adapters(settings: Settings, receivers: WeightUpdateClient) -> bool:
         return True
     if settings.sync.lora == "adapter":
         raise SettingsError(
-            f"sync.lora: adapter is not possible: servers at {', '.join(receivers.urls)} take none; set it to auto or "
-            "merged"
+            f"sync.lora: adapter is not possible: servers at {', '.join(receivers.urls)} take none. Set it to auto or "
+            "merged."
         )
     return False
 
@@ -175,9 +175,9 @@ def pushed_precision(settings: Settings, folder: Path) -> Precision:
     if scheme is None:
         return dtype
     if isinstance(scheme, Int4Groups):
-        raise CheckpointError(f"engine.load: {folder} holds int4, which pushes do not make; give one in fp8")
+        raise CheckpointError(f"engine.load: {folder} holds int4, which pushes do not make. Give one in fp8.")
     if dtype == torch.float32:
-        raise SettingsError("engine.dtype: float32, but fp8 servers compute in bfloat16; add engine.dtype = bfloat16")
+        raise SettingsError("engine.dtype: float32, but fp8 servers compute in bfloat16. Add engine.dtype = bfloat16.")
     return QuantizedStream(HFWeights(folder).forms(), scheme, dtype)
 
 

@@ -110,8 +110,8 @@ class Placement:
             whole = nearest_valid(large, range(machine, 2 * large + 1), lambda size: size % machine == 0)
             yield (
                 f"{ENGINE_SIZE}: {large}, but a machine has {machine} GPUs"
-                f" (cluster.num_gpus_per_node), and a larger engine takes whole ones; give"
-                f" {' or '.join(map(str, whole))}"
+                f" (cluster.num_gpus_per_node), and a larger engine takes whole ones. Give"
+                f" {' or '.join(map(str, whole))}."
             )
         elif (engine := self._first_spanning_engine()) is not None:
             size = self.engine_gpus[engine]

@@ -162,7 +162,7 @@ def check_prompts(task: benchmark.BenchmarkTask) -> None:
     if task.target.prompts_sha256 not in (None, actual_digest):
         raise SettingsError(
             f"{task.title}: {source} has other prompts than the task was made with (SHA-256 {actual_digest}), so its "
-            f"figures would not compare; install the version of their library that constraints.txt names"
+            f"figures would not compare. Install the version of their library that constraints.txt names."
         )
 
 
@@ -258,7 +258,7 @@ def measure(
             _end(child)
             raise
     if result is None:
-        raise DiedError(f"{task.title}, seed {seed}: its process ended with code {code} and no word; see above")
+        raise DiedError(f"{task.title}, seed {seed}: its process ended with code {code} and no word. See above.")
     result.wall_s = time.perf_counter() - started
     return result
 

@@ -85,8 +85,8 @@ def memory(settings: Settings, *, with_engine: bool = True) -> str:
     text = f"{text}, of {sized(available)} {'a GPU' if run.device == 'cuda' else 'free'}"
     if needed > (USABLE if run.device == "cuda" else 1) * available:
         raise SettingsError(
-            f"train.max_tokens_per_gpu: {settings.train.max_tokens_per_gpu} needs {text}; lower it, set "
-            f'train.recompute_granularity = "full", or give more ranks (cluster.actor_num_gpus_per_node)'
+            f"train.max_tokens_per_gpu: {settings.train.max_tokens_per_gpu} needs {text}. Lower it, set "
+            f'train.recompute_granularity = "full", or give more ranks (cluster.actor_num_gpus_per_node).'
         )
     return text
 
@@ -108,7 +108,7 @@ def disk(settings: Settings) -> str:
     needed = size * (checkpoints + 1)
     text = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''} of {sized(size)} and the next, {sized(free)} free"
     if needed > free:
-        raise StorageError(f"run.dir: {settings.run.dir}: {text}; free space, or lower run.keep_checkpoints")
+        raise StorageError(f"run.dir: {settings.run.dir}: {text}. Free space, or lower run.keep_checkpoints.")
     return f"{text} in {settings.run.dir}"
 
 
@@ -132,9 +132,9 @@ def check_folder(setting: str, folder: Path) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise StorageError(f"{setting}: {existing} is no folder; give another")
+        raise StorageError(f"{setting}: {existing} is no folder. Give another.")
     if not os.access(existing, os.W_OK):
-        raise StorageError(f"{setting}: {existing} cannot be written to; give another folder")
+        raise StorageError(f"{setting}: {existing} cannot be written to. Give another folder.")
 
 
 def free_space(folder: Path) -> int:

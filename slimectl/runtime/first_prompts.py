@@ -29,7 +29,7 @@ def first_prompts(settings: Settings, source: str, *, demonstrations: bool = Fal
     rows = builders.prompts(settings, [source], shuffle=False, demonstrations=demonstrations)
     if prompts := list(islice(rows, ROWS)):
         return prompts
-    raise SettingsError(f"{source}: no rows; give a prompt source that has some")
+    raise SettingsError(f"{source}: no rows. Give a prompt source that has some.")
 
 
 def check_source(settings: Settings, source: str, *, evaluation: bool = False, demonstrations: bool = False) -> str:

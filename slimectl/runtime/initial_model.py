@@ -40,16 +40,16 @@ def check_runnable(settings: Settings) -> None:
     """Check the settings that only a whole run needs. Raises SettingsError before anything is loaded."""
     check_model(settings)
     if not settings.rollout.data and settings.rollout.data_source_path is None:
-        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+        raise SettingsError("rollout.data: no prompts are given. Add --data FILE.")
     if settings.algorithm.trains_on != "rollouts":
         kind = "demonstrations" if settings.algorithm.trains_on == "demonstrations" else "preferences or scored samples"
         raise SettingsError(
-            f"algorithm.name: {settings.algorithm.name} needs no rollouts; use `slimectl train` on {kind}"
+            f"algorithm.name: {settings.algorithm.name} needs no rollouts. Use `slimectl train` on {kind}."
         )
     if Need.GROUPS in settings.algorithm.needs and settings.rollout.n_samples_per_prompt == 1:
         raise SettingsError(
             f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares answers to a "
-            f"prompt with one another; sample at least 2"
+            f"prompt with one another. Sample at least 2."
         )
     if (setting := settings.train.needs_total_steps) and not settings.run.num_rollout:
         raise SettingsError(f"{setting} needs an end. Set run.num_rollout or train.lr_decay_iters.")
@@ -70,7 +70,7 @@ def check_model(settings: Settings) -> None:
     """Raise SettingsError if no model is given, or if the metric that chooses the best one does not exist."""
     check_best(settings)
     if settings.model.path is None and settings.model.card is None:
-        raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
+        raise SettingsError("model.path: no model is given. Add --model DIR, or model.card to build a new one.")
 
 
 def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: bool = True) -> None:

@@ -113,7 +113,7 @@ def _resume(settings: Settings, *, sources: Sequence[str]) -> str:
 def _model(settings: Settings) -> str:
     path, card = settings.model.path, settings.model.card
     if path is None and card is None:
-        raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
+        raise SettingsError("model.path: no model is given. Add --model DIR, or model.card to build a new one.")
     if path is not None and builders.is_gguf(path):
         return f"{builders.source_of(path)}, to be converted"
     name_model_tokens(settings)
@@ -124,7 +124,7 @@ def _data(settings: Settings) -> str:
     if settings.rollout.data_source_path is not None:
         return f"rollout.data_source_path = {settings.rollout.data_source_path}"
     if not settings.rollout.data:
-        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+        raise SettingsError("rollout.data: no prompts are given. Add --data FILE.")
     builders.check_pipes(settings)
     lines = [check_source(settings, source) for source in settings.rollout.data]
     builders.check_images(settings, settings.rollout.data, servers=settings.uses_servers)
@@ -172,8 +172,8 @@ def _reward_of(settings: Settings, sources: Sequence[str]) -> str:
         prompt_types |= {prompt.metadata.get("rm_type") for prompt in prompts}
         if not is_named and not all(prompt.metadata.get("rm_type") for prompt in prompts):
             raise SettingsError(
-                f"score.rm_type: no reward is named, neither in the settings nor in the rows of {source}; give "
-                f"--rm-type, score.rm or score.custom_rm_path"
+                f"score.rm_type: no reward is named, neither in the settings nor in the rows of {source}. Give "
+                f"--rm-type, score.rm or score.custom_rm_path."
             )
         check_grading(grader, prompts)
     if is_named and prompt_types.isdisjoint({None, score.rm_type}) and prompt_types:

@@ -221,7 +221,7 @@ class RunRecorder:
             warmup = self.folder.path / "warmup"
             if damage := self.folder.lost_metrics(warmup):
                 raise CheckpointError(
-                    f"{warmup}: {damage}; put it back from a copy, or start the run anew with --force"
+                    f"{warmup}: {damage}. Put it back from a copy, or start the run anew with --force."
                 )
             state = warmup / "state.json"
             sizes = json.loads(state.read_text())["sizes"] if state.exists() else {}

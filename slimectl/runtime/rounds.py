@@ -128,12 +128,12 @@ class RecordedRounds:
             "run.async_level": settings.run.async_level,
         }.items():
             if value:
-                raise SettingsError(f"{name}: has no effect on training from a file of samples; drop it")
+                raise SettingsError(f"{name}: has no effect on training from a file of samples. Drop it.")
         graded = sorted(settings.eval.data.keys() - self.held_out)
         if graded and settings.algorithm.trained_output == "values":
             raise SettingsError(
                 f"eval.data.{graded[0]}: a model that {settings.algorithm.name} trains gives values, and no answers to "
-                f"grade; drop its verifier, and the loss on its preferences is measured"
+                f"grade. Drop its verifier, and the loss on its preferences is measured."
             )
 
     def check_inputs(self) -> None:

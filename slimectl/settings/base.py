@@ -93,7 +93,7 @@ def section_class(section: str) -> type[BaseModel] | None:
             if not (isinstance(cls, type) and issubclass(cls, BaseModel)):
                 raise BackendError(
                     f"{registry.package(section)}: settings_class of its {registry.kind} {section} is no pydantic "
-                    f"model; derive it from slimectl.settings.base.Section"
+                    f"model. Derive it from slimectl.settings.base.Section."
                 )
             return cls
     return None

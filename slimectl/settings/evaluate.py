@@ -104,7 +104,7 @@ class EvalSettings(Section):
                     first = error.errors()[0]
                     key = ".".join(map(str, first["loc"]))
                     near = difflib.get_close_matches(key, Dataset.model_fields, n=1)
-                    unknown = "unknown setting" + (f"; did you mean {near[0]}?" if near else "")
+                    unknown = "unknown setting" + (f". Did you mean {near[0]}?" if near else "")
                     message = unknown if first["type"] == "extra_forbidden" else first["msg"]
                     raise PydanticCustomError(
                         "dataset", "{key}: {what}", {"key": f"{name}.{key}", "what": message}

@@ -65,8 +65,8 @@ def from_file(path: Path) -> Layer:
     for section, keys in values.items():
         if not isinstance(keys, dict):
             raise SettingsError(
-                f"{path}: {section}: settings stand in sections; write [section] above `{section} = …`. A file of"
-                f" another program becomes settings with `slimectl settings from {path}`"
+                f"{path}: {section}: settings stand in sections. Write [section] above `{section} = …`. A file of"
+                f" another program becomes settings with `slimectl settings from {path}`."
             )
     return Layer(
         str(path), {section: {str(key): value for key, value in keys.items()} for section, keys in values.items()}

@@ -145,8 +145,8 @@ def _replace_alternatives(
                 continue
             if layer.origin in COMMAND_LINE and origins[name] in COMMAND_LINE:
                 yield (
-                    f"{section}.{given[0]} and {name} are both on the command line, and one of them would be ignored; "
-                    f"give one"
+                    f"{section}.{given[0]} and {name} are both on the command line, and one of them would be ignored. "
+                    f"Give one."
                 )
             del merged[section][key]
             origins[name] = f"default, as {layer.origin} sets {section}.{given[0]}"
@@ -183,8 +183,8 @@ def _current_values(layer: Layer, merged: Values, errors: list[str]) -> dict[tup
             if address in spellings:
                 name = ".".join(address)
                 errors.append(
-                    f"{spellings[address]} and {old_section}.{old_key} are the same setting ({layer.origin}); give "
-                    f"{name} alone"
+                    f"{spellings[address]} and {old_section}.{old_key} are the same setting ({layer.origin}). Give "
+                    f"{name} alone."
                 )
                 continue
             spellings[address] = f"{old_section}.{old_key}"
@@ -228,7 +228,7 @@ def _error_lines(error: ValidationError, origins: dict[str, str], prefix: tuple[
         if item["type"] == "union_tag_invalid":
             name, line = (
                 "algorithm.name",
-                f"algorithm.name: unknown algorithm {item['ctx']['tag']!r}; known are {', '.join(ALGORITHMS)}",
+                f"algorithm.name: unknown algorithm {item['ctx']['tag']!r}. Known are {', '.join(ALGORITHMS)}.",
             )
         else:
             message = item["msg"][:1].lower() + item["msg"][1:]

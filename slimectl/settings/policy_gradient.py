@@ -177,42 +177,42 @@ class PolicyGradient(AlgorithmSection):
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if self.kl_coef and self.kl_loss_coef:
             yield (
-                "algorithm.kl_coef and algorithm.kl_loss_coef exclude each other: the divergence goes into the reward "
-                "or into the loss; set one to 0"
+                "algorithm.kl_coef and algorithm.kl_loss_coef cannot be combined: the divergence goes into the reward "
+                "or into the loss. Set one to 0."
             )
         if self.calculate_per_token_loss and self.fixed_length:
-            yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"
+            yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions. Give one of them."
         yield from self._teacher_conflicts(temperature)
         yield from self._correction_conflicts()
 
     def _teacher_conflicts(self, temperature: float) -> Iterator[str]:
         urls = self.opd_teacher_url
         if urls and self.opd_teacher_load:
-            yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url are two teachers; give one of them"
+            yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url are two teachers. Give one of them."
         if urls and temperature != 1.0:
             yield (
-                f"algorithm.opd_teacher_url and rollout.temperature: {temperature:g} exclude each other: servers tell "
-                f"the probabilities of temperature 1; set that, or give algorithm.opd_teacher_load"
+                f"algorithm.opd_teacher_url and rollout.temperature: {temperature:g} cannot be combined: servers tell "
+                f"the probabilities of temperature 1. Set that, or give algorithm.opd_teacher_load."
             )
         for url in urls:
             if not url.startswith(("http://", "https://", *REFERENCES)):
-                yield f"algorithm.opd_teacher_url: {url!r} is no address; write http://HOST:PORT"
+                yield f"algorithm.opd_teacher_url: {url!r} is no address. Write http://HOST:PORT."
 
     def _correction_conflicts(self) -> Iterator[str]:
         for key in ("use_tis", "use_rs"):
             if self.use_rollout_logprobs and getattr(self, key):
                 yield (
-                    f"algorithm.use_rollout_logprobs and algorithm.{key} exclude each other: with the engine's own "
-                    f"log-probabilities there is nothing to correct; drop one"
+                    f"algorithm.use_rollout_logprobs and algorithm.{key} cannot be combined: with the engine's own "
+                    f"log-probabilities there is nothing to correct. Drop one."
                 )
         for kind in ("tis", "rs"):
             low, high = getattr(self, f"{kind}_clip_low"), getattr(self, f"{kind}_clip")
             if low > high:
-                yield f"algorithm.{kind}_clip_low: {low:g} is above algorithm.{kind}_clip: {high:g}; swap them"
+                yield f"algorithm.{kind}_clip_low: {low:g} is above algorithm.{kind}_clip: {high:g}. Swap them."
         if self.tis_mode == "truncate" and self.tis_clip_low:
             yield (
                 f"algorithm.tis_clip_low: {self.tis_clip_low:g} has no effect with algorithm.tis_mode = "
-                f'"truncate", which holds the upper bound only; set tis_mode = "clip" or drop it'
+                f'"truncate", which holds the upper bound only. Set tis_mode = "clip" or drop it.'
             )
 
 

@@ -160,7 +160,7 @@ class ReinforceFamily(ClippedRatio):
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if not self.normalize_advantages:
-            yield f"algorithm.normalize_advantages: algorithm.name {self.name} needs it; drop the key"
+            yield f"algorithm.normalize_advantages: algorithm.name {self.name} needs it. Drop the key."
         yield from super().conflicts(temperature=temperature)
 
 
@@ -251,8 +251,8 @@ class Opd(ClippedRatio):
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if self.kl_coef:
             yield (
-                "algorithm.kl_coef has no effect with algorithm.name opd, which learns from no reward; use "
-                "algorithm.kl_loss_coef"
+                "algorithm.kl_coef has no effect with algorithm.name opd, which learns from no reward. Use "
+                "algorithm.kl_loss_coef."
             )
         yield from super().conflicts(temperature=temperature)
 

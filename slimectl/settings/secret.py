@@ -67,7 +67,7 @@ def check_complete(values: dict[str, Any]) -> None:
 def lacking(setting: str) -> str:
     """Error line for a masked secret that must be supplied again."""
     ways = list(_ways(setting))
-    return f"{setting}: its secret is never written down; give it again, by {' or '.join(ways)}"
+    return f"{setting}: its secret is never written down. Give it again, by {' or '.join(ways)}."
 
 
 def _ways(setting: str) -> Iterator[str]:
@@ -80,7 +80,7 @@ def _ways(setting: str) -> Iterator[str]:
 def _from_environment(name: str, setting: str) -> str:
     value = os.environ.get(name, "")
     if not value:
-        raise SettingsError(f"{setting}: env:{name}: the environment has no {name}; set it, or name another variable")
+        raise SettingsError(f"{setting}: env:{name}: the environment has no {name}. Set it, or name another variable.")
     return value
 
 
@@ -89,7 +89,7 @@ def _from_file(path: Path, setting: str) -> str:
         value = path.expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not text"
-        raise SettingsError(f"{setting}: file:{path}: {reason}; give a file that holds the secret alone") from None
+        raise SettingsError(f"{setting}: file:{path}: {reason}. Give a file that holds the secret alone.") from None
     if not value:
-        raise SettingsError(f"{setting}: file:{path}: is empty; give a file that holds the secret alone")
+        raise SettingsError(f"{setting}: file:{path}: is empty. Give a file that holds the secret alone.")
     return value

@@ -252,14 +252,14 @@ def offload_conflicts(train: TrainSettings, megatron: MegatronSettings) -> Itera
     """Conflicts between the settings of host memory, one line each."""
     if train.backend == "megatron" and train.offload == "parameters":
         yield (
-            'train.offload: parameters, but Megatron-core keeps its weights on the GPU; set "optimizer", or'
-            ' train.backend = "fsdp"'
+            'train.offload: parameters, but Megatron-core keeps its weights on the GPU. Set "optimizer", or'
+            ' train.backend = "fsdp".'
         )
     offloads = train.offload == "optimizer" or megatron.optimizer_cpu_offload
     if train.backend == "megatron" and offloads and train.optimizer_state_dtype != "float32":
         yield (
-            f"train.optimizer_state_dtype: {train.optimizer_state_dtype} and train.offload exclude each other with"
-            " Megatron-core, whose offloaded optimizer has float32 moments; drop one"
+            f"train.optimizer_state_dtype: {train.optimizer_state_dtype} and train.offload cannot be combined with"
+            " Megatron-core, whose offloaded optimizer has float32 moments. Drop one."
         )
 
 
@@ -273,7 +273,7 @@ def megatron_conflicts(megatron: MegatronSettings, backend: str, ranks: int) -> 
     if ranks % model_ranks:
         yield (
             f"cluster.actor_num_gpus_per_node x actor_num_nodes: {ranks} ranks are not a multiple of the {model_ranks} "
-            "that one copy of the model takes (tensor x pipeline x context of [megatron]); change either"
+            "that one copy of the model takes (tensor x pipeline x context of [megatron]). Change either."
         )
     expert_ranks = (
         megatron.expert_tensor_parallel_size
@@ -283,5 +283,5 @@ def megatron_conflicts(megatron: MegatronSettings, backend: str, ranks: int) -> 
     if not ranks % model_ranks and ranks % expert_ranks:
         yield (
             f"megatron.expert_model_parallel_size: {expert_ranks} ranks for the experts (expert_tensor x expert x "
-            f"pipeline) do not divide the {ranks} of [cluster]; change either"
+            f"pipeline) do not divide the {ranks} of [cluster]. Change either."
         )

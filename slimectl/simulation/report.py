@@ -60,11 +60,11 @@ def simulation(
 def check(run: Run) -> None:
     """Raise SettingsError for a run that cannot be simulated."""
     if run.device != "cuda" or run.world < 2:
-        raise SettingsError("--simulate: simulates several ranks on GPUs; drop --device cpu and give more --gpus")
+        raise SettingsError("--simulate: simulates several ranks on GPUs. Drop --device cpu and give more --gpus.")
     if run.offload is not None:
-        raise SettingsError("--simulate: has no pinned host memory; drop --offload")
+        raise SettingsError("--simulate: has no pinned host memory. Drop --offload.")
     if run.policy == "megatron" and run.layout.virtual_pipeline:
-        raise SettingsError("--simulate: knows the messages of plain pipelines only; drop --vpp")
+        raise SettingsError("--simulate: knows the messages of plain pipelines only. Drop --vpp.")
 
 
 def tasks(
