@@ -2,7 +2,7 @@
 
 A folder may come from an untrusted source, so no file in it is opened before these rules are checked:
 
-- A file is a regular file. Opening a FIFO would wait for a writer that never comes; a device never ends.
+- A file is a regular file. Opening a FIFO would wait for a writer that never comes. A device never ends.
 - A symbolic link leads to a file of the same folder, or to a blob of a Hugging Face cache (models--NAME/blobs/HASH, to
   which the files of its snapshots are links). Any other link could copy a private file of this machine.
 - JSON is bounded in size before it is parsed.
@@ -77,7 +77,7 @@ def check_file(path: Path) -> os.stat_result:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file that `check_file` accepts; never blocks. Raises CheckpointError or FileNotFoundError."""
+    """Open a file that `check_file` accepts. Never blocks. Raises CheckpointError or FileNotFoundError."""
     check_file(path)
     try:
         # Non-blocking, and checked again below: the file may have been replaced since.
@@ -112,7 +112,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def adapter_remedy(folder: Path) -> str:
-    """Return what a directory with a LoRA adapter in place of a model is, and what to do; "" for other directories."""
+    """Return what a directory with a LoRA adapter in place of a model is, and what to do, or "" for other directories."""
     if not (folder / "adapter_config.json").is_file():
         return ""
     if (folder.parent / "config.json").is_file():
@@ -160,7 +160,7 @@ def plain_name(name: object) -> TypeGuard[str]:
 
 
 def leads_out(path: Path) -> bool:
-    """Return whether a file is a link out of its folder; links into a Hugging Face cache do not count.
+    """Return whether a file is a link out of its folder. Links into a Hugging Face cache do not count.
 
     Raises OSError or RuntimeError for a broken link.
     """
@@ -213,7 +213,7 @@ def trainer_folder(model: Path) -> Path:
 
 
 def policy_folder(path: Path) -> Path:
-    """Return the policy of a checkpoint of a run, or of the newest one if `path` is the run; else `path` itself."""
+    """Return the policy of a checkpoint of a run, or of the newest one if `path` is the run. Else `path` itself."""
     path = follow_links(path)
     if (path / "policy" / "config.json").exists():
         return path / "policy"
@@ -222,11 +222,11 @@ def policy_folder(path: Path) -> Path:
 
 
 LINKS = ("latest", "best")
-"""Links of a run to its checkpoints; files with their names on a file system without links."""
+"""Links of a run to its checkpoints. Files with their names on a file system without links."""
 
 
 def linked_step(run: Path, link: str = "latest") -> str | None:
-    """Return the name of the checkpoint that a link of a run points to; None if there is none."""
+    """Return the name of the checkpoint that a link of a run points to, or None if there is none."""
     file = run / link
     try:
         name = os.readlink(file) if file.is_symlink() else _first_line(file)

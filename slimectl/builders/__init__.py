@@ -1,4 +1,4 @@
-"""Builds parts from settings: the only package that knows adapters by name; each is imported on first use.
+"""Builds parts from settings: the only package that knows adapters by name. Each is imported on first use.
 
 So are the modules of this package: a command imports those whose parts it builds. `__init__.pyi` has their types.
 """

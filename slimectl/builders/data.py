@@ -105,7 +105,7 @@ class EnvironmentTables:
         self._settings = settings
 
     def open(self, source: str, *, unbounded: bool) -> Table | None:
-        """Return the tasks of a split; None for another source. Raises SettingsError without rollout.env."""
+        """Return the tasks of a split, or None for another source. Raises SettingsError without rollout.env."""
         name, _, split = source.partition(":")
         if name != "env" or split not in ("", "train", "eval"):
             return None
@@ -158,7 +158,7 @@ def training_samples(
     epochs: int | None = 1,
     start: int = 0,
 ) -> Iterator[Numbered]:
-    """Yield the samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
+    """Yield the samples to train on. For sft also plain demonstrations: prompts with a label, or chats with answers.
 
     Pairwise algorithms also take plain preferences: rows with the answers `chosen` and `rejected`. `left_out` is called
     for demonstrations and preferences longer than `context`. The files are read end to end, `epochs` times (None:
@@ -262,7 +262,7 @@ def reward(settings: Settings, function: Callable[..., Any] | None = None) -> Gr
 
 
 def agent(settings: Settings) -> Agent | None:
-    """Return the agent: of rollout.env, the program of rollout.agent, or the user's function; None without one."""
+    """Return the agent: of rollout.env, the program of rollout.agent, or the user's function, or None without one."""
     if settings.rollout.env:
         return environment_agent(settings)
     if settings.rollout.agent:
@@ -277,7 +277,7 @@ def agent(settings: Settings) -> Agent | None:
 
 
 def command_agent(settings: Settings) -> Agent:
-    """Return the program of rollout.agent as an agent; its reward counts where no verifier is named."""
+    """Return the program of rollout.agent as an agent. Its reward counts where no verifier is named."""
     from slimectl.agents.command import CommandAgent, CommandOptions
 
     rollout = settings.rollout
@@ -296,7 +296,7 @@ def command_agent(settings: Settings) -> Agent:
 
 
 def environment_agent(settings: Settings) -> Agent:
-    """Return the agent that plays episodes of rollout.env; its reward counts where no verifier is named."""
+    """Return the agent that plays episodes of rollout.env. Its reward counts where no verifier is named."""
     from slimectl.environments.agent import EnvironmentAgent, EnvironmentOptions
     from slimectl.stages.generation import single_turn
 
@@ -329,7 +329,7 @@ def hook_settings(settings: Settings, engine: Any, folder: Path | None = None) -
 
 
 def data_source(settings: Settings) -> Any:
-    """Build the user's source of groups; None if prompts come from rollout.data."""
+    """Build the user's source of groups, or None if prompts come from rollout.data."""
     from slimectl.data.prompt_dataset import PromptDataset
 
     user_fn, args = hook(settings, "rollout.data_source_path"), FlatSettings(settings)

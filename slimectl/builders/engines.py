@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 class EngineBackend:
     """An engine by its name in engine.backend. Another package's derives from it and is made without arguments.
 
-    One that lives in its caller's process overrides `engine`; one of servers overrides `server`, and what else of the
+    One that lives in its caller's process overrides `engine`. One of servers overrides `server`, and what else of the
     servers differs from SGLang's HTTP API.
     """
 
     in_process: ClassVar[bool] = False
-    """Whether one engine lives in the process of its caller; then `engine` makes it."""
+    """Whether one engine lives in the process of its caller. Then `engine` makes it."""
 
     default_router: ClassVar[str] = "none"
     """What engine.router = "auto" means for several servers: a policy of sglang-router, or none."""
@@ -47,19 +47,19 @@ class EngineBackend:
     """Whether sglang-router forwards requests to its servers."""
 
     reads_torch_dist: ClassVar[bool] = False
-    """Whether it starts from a model directory in Megatron's layout; else it gets a conversion of it."""
+    """Whether it starts from a model directory in Megatron's layout. Else it gets a conversion of it."""
 
     adapter_transports: ClassVar[Sequence[str]] = ()
-    """Transports by which its servers take a LoRA adapter alone; none if they take whole weights only."""
+    """Transports by which its servers take a LoRA adapter alone. None if they take whole weights only."""
 
     settings_class: ClassVar[type[BaseModel] | None] = None
-    """Settings of the engine's own, in a section of its name; None if it has none."""
+    """Settings of the engine's own, in a section of its name. None if it has none."""
 
     def check(self, settings: Settings) -> None:
         """Check, before anything is built, that it can be started here. Raises BackendError or SettingsError."""
 
     def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
-        """Make the engine of a model directory, an Engine and WeightReceiver; `load` reads its weights.
+        """Make the engine of a model directory, an Engine and WeightReceiver. `load` reads its weights.
 
         `text` is the tokenizer. Without `load` the first push brings the weights.
         """
@@ -77,13 +77,13 @@ class EngineBackend:
         )
 
     def server_args(self, settings: Settings) -> Mapping[str, Any]:
-        """Return the engine's own arguments of every server; `api_key` and `admin_api_key` are its keys."""
+        """Return the engine's own arguments of every server. `api_key` and `admin_api_key` are its keys."""
         return {}
 
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-        """Make one server, not yet started; called on the machine where it will run.
+        """Make one server, not yet started. Called on the machine where it will run.
 
-        With `waiting` it answers no request before a push; otherwise it has the weights of `spec.model`.
+        With `waiting` it answers no request before a push. Otherwise it has the weights of `spec.model`.
         """
         raise SettingsError(
             f"engine.num_engines: {settings.engine.backend} has no servers, and only one lives in a process. Give 1."
@@ -100,7 +100,7 @@ class EngineBackend:
         return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
 
     def api(self) -> ServerApi:
-        """Return the dialect of the servers' HTTP API; embedded engines behind HTTP speak SGLang's."""
+        """Return the dialect of the servers' HTTP API. Embedded engines behind HTTP speak SGLang's."""
         from slimectl.engines.sglang.api import SglangApi
 
         return SglangApi()
@@ -195,12 +195,12 @@ def server_api(name: str) -> ServerApi:
 
 
 def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> Any:
-    """Build the engine of this process for a model directory; without `load` the first push brings its weights."""
+    """Build the engine of this process for a model directory. Without `load` the first push brings its weights."""
     return engine_backend(settings).engine(settings, folder, text, load=load)
 
 
 def engine_reads(settings: Settings, folder: Path) -> bool:
-    """Return whether the engines of the settings read this model directory; servers of engine.url read none."""
+    """Return whether the engines of the settings read this model directory. Servers of engine.url read none."""
     return bool(settings.engine.url) or engine_backend(settings).reads_torch_dist or not is_torch_dist(folder)
 
 

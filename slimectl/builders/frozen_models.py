@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
-    """Build the frozen reference: algorithm.ref_load, else the model at `start`; None if no divergence is measured."""
+    """Build the frozen reference: algorithm.ref_load, else the model at `start`, or None if no divergence is measured."""
     if Need.REFERENCE not in settings.algorithm.needs:
         return None
     path = settings.algorithm.reference_load
@@ -35,7 +35,7 @@ def reference(settings: Settings, start: Path, *, executor: Executor | None = No
 def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> LogProbModel | None:
     """Build the frozen teacher of on-policy distillation, which shares the vocabulary of the model at `start`.
 
-    Raises SettingsError if there is distillation without a teacher, or one of another vocabulary; BackendError if a
+    Raises SettingsError if there is distillation without a teacher, or one of another vocabulary. BackendError if a
     server that should have it does not answer.
     """
     options = settings.algorithm.teacher_options
@@ -74,7 +74,7 @@ class PeriodicReference:
             self._load(snapshot)
 
     def follow(self, rollout_id: int, policy: Policy, needed: list[int]) -> None:
-        """Copy the policy's weights if round `rollout_id` ends an interval; `needed` are the checkpoints' rounds."""
+        """Copy the policy's weights if round `rollout_id` ends an interval. `needed` are the checkpoints' rounds."""
         if not self._interval or rollout_id % self._interval:
             return
         self._folder.mkdir(exist_ok=True)

@@ -78,7 +78,7 @@ def served_model(settings: Settings, model: Path) -> Path:
 
 
 def hub_model(name: str) -> Path | None:
-    """Return the folder of a model of the hub, cached or downloaded; None if there is none of this name."""
+    """Return the folder of a model of the hub, cached or downloaded, or None if there is none of this name."""
     repository = hub_name(name)
     return None if repository is None or repository[1] else snapshot(repository[0], "model")
 
@@ -210,7 +210,7 @@ def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
 
 
 def device(requested: str) -> str:
-    """Return cpu or cuda; `auto` is the GPU if there is one. Raises SettingsError if cuda is requested and absent."""
+    """Return cpu or cuda. `auto` is the GPU if there is one. Raises SettingsError if cuda is requested and absent."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -224,6 +224,6 @@ def device(requested: str) -> str:
 
 
 def version_of(folder: Path) -> str:
-    """Return the weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
+    """Return the weight version of a checkpoint that training wrote. "0" for a model from elsewhere."""
     file = trainer_folder(folder) / "trainer.json"
     return str(read_json(file).get("step", 0))[:20] if file.exists() else "0"

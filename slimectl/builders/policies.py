@@ -36,9 +36,9 @@ def policy(
     store_prefix: str = "",
     executor: Executor | None = None,
 ) -> Policy:
-    """Build the policy for a model directory, over as many ranks as [cluster] says; an explicit `lr` is constant.
+    """Build the policy for a model directory, over as many ranks as [cluster] says. An explicit `lr` is constant.
 
-    `store_prefix` identifies the model to the user's functions on its ranks. `executor` places the ranks; without one
+    `store_prefix` identifies the model to the user's functions on its ranks. `executor` places the ranks. Without one
     they run on this machine.
     """
     trainer: Policy = _build_over_ranks(
@@ -52,7 +52,7 @@ def policy(
 
 
 def rank_policy(settings: Settings, folder: Path, checkpoint: CheckpointFormat) -> Policy:
-    """Build the policy of this rank, in a process that has joined the group; `checkpoint` reads the weights."""
+    """Build the policy of this rank, in a process that has joined the group. `checkpoint` reads the weights."""
     trainer: Policy = _build(settings, folder, None, None, True, False, "", checkpoint=checkpoint)
     return trainer
 
@@ -149,7 +149,7 @@ def _build(
     store_prefix: str,
     **source: Any,
 ) -> Any:
-    """Build the model of one rank: a policy, or with `values` a critic; `source` may have a checkpoint's reader."""
+    """Build the model of one rank: a policy, or with `values` a critic. `source` may have a checkpoint's reader."""
     shared = _options(settings, folder, total_steps, lr, trains)
     options = settings.algorithm.critic_options
     shares_critic = trains and options is not None and options.shared
@@ -197,9 +197,9 @@ def _batching(settings: Settings, folder: Path) -> BatchingOptions:
 
 
 def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: Progress = NO_PROGRESS) -> RoundTimer:
-    """Return the timer of a run's rounds; it knows the FLOPs of a policy of a known family, and peaks of known devices.
+    """Return the timer of a run's rounds. It knows the FLOPs of a policy of a known family, and peaks of known devices.
 
-    Measures the peak of every rank with track.measure_peak; the slowest counts. `progress` is told the phases.
+    Measures the peak of every rank with track.measure_peak. The slowest counts. `progress` is told the phases.
     """
     from slimectl.architectures.config import read_config
     from slimectl.planner.devices import device_peak, measured_peak
@@ -236,7 +236,7 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
 
 
 def _packer(settings: Settings, folder: Path) -> Packer | None:
-    """Return the function that packs rows as the policy does; None for a trainer that does not say how it packs."""
+    """Return the function that packs rows as the policy does, or None for a trainer that does not say how it packs."""
     from slimectl.algorithms.packing import plan_batches
     from slimectl.data.routed_experts import routing_marks
 
@@ -262,7 +262,7 @@ def _lora(settings: Settings) -> LoraOptions | None:
 
 
 def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = None) -> OptimizerOptions:
-    """Return the optimizer options of [train]; an explicit `lr` is constant."""
+    """Return the optimizer options of [train]. An explicit `lr` is constant."""
     from slimectl.policies.optimizer import OptimizerOptions
 
     train = settings.train

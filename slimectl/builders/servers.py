@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def engine_gpus(settings: Settings, gpus: int = 1) -> float:
-    """Return the GPUs that a process of an engine has, of `gpus` on its machine; 0 on a CPU."""
+    """Return the GPUs that a process of an engine has, of `gpus` on its machine. 0 on a CPU."""
     return gpus if device(settings.engine.device) == "cuda" else 0.0
 
 
@@ -88,9 +88,9 @@ def check_stop_tokens(settings: Settings, config: Mapping[str, Any]) -> None:
 def server_pool(
     settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool = True
 ) -> ServerPool | None:
-    """Start the servers of the settings; None if an engine needs no servers, or runs elsewhere already.
+    """Start the servers of the settings. None if an engine needs no servers, or runs elsewhere already.
 
-    With `waiting` they answer no request before a first push; otherwise they have the weights in `model`. Their output
+    With `waiting` they answer no request before a first push. Otherwise they have the weights in `model`. Their output
     goes to engine-0.log, … in `folder`/logs.
     """
     if settings.engine.url or not settings.uses_servers:
@@ -175,7 +175,7 @@ def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
 
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-    """Build one server, not yet started; called on the machine where it will run."""
+    """Build one server, not yet started. Called on the machine where it will run."""
     from slimectl.checkpoints.hf import copy_companions
 
     backend = engine_backend(settings)
@@ -190,7 +190,7 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
 
 
 def _router_policy(settings: Settings) -> str | None:
-    """Return sglang-router's policy; None if the client balances requests itself."""
+    """Return sglang-router's policy, or None if the client balances requests itself."""
     policy: str = settings.engine.router
     if policy == "auto":
         specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
@@ -264,7 +264,7 @@ def _api(settings: Settings, config: Mapping[str, Any]) -> ServerApi:
 
 @contextmanager
 def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
-    """Yield an engine with the model's own weights, for a stage that runs alone; its servers end with the block."""
+    """Yield an engine with the model's own weights, for a stage that runs alone. Its servers end with the block."""
     from slimectl.architectures.config import read_config
 
     check_stop_tokens(settings, read_config(model))

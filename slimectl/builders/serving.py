@@ -28,7 +28,7 @@ def admin_key(settings: Settings) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def left_key(key: str, port: int) -> Iterator[str]:
-    """Store a key where this user's clients find it, for the duration of the block; yields a message with its path."""
+    """Store a key where this user's clients find it, for the duration of the block. Yields a message with its path."""
     from slimectl.engines.api_keys import leave_key
 
     path = None
@@ -47,7 +47,7 @@ def left_key(key: str, port: int) -> Iterator[str]:
 
 
 def exposure(settings: Settings, host: str) -> str | None:
-    """Return a line on what a server exposes to other machines; None on the loopback."""
+    """Return a line on what a server exposes to other machines, or None on the loopback."""
     from slimectl.engines.server.access import own_names
 
     _, loopback = own_names(host)
@@ -76,7 +76,7 @@ def serve(
     pause_timeout_s: float = 60.0,
     record: Callable[[Sample], None] | None = None,
 ) -> tuple[int, bool]:
-    """Serve a model directory until a signal; returns (its number, whether all threads have ended).
+    """Serve a model directory until a signal. Returns (its number, whether all threads have ended).
 
     With `record` the APIs of OpenAI and Anthropic record their sessions, and it gets the samples of each one that ends.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def tracked_executor(executor: Executor, settings: Settings, folder: Path) -> Executor:
-    """Return an executor whose ranks write into the run at wandb, if track.mode is shared; else the same one."""
+    """Return an executor whose ranks write into the run at wandb, if track.mode is shared. Else the same one."""
     if settings.track.mode != "shared":
         return executor
     sharing: Executor = RunSharingExecutor(executor, *_shared_run(settings, folder))

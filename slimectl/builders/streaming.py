@@ -21,7 +21,7 @@ def stream_answer(
     show: Callable[[str], Any],
     stoppable: bool = False,
 ) -> Completion:
-    """Continue `tokens`, and `show` each new piece of text; servers give theirs in one piece.
+    """Continue `tokens`, and `show` each new piece of text. Servers give theirs in one piece.
 
     With `stoppable` Ctrl-C ends the answer, which keeps what it has and finishes with "abort".
     """

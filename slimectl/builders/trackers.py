@@ -92,7 +92,7 @@ def _is_offline(name: str, settings: Settings) -> bool:
 
 
 def tracker_arguments(name: str, settings: Settings) -> dict[str, Any]:
-    """Return track.kwargs of a tracker without its key, with references resolved; offline without any secret."""
+    """Return track.kwargs of a tracker without its key, with references resolved. Offline without any secret."""
     setting = f"track.kwargs.{name}"
     given = {key: value for key, value in settings.track.kwargs.get(name, {}).items() if key != "api_key"}
     if _is_offline(name, settings):
@@ -143,12 +143,12 @@ def start_trackers(
     done: int = 0,
     progress: Progress = NO_PROGRESS,
 ) -> list[Tracker]:
-    """Build the trackers of [track]; the run's metrics.jsonl is written independently of them.
+    """Build the trackers of [track]. The run's metrics.jsonl is written independently of them.
 
-    `rounds` is the number of rounds, if known, of which so many are `done`; `resumed` says that the run has recorded
-    something before; `progress` is what shows the run on a terminal.
+    `rounds` is the number of rounds, if known, of which so many are `done`. `resumed` says that the run has recorded
+    something before. `progress` is what shows the run on a terminal.
 
-    Raises MissingExtraError, SettingsError or BackendError if one cannot start; those that have started are closed.
+    Raises MissingExtraError, SettingsError or BackendError if one cannot start. Those that have started are closed.
     """
     from slimectl.trackers.base import FaultTolerantTracker
 
@@ -233,7 +233,7 @@ def _table_rows(tracker: Tracker, settings: Settings) -> int:
 
 
 def evaluation_trackers(settings: Settings) -> list[Tracker]:
-    """Build the trackers of an evaluation that belongs to no run; the terminal has its summary already.
+    """Build the trackers of an evaluation that belongs to no run. The terminal has its summary already.
 
     Their files go into the folder NAME-eval under run.dir, so that evaluations of one name make one curve. No endpoint
     is opened: it would close at once.
@@ -269,7 +269,7 @@ def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:
 
 
 def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
-    """Wrap a tracker to rename metrics as [track] says; the terminal's tracker has words of its own."""
+    """Wrap a tracker to rename metrics as [track] says. The terminal's tracker has words of its own."""
     from slimectl.trackers.roll_names import Renamed
 
     if settings.track.naming == "slime":
@@ -280,7 +280,7 @@ def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
 
 
 def identity(settings: Settings, folder: Path, *, tracker: str = "wandb") -> Identity:
-    """Return the run identity of a hosted tracker; its id is drawn once, and saved in the run's folder for a resume."""
+    """Return the run identity of a hosted tracker. Its id is drawn once, and saved in the run's folder for a resume."""
     from slimectl.data.atomic_replace import write_text
     from slimectl.trackers.base import Identity
 

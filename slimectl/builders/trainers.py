@@ -41,7 +41,7 @@ class PolicyBackend:
     """A trainer by its name in train.backend. Another package's derives from it and is made without arguments."""
 
     settings_class: ClassVar[type[BaseModel] | None] = None
-    """Settings of the trainer's own, in a section of its name; None if it has none."""
+    """Settings of the trainer's own, in a section of its name. None if it has none."""
 
     streams_adapters: ClassVar[bool] = False
     """Whether its policies implement AdapterPolicy of slimectl/protocols.py, where they train adapters."""
@@ -59,7 +59,7 @@ class PolicyBackend:
         """
 
     def packing(self, settings: Settings, folder: Path) -> Packing | None:
-        """Return how the trainer of a model directory packs rows, for perf metrics; None if that is its own affair."""
+        """Return how the trainer of a model directory packs rows, for perf metrics, or None if that is its own affair."""
         return None
 
     def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:

@@ -34,7 +34,7 @@ def urls(settings: Settings) -> list[str]:
 def keyed(settings: Settings) -> Settings:
     """Return the settings with all secrets of servers revealed, and an admin key for servers that will be started.
 
-    Their recipient may run elsewhere, in another environment; these settings are never written to a file.
+    Their recipient may run elsewhere, in another environment. These settings are never written to a file.
     """
     from pydantic import SecretStr
 
@@ -77,7 +77,7 @@ def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
 def to_servers(
     settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
 ) -> WeightSyncBase:
-    """Build the transport of sync.transport; files go below `folder`, or sync.update_weight_disk_dir if it is set."""
+    """Build the transport of sync.transport. Files go below `folder`, or sync.update_weight_disk_dir if it is set."""
     from slimectl.checkpoints.hf import write_model
     from slimectl.weight_sync.delta import DeltaSync
     from slimectl.weight_sync.disk import DiskSync
@@ -122,7 +122,7 @@ def to_servers(
 
 
 def adapter_obstacle(settings: Settings) -> str | None:
-    """Say why servers get merged weights of a policy with adapters; None if they get adapters alone.
+    """Say why servers get merged weights of a policy with adapters. None if they get adapters alone.
 
     Raises SettingsError if sync.lora asks for adapters nevertheless.
     """
@@ -189,7 +189,7 @@ def synchronizer(sync: WeightSync, policy: Policy, *, pool: ServerPool | None = 
 
 
 def _post_write_hook(settings: Settings) -> Callable[[Path, WeightUpdateClient], None] | None:
-    """Return the user's function that is called after files are written; None without one."""
+    """Return the user's function that is called after files are written, or None without one."""
     user_fn, args = hook(settings, "sync.custom_post_write_path"), FlatSettings(settings)
     if user_fn is None:
         return None

@@ -103,7 +103,7 @@ def model_of(
 
 
 def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
-    """Layout and recomputation of a card for that many GPUs; None if it has none."""
+    """Layout and recomputation of a card for that many GPUs. None if it has none."""
     layout = dict(card.get("layout", {}).get(f"gpus_{gpus}", {}))
     if not layout or "note" in layout:
         return None
@@ -186,7 +186,7 @@ def plan_run(
     engine_fp8: bool = False,
     colocate: bool = False,
 ) -> Plan:
-    """Compute all figures of a checked run; with `colocate` engines and trainer take turns on the same GPUs."""
+    """Compute all figures of a checked run. With `colocate` engines and trainer take turns on the same GPUs."""
     parts, architecture = model.parts, model.architecture
     training = _memory(model, run)
     host = memory.host_figures(parts, architecture, run, adapters=model.adapters, other_models=model.other_models)

@@ -50,7 +50,7 @@ class Evaluation:
 
 @dataclass
 class SeedResult:
-    """Measurement of one seed; `cpu_s` is up to the evaluation that reached the target, or to the end without one."""
+    """Measurement of one seed. `cpu_s` is up to the evaluation that reached the target, or to the end without one."""
 
     seed: int
     reached: bool = False
@@ -60,7 +60,7 @@ class SeedResult:
     evaluation_cpu_s: float = 0.0
     wall_s: float = 0.0
     phases_cpu_s: dict[str, float] = field(default_factory=dict)
-    """CPU seconds of the run's own process by phase; evaluations are a phase."""
+    """CPU seconds of the run's own process by phase. Evaluations are a phase."""
     evaluations: list[Evaluation] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def _rounded(value: Any) -> Any:
 
 
 class PhaseClock(NoProgress):
-    """CPU seconds of a run by phase; of phases inside one another the innermost has them.
+    """CPU seconds of a run by phase. Of phases inside one another the innermost has them.
 
-    `seconds` are those of this process; those that evaluations took are of its children as well.
+    `seconds` are those of this process. Those that evaluations took are of its children as well.
     """
 
     def __init__(self, cpu: Callable[[], float] = time.process_time, tree: Callable[[], float] | None = None) -> None:
@@ -141,7 +141,7 @@ def running_children_s(process: int, proc: Path = Path("/proc")) -> float:
     ticks: dict[int, int] = {}
     for file in proc.glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):  # it ended meanwhile
-            # The name in brackets may hold anything; then come state, parent, …, user, system, and both of children.
+            # The name in brackets may hold anything. Then come state, parent, …, user, system, and both of children.
             values = file.read_text(errors="replace").rpartition(")")[2].split()
             number = int(file.parent.name)
             ticks[number] = sum(map(int, values[11:15]))
@@ -169,9 +169,9 @@ def check_prompts(task: benchmark.BenchmarkTask) -> None:
 def model_values(
     task: benchmark.BenchmarkTask, model: str | None, folder: Path, *, convert: bool = True
 ) -> dict[str, str]:
-    """Return the settings of the model: `model` where it is named, else the task's own; none of one made from a card.
+    """Return the settings of the model: `model` where it is named, else the task's own. None of one made from a card.
 
-    A GGUF is converted into `folder` first, once, so that no run is charged with it; without `convert` it is only
+    A GGUF is converted into `folder` first, once, so that no run is charged with it. Without `convert` it is only
     looked for. Raises SlimectlError if there is none.
     """
     source = model or task.settings().model.path
@@ -188,7 +188,7 @@ def model_values(
 
 
 def run_to_target(task: benchmark.BenchmarkTask, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run a task in this process; yield each evaluation, and at the end the totals, as JSON.
+    """Run a task in this process. Yield each evaluation, and at the end the totals, as JSON.
 
     The run is left at the first evaluation that reaches the target, and then saves nothing.
     """
@@ -270,7 +270,7 @@ def collect(
     accuracy: float,
     on_evaluation: Callable[[Evaluation], object] = lambda evaluation: None,
 ) -> SeedResult | None:
-    """Return the result from the lines of `run_to_target`; None if they break off. Raises the error that they name."""
+    """Return the result from the lines of `run_to_target`, or None if they break off. Raises the error that they name."""
     result = SeedResult(seed)
     for line in lines:
         if "error" in line:
@@ -291,7 +291,7 @@ def collect(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the process of a run, which ends its own; kill it if it does not."""
+    """End the process of a run, which ends its own. Kill it if it does not."""
     child.terminate()
     try:
         child.wait(timeout=GRACE_S)
@@ -315,7 +315,7 @@ def main(writing: int) -> None:
         except SlimectlError as error:
             out.write(json.dumps({"error": str(error), "exit_code": error.exit_code}) + "\n")
         except (KeyboardInterrupt, BrokenPipeError):
-            os._exit(EXIT_INTERRUPTED)  # the run is closed; asyncio would name each answer that it broke off
+            os._exit(EXIT_INTERRUPTED)  # the run is closed. Asyncio would name each answer that it broke off
 
 
 def _raise_terminated(number: int, _: Any) -> None:

@@ -33,7 +33,7 @@ MASTER_BYTES, ADAM_BYTES = 4, 8
 
 
 def configuration(settings: Settings) -> dict[str, Any] | None:
-    """Return the configuration of the model; None for a model that has to be converted first, or without one.
+    """Return the configuration of the model, or None for a model that has to be converted first, or without one.
 
     Raises CheckpointError or SettingsError.
     """
@@ -44,7 +44,7 @@ def configuration(settings: Settings) -> dict[str, Any] | None:
 
 
 def is_readable(settings: Settings) -> bool:
-    """Return whether the model's configuration can be read; the check of the model says why it cannot."""
+    """Return whether the model's configuration can be read. The check of the model says why it cannot."""
     try:
         return configuration(settings) is not None
     except SlimectlError:
@@ -62,7 +62,7 @@ def shape_of(settings: Settings) -> str:
 
 
 def memory(settings: Settings, *, with_engine: bool = True) -> str:
-    """Compare the memory of a rank and of an engine beside it with that of this machine; empty if it is unknown.
+    """Compare the memory of a rank and of an engine beside it with that of this machine. Empty if it is unknown.
 
     Raises SettingsError if they do not fit.
     """
@@ -179,7 +179,7 @@ def planned_run(settings: Settings, *, device: Literal["cuda", "cpu"]) -> Planne
 
 
 def _model_of(settings: Settings) -> Model | None:
-    """Return the models of the run as the planner counts them; None where they are unknown or of an unknown family."""
+    """Return the models of the run as the planner counts them, or None where they are unknown or of an unknown family."""
     try:
         config = configuration(settings)
         return None if config is None else _planned_shape(settings, config)
@@ -239,7 +239,7 @@ def _engine_bytes(settings: Settings, model: Model, run: Run) -> float:
 
 
 def available_memory(device: str) -> float | None:
-    """Return the bytes of a GPU, or those that this machine and its control group have free; None if unknown."""
+    """Return the bytes of a GPU, or those that this machine and its control group have free, or None if unknown."""
     if device == "cuda":
         import torch
 

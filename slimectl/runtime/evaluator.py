@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Evaluator:
     """Evaluates the policy on every dataset of [eval], once at each step at most.
 
-    On datasets that `rounds` hold out the loss is measured; the engines answer the others, and a verifier grades them.
+    On datasets that `rounds` hold out the loss is measured. The engines answer the others, and a verifier grades them.
     `state` is the run's, which training moves on.
     """
 

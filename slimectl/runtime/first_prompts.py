@@ -33,7 +33,7 @@ def first_prompts(settings: Settings, source: str, *, demonstrations: bool = Fal
 
 
 def check_source(settings: Settings, source: str, *, evaluation: bool = False, demonstrations: bool = False) -> str:
-    """Read and render the first prompts of a source, with their answers for `demonstrations`; describe the first.
+    """Read and render the first prompts of a source, with their answers for `demonstrations`. Describe the first.
 
     Raises RecordError or SettingsError for what would stop a run: a template that cannot render them, a demonstration
     without an answer, a source of which no prompt fits.
@@ -51,7 +51,7 @@ def check_source(settings: Settings, source: str, *, evaluation: bool = False, d
 
 
 def _tokenizer(settings: Settings) -> Any | None:
-    """Return the tokenizer of a model that is there already; None for one that is made or converted first."""
+    """Return the tokenizer of a model that is there already, or None for one that is made or converted first."""
     path = settings.model.path
     if path is None or not is_readable(settings) or not builders.has_tokenizer(folder := builders.model_folder(path)):
         return None

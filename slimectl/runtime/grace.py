@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 
 class RoundAbandoned(KeyboardInterrupt):
-    """The time that a round got to end is over; raised in the middle of it, or of the run's start."""
+    """The time that a round got to end is over. Raised in the middle of it, or of the run's start."""
 
 
 class GracePeriod:
-    """The time that a round gets to end after a signal; `end` is called when it is over, in the main thread.
+    """The time that a round gets to end after a signal. `end` is called when it is over, in the main thread.
 
     Records and checkpoints are finished first: then RoundAbandoned is raised after them.
     """

@@ -32,7 +32,7 @@ MODULES = {"megatron-core": "megatron", "reasoning-gym": "reasoning_gym"}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check; `fine` is None for information that is neither right nor wrong."""
+    """Result of one check. `fine` is None for information that is neither right nor wrong."""
 
     what: str
     fine: bool | None
@@ -123,7 +123,7 @@ def machine_speed(*, size: int = 512, copied_mib: int = 128) -> MachineSpeed:
 def _fastest(work: Callable[[], object], limit_s: float = 0.25) -> float:
     """Return the CPU seconds of the fastest of the calls that fit into `limit_s`, two at least.
 
-    The first one may set up a kernel; bfloat16 without hardware for it is a hundred times slower than float32.
+    The first one may set up a kernel. Bfloat16 without hardware for it is a hundred times slower than float32.
     """
     seconds: list[float] = []
     while len(seconds) < 2 or sum(seconds) < limit_s:

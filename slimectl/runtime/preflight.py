@@ -156,7 +156,7 @@ def _reward(settings: Settings) -> str:
 
 
 def _reward_of(settings: Settings, sources: Sequence[str]) -> str:
-    """Build the grader and try it; without one in the settings, the first prompts must name theirs."""
+    """Build the grader and try it. Without one in the settings, the first prompts must name theirs."""
     score = settings.score
     grader = builders.reward(settings)
     if score.custom_rm_path:

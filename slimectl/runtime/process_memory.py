@@ -13,7 +13,7 @@ LARGEST_BYTES = 32 * 2**20
 
 
 def keep_freed_memory() -> None:
-    """Keep up to KEPT_BYTES that are free at the end of the heap; where there is no glibc, do nothing.
+    """Keep up to KEPT_BYTES that are free at the end of the heap. Where there is no glibc, do nothing.
 
     Every round and step allocates as much as the last, and new pages cost more than the work on them where a model is
     small: 0.9 s of 8.9 of sampling and training in 30 rounds of the quickstart.

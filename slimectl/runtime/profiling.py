@@ -24,7 +24,7 @@ class RoundProfiler:
     """Profiles the rounds `first` to `last` of a run, in this process and in the ranks of its models.
 
     Traces are written to the folder `profile` of the run. Evaluations and checkpoints between the rounds are part of
-    them; those before the first and after the last are not.
+    them. Those before the first and after the last are not.
     """
 
     def __init__(self, rounds: Sequence[int] | None, folder: Path, **models: Any) -> None:
@@ -44,7 +44,7 @@ class RoundProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write the traces of what was profiled so far; safe to call twice."""
+        """Write the traces of what was profiled so far. Safe to call twice."""
         if not self._runs or self._rounds is None:
             return
         self._runs = False
@@ -67,7 +67,7 @@ class RoundProfiler:
 
 
 def _in_rank(function: Any, model: str, *arguments: str) -> None:
-    """Call a function in a rank; of what it writes the name tells model and rank."""
+    """Call a function in a rank. Of what it writes the name tells model and rank."""
     import torch.distributed as dist
 
     function(*(f"{argument}.{model}-rank-{dist.get_rank()}" for argument in arguments))
@@ -92,7 +92,7 @@ def start_profile() -> None:
 
 
 def write_profile(path: str) -> None:
-    """Stop recording; write PATH.json.gz, and with a GPU PATH.memory.pickle for pytorch.org/memory_viz."""
+    """Stop recording. Write PATH.json.gz, and with a GPU PATH.memory.pickle for pytorch.org/memory_viz."""
     import torch
 
     profiler = _profilers.pop()

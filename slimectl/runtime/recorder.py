@@ -33,8 +33,8 @@ from slimectl.types import Metrics, Sample, SamplerState, StepReport, TrainingSa
 class RunRecorder:
     """Recorder of one run.
 
-    metrics.jsonl has only deterministic values, so that a resumed run writes the same bytes as an uninterrupted one;
-    timings go to perf.jsonl.
+    metrics.jsonl has only deterministic values, so that a resumed run writes the same bytes as an uninterrupted one.
+    Timings go to perf.jsonl.
     """
 
     def __init__(self, folder: RunDir, settings: Settings, hooks: Hooks = NO_HOOKS) -> None:
@@ -49,7 +49,7 @@ class RunRecorder:
         self.critic: Critic | None = None
         """Saved and restored with the policy."""
         self.scores: list[tuple[int, float]] = []
-        """(round, mean reward) for the curve; the loss of demonstrations and preferences."""
+        """(round, mean reward) for the curve. The loss of demonstrations and preferences."""
         self.evaluations: list[tuple[int, Metrics]] = []
         """(round, metrics) of every evaluation, oldest first."""
         self._last_save: tuple[int, Metrics] | None = None
@@ -64,7 +64,7 @@ class RunRecorder:
         """The checkpoint that the run goes on from."""
 
     def append(self, name: str, line: dict[str, Any]) -> bool:
-        """Append a line to a file; return whether the run had written the same one before it was resumed."""
+        """Append a line to a file. Return whether the run had written the same one before it was resumed."""
         path, text = self.folder.path / name, json.dumps(line) + "\n"
         with storage_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -115,7 +115,7 @@ class RunRecorder:
             tracker.log(metrics, step=step)
 
     def _trackers_of(self, again: bool) -> list[Tracker]:
-        """Return the trackers of a line; one of a service has it still if the run wrote it before it was resumed."""
+        """Return the trackers of a line. One of a service has it still if the run wrote it before it was resumed."""
         return [tracker for tracker in self.trackers if not (again and getattr(tracker, "keeps_lines", False))]
 
     def _log_table(self, name: str, samples: Sequence[Sample], state: TrainState, *, again: bool) -> None:
@@ -211,7 +211,7 @@ class RunRecorder:
                     tracker.log(timings, step=step)
 
     def rewind(self, warn: Callable[[str], None]) -> TrainState:
-        """Go back to the newest complete checkpoint; without one, to the end of the warm-up or the start.
+        """Go back to the newest complete checkpoint. Without one, to the end of the warm-up or the start.
 
         Records after it are cut off. `load` reads its weights.
         """

@@ -1,4 +1,4 @@
-"""The loop over the reports of a run: records every step; after rounds it evaluates, checks, saves, or ends the run."""
+"""The loop over the reports of a run: records every step. After rounds it evaluates, checks, saves, or ends the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def abandonment(loss: str, folder: RunDir, resume_command: str) -> str:
 class ReportLoop:
     """Takes the reports of a run one by one. A signal ends it after the round, or in the round when `grace` is over.
 
-    `state` is the run's, which training moves on; `resume_command` is the command that goes on with the run.
+    `state` is the run's, which training moves on. `resume_command` is the command that goes on with the run.
     """
 
     settings: Settings
@@ -77,7 +77,7 @@ class ReportLoop:
         self._between_rounds = False
 
     def consume(self, reports: Iterator[StepReport]) -> Reports:
-        """Record and yield every report; evaluate and save at their intervals, and after the last round."""
+        """Record and yield every report. Evaluate and save at their intervals, and after the last round."""
         samples: list[Sample] = []
         complete = False
         try:
@@ -111,7 +111,7 @@ class ReportLoop:
         return builders.unmet_schedule(self.settings, updates, self.parts.models.total_steps)
 
     def _end_step(self, report: StepReport, samples: Sequence[Sample]) -> bool:
-        """Record a step, and evaluate after a round; return whether an interrupt ends the run here."""
+        """Record a step, and evaluate after a round. Return whether an interrupt ends the run here."""
         number = report.rollout_id
         with self.grace.shielded():
             self.recorder.record(report)
@@ -133,7 +133,7 @@ class ReportLoop:
             return self._end_round(number, samples)
 
     def _end_round(self, number: int, samples: Sequence[Sample]) -> bool:
-        """Save after a round, at the interval or because the run ends; return whether an interrupt ends it here.
+        """Save after a round, at the interval or because the run ends. Return whether an interrupt ends it here.
 
         Raises SlimectlError if the rewards of too many rounds taught nothing.
         """
@@ -186,7 +186,7 @@ class ReportLoop:
 
     @property
     def _collapse(self) -> str:
-        """Describe a collapse of what the run had learned and the way back; "" without one."""
+        """Describe a collapse of what the run had learned and the way back, or "" without one."""
         recorder, settings = self.recorder, self.settings
         rewards = recorder.scores if self.rounds.samples else []
         collapse = find_collapse(rewards, recorder.evaluations)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class RolloutWorker:
     """Samples rounds and evaluations with the engine's current weights.
 
-    `addresses` get the requests (a router, or the servers, which are `workers`); without any, the engine is embedded
+    `addresses` get the requests (a router, or the servers, which are `workers`). Without any, the engine is embedded
     and gets its weights by `load_weights`.
     """
 
@@ -48,7 +48,7 @@ class RolloutWorker:
         self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
         self.graders = builders.graders()
         self.progress: Progress = NO_PROGRESS
-        """Told how far a round is sampled; a process or thread of its own has none to tell."""
+        """Told how far a round is sampled. A process or thread of its own has none to tell."""
 
     def rounds(self, state: SamplerState) -> Iterator[RolloutBatch]:
         """Yield scored rounds, continuing from `state`."""
@@ -69,7 +69,7 @@ class RolloutWorker:
         return self._separate(rounds)
 
     def _separate(self, rounds: Iterator[RolloutBatch]) -> Iterator[RolloutBatch]:
-        """Yield the rounds; none finds prefixes of the one before."""
+        """Yield the rounds. None finds prefixes of the one before."""
         for batch in rounds:
             self._forget_prefixes()
             yield batch
@@ -90,7 +90,7 @@ class RolloutWorker:
         return sum(1 for _ in builders.prompts(self.settings, list(self.settings.rollout.data), shuffle=False))
 
     def evaluation(self, name: str, rollout_id: int) -> tuple[list[Sample], Metrics]:
-        """Sample and grade a held-out dataset after round `rollout_id`; return its samples and metrics."""
+        """Sample and grade a held-out dataset after round `rollout_id`. Return its samples and metrics."""
         if name not in self._datasets:
             dataset_settings = resolve_dataset_settings(self.settings, name)
             self._datasets[name] = dataset_settings, builders.reward(dataset_settings), builders.agent(dataset_settings)

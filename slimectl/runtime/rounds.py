@@ -148,7 +148,7 @@ class RecordedRounds:
 
     @cached_property
     def held_out(self) -> frozenset[str]:
-        """Datasets of [eval] that no verifier grades; of demonstrations and preferences the loss is measured."""
+        """Datasets of [eval] that no verifier grades. Of demonstrations and preferences the loss is measured."""
         if self.settings.algorithm.trains_on == "rollouts":
             return frozenset()
         return frozenset(name for name in self.settings.eval.data if not self._is_graded(name))
@@ -189,7 +189,7 @@ class RecordedRounds:
         return None if self.settings.run.num_rollout else self.settings.run.num_epoch or 1
 
     def count(self) -> int | None:
-        """Return the number of rounds; rows that are too long, and not trained on, are among them."""
+        """Return the number of rounds. Rows that are too long, and not trained on, are among them."""
         if self._epochs is None:
             return self.settings.run.num_rollout
         plain = builders.has_plain_rows(self.settings, self.paths)

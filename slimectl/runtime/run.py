@@ -79,7 +79,7 @@ class TrainingRun:
         lock: Lock | None = None,
         on_start: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Run to the end; return False if interrupted. See `reports`."""
+        """Run to the end. Return False if interrupted. See `reports`."""
         reports = self.reports(resume=resume, force=force, lock=lock, on_start=on_start)
         while True:
             try:
@@ -96,9 +96,9 @@ class TrainingRun:
         lock: Lock | None = None,
         on_start: Callable[[], None] = lambda: None,
     ) -> Reports:
-        """Yield the report of every step once it is recorded; the value at the end is False if interrupted.
+        """Yield the report of every step once it is recorded. The value at the end is False if interrupted.
 
-        `lock` is the folder's lock, if the caller holds it; `on_start` is called once the folder is the run's. Steps
+        `lock` is the folder's lock, if the caller holds it. `on_start` is called once the folder is the run's. Steps
         after the last checkpoint are reported again if a trainer's rank died.
 
         Raises SettingsError if the folder holds a run, if a run is active there, or if it is not a run's folder.
@@ -156,12 +156,12 @@ class TrainingRun:
         return (yield from reports)
 
     def _discard_after_error(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Remove the new folder of a run that failed before its first output; an interrupted one can be resumed."""
+        """Remove the new folder of a run that failed before its first output. An interrupted one can be resumed."""
         if kind is not None and issubclass(kind, Exception):
             self.folder.discard()
 
     def _run_with_advice(self) -> Reports:
-        """Run; of a start that is abandoned, and of training that diverged, say how to go on from which checkpoint."""
+        """Run. Of a start that is abandoned, and of training that diverged, say how to go on from which checkpoint."""
         try:
             return (yield from self._run_on_executor())
         except RoundAbandoned:
@@ -182,7 +182,7 @@ class TrainingRun:
             return (yield from self._run_with_restarts())
 
     def _run_with_restarts(self) -> Reports:
-        """Run; restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times."""
+        """Run. Restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times."""
         for restarts_left in range(self.settings.run.max_restarts, -1, -1):
             try:
                 with ExitStack() as ending:
@@ -196,7 +196,7 @@ class TrainingRun:
         raise AssertionError("the last try returns or raises")
 
     def _run_from_checkpoint(self, ending: ExitStack) -> Reports:
-        """Run from the newest checkpoint, or from the start; `ending` closes what is built.
+        """Run from the newest checkpoint, or from the start. `ending` closes what is built.
 
         Trackers come first: one that cannot start is found before any work.
         """
@@ -250,7 +250,7 @@ class TrainingRun:
         return not self.settings.eval.data or self.state.rollout_id in rounds
 
     def _expect_rounds(self) -> None:
-        """Let progress measure from here on; the time of what came before says nothing of the rounds."""
+        """Let progress measure from here on. The time of what came before says nothing of the rounds."""
         self.progress.expect(self.rounds.count(), done=self.state.rollout_id)
 
     def _start_trackers(self, ending: ExitStack) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunParts:
-    """Models of a run, its engines and their weights; a training from samples has engines only for evaluations."""
+    """Models of a run, its engines and their weights. A training from samples has engines only for evaluations."""
 
     model: Path
     """Folder of the initial model, before any warm-up."""

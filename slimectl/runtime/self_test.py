@@ -27,9 +27,9 @@ def questions() -> Iterator[Prompt]:
 
 
 def self_test(settings: Settings, *, steps: int) -> Iterator[CheckResult]:
-    """Run `steps` rounds of the real loop with learning rate 0; no weight may change, and log-probabilities must match.
+    """Run `steps` rounds of the real loop with learning rate 0. No weight may change, and log-probabilities must match.
 
-    Engine and trainer compute the probability of the same tokens from the same weights; a difference beyond rounding
+    Engine and trainer compute the probability of the same tokens from the same weights. A difference beyond rounding
     is an error in weights, positions, masks or temperature.
     """
     model = builders.model_folder(settings.model.path)

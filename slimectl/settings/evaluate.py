@@ -12,7 +12,7 @@ from slimectl.settings.base import AdditivePenalty, RepetitionPenalty, Section, 
 
 
 class Dataset(Section):
-    """One dataset with its own settings; unset keys fall back to [eval], then to [rollout] and [score]."""
+    """One dataset with its own settings. Unset keys fall back to [eval], then to [rollout] and [score]."""
 
     path: str
     """Prompt source."""

@@ -1,4 +1,4 @@
-"""Lists the keys of all settings, and those that differ from their defaults; suggests one for another; writes TOML."""
+"""Lists the keys of all settings, and those that differ from their defaults. Suggests one for another. Writes TOML."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def unused_interpreters(backend: Any) -> set[str]:
 
 
 def keys_of(section: str, algorithm: str | None = None) -> list[str]:
-    """The keys of a section; for [algorithm], of one algorithm or of all."""
+    """The keys of a section. For [algorithm], of one algorithm or of all."""
     if section == "algorithm":
         classes: list[type[BaseModel]] = [ALGORITHMS[algorithm]] if algorithm in ALGORITHMS else [*ALGORITHMS.values()]
     elif section in Settings.model_fields:
@@ -149,7 +149,7 @@ _BY_OTHER_NAME = {other_name: key for key, names in OTHER_NAMES.items() for othe
 
 
 def suggestion(name: str, available: Sequence[str], *, elsewhere: Sequence[str] = ()) -> str | None:
-    """Return the setting that an unknown name most likely means; None if none is near.
+    """Return the setting that an unknown name most likely means, or None if none is near.
 
     >>> suggestion("train.learning_rate", ["train.lr", "train.lora_rank"])
     'train.lr'

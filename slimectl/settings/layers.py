@@ -47,7 +47,7 @@ class Layer:
 
 
 def read_layers(readers: Iterable[Callable[[], Layer]]) -> tuple[list[Layer], list[str]]:
-    """Call every reader of a layer; return the layers that can be read, and a line for every error."""
+    """Call every reader of a layer. Return the layers that can be read, and a line for every error."""
     layers: list[Layer] = []
     errors: list[str] = []
     for read in readers:
@@ -114,7 +114,7 @@ def _yaml(text: str) -> Any:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
-    """Read every environment variable SLIMECTL_SECTION_KEY=value; the section is the longest known one.
+    """Read every environment variable SLIMECTL_SECTION_KEY=value. The section is the longest known one.
 
     Variables that Kubernetes sets for a service named slimectl are ignored.
 
@@ -140,7 +140,7 @@ def _longest(sections: Iterable[str], words: str) -> str | None:
 
 
 def from_assignments(assignments: Iterable[str], origin: str = "command line") -> Layer:
-    """Parse assignments `section.key=value`; a third part addresses a table: eval.data.aime=aime.jsonl."""
+    """Parse assignments `section.key=value`. A third part addresses a table: eval.data.aime=aime.jsonl."""
     values: Values = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -158,14 +158,14 @@ def from_assignments(assignments: Iterable[str], origin: str = "command line") -
 
 
 def read_assignments(assignments: Iterable[str]) -> tuple[Layer, list[str]]:
-    """Parse the assignments that can be parsed into one layer; also return a line for each of the others."""
+    """Parse the assignments that can be parsed into one layer. Also return a line for each of the others."""
     layers, errors = read_layers(partial(from_assignments, [each]) for each in assignments)
     values: Values = reduce(merge, (layer.values for layer in layers), {})
     return Layer("command line", values), errors
 
 
 def nested(values: Mapping[str, Any]) -> Values:
-    """Sections from dotted keys; a third part addresses a table.
+    """Sections from dotted keys. A third part addresses a table.
 
     >>> nested({"run.num_rollout": 2, "eval.data.aime": "aime.jsonl"})
     {'run': {'num_rollout': 2}, 'eval': {'data': {'aime': 'aime.jsonl'}}}
@@ -185,7 +185,7 @@ def nested(values: Mapping[str, Any]) -> Values:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value, `none` as None; any other text is returned unchanged."""
+    """Parse a TOML value, `none` as None. Any other text is returned unchanged."""
     if text.strip().lower() in ("none", "null"):
         return None
     try:
@@ -195,7 +195,7 @@ def parse_value(text: str) -> Any:
 
 
 def merge(old: Any, new: Any) -> Any:
-    """Merge tables key by key; any other value is replaced."""
+    """Merge tables key by key. Any other value is replaced."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
     return {**old, **{key: merge(old.get(key), value) for key, value in new.items()}}
@@ -205,14 +205,14 @@ SPELLINGS = {
     "n_samples_per_eval_prompt": "n_samples_per_prompt",
     "eval_interval": "interval",
 }
-"""Slime's key names and their slimectl equivalents; any key may also be prefixed with eval_ or rollout_."""
+"""Slime's key names and their slimectl equivalents. Any key may also be prefixed with eval_ or rollout_."""
 
 
 def from_eval_config(path: Path) -> Layer:
     """Read [eval] from a YAML or TOML file.
 
     The file has `defaults` (or `default`) for all datasets, and `datasets`: a list of tables with `name` and `path`,
-    or a table of those by name; all of it may be nested under `eval`. Raises SettingsError for anything else.
+    or a table of those by name. All of it may be nested under `eval`. Raises SettingsError for anything else.
     """
     document = _read_document(path, "evaluation file", toml=path.suffix == ".toml")
     document = document.get("eval", document)

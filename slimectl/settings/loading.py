@@ -40,7 +40,7 @@ def resolve(layers: Sequence[Layer], problems: Sequence[str] = ()) -> Resolved:
 
 
 def examine(layers: Sequence[Layer]) -> tuple[Resolved, list[str]]:
-    """Merge and validate the layers as far as they are valid; also return a line for every error.
+    """Merge and validate the layers as far as they are valid. Also return a line for every error.
 
     Keys that are unknown or have an invalid value are at their defaults in the result. Settings of earlier layers are
     dropped where a later one turned off what they belong to.
@@ -86,7 +86,7 @@ def _empty_collections(merged: Values) -> None:
 
 
 def _validated(merged: Values, origins: dict[str, str]) -> tuple[Settings, dict[str, str]]:
-    """Validate the values, and remove those that are invalid; return the settings, and a line for each of those."""
+    """Validate the values, and remove those that are invalid. Return the settings, and a line for each of those."""
     invalid: dict[str, str] = {}
     while True:
         parts = _part_sections(merged, origins, invalid)
@@ -136,7 +136,7 @@ COMMAND_LINE = ("command line", "flag")
 def _replace_alternatives(
     values: Mapping[tuple[str, str], Any], layer: Layer, merged: Values, origins: dict[str, str]
 ) -> Iterator[str]:
-    """Remove from `merged` the alternatives of those keys that this layer sets; yield what contradicts itself."""
+    """Remove from `merged` the alternatives of those keys that this layer sets. Yield what contradicts itself."""
     for section, keys in ALTERNATIVES.items():
         given = [key for key in keys if values.get((section, key))]
         for key in keys:
@@ -155,7 +155,7 @@ def _replace_alternatives(
 def _part_sections(merged: Values, origins: dict[str, str], invalid: dict[str, str]) -> dict[str, BaseModel]:
     """The validated sections that parts of other packages bring, if they are selected or have values.
 
-    The keys of a section with errors are dropped; lines about them are added to `invalid`.
+    The keys of a section with errors are dropped. Lines about them are added to `invalid`.
     """
     sections: dict[str, BaseModel] = {}
     for name in {*(merged.keys() - Settings.model_fields.keys()), *selected_parts(merged)}:
@@ -169,7 +169,7 @@ def _part_sections(merged: Values, origins: dict[str, str], invalid: dict[str, s
 
 
 def _current_values(layer: Layer, merged: Values, errors: list[str]) -> dict[tuple[str, str], Any]:
-    """The layer's values by present section and key; unknown keys, and second names of one setting, are `errors`."""
+    """The layer's values by present section and key. Unknown keys, and second names of one setting, are `errors`."""
     values: dict[tuple[str, str], Any] = {}
     spellings: dict[tuple[str, str], str] = {}
     for old_section, keys in layer.values.items():
@@ -218,7 +218,7 @@ def _unknown_key(name: str, keys_by_section: dict[str, list[str]], layer: Layer)
 
 
 def _error_lines(error: ValidationError, origins: dict[str, str], prefix: tuple[str, ...] = ()) -> dict[str, str]:
-    """The lines of pydantic's errors by dotted key; several of one key are one line each."""
+    """The lines of pydantic's errors by dotted key. Several of one key are one line each."""
     lines: dict[str, str] = {}
     for item in error.errors():
         parts = [str(part) for part in (*prefix, *item["loc"])]

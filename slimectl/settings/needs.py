@@ -68,13 +68,13 @@ class TeacherOptions:
 
 
 class AlgorithmSection(Section):
-    """Base class of the settings of an algorithm; the defaults are those of one that needs no other model."""
+    """Base class of the settings of an algorithm. The defaults are those of one that needs no other model."""
 
     trains_on: ClassVar[Literal["rollouts", "demonstrations", "preferences"]] = "rollouts"
-    """Samples of the policy itself; answers to imitate; answers of which one is better than the other."""
+    """Samples of the policy itself. Answers to imitate. Answers of which one is better than the other."""
 
     baseline: ClassVar[Baseline] = "none"
-    """What a reward is compared with; with "none" a prompt needs no second answer."""
+    """What a reward is compared with. With "none" a prompt needs no second answer."""
 
     trained_output: ClassVar[Literal["log_probs", "values"]] = "log_probs"
     """The output of the model that the loss is of: a reward model is trained by its values."""
@@ -101,17 +101,17 @@ class AlgorithmSection(Section):
 
     @property
     def reference_load(self) -> str | None:
-        """Model of the reference; None for the one that training starts from."""
+        """Model of the reference. None for the one that training starts from."""
         return None
 
     @property
     def reference_interval(self) -> int | None:
-        """Rounds after which the reference becomes the policy of then; None if it never does."""
+        """Rounds after which the reference becomes the policy of then. None if it never does."""
         return None
 
     @property
     def critic_options(self) -> CriticOptions | None:
-        """The critic that is trained beside the policy; None without one."""
+        """The critic that is trained beside the policy. None without one."""
         return None
 
     @property
@@ -122,7 +122,7 @@ class AlgorithmSection(Section):
 
     @property
     def teacher_options(self) -> TeacherOptions | None:
-        """The teacher that the policy is distilled from; None without one."""
+        """The teacher that the policy is distilled from. None without one."""
         return None
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:

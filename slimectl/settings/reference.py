@@ -30,7 +30,7 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Yield every setting; those of an algorithm as `algorithm.KEY` and `algorithm.NAME.KEY`."""
+    """Yield every setting. Those of an algorithm as `algorithm.KEY` and `algorithm.NAME.KEY`."""
     for section in Settings.model_fields:
         if section != "algorithm":
             yield from _section_entries(section, type(getattr(Settings(), section)))
@@ -59,7 +59,7 @@ def descriptions(cls: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
-    """Return the definitions of a module's classes by their qualified names; none for a module without a file."""
+    """Return the definitions of a module's classes by their qualified names. None for a module without a file."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
@@ -97,7 +97,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _classes(cls: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """Yield the classes of settings that derive from a class; those of other packages are in no schema."""
+    """Yield the classes of settings that derive from a class. Those of other packages are in no schema."""
     for subclass in cls.__subclasses__():
         if subclass.__module__.startswith("slimectl.settings."):
             yield subclass

@@ -74,14 +74,14 @@ class RolloutSettings(Section):
     """Sample from tokens with at least this fraction of the highest probability."""
 
     repetition_penalty: RepetitionPenalty = 1.0
-    """Divide positive logits of tokens that the response already has by this, and multiply negative ones by it; 1 is
+    """Divide positive logits of tokens that the response already has by this, and multiply negative ones by it. 1 is
     off. vLLM also counts the tokens of the prompt. See docs/algorithms.md on training with penalties."""
 
     presence_penalty: AdditivePenalty = 0.0
-    """Subtract this from the logits of tokens that the response already has; 0 is off."""
+    """Subtract this from the logits of tokens that the response already has. 0 is off."""
 
     frequency_penalty: AdditivePenalty = 0.0
-    """Subtract this from the logit of a token for each time that the response already has it; 0 is off."""
+    """Subtract this from the logit of a token for each time that the response already has it. 0 is off."""
 
     max_response_len: PositiveInt = 256
     """Maximum tokens of a response."""

@@ -23,7 +23,7 @@ SectionType = TypeVar("SectionType", bound=BaseModel)
 
 
 class Settings(Section):
-    """All settings of a stage or a run; parts of other packages may add sections of their own, by their names."""
+    """All settings of a stage or a run. Parts of other packages may add sections of their own, by their names."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -54,7 +54,7 @@ class Settings(Section):
         return values
 
     def part_section(self, name: str, cls: type[SectionType]) -> SectionType:
-        """The section that a part of another package brings; its defaults if these settings have none."""
+        """The section that a part of another package brings. Its defaults if these settings have none."""
         section = (self.__pydantic_extra__ or {}).get(name)
         return section if isinstance(section, cls) else cls()
 
@@ -98,7 +98,7 @@ class Settings(Section):
 
     @property
     def rollout_gpus(self) -> int:
-        """Number of GPUs of all engines (on a CPU: of engines); of servers that run already, by their addresses."""
+        """Number of GPUs of all engines (on a CPU: of engines). Of servers that run already, by their addresses."""
         if self.cluster.rollout_num_gpus is not None:
             return self.cluster.rollout_num_gpus
         return max(len(self.engine.url) * self.cluster.rollout_num_gpus_per_engine, sum(self.engine_gpus))
@@ -140,7 +140,7 @@ class Settings(Section):
 
     @property
     def rollouts_per_round(self) -> int:
-        """Number of attempts per round; demonstrations (sft) have one per prompt, preferences (dpo) one pair."""
+        """Number of attempts per round. Demonstrations (sft) have one per prompt, preferences (dpo) one pair."""
         if self.algorithm.trains_on != "rollouts":
             return self.train.global_batch_size or self.run.rollout_batch_size
         return self.run.rollout_batch_size * self.rollout.n_samples_per_prompt

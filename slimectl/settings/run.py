@@ -277,7 +277,7 @@ class TrackSettings(Section):
 
 
 def _variable_advice(tracker: str) -> str:
-    """Return the part of a message that names the environment variable of a tracker's key; "" if it has none."""
+    """Return the part of a message that names the environment variable of a tracker's key, or "" if it has none."""
     variable = {**KEY_VARIABLES, "trackio": "HF_TOKEN"}.get(tracker)
     return f"set {variable} in the environment, or " if variable else ""
 

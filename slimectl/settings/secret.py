@@ -29,11 +29,11 @@ Key = Annotated[
     BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value),
     AfterValidator(_is_key),
 ]
-"""A key that goes into an HTTP header, or a reference to it; it is never printed or written."""
+"""A key that goes into an HTTP header, or a reference to it. It is never printed or written."""
 
 
 def reveal(value: Any, *, setting: str) -> Any:
-    """The value with every reference resolved; resolved secrets are masked from now on.
+    """The value with every reference resolved. Resolved secrets are masked from now on.
 
     Raises SettingsError for a missing secret, or for the mask of a secret that was not written to the file.
     """
