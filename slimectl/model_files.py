@@ -112,11 +112,11 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def adapter_remedy(folder: Path) -> str:
-    """Return what a directory with a LoRA adapter in place of a model is, and what to do, or "" for other directories."""
+    """Return the end of an error message for a directory with a LoRA adapter instead of a model, else ""."""
     if not (folder / "adapter_config.json").is_file():
         return ""
     if (folder.parent / "config.json").is_file():
-        return f"this is a LoRA adapter; the model with the adapter merged is {folder.parent}"
+        return f"this is a LoRA adapter. The merged model is {folder.parent}"
     config = read_json(folder / "adapter_config.json", max_bytes=MAX_CONFIG_BYTES)
     base, rank = config.get("base_model_name_or_path"), config.get("r")
     return (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
-    """Build the frozen reference: algorithm.ref_load, else the model at `start`, or None if no divergence is measured."""
+    """Build the frozen reference from algorithm.ref_load or the model at `start`, or None if no KL is measured."""
     if Need.REFERENCE not in settings.algorithm.needs:
         return None
     path = settings.algorithm.reference_load

@@ -59,7 +59,7 @@ class PolicyBackend:
         """
 
     def packing(self, settings: Settings, folder: Path) -> Packing | None:
-        """Return how the trainer of a model directory packs rows, for perf metrics, or None if that is its own affair."""
+        """Return how the trainer of a model directory packs rows, for perf metrics, or None if unknown."""
         return None
 
     def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
@@ -145,7 +145,8 @@ class MegatronBackend(PolicyBackend):
         obstacle = prefix_obstacle(transformer, settings.megatron.args)
         if settings.train.share_prompt_prefix and obstacle:
             raise SettingsError(
-                f"train.share_prompt_prefix: true has no effect ({obstacle}). Set it to none, which shares where it can."
+                f"train.share_prompt_prefix: true has no effect ({obstacle}). Set it to none, which shares where it "
+                "can."
             )
         if settings.train.lora_rank is not None:
             chosen(linear_layers(family.links(config)), settings.train.lora_targets)

@@ -270,7 +270,7 @@ def collect(
     accuracy: float,
     on_evaluation: Callable[[Evaluation], object] = lambda evaluation: None,
 ) -> SeedResult | None:
-    """Return the result from the lines of `run_to_target`, or None if they break off. Raises the error that they name."""
+    """Return the result from the lines of `run_to_target`, or None if they end early. Raises the error in them."""
     result = SeedResult(seed)
     for line in lines:
         if "error" in line:

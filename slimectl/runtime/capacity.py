@@ -179,7 +179,7 @@ def planned_run(settings: Settings, *, device: Literal["cuda", "cpu"]) -> Planne
 
 
 def _model_of(settings: Settings) -> Model | None:
-    """Return the models of the run as the planner counts them, or None where they are unknown or of an unknown family."""
+    """Return the models of the run as the planner counts them, or None if the family is unknown."""
     try:
         config = configuration(settings)
         return None if config is None else _planned_shape(settings, config)

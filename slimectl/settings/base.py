@@ -49,7 +49,7 @@ class Section(BaseModel):
             if new is None:
                 return super().__getattr__(name)
             field = new if new in type(self).model_fields else f"{new}_"  # `with` is a Python keyword
-            return aliases.current_value(self.section_name, name, getattr(self, field))  # inverting twice gives the old value
+            return aliases.current_value(self.section_name, name, getattr(self, field))  # for an inverted key, too
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Names and values for the repr, with secrets masked: tracebacks and test reports print settings."""

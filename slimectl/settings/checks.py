@@ -78,7 +78,10 @@ def conflicts(settings: Settings) -> Iterator[str]:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}. Swap them."
     ages = run.async_level or rollout.partial_rollout or rollout.over_sampling_batch_size
     if run.max_staleness is not None and not ages and run.max_staleness > 0:
-        yield "run.max_staleness has no effect with run.async_level = 0. Raise run.async_level, or drop run.max_staleness."
+        yield (
+            "run.max_staleness has no effect with run.async_level = 0. Raise run.async_level, or drop "
+            "run.max_staleness."
+        )
     yield from _buffer_contradictions(run, rollout)
     if train.balance_by_flops and not (train.use_dynamic_batch_size and train.balance_data):
         lacking = "balance_data" if train.use_dynamic_batch_size else "use_dynamic_batch_size"
@@ -109,12 +112,18 @@ def _best_conflicts(run: RunSettings, evaluation: EvalSettings) -> Iterator[str]
     """Yield conflicts between settings that compare evaluations and the configured evaluations."""
     if run.save_best is None:
         if run.early_stop_patience:
-            yield "run.early_stop_patience needs run.save_best, the metric that must improve. Set it, or drop run.early_stop_patience."
+            yield (
+                "run.early_stop_patience needs run.save_best, the metric that must improve. Set it, or drop "
+                "run.early_stop_patience."
+            )
         return
     if not evaluation.datasets:
         yield "run.save_best compares evaluations, but eval.data has no dataset. Add eval.data.NAME = PROMPTS."
     elif not evaluation.interval:
-        yield "run.save_best compares evaluations, but eval.interval is not set. Set it to the rounds between evaluations."
+        yield (
+            "run.save_best compares evaluations, but eval.interval is not set. Set it to the rounds between "
+            "evaluations."
+        )
 
 
 def off_policy_penalties(settings: Settings) -> str | None:
@@ -170,10 +179,14 @@ def _save_format_contradictions(settings: Settings) -> Iterator[str]:
     if settings.megatron.save_format == "hf" or settings.train.backend != "megatron":
         return
     if settings.train.lora_rank is not None:
-        yield "megatron.save_format: torch_dist cannot store adapters. Set hf with train.lora_rank, and convert the result."
+        yield (
+            "megatron.save_format: torch_dist cannot store adapters. Set hf with train.lora_rank, and convert the "
+            "result."
+        )
     if settings.algorithm.trained_output == "values" or (critic is not None and critic.shared):
         yield (
-            f"megatron.save_format: torch_dist cannot store the value head that {settings.algorithm.name} trains in the "
+            f"megatron.save_format: torch_dist cannot store the value head that {settings.algorithm.name} trains in "
+            "the "
             f"same model. Set hf."
         )
 
@@ -260,7 +273,8 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
         yield "cluster.colocate and sync.transport: delta cannot be combined. Use tensor on shared GPUs."
     if settings.sglang.server_groups and (settings.sglang.prefill_num_servers or engine.num_engines > 1):
         yield (
-            "sglang.server_groups cannot be combined with sglang.prefill_num_servers or engine.num_engines: it lists every engine "
+            "sglang.server_groups cannot be combined with sglang.prefill_num_servers or engine.num_engines: it lists "
+            "every engine "
             "itself"
         )
     yield from _disaggregation_contradictions(settings)
@@ -303,9 +317,7 @@ def _disaggregation_contradictions(settings: Settings) -> Iterator[str]:
     if not (settings.sglang.prefill_num_servers or prefills):
         return
     if settings.engine.router == "none":
-        yield (
-            "engine.router: none, but prefill/decode disaggregation needs sglang-router. Drop engine.router."
-        )
+        yield ("engine.router: none, but prefill/decode disaggregation needs sglang-router. Drop engine.router.")
     if settings.train.use_rollout_routing_replay:
         yield (
             "train.use_rollout_routing_replay and sglang.prefill_num_servers cannot be combined: SGLang 0.5.21 does "
@@ -323,7 +335,10 @@ def _hook_conflicts(settings: Settings) -> Iterator[str]:
                 yield f"rollout.{one} and rollout.{key} cannot be combined: both define the attempt. Drop one."
     for key in OF_ROUNDS:
         if rollout.function_path and getattr(rollout, key):
-            yield f"rollout.function_path and rollout.{key} cannot be combined: the function already fills rounds. Drop one."
+            yield (
+                f"rollout.function_path and rollout.{key} cannot be combined: the function already fills rounds. Drop "
+                "one."
+            )
     for key in ("function_path", "data_source_path"):
         if getattr(rollout, key) and run.async_level > 1:
             yield (
@@ -333,7 +348,10 @@ def _hook_conflicts(settings: Settings) -> Iterator[str]:
     if train.custom_loss_function_path:
         for key in ("custom_tis_function_path", "custom_pg_loss_reducer_function_path"):
             if getattr(train, key):
-                yield f"train.custom_loss_function_path and train.{key} cannot be combined: your own loss replaces it. Drop one."
+                yield (
+                    f"train.custom_loss_function_path and train.{key} cannot be combined: your own loss replaces it. "
+                    "Drop one."
+                )
     if algorithm.trains_on != "rollouts":
         sections = {"rollout": rollout, "score": settings.score, "train": train}
         for name in OF_POLICY_GRADIENTS:

@@ -1,7 +1,7 @@
 """Settings that depend on other settings. Without those they have no effect, and are rejected or dropped.
 
-A setting that has no effect is an error, so that nobody relies on it. It is silently dropped if a later layer turned off
-the feature that it belongs to: `--backend fsdp` over the file of a Megatron run drops its [megatron].
+A setting that has no effect is an error, so that nobody relies on it. It is silently dropped if a later layer turned
+off the feature that it belongs to: `--backend fsdp` over the file of a Megatron run drops its [megatron].
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ DEPENDENCIES = (
                "without an embedded engine. SGLang and vLLM have their own option "
                "(sglang.args.disable_radix_cache, vllm.args.enable_prefix_caching). Set that"),
     Dependency("engine", ("middleware_paths",), ("engine.backend", "engine.url"), _embedded,
-               "without servers of `slimectl serve` that this program starts. Set rollout.custom_generate_function_path to see each request, or put your "
+               "without servers of `slimectl serve` that this program starts. Set "
+               "rollout.custom_generate_function_path to see each request, or put your "
                "own proxy in front and set engine.url to it"),
     Dependency("engine", ("session_affinity", "server_concurrency", "connect_timeout_s"), _SERVERS,
                lambda s: s.uses_servers, _NEEDS_SERVERS),
@@ -118,7 +119,8 @@ DEPENDENCIES = (
                _starts_servers, _NEEDS_STARTED),
     Dependency("engine", ("health_check_interval", "health_check_timeout", "health_check_first_wait", "max_restarts"),
                (*_SERVERS, "engine.use_fault_tolerance"), _watches_servers,
-               "without servers that this program supervises. Set engine.num_engines or engine.backend, drop engine.url, and "
+               "without servers that this program supervises. Set engine.num_engines or engine.backend, drop "
+               "engine.url, and "
                "keep engine.use_fault_tolerance"),
     Dependency("cluster", ("colocate",), _SERVERS, lambda s: s.uses_servers,
                "with a single embedded engine, which shares the trainer's process. Set engine.num_engines or "
