@@ -72,7 +72,7 @@ class Dataset(Section):
     """Your own reward function, instead of rm_type."""
 
     reward_key: str | None = None
-    """Number of a dict reward to use."""
+    """Key of the number to use if a reward is a dict."""
 
     success_threshold: float | None = None
     """Reward from which a response counts as correct."""
@@ -148,7 +148,7 @@ class EvalSettings(Section):
     """Verifier. It overrides score.custom_rm_path and score.rm."""
 
     reward_key: str | None = None
-    """Number of a dict reward to use."""
+    """Key of the number to use if a reward is a dict."""
 
     success_threshold: float = 1.0
     """Reward from which a response counts as correct."""
@@ -158,7 +158,7 @@ class EvalSettings(Section):
 
     @property
     def datasets(self) -> dict[str, Dataset]:
-        """All of `data` as tables."""
+        """All entries of `data` as tables."""
         return {name: Dataset(path=entry) if isinstance(entry, str) else entry for name, entry in self.data.items()}
 
     @property
