@@ -148,7 +148,7 @@ def check_pipes(settings: Settings) -> None:
 def training_samples(
     settings: Settings,
     paths: Sequence[str],
-    text: Any,
+    tokenizer: Any,
     *,
     on_error: Literal["stop", "skip"],
     report: Callable[[RecordError], None],
@@ -185,17 +185,17 @@ def training_samples(
             start=start,
             on_bad_row=on_bad_row,
         )
-        samples = preferred(pairs, text, options, context=context, left_out=left_out, on_bad_row=on_bad_row)
+        samples = preferred(pairs, tokenizer, options, context=context, left_out=left_out, on_bad_row=on_bad_row)
         return _by_row(samples, on_line)
     if plain:
         from slimectl.stages.rollout import demonstrations
 
         rows = prompts(settings, list(paths), epochs=epochs, start=start, demonstrations=True, on_bad_row=on_bad_row)
         samples = demonstrations(
-            rows, text, settings.rollout, context=context, left_out=left_out, on_bad_row=on_bad_row
+            rows, tokenizer, settings.rollout, context=context, left_out=left_out, on_bad_row=on_bad_row
         )
         return _by_row(samples, on_line)
-    size = None if text is None else vocabulary_size(Path(text.name_or_path))
+    size = None if tokenizer is None else vocabulary_size(Path(tokenizer.name_or_path))
     read = partial(read_samples, paths, on_error=on_error, report=report, on_line=on_line, vocabulary=size)
     return repeated(read, epochs=epochs, start=start)
 
@@ -353,7 +353,7 @@ def rollout_samples(
     settings: Settings,
     prompts: Iterator[Prompt],
     engine: Engine,
-    text: Any,
+    tokenizer: Any,
     *,
     source: Any,
     left_out: Callable[[Prompt], Any],
@@ -368,14 +368,14 @@ def rollout_samples(
     user_hooks, user_agent = UserHooks(settings), agent(settings)
     shared: dict[str, Any] = {"source": source, "max_groups": _max_groups(settings, source), "left_out": left_out}
     if user_hooks.sample_rounds is None:
-        return rollout(prompts, engine, text, settings.rollout, agent=user_agent, hooks=user_hooks, **shared)
-    attempts = GroupGenerator(
+        return rollout(prompts, engine, tokenizer, settings.rollout, agent=user_agent, hooks=user_hooks, **shared)
+    generator = GroupGenerator(
         engine,
-        text,
+        tokenizer,
         settings.rollout,
         user_agent or single_turn,
         on_sample=user_hooks.on_sample,
         agent_at=user_hooks.agent_at,
     )
     max_rounds = settings.run.num_rollout
-    return whole_round_samples(prompts, attempts, user_hooks.sample_rounds, max_rounds=max_rounds, **shared)
+    return whole_round_samples(prompts, generator, user_hooks.sample_rounds, max_rounds=max_rounds, **shared)

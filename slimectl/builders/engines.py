@@ -58,10 +58,10 @@ class EngineBackend:
     def check(self, settings: Settings) -> None:
         """Check, before anything is built, that it can be started here. Raises BackendError or SettingsError."""
 
-    def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
+    def engine(self, settings: Settings, folder: Path, tokenizer: Any, *, load: bool) -> Any:
         """Make the engine of a model directory, an Engine and WeightReceiver. `load` reads its weights.
 
-        `text` is the tokenizer. Without `load` the first push brings the weights.
+        Without `load` the first push brings the weights.
         """
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class EmbeddedBackend(EngineBackend):
 
             check_plain(policy_folder(Path(path)))
 
-    def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
+    def engine(self, settings: Settings, folder: Path, tokenizer: Any, *, load: bool) -> Any:
         import torch
         from transformers import AutoConfig
 
@@ -144,12 +144,12 @@ class EmbeddedBackend(EngineBackend):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             embedded = EmbeddedEngine(
                 config,
-                text,
+                tokenizer,
                 dtype=getattr(torch, settings.engine.dtype),
                 device=device(settings.engine.device),
                 max_running=settings.engine.max_running_requests,
                 max_context=settings.rollout.max_context_len,
-                end_token_ids=end_tokens(folder, text),
+                end_token_ids=end_tokens(folder, tokenizer),
                 prefix_cache_gib=settings.engine.prefix_cache_gib,
                 reports_experts=settings.train.use_rollout_routing_replay,
                 images=lambda source: processor_of(str(folder)).patches(source),
@@ -194,9 +194,9 @@ def server_api(name: str) -> ServerApi:
     return backend(ENGINES, name, EngineBackend).api()
 
 
-def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> Any:
+def engine(settings: Settings, folder: Path, tokenizer: Any, *, load: bool = True) -> Any:
     """Build the engine of this process for a model directory. Without `load` the first push brings its weights."""
-    return engine_backend(settings).engine(settings, folder, text, load=load)
+    return engine_backend(settings).engine(settings, folder, tokenizer, load=load)
 
 
 def engine_reads(settings: Settings, folder: Path) -> bool:

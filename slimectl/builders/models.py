@@ -134,9 +134,9 @@ def source_of(source: str) -> Path:
 
 def tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a model directory and check its chat template. Raises CheckpointError."""
-    text = load_tokenizer(folder)
-    check_template(text, folder)
-    return text
+    loaded = load_tokenizer(folder)
+    check_template(loaded, folder)
+    return loaded
 
 
 def with_template_date(settings: Settings) -> Settings:

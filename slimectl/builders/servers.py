@@ -146,8 +146,8 @@ def auxiliary_servers(
         try:
             started[-1].start()
         except BaseException:
-            for fleet in started:
-                fleet.close()
+            for pool in started:
+                pool.close()
             raise
         group["url"] = started[-1].urls
     sglang = settings.sglang.model_copy(update={"server_groups": groups})
@@ -216,7 +216,7 @@ def _router(settings: Settings, logs: Path) -> Any:
 def client(
     settings: Settings,
     model: Path,
-    text: Any,
+    tokenizer: Any,
     addresses: Sequence[str],
     workers: Sequence[str],
     *,
@@ -236,7 +236,7 @@ def client(
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
-        decode=Detokenizer(text).response_text,
+        decode=Detokenizer(tokenizer).response_text,
         concurrency=options.server_concurrency,
         affinity=options.session_affinity,
         request_timeout_s=options.request_timeout_s,
@@ -244,7 +244,7 @@ def client(
         troubled=troubled,
         keys=keys(settings, workers),
         shared=bool(options.url),
-        stops=StopTokens(special_tokens(text, vocabulary=config["vocab_size"]), end_tokens(model, text)),
+        stops=StopTokens(special_tokens(tokenizer, vocabulary=config["vocab_size"]), end_tokens(model, tokenizer)),
     )
     if options.url:
         http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
@@ -263,7 +263,7 @@ def _api(settings: Settings, config: Mapping[str, Any]) -> ServerApi:
 
 
 @contextmanager
-def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
+def start_engines(settings: Settings, model: Path, tokenizer: Any) -> Iterator[Engine]:
     """Yield an engine with the model's own weights, for a stage that runs alone. Its servers end with the block."""
     from slimectl.architectures.config import read_config
 
@@ -273,21 +273,21 @@ def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine
         if not engine_reads(settings, model):
             model = _converted(settings, model, closing.enter_context(TemporaryDirectory(prefix="slimectl-model-")))
         if not settings.stage_uses_servers:
-            yield engine(settings, model, text)
+            yield engine(settings, model, tokenizer)
             return
         settings = keyed(settings)
         executor = executor_of(settings, trains=False)
         closing.callback(executor.close)
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
         if settings.engine.url:
-            http_engine = client(settings, model, text, urls(settings), urls(settings))
+            http_engine = client(settings, model, tokenizer, urls(settings), urls(settings))
         else:
             started = new_pool(settings, model, executor=executor, folder=folder, waiting=False)
             closing.callback(started.close)
             started.start()
             count = len(started.urls)
             logger.info(f"{quantity(count, 'engine')} ready")
-            http_engine = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
+            http_engine = client(settings, model, tokenizer, started.addresses, started.urls, troubled=started.look)
             started.announce, started.failed = http_engine.set_urls, http_engine.fail
         closing.callback(lambda: run_coroutine(http_engine.close()))
         yield http_engine

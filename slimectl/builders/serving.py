@@ -89,11 +89,11 @@ def serve(
     from slimectl.engines.server.state import ServerConfig, Streaming
     from slimectl.weight_sync.delta_format import DeltaFile
 
-    text = tokenizer(folder)
+    model_tokenizer = tokenizer(folder)
     served_model = ServerConfig(
         folder=folder.resolve(),
         config=read_config(folder),
-        tokenizer=text,
+        tokenizer=model_tokenizer,
         dtype=settings.engine.dtype,
         max_running=settings.engine.max_running_requests,
         read=ModelCheckpoint().read,
@@ -102,13 +102,13 @@ def serve(
         read_delta=DeltaFile,
         middlewares=middlewares(settings.engine.middleware_paths),
     )
-    embedded = engine(settings, folder, text, load=False)
+    embedded = engine(settings, folder, model_tokenizer, load=False)
     streaming = Streaming(interval=interval, incremental=incremental)
     names, loopback_only = own_names(host, allowed_hosts)
     api_key = reveal(settings.engine.api_key, setting="engine.api_key")
     guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
     limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
-    limits["extension"] = agent_apis(settings, text, embedded.max_context, record, interval)
+    limits["extension"] = agent_apis(settings, model_tokenizer, embedded.max_context, record, interval)
     return asyncio.run(serving(embedded, served_model, at, load=load, guard=guard, ready=ready, **limits))
 
 

@@ -155,11 +155,11 @@ class RolloutService:
         self._companions, sampler_settings = builders.auxiliary_servers(
             settings, model, executor=executor, folder=folder
         )
-        self._fleet: ServerPool | None = None
+        self._pool: ServerPool | None = None
         try:
-            self._fleet = builders.server_pool(settings, model, executor=executor, folder=folder)
+            self._pool = builders.server_pool(settings, model, executor=executor, folder=folder)
             urls = builders.urls(settings)
-            addresses, workers = (self._fleet.addresses, self._fleet.urls) if self._fleet else (urls, urls)
+            addresses, workers = (self._pool.addresses, self._pool.urls) if self._pool else (urls, urls)
             self._workers = builders.workers(settings, workers) if workers else None
             build = partial(RolloutWorker, sampler_settings, model, addresses=addresses, workers=workers)
             self.sampler = executor.host(build, name="sampler", gpus=0.0 if workers else builders.engine_gpus(settings))
@@ -179,13 +179,13 @@ class RolloutService:
             receiver = self.sampler.engine if isinstance(self.sampler, RolloutWorker) else self.sampler
             return builders.synchronizer(builders.in_process(policy, receiver), policy)
         transport = builders.to_servers(self._settings, policy, self._workers, model=self._model, folder=self._folder)
-        if self._fleet is not None:
+        if self._pool is not None:
             # A restarted server gets the weights of the others, or newer ones, before any request.
-            self._fleet.restore = lambda url: transport.push_to(builders.workers(self._settings, [url]))
-            self._fleet.announce, self._fleet.failed = self._announce, self.sampler.fail
+            self._pool.restore = lambda url: transport.push_to(builders.workers(self._settings, [url]))
+            self._pool.announce, self._pool.failed = self._announce, self.sampler.fail
             if isinstance(self.sampler, RolloutWorker):  # in this process: it can report a failed server at once
-                self.sampler.engine.troubled = self._fleet.look
-        return builders.synchronizer(transport, policy, pool=self._fleet)
+                self.sampler.engine.troubled = self._pool.look
+        return builders.synchronizer(transport, policy, pool=self._pool)
 
     def _announce(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
         assert self._workers is not None
@@ -194,5 +194,5 @@ class RolloutService:
 
     def close(self) -> None:
         """Stop the servers that were started here."""
-        for fleet in [*self._companions, *([self._fleet] if self._fleet is not None else [])]:
-            fleet.close()
+        for pool in [*self._companions, *([self._pool] if self._pool is not None else [])]:
+            pool.close()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PLACEHOLDER = re.compile(r"\$\{([^{}]*)\}")
 ROLL_NAMES = {"exp_name": "run.name"}
 DEFAULTS = {"run.name": "run"}
-"""Values of settings that may be unset."""
+"""Values used for settings that are unset."""
 
 
 def filled(value: Any, settings: Settings, *, setting: str) -> Any:

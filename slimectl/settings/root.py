@@ -111,7 +111,7 @@ class Settings(Section):
 
     @property
     def stage_uses_servers(self) -> bool:
-        """Whether a stage outside a run uses servers. A single embedded engine stays in this process on a cluster too."""
+        """Whether engines of a stage outside a run are servers. On a cluster they always are."""
         return self.uses_servers or self.cluster.executor != "local"
 
     @property

@@ -269,8 +269,7 @@ class TrackSettings(Section):
             for name in secret_names(arguments):
                 raise PydanticCustomError(
                     "secret",
-                    "{tracker}.{name} is a secret, and settings are written to files. {variable}env:NAME or "
-                    "file:PATH",
+                    "{tracker}.{name} is a secret, and settings are written to files. {variable}env:NAME or file:PATH",
                     {"tracker": tracker, "name": name, "variable": _variable_advice(tracker)},
                 )
         return kwargs

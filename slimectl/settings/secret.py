@@ -80,9 +80,7 @@ def _ways(setting: str) -> Iterator[str]:
 def _from_environment(name: str, setting: str) -> str:
     value = os.environ.get(name, "")
     if not value:
-        raise SettingsError(
-            f"{setting}: env:{name}: {name} is not in the environment. Set it, or use another variable."
-        )
+        raise SettingsError(f"{setting}: env:{name}: the variable is not set. Set it, or use another one.")
     return value
 
 
