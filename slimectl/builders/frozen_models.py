@@ -95,7 +95,7 @@ class PeriodicReference:
 
 
 NOT_OF_THE_MODEL = "".join(f"/{name}\n" for name in (f"{TRAINER_STATE}/", "critic/", MANIFEST))
-"""Files in a saved model's folder that should not be uploaded to a hub, such as trainer state and indexes of it."""
+"""Content of .gitignore for a saved model: files that do not belong to the model itself."""
 Field = Literal["ref_log_probs", "teacher_log_probs"]
 
 

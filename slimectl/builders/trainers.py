@@ -145,8 +145,8 @@ class MegatronBackend(PolicyBackend):
         obstacle = prefix_obstacle(transformer, settings.megatron.args)
         if settings.train.share_prompt_prefix and obstacle:
             raise SettingsError(
-                f"train.share_prompt_prefix: true has no effect ({obstacle}). Set it to none, which shares where it "
-                "can."
+                f"train.share_prompt_prefix: true has no effect ({obstacle}). Set it to none to share prefixes where "
+                "possible."
             )
         if settings.train.lora_rank is not None:
             chosen(linear_layers(family.links(config)), settings.train.lora_targets)
