@@ -39,7 +39,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class SlimectlError(Exception):
-    """The command failed; the message is one line for the user."""
+    """The command failed. The message is one line for the user."""
 
     exit_code = 1
 
@@ -69,7 +69,7 @@ class CheckpointError(SlimectlError):
 
 
 class StorageError(SlimectlError):
-    """Writing failed (disk full, read-only, no permission); nothing half-written keeps its final name."""
+    """Writing failed (disk full, read-only, no permission). Nothing half-written keeps its final name."""
 
 
 class DivergedError(SlimectlError):
@@ -94,7 +94,7 @@ class MissingExtraError(BackendError):
     """
 
     def __init__(self, package: str, *, extra: str, wanted_by: str) -> None:
-        super().__init__(f"{wanted_by} needs {package}, which is not installed; run: pip install 'slimectl[{extra}]'")
+        super().__init__(f"{wanted_by} needs {package}, which is not installed. Run: pip install 'slimectl[{extra}]'.")
         self._arguments = (package, extra, wanted_by)
 
     def __reduce__(self) -> tuple[object, tuple[str, str, str]]:
@@ -106,7 +106,7 @@ LIBRARIES_OF_MODELS = ("torch", "transformers", "tokenizers", "safetensors")
 
 
 def missing_library(error: ModuleNotFoundError, *, wanted_by: str) -> MissingExtraError | None:
-    """Return the error for a library of models that is not installed; None for another module."""
+    """Return the error for a library of models that is not installed, or None for another module."""
     package = (error.name or "").partition(".")[0]
     return MissingExtraError(package, extra="torch", wanted_by=wanted_by) if package in LIBRARIES_OF_MODELS else None
 

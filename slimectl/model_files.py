@@ -2,7 +2,7 @@
 
 A folder may come from an untrusted source, so no file in it is opened before these rules are checked:
 
-- A file is a regular file. Opening a FIFO would wait for a writer that never comes; a device never ends.
+- A file is a regular file. Opening a FIFO would wait for a writer that never comes. A device never ends.
 - A symbolic link leads to a file of the same folder, or to a blob of a Hugging Face cache (models--NAME/blobs/HASH, to
   which the files of its snapshots are links). Any other link could copy a private file of this machine.
 - JSON is bounded in size before it is parsed.
@@ -51,7 +51,7 @@ def check_model_files(folder: Path) -> None:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror}); give a model directory") from error
+        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror}). Give a model directory.") from error
     for name in names:
         path = folder / name
         if name.endswith("chat_templates") and path.is_dir():
@@ -68,16 +68,16 @@ def check_file(path: Path) -> os.stat_result:
         status = path.stat()
     except FileNotFoundError:
         if path.is_symlink():
-            raise CheckpointError(f"{path}: a link to nothing; copy the folder again, with what it links to") from None
+            raise CheckpointError(f"{path}: a link to nothing. Copy the folder again, with what it links to.") from None
         raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); copy the folder again") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Copy the folder again.") from error
     _check_kind(path, status)
     return status
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file that `check_file` accepts; never blocks. Raises CheckpointError or FileNotFoundError."""
+    """Open a file that `check_file` accepts. Never blocks. Raises CheckpointError or FileNotFoundError."""
     check_file(path)
     try:
         # Non-blocking, and checked again below: the file may have been replaced since.
@@ -85,7 +85,7 @@ def open_file(path: Path) -> BinaryIO:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from error
     try:
         _check_kind(path, os.fstat(descriptor))
         return os.fdopen(descriptor, "rb")
@@ -99,24 +99,24 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     with open_file(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path}: over {max_bytes} bytes, which no genuine one has; download it again")
+        raise CheckpointError(f"{path}: over {max_bytes} bytes, which no genuine one has. Download it again.")
     try:
         value = json.loads(data)
     except RecursionError:
-        raise CheckpointError(f"{path}: not JSON (nested too deeply); download it again") from None
+        raise CheckpointError(f"{path}: not JSON (nested too deeply). Download it again.") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); download it again") from None
+        raise CheckpointError(f"{path}: not JSON ({error}). Download it again.") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object; download it again")
+        raise CheckpointError(f"{path}: not a JSON object. Download it again.")
     return value
 
 
 def adapter_remedy(folder: Path) -> str:
-    """Return what a directory with a LoRA adapter in place of a model is, and what to do; "" for other directories."""
+    """Return the end of an error message for a directory with a LoRA adapter instead of a model, else ""."""
     if not (folder / "adapter_config.json").is_file():
         return ""
     if (folder.parent / "config.json").is_file():
-        return f"this is a LoRA adapter; the model with the adapter merged is {folder.parent}"
+        return f"this is a LoRA adapter. The merged model is {folder.parent}"
     config = read_json(folder / "adapter_config.json", max_bytes=MAX_CONFIG_BYTES)
     base, rank = config.get("base_model_name_or_path"), config.get("r")
     return (
@@ -160,7 +160,7 @@ def plain_name(name: object) -> TypeGuard[str]:
 
 
 def leads_out(path: Path) -> bool:
-    """Return whether a file is a link out of its folder; links into a Hugging Face cache do not count.
+    """Return whether a file is a link out of its folder. Links into a Hugging Face cache do not count.
 
     Raises OSError or RuntimeError for a broken link.
     """
@@ -176,10 +176,10 @@ def _check_link(path: Path) -> None:
         if leads_out(path):
             target = path.resolve()
             raise CheckpointError(
-                f"{path}: a link out of its folder, to {target}; put a copy of the file there instead"
+                f"{path}: a link out of its folder, to {target}. Put a copy of the file there instead."
             )
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: a link that leads nowhere ({error}); put the file itself there") from error
+        raise CheckpointError(f"{path}: a link that leads nowhere ({error}). Put the file itself there.") from error
 
 
 def _is_cached_blob(target: Path) -> bool:
@@ -190,7 +190,7 @@ def _is_cached_blob(target: Path) -> bool:
 def _check_kind(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise CheckpointError(f"{path}: {kind}, not a file; put the model's own file there")
+        raise CheckpointError(f"{path}: {kind}, not a file. Put the model's own file there.")
 
 
 def _check_bounds(path: Path, status: os.stat_result) -> None:
@@ -199,7 +199,7 @@ def _check_bounds(path: Path, status: os.stat_result) -> None:
         return
     limit = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES
     if status.st_size > limit:
-        raise CheckpointError(f"{path}: {status.st_size} bytes, a genuine one has at most {limit}; download it again")
+        raise CheckpointError(f"{path}: {status.st_size} bytes, a genuine one has at most {limit}. Download it again.")
 
 
 def trainer_folder(model: Path) -> Path:
@@ -213,7 +213,7 @@ def trainer_folder(model: Path) -> Path:
 
 
 def policy_folder(path: Path) -> Path:
-    """Return the policy of a checkpoint of a run, or of the newest one if `path` is the run; else `path` itself."""
+    """Return the policy of a checkpoint of a run, or of the newest one if `path` is the run. Else `path` itself."""
     path = follow_links(path)
     if (path / "policy" / "config.json").exists():
         return path / "policy"
@@ -222,11 +222,11 @@ def policy_folder(path: Path) -> Path:
 
 
 LINKS = ("latest", "best")
-"""Links of a run to its checkpoints; files with their names on a file system without links."""
+"""Links of a run to its checkpoints. Files with their names on a file system without links."""
 
 
 def linked_step(run: Path, link: str = "latest") -> str | None:
-    """Return the name of the checkpoint that a link of a run points to; None if there is none."""
+    """Return the name of the checkpoint that a link of a run points to, or None if there is none."""
     file = run / link
     try:
         name = os.readlink(file) if file.is_symlink() else _first_line(file)

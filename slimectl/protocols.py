@@ -19,14 +19,14 @@ NamedTensors = Iterable[tuple[str, "Tensor"]]
 
 
 OnTokens = Callable[[int, list[int]], None]
-"""Called with the place of the first of some new tokens of an answer, and these tokens; place 0 begins the answer anew.
+"""Called with the place of the first of some new tokens of an answer, and these tokens. Place 0 begins the answer anew.
 
 It is cheap, and may be called in any thread.
 """
 
 
 class Engine(Protocol):
-    """Samples text; many requests in flight at once.
+    """Samples text. Many requests in flight at once.
 
     An engine whose `generate` has a parameter `on_tokens` (OnTokens, or None) calls it as it samples.
     """
@@ -40,7 +40,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Abort every request in flight; each returns its tokens so far, with finish_reason "abort"."""
+        """Abort every request in flight. Each returns its tokens so far, with finish_reason "abort"."""
         ...
 
     async def close(self) -> None: ...
@@ -55,7 +55,7 @@ class WeightReceiver(Protocol):
 
 
 class Policy(Protocol):
-    """Weights and their optimizer; one object for one process or 512."""
+    """Weights and their optimizer. One object for one process or 512."""
 
     @property
     def weight_version(self) -> str:
@@ -63,15 +63,15 @@ class Policy(Protocol):
         ...
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        """Return log p(token) of every response token at the rollout temperature, without gradients; R floats a row."""
+        """Return log p(token) of every response token at the rollout temperature, without gradients. R floats a row."""
         ...
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
-        """Accumulate the gradient of `loss` over all rows (the global batch); return summed metrics, with "loss"."""
+        """Accumulate the gradient of `loss` over all rows (the global batch). Return summed metrics, with "loss"."""
         ...
 
     def optim_step(self) -> Metrics:
-        """Clip, step, advance the schedule, zero the gradients; return "grad_norm" (before clipping) and "lr"."""
+        """Clip, step, advance the schedule, zero the gradients. Return "grad_norm" (before clipping) and "lr"."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -134,7 +134,7 @@ class AdapterPolicy(Protocol):
     """A policy that trains a LoRA adapter and streams it alone."""
 
     def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
-        """Call `consumer(adapter)` in the process that holds the weights (rank 0); `consumer` must be picklable."""
+        """Call `consumer(adapter)` in the process that holds the weights (rank 0). `consumer` must be picklable."""
         ...
 
 
@@ -143,22 +143,22 @@ class Sleeper(Protocol):
     """A model on the trainer's GPUs that can leave them to the engines."""
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Move its memory to the host, or all but the weights; its next call brings it back."""
+        """Move its memory to the host, or all but the weights. Its next call brings it back."""
         ...
 
 
 class Critic(Protocol):
-    """A model with one value per response token, and its optimizer; methods shared with Policy mean the same."""
+    """A model with one value per response token, and its optimizer. Methods shared with Policy mean the same."""
 
     @property
     def weight_version(self) -> str: ...
 
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        """Return the value of the state before every response token, without gradients; R floats a row."""
+        """Return the value of the state before every response token, without gradients. R floats a row."""
         ...
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
-        """Accumulate gradients like a policy; the pack has values, with gradients, in place of log-probabilities."""
+        """Accumulate gradients like a policy. The pack has values, with gradients, in place of log-probabilities."""
         ...
 
     def optim_step(self) -> Metrics: ...
@@ -183,7 +183,7 @@ class MessageMemory(Protocol):
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: dtype) -> Tensor:
-        """Return a tensor for the next message, which must have all of them; it is overwritten by the message after."""
+        """Return a tensor for the next message, which must have all of them. It is overwritten by the message after."""
         ...
 
 
@@ -215,7 +215,7 @@ class WeightUpdateClient(Protocol):
         ...
 
     def end(self, *, within_s: float | None = None) -> None:
-        """Flush the prefix caches and continue generation; `within_s` is a timeout if workers may be dead."""
+        """Flush the prefix caches and continue generation. `within_s` is a timeout if workers may be dead."""
         ...
 
     @property
@@ -235,7 +235,7 @@ class WeightUpdateClient(Protocol):
         ...
 
     def message_memory(self, most_bytes: int) -> AbstractContextManager[MessageMemory | None]:
-        """Lend memory for messages of at most `most_bytes`; None if they do not go through shared memory on a CPU."""
+        """Lend memory for messages of at most `most_bytes`. None if they do not go through shared memory on a CPU."""
         ...
 
     def release_memory(self) -> None:
@@ -243,9 +243,9 @@ class WeightUpdateClient(Protocol):
         ...
 
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
-        """Load these tensors over shared memory (CPU) or CUDA IPC; workers on this machine only.
+        """Load these tensors over shared memory (CPU) or CUDA IPC. Workers on this machine only.
 
-        The last message of an update has its version; those before have it with INCOMPLETE.
+        The last message of an update has its version. Those before have it with INCOMPLETE.
         """
         ...
 
@@ -254,7 +254,7 @@ class WeightUpdateClient(Protocol):
         ...
 
     def load_broadcast(self, forms: Sequence[tuple[str, dtype, tuple[int, ...]]], *, name: str, version: str) -> None:
-        """Receive these tensors, in this order, in the group `name`; returns when they have been loaded."""
+        """Receive these tensors, in this order, in the group `name`. Returns when they have been loaded."""
         ...
 
     def leave(self, *, name: str) -> None: ...
@@ -264,12 +264,12 @@ class WeightUpdateClient(Protocol):
         ...
 
     def wake(self) -> None:
-        """Allocate the memory again; a push brings the weights and continues generation."""
+        """Allocate the memory again. A push brings the weights and continues generation."""
         ...
 
     @property
     def checksums_by_hf_name(self) -> bool:
-        """True if checksums are `data.hashing.tensor_checksum` of the sent tensors; else they are engine-specific."""
+        """True if checksums are `data.hashing.tensor_checksum` of the sent tensors. Else they are engine-specific."""
         ...
 
     def checksums(self) -> list[dict[str, str]]:
@@ -287,16 +287,16 @@ class WeightSync(Protocol):
     def push(self) -> Metrics:
         """Push the weights to all engines and return metrics of the transfer: "bytes" and others.
 
-        Raises BackendError if an engine refuses or is gone; the others continue.
+        Raises BackendError if an engine refuses or is gone. The others continue.
         """
         ...
 
     def sleep(self) -> None:
-        """Release the engines' GPU memory for the trainer; they get no requests until `wake`."""
+        """Release the engines' GPU memory for the trainer. They get no requests until `wake`."""
         ...
 
     def wake(self) -> None:
-        """Allocate the engines' GPU memory again; the next push loads their weights."""
+        """Allocate the engines' GPU memory again. The next push loads their weights."""
         ...
 
     def close(self) -> None:
@@ -336,7 +336,7 @@ class RankGroup(Protocol):
         ...
 
     def answers(self) -> Iterator[Any]:
-        """Yield the parts that rank 0 sends, then its result; raises a rank's error with traceback and log as notes."""
+        """Yield the parts that rank 0 sends, then its result. Raises a rank's error with traceback and log as notes."""
         ...
 
     def end(self, *, polite: bool = True) -> None:
@@ -352,11 +352,11 @@ class Executor(Protocol):
         ...
 
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
-        """Build an object in a process of the executor's choice; its methods can be called, its generators streamed."""
+        """Build an object in a process of the executor's choice. Its methods can be called, its generators streamed."""
         ...
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
-        """Stream an iterator; at most `ahead` items are produced before they are requested (0: none)."""
+        """Stream an iterator. At most `ahead` items are produced before they are requested (0: none)."""
         ...
 
     def map(
@@ -369,7 +369,7 @@ class Executor(Protocol):
         wall_timeout_s: float | None = None,
         prepare: Callable[[Item], Any] | None = None,
     ) -> Iterator[Result | BaseException]:
-        """Apply `fn` in parallel, results in order; an exception or a timeout is returned as the result.
+        """Apply `fn` in parallel, results in order. An exception or a timeout is returned as the result.
 
         In a worker, an item may take `timeout_s` seconds of CPU time and `wall_timeout_s` seconds of wall-clock time
         (12 times as many where not given). Both begin when `prepare` has returned, which is called with the item first.
@@ -397,7 +397,7 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Log a table of texts; all rows have the same keys. The step is that of the table's axis."""
+        """Log a table of texts. All rows have the same keys. The step is that of the table's axis."""
         ...
 
     def close(self) -> None: ...
@@ -420,7 +420,7 @@ class Progress(Protocol):
         ...
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """Name what is done in the block; of blocks inside one another the innermost one's name is shown."""
+        """Name what is done in the block. Of blocks inside one another the innermost one's name is shown."""
         ...
 
     def part(self, done: int, total: int) -> None:
@@ -475,18 +475,18 @@ class CheckpointFormat(Protocol):
 
 
 RewardFn = Callable[[Sample], "float | dict[str, Any]"]
-"""Grades one sample; never raises on model output."""
+"""Grades one sample. Never raises on model output."""
 
 Agent = Callable[..., Any]
-"""`async (prompt, sample, generate, …) -> Sample`: generates one sample; called by parameter name."""
+"""`async (prompt, sample, generate, …) -> Sample`: generates one sample. Called by parameter name."""
 
 SampleHook = Callable[[Sample, int | None, bool], Awaitable[Sample]]
-"""Called with (sample, round if known, evaluation) after generation; returns the sample or a replacement."""
+"""Called with (sample, round if known, evaluation) after generation. Returns the sample or a replacement."""
 
 GroupFilter = Callable[[list[Sample]], "bool | tuple[bool, str] | tuple[bool, str, bool]"]
 """Returns whether a finished group is trained on, a reason if not, and whether it is if too few others are left."""
 
 BufferFilter = Callable[[list[list[Sample]], int, int], list[list[Sample]]]
-"""Called with (buffer, maximum count, round); removes groups from the buffer and returns them."""
+"""Called with (buffer, maximum count, round). Removes groups from the buffer and returns them."""
 
 PromptSource = Callable[[], Iterator[Prompt]]

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 MASK = "__SECRET__"
-"""Replaces a secret; settings that contain it cannot be used until the secret is set again."""
+"""Replaces a secret. Settings that contain it cannot be used until the secret is set again."""
 REFERENCES = ("env:", "file:")
 """Prefixes of values that refer to a secret."""
 
@@ -23,7 +23,7 @@ ALWAYS = {
 """Last words that make any name secret."""
 OF_KEYS = {"access", "account", "api", "auth", "encryption", "private", "secret", "signing"}
 OF_TOKENS = {"access", "api", "auth", "bearer", "hf", "id", "refresh", "security", "session"}
-"""Words before `key` or `token` that make a name secret; `stop_token` and `reward_key` are not secret."""
+"""Words before `key` or `token` that make a name secret. `stop_token` and `reward_key` are not secret."""
 PARAMETERS = {"key", "sig", "signature", "token"}
 """Further names that are secret as parameters of an address."""
 
@@ -31,7 +31,7 @@ USER = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<user>[^/\s?#\"'<
 SLASHED = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<user>[^/\s?#@:\[]+:(?!\d+(?:[/?#]|$))[^\s\"'<>]*)@")
 """Matches a password that contains a slash: no client could use it, but a message would show it."""
 ALONE = ("http://", "https://")
-"""Schemes of addresses whose user is secret even without a password; that of ssh://git@host is not."""
+"""Schemes of addresses whose user is secret even without a password. That of ssh://git@host is not."""
 PARAMETER = re.compile(r"(?P<name>[?&;][A-Za-z0-9_.\-]+=)(?P<value>[^&#;\s\"'<>]+)")
 BEARER = re.compile(r"(?i)\b(?P<scheme>bearer)\s+[A-Za-z0-9+/=._~\-]{16,}")
 TABLES = ("data", "values")
@@ -40,7 +40,7 @@ SHORTEST = 6
 """Minimum length of a value that is masked in texts: a shorter one would match ordinary words."""
 
 _SECRETS: set[str] = set()
-"""Secret values known to this process; they are masked in every text."""
+"""Secret values known to this process. They are masked in every text."""
 
 
 @lru_cache(maxsize=4096)  # every settings object asks about the same few hundred names
@@ -55,7 +55,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def remember(secret: str) -> str:
-    """Register a secret, which is then masked in every text; return it."""
+    """Register a secret, which is then masked in every text. Return it."""
     if len(secret) >= SHORTEST and not is_reference(secret):
         _SECRETS.add(secret)
     return secret
@@ -81,7 +81,7 @@ def mask_addresses(text: str) -> str:
 
 
 def redact(value: Any, *, name: str = "") -> Any:
-    """Return the value with every secret in it masked; tables and lists are copied, references stay."""
+    """Return the value with every secret in it masked. Tables and lists are copied, references stay."""
     if value is None or isinstance(value, bool | float):
         return value
     if hasattr(value, "get_secret_value"):
@@ -111,7 +111,7 @@ def without_secrets(value: Any, *, name: str = "") -> Any:
 
 
 def _name(table: str, key: Any) -> str:
-    """Return the name of a table's entry; empty if it is user-defined and does not describe the value."""
+    """Return the name of a table's entry. Empty if it is user-defined and does not describe the value."""
     return "" if table in TABLES else str(key)
 
 

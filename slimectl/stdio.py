@@ -1,6 +1,6 @@
 """Standard streams of this process: records on a private descriptor, messages on stderr, closed ones replaced.
 
-The library sends its messages to one logger, `slimectl`; commands write them to stderr, other programs as they like:
+The library sends its messages to one logger, `slimectl`. Commands write them to stderr, other programs as they like:
 
     logging.getLogger("slimectl").setLevel(logging.ERROR)         # only what went wrong
     logging.getLogger("slimectl").addHandler(MyHandler())         # or to another place
@@ -36,7 +36,7 @@ logger = logging.getLogger("slimectl")
 
 _protected = False
 _encoding = "utf-8"
-"""Encoding of texts for people, as protect finds it; records are UTF-8 anywhere."""
+"""Encoding of texts for people, as protect finds it. Records are UTF-8 anywhere."""
 _records: io.BufferedWriter | None = None
 _input: IO[bytes] | None = None
 
@@ -83,11 +83,11 @@ class _MessageOutput(io.FileIO):
 ERASE = b"\x1b[J"
 """Clears the terminal from the cursor on."""
 _frame = b""
-"""Drawing below the lines of this process, in which the cursor returns to its place; empty without one."""
+"""Drawing below the lines of this process, in which the cursor returns to its place. Empty without one."""
 
 
 def draw_below(text: str) -> None:
-    """Show one line of the terminal of stderr below all other lines, in place of the one before; "" shows none.
+    """Show one line of the terminal of stderr below all other lines, in place of the one before. "" shows none.
 
     The cursor stays a row above it, so that text of other processes overwrites nothing.
     """
@@ -111,16 +111,16 @@ def writes_to_pipe() -> bool:
 def output_error(error: OSError) -> StorageError:
     """Return the error for a stdout that cannot be written."""
     if error.errno == errno.EBADF:
-        return StorageError(f"{STDOUT}: is closed; give --out FILE, or open it")
-    return StorageError(f"{STDOUT}: cannot be written: {error.strerror or error}; free space or write elsewhere")
+        return StorageError(f"{STDOUT}: is closed. Give --out FILE, or open it.")
+    return StorageError(f"{STDOUT}: cannot be written: {error.strerror or error}. Free space or write elsewhere.")
 
 
 def protect() -> None:
-    """Take over the standard streams of this process; called once, before any other file is opened.
+    """Take over the standard streams of this process. Called once, before any other file is opened.
 
     A closed descriptor 0, 1 or 2 would be reused by the next file that is opened, and messages or records would be
-    written there. Each is opened on /dev/null in the opposite mode, so that its use raises the error of a closed one;
-    a closed stderr discards messages.
+    written there. Each is opened on /dev/null in the opposite mode, so that its use raises the error of a closed one.
+    A closed stderr discards messages.
     """
     global _protected, _encoding
     _encoding = _text_encoding(sys.stdout or sys.stderr)
@@ -178,7 +178,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def _drawing(char: str) -> str:
-    """Return ASCII for corners, blocks and dots (box drawing, block elements, braille); "" for other characters."""
+    """Return ASCII for corners, blocks and dots (box drawing, block elements, braille), or "" for other characters."""
     return (
         "+"
         if "\u2500" <= char <= "\u257f"
@@ -254,7 +254,7 @@ def is_terminal() -> bool:
 
 
 def input_bytes() -> Any:
-    """Return the binary stream of stdin; from then on descriptor 0 is empty for all other code."""
+    """Return the binary stream of stdin. From then on descriptor 0 is empty for all other code."""
     global _input
     if not _protected:
         return sys.stdin.buffer
@@ -277,7 +277,7 @@ def mend() -> None:
 
 
 def say(text: str) -> None:
-    """Write a line of a command, or of another process, to stderr, restoring it first; the library uses `logger`."""
+    """Write a line of a command, or of another process, to stderr, restoring it first. The library uses `logger`."""
     mend()
     print(text, file=sys.stderr, flush=True)
 
@@ -304,7 +304,7 @@ def quantity(number: int, noun: str) -> str:
 
 
 class RedactSecrets(logging.Filter):
-    """Masks secrets in the text of every record; keeps all records."""
+    """Masks secrets in the text of every record. Keeps all records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = redact_text(record.getMessage()), None
@@ -325,7 +325,7 @@ FILES_ONLY = {"files_only": True}
 
 
 class StderrHandler(logging.Handler):
-    """Writes messages to the present sys.stderr, a line each; those that cannot be written are lost."""
+    """Writes messages to the present sys.stderr, a line each. Those that cannot be written are lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "files_only", False):
@@ -361,7 +361,7 @@ class WithLevel(logging.Formatter):
 
 
 class LogFile(logging.FileHandler):
-    """Appends messages to a file, which the first one creates; those that cannot be written are lost."""
+    """Appends messages to a file, which the first one creates. Those that cannot be written are lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):

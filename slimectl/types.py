@@ -1,7 +1,7 @@
 """Records passed between stages: prompts, completions, samples, rows and reports. Standard library only.
 
-A record is a plain dataclass. `Sample` and `Prompt` have a JSON form (data/records.py validates it at the boundary);
-the others are used inside a process.
+A record is a plain dataclass. `Sample` and `Prompt` have a JSON form (data/records.py validates it at the boundary).
+The others are used inside a process.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Prompt:
     '1+1='
 
     `text` is the string, or the chat (a list of {role, content}) to be rendered by the model's chat template. `index`
-    is the position of this occurrence in the run: the n-th prompt drawn, epochs included; siblings share it as their
+    is the position of this occurrence in the run: the n-th prompt drawn, epochs included. Siblings share it as their
     `group_index`.
     """
 
@@ -93,7 +93,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class JsonGrammar:
-    """Texts that are `prefix`, JSON that a schema accepts, and `suffix`; `schema` is the JSON Schema as JSON."""
+    """Texts that are `prefix`, JSON that a schema accepts, and `suffix`. `schema` is the JSON Schema as JSON."""
 
     schema: str
     prefix: str = ""
@@ -180,7 +180,7 @@ class Completion:
     """An engine's completion: R new tokens and the log-probability of each.
 
     `log_probs` are log_softmax(logits / temperature) at the sampled token, not renormalised after top-k, top-p or
-    min-p (the trainer computes the same quantity); with temperature 0, of the untempered logits; with penalties or
+    min-p (the trainer computes the same quantity). With temperature 0, of the untempered logits. With penalties or
     biases, of the logits after them. `finish_reason` is
     "stop" (end token, stop token or stop string), "length" or "abort".
     """
@@ -195,7 +195,7 @@ class Completion:
     """Further engine-specific values: routed experts, speculative decoding statistics."""
 
     version_starts: list[int] = field(default_factory=list)
-    """Place of the first token of each version; empty if the engine does not say."""
+    """Place of the first token of each version. Empty if the engine does not say."""
 
     top_log_probs: list[TopTokens] = field(default_factory=list)
     """The likeliest tokens in place of each token, if they were asked for."""
@@ -209,7 +209,7 @@ class Completion:
         return self.finish_reason
 
     def version_spans(self, start: int = 0) -> list[VersionSpan]:
-        """Return the span of each version, where the tokens stand from `start` on; none if it is not known.
+        """Return the span of each version, where the tokens stand from `start` on. None if it is not known.
 
         >>> Completion([5, 6, 7], [0.0] * 3, "abc", "stop", ["1", "2"], version_starts=[0, 2]).version_spans(10)
         [['1', 10, 12], ['2', 12, 13]]
@@ -424,7 +424,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Sample:
-        """Return the sample of `to_dict`; unknown keys become further attributes."""
+        """Return the sample of `to_dict`. Unknown keys become further attributes."""
         field_values = {name: value for name, value in values.items() if name in _SAMPLE_FIELDS and name != "extra"}
         if "status" in field_values:
             field_values["status"] = Status(field_values["status"])
@@ -482,7 +482,7 @@ class Sample:
             self.update_from_meta_info(None, meta_info)
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
-        """Take version, status and counters from the `meta_info` of a server's response; `args` are not needed."""
+        """Take version, status and counters from the `meta_info` of a server's response. `args` are not needed."""
         if "spec_verify_ct" in meta_info:
             self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
@@ -499,7 +499,7 @@ _SAMPLE_FIELDS = {sample_field.name: None for sample_field in fields(Sample)}
 
 
 def json_copy(value: Any) -> Any:
-    """Return a deep copy of a JSON value, several times as fast as copy.deepcopy; that copies what is none."""
+    """Return a deep copy of a JSON value, several times as fast as copy.deepcopy. That copies what is none."""
     kind = type(value)
     if kind is dict:
         return {key: json_copy(member) for key, member in value.items()}
@@ -512,7 +512,7 @@ _SCALARS = frozenset({str, int, float, bool})
 
 
 def detached_copy(sample: Sample) -> Sample:
-    """Return a deep copy; long lists of numbers are copied as a whole, for speed."""
+    """Return a deep copy. Long lists of numbers are copied as a whole, for speed."""
     values: dict[str, Any] = {}
     for name in (sample_field.name for sample_field in fields(sample)):
         value = getattr(sample, name)
@@ -573,9 +573,9 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Response tokens of one pack, flat, as a loss reads them: each tensor is [T], float32; absent ones are None.
+    """Response tokens of one pack, flat, as a loss reads them: each tensor is [T], float32. Absent ones are None.
 
-    `logprobs_T`, `entropy_T` (if the loss needs it), `predicted_T` and `logits_T` carry gradients; the others are
+    `logprobs_T`, `entropy_T` (if the loss needs it), `predicted_T` and `logits_T` carry gradients. The others are
     constant. `row_T` [T] int64 is the row of each token in the pack, `rows` the number of rows, `total_lengths` the
     number of tokens of each, its prompt included, `rewards_T` the reward of each token's sample. In a critic's pack
     `logprobs_T` has the values.
@@ -607,7 +607,7 @@ class TokenBatch:
     """Token ids of the response."""
 
     has_weight: bool | None = None
-    """Whether a weight is not 0, as the host knows it; None if it does not."""
+    """Whether a weight is not 0, as the host knows it. None if it does not."""
 
 
 class Loss(Protocol):
@@ -625,7 +625,7 @@ class Loss(Protocol):
 
 @dataclass
 class SamplerState:
-    """Position, buffer and data source of the sampling side between two rounds; part of every checkpoint."""
+    """Position, buffer and data source of the sampling side between two rounds. Part of every checkpoint."""
 
     position: int = 0
     """The next prompt occurrence."""
@@ -637,7 +637,7 @@ class SamplerState:
     """Groups buffered for a later round, oldest first: finished groups with rewards, and interrupted ones."""
 
     source: Any = None
-    """State of the user's data source, as JSON; handed back to it on resume."""
+    """State of the user's data source, as JSON. Handed back to it on resume."""
 
     long_prompts_until: int = 0
     """Overlong prompts at occurrences below this one have been counted already."""
@@ -650,7 +650,7 @@ class SamplerState:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """One round of rollouts: scored samples, siblings together; the first step reports its metrics and timings."""
+    """One round of rollouts: scored samples, siblings together. The first step reports its metrics and timings."""
 
     samples: list[Sample]
     duration_s: float = 0.0
@@ -668,7 +668,7 @@ class RolloutBatch:
 
 @dataclass(slots=True)
 class StepReport:
-    """One optimizer step as `train` and `run` report it; `to_json` is a line of metrics.jsonl.
+    """One optimizer step as `train` and `run` report it. `to_json` is a line of metrics.jsonl.
 
     A round whose rollouts fill no step has a report of its own: `is_step` is false, `step` the last one before it.
     """
@@ -678,10 +678,10 @@ class StepReport:
     weight_version: str
     metrics: Metrics
     samples: list[Sample] = field(default_factory=list, repr=False)
-    """Samples of the round, for records and statistics; not part of the JSON form."""
+    """Samples of the round, for records and statistics. Not part of the JSON form."""
 
     rewards: list[float] = field(default_factory=list, repr=False)
-    """Rewards of the round, for histograms; not part of the JSON form."""
+    """Rewards of the round, for histograms. Not part of the JSON form."""
 
     timings: Metrics = field(default_factory=dict)
     """Written to perf.jsonl."""
@@ -690,12 +690,12 @@ class StepReport:
     """New samples are drawn from the weights after this step."""
 
     sampling: SamplerState | None = field(default=None, repr=False)
-    """State of sampling after the round, for the checkpoint; not part of the JSON form."""
+    """State of sampling after the round, for the checkpoint. Not part of the JSON form."""
 
     is_step: bool = True
 
     train_data: list[dict[str, Any]] = field(default_factory=list, repr=False)
-    """Records of the step's rows, with run.keep_samples = "train"; not part of the JSON form."""
+    """Records of the step's rows, with run.keep_samples = "train". Not part of the JSON form."""
 
     def to_json(self) -> dict[str, Any]:
         return {

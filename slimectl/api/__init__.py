@@ -1,1 +1,1 @@
-"""The stages as Python functions, re-exported by `slimectl`; commands call the same ones."""
+"""The stages as Python functions, re-exported by `slimectl`. Commands call the same ones."""

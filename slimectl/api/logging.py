@@ -76,7 +76,7 @@ def init_tracking(args: Any, primary: bool = True) -> None:
 
 
 def _tracked_settings(args: Any) -> Settings:
-    """Return the settings of `args`; tables for a terminal are for the commands, and a changed wandb_run_id counts."""
+    """Return the settings of `args`. Tables for a terminal are for the commands, and a changed wandb_run_id counts."""
     settings = settings_of(args)
     changes: dict[str, Any] = {"with_": [name for name in settings.track.with_ if name != "stdout"]}
     if isinstance(args, FlatSettings) and "wandb_run_id" in vars(args):

@@ -1,4 +1,4 @@
-"""Models in memory between stages: a sampler, a trainer, one that chats; and models on disk."""
+"""Models in memory between stages: a sampler, a trainer, one that chats. And models on disk."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class _Closing:
         self.close()
 
     def close(self) -> None:
-        """End what was started; safe to call twice."""
+        """End what was started. Safe to call twice."""
         self._closing.close()
 
 
 class Sampler(_Closing):
-    """The engine of [engine] with a model's weights; it stays up between calls of `rollout`.
+    """The engine of [engine] with a model's weights. It stays up between calls of `rollout`.
 
     `folder` is the model's directory, model.path where not given.
     """
@@ -85,7 +85,7 @@ class Sampler(_Closing):
 
 
 class Trainer(_Closing):
-    """The policy of [train] and its optimizer, with the algorithm's other models; it stays between calls of `train`.
+    """The policy of [train] and its optimizer, with the algorithm's other models. It stays between calls of `train`.
 
     It starts from `folder`, model.path where not given. With `load`, a checkpoint of a run or of `save`, it goes on
     with the optimizer and the step of that checkpoint. `rollouts` is the number that it will train on, which a learning
@@ -130,9 +130,9 @@ class Trainer(_Closing):
         on_skipped: OnSkipped = lambda prompt: None,
         progress: Progress = NO_PROGRESS,
     ) -> Iterator[StepReport]:
-        """Train on scored samples, lazily; yield a report for every optimizer step, and for a round that fills none.
+        """Train on scored samples, lazily. Yield a report for every optimizer step, and for a round that fills none.
 
-        The algorithm sft also takes prompts with labels; those that are too long go to `on_skipped`. `progress` is
+        The algorithm sft also takes prompts with labels. Those that are too long go to `on_skipped`. `progress` is
         told the phase under way.
         """
         stream = self._samples(samples, on_skipped)
@@ -158,7 +158,7 @@ class Trainer(_Closing):
         else:
             name = self.settings.algorithm.name
             raise SettingsError(
-                f"algorithm.name: {name} trains on scored samples, and these are prompts; sample them first"
+                f"algorithm.name: {name} trains on scored samples, and these are prompts. Sample them first."
             )
 
     def push(self, sampler: Sampler) -> None:
@@ -174,21 +174,21 @@ class Trainer(_Closing):
     def save(self, path: Path | str, *, force: bool = False, manifest_fields: dict[str, Any] | None = None) -> None:
         """Write weights, optimizer and a separate critic to a directory, which is also a model.
 
-        `force` replaces a checkpoint that slimectl wrote; anything else there is refused with SettingsError.
+        `force` replaces a checkpoint that slimectl wrote. Anything else there is refused with SettingsError.
         """
         refuse_existing(Path(path), force=force)
         write_folder(Path(path), self._models.save, manifest_fields=manifest_fields)
 
 
 def create_model(card: str, folder: Path | str, *, seed: int = 1234) -> Path:
-    """Make a model of random weights from a model card (`slimectl models` lists them) in a directory; return its path.
+    """Make a model of random weights from a model card (`slimectl models` lists them) in a directory. Return its path.
 
-    An earlier result of this function there is replaced; anything else, a trained model too, is refused with
+    An earlier result of this function there is replaced. Anything else, a trained model too, is refused with
     SettingsError.
     """
     path = Path(folder)
     if (read_manifest(path) or {"stage": CREATED}).get("stage") != CREATED:
-        raise SettingsError(f"{path}: holds a model that was trained or converted; name another folder, or remove it")
+        raise SettingsError(f"{path}: holds a model that was trained or converted. Name another folder, or remove it.")
     fields = {"stage": CREATED, "card": card, "seed": seed}
     write_folder(path, lambda staged: builders.create_model(card, staged, seed=seed), manifest_fields=fields)
     return path
@@ -204,7 +204,7 @@ def convert(
     force: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Convert a model between layouts; return a summary of what was written and whether it was verified.
+    """Convert a model between layouts. Return a summary of what was written and whether it was verified.
 
     `source` is a directory, a step of a run, a .gguf file or package:NAME. `options` are block, group, config, card,
     verify and logits, as the command has them.
@@ -220,7 +220,7 @@ class ChatModel(Sampler):
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
 
     def params(self, *, max_tokens: int, temperature: float | None = None, seed: int | None = None) -> SamplingParams:
-        """Return the sampling parameters of [rollout], with these in their place; temperature 0 is greedy."""
+        """Return the sampling parameters of [rollout], with these in their place. Temperature 0 is greedy."""
         params = dataclasses.replace(sampling_params(self.settings.rollout), max_tokens=max_tokens, seed=seed)
         return params if temperature is None else dataclasses.replace(params, temperature=temperature)
 
@@ -234,22 +234,22 @@ class ChatModel(Sampler):
     def answer(
         self, prompt: str | Chat, params: SamplingParams, *, show: Callable[[str], Any], stoppable: bool = False
     ) -> Completion:
-        """Answer, and `show` each piece of text as it comes; with `stoppable` Ctrl-C ends the answer.
+        """Answer, and `show` each piece of text as it comes. With `stoppable` Ctrl-C ends the answer.
 
         Raises RecordError for a prompt that is empty or that the template refuses, SettingsError for one that leaves no
         room in the context.
         """
         tokens = self.tokens(prompt)
         if not tokens:
-            raise RecordError("the question is empty; write a text, or give it on stdin")
+            raise RecordError("the question is empty. Write a text, or give it on stdin.")
         return builders.stream_answer(self.engine, self.tokenizer, tokens, params, show=show, stoppable=stoppable)
 
 
 def messages(question: str, *, system: str | None, chat_model: ChatModel) -> str | Chat:
-    """Return a question as a chat; as a plain text for a model without a chat template. Raises SettingsError."""
+    """Return a question as a chat. As a plain text for a model without a chat template. Raises SettingsError."""
     if not chat_model.has_template:
         if system is not None:
-            raise SettingsError(f"--system: {chat_model.folder} has no chat template; put it into the text itself")
+            raise SettingsError(f"--system: {chat_model.folder} has no chat template. Put it into the text itself.")
         return question
     head = [] if system is None else [{"role": "system", "content": system}]
     return [*head, {"role": "user", "content": question}]

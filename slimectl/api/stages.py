@@ -103,9 +103,9 @@ def train(
     save: str | PathLike[str] | None = None,
     force: bool = False,
 ) -> Iterator[StepReport]:
-    """Train the model at model.path on scored samples; yield a report for every step. See `Trainer`.
+    """Train the model at model.path on scored samples. Yield a report for every step. See `Trainer`.
 
-    At the end the weights are written to the directory `save`; `force` replaces a checkpoint there.
+    At the end the weights are written to the directory `save`. `force` replaces a checkpoint there.
     """
     from slimectl.api.models import Trainer
 
@@ -118,7 +118,7 @@ def train(
 
 
 def evaluate(settings: Settings, *, sampler: Sampler | None = None) -> Metrics:
-    """Sample and grade every dataset of [eval]; return accuracy, avg@n, pass@k and more by name.
+    """Sample and grade every dataset of [eval]. Return accuracy, avg@n, pass@k and more by name.
 
     Without a `sampler` the model at model.path is measured. The trackers of [track] get the metrics, at the training
     step of the model. Raises SettingsError without datasets.
@@ -132,7 +132,7 @@ def evaluate(settings: Settings, *, sampler: Sampler | None = None) -> Metrics:
 
 
 class Evaluation:
-    """An evaluation of all datasets, checked before any model is loaded; `metrics` is filled as samples are read.
+    """An evaluation of all datasets, checked before any model is loaded. `metrics` is filled as samples are read.
 
     Its trackers run within a `with` block: one that cannot start is found before any model is loaded, too.
     """
@@ -141,7 +141,7 @@ class Evaluation:
         from slimectl.stages.evaluate import resolve_dataset_settings
 
         if not settings.eval.data:
-            raise SettingsError("eval.data: no datasets are given; add eval.data.NAME = PROMPTS")
+            raise SettingsError("eval.data: no datasets are given. Add eval.data.NAME = PROMPTS.")
         builders.check_trackers(settings)
         self.metrics: Metrics = {}
         self.failures: dict[str, FailureCount] = {}
@@ -170,7 +170,7 @@ class Evaluation:
             tracker.close()
 
     def samples(self, sampler: Sampler) -> Iterator[Sample]:
-        """Yield the graded samples of every dataset; trackers get the metrics after the last."""
+        """Yield the graded samples of every dataset. Trackers get the metrics after the last."""
         from slimectl.hooks.user_hooks import UserHooks
         from slimectl.stages.evaluate import answer_extractor, with_summary
         from slimectl.stages.evaluate import evaluate as evaluate_stage
@@ -221,10 +221,10 @@ def run(
     force: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepReport]:
-    """Run the loop of rollout, score and train in the folder run.dir/run.name; yield a report for every step.
+    """Run the loop of rollout, score and train in the folder run.dir/run.name. Yield a report for every step.
 
     The folder has metrics, checkpoints and evaluations, as of the command. `resume` goes on from its last checkpoint,
-    `force` replaces a run. When `interrupted()` is true, the run is saved after the round and ends; a caller that
+    `force` replaces a run. When `interrupted()` is true, the run is saved after the round and ends. A caller that
     leaves the loop ends it at once, without saving. With files of `samples` nothing is sampled: the run trains on
     them, as `slimectl train --name` does.
     """

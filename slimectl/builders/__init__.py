@@ -1,6 +1,7 @@
-"""Builds parts from settings: the only package that knows adapters by name; each is imported on first use.
+"""Builds components from settings. Only this package refers to adapters by name, and it imports each on first use.
 
-So are the modules of this package: a command imports those whose parts it builds. `__init__.pyi` has their types.
+The modules of this package are also imported on first use, so a command imports only what it builds. `__init__.pyi` has
+their types.
 """
 
 from importlib import import_module
@@ -95,7 +96,7 @@ __all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:
-    """Import a part's module when it is first used (PEP 562)."""
+    """Import the module of a name when the name is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Makes the backend that a setting names: slimectl's own, or that of another package."""
+"""Creates the backend that a setting selects, from slimectl or a third-party package."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Backend = TypeVar("Backend")
 
 
 def backend(registry: Registry, name: str, base: type[Backend]) -> Backend:
-    """Load and make a backend. Raises BackendError, with the package's name, for one that does not fit `base`."""
+    """Load and create a backend. Raises BackendError, with the package's name, if it does not derive from `base`."""
     cls: Any = registry.load(name)
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise BackendError(
             f"{registry.package(name)}: its {registry.kind} {name} does not derive from "
-            f"{base.__module__}.{base.__name__}; repair or uninstall that package"
+            f"{base.__module__}.{base.__name__}. Fix or uninstall that package."
         )
     try:
         instance: Backend = cls()
-    except Exception as error:  # whatever a stranger's constructor raises
+    except Exception as error:  # a third-party constructor may raise anything
         raise BackendError(
-            f"{registry.package(name)}: its {registry.kind} {name} cannot be made: {type(error).__name__}: {error}"
+            f"{registry.package(name)}: its {registry.kind} {name} cannot be created: {type(error).__name__}: {error}"
         ) from error
     return instance

@@ -39,12 +39,12 @@ def prompts(
 ) -> Iterator[Prompt]:
     """Yield the prompts of `sources` from occurrence `start` on, for `epochs` epochs (None: without end).
 
-    Chats of `demonstrations` keep the answers that are to be imitated. Bad rows go to `on_bad_row`, if there is one.
+    Chats of `demonstrations` keep the responses to imitate. Bad rows go to `on_bad_row`, if it is given.
     """
     from slimectl.data.prompts import open_prompts
 
     if not sources:
-        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+        raise SettingsError("rollout.data: no prompts are given. Add --data FILE.")
     options = settings.rollout
     return open_prompts(
         sources,
@@ -66,7 +66,7 @@ def prompts(
 
 
 def shard_prompts(settings: Settings, *, epochs: int) -> Iterator[Prompt]:
-    """Yield the prompts of rollout.data. A slice of a file has the numbers, and so the seeds, of the whole file."""
+    """Yield the prompts of rollout.data. A slice of a file keeps the indices, and so the seeds, of the whole file."""
     from slimectl.data.sources import first_row
 
     sources = list(settings.rollout.data)
@@ -79,15 +79,15 @@ def _refuse_images(prompt: Prompt) -> None:
     """Raise RecordError if a prompt for a server has images."""
     if prompt.images:
         raise RecordError(
-            f"{prompt.source_location}: images: engines that are servers do not read images. Take one embedded engine "
-            f'(engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), or leave the row out.'
+            f"{prompt.source_location}: images: engine servers do not read images. Use one embedded engine "
+            f'(engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), or drop the row.'
         )
 
 
 def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -> None:
-    """Raise RecordError for a prompt with images that `servers` would sample, before any is started.
+    """Raise RecordError if `servers` would sample a prompt with images. Called before any server is started.
 
-    Looks at the first ROWS_WITH_IMAGES rows of each source, and only for a model that reads images.
+    Checks the first ROWS_WITH_IMAGES rows of each source, and only for a model that reads images.
     """
     from slimectl.data.io import is_pipe
 
@@ -105,14 +105,16 @@ class EnvironmentTables:
         self._settings = settings
 
     def open(self, source: str, *, unbounded: bool) -> Table | None:
-        """Return the tasks of a split; None for another source. Raises SettingsError without rollout.env."""
+        """Return the tasks of a split, or None for another source. Raises SettingsError without rollout.env."""
         name, _, split = source.partition(":")
         if name != "env" or split not in ("", "train", "eval"):
             return None
         if self._settings.rollout.env is None:
             if Path(source).exists():
                 return None
-            raise SettingsError(f"{source}: stands for the tasks of rollout.env, which is not set; add --env KIND:ID")
+            raise SettingsError(
+                f"{source}: this source is the tasks of rollout.env, which is not set. Add --env KIND:ID."
+            )
         from slimectl.environments.tasks import task_table
 
         return task_table(environment(self._settings), split or "train", unbounded=unbounded)
@@ -141,14 +143,14 @@ def check_pipes(settings: Settings) -> None:
     warm_up = [*settings.sft_warmup.data, *settings.rollout.data] if settings.sft_warmup.data else []
     for source in filter(is_pipe, [*settings.eval.sources.values(), *warm_up]):
         raise SettingsError(
-            f"{source}: is a pipe, and evaluations and the warm-up read it again; write it to a file first"
+            f"{source}: is a pipe, but evaluations and the warm-up read it again. Write it to a file first."
         )
 
 
 def training_samples(
     settings: Settings,
     paths: Sequence[str],
-    text: Any,
+    tokenizer: Any,
     *,
     on_error: Literal["stop", "skip"],
     report: Callable[[RecordError], None],
@@ -158,11 +160,12 @@ def training_samples(
     epochs: int | None = 1,
     start: int = 0,
 ) -> Iterator[Numbered]:
-    """Yield the samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
+    """Yield the samples to train on, each with the occurrence of its row.
 
-    Pairwise algorithms also take plain preferences: rows with the answers `chosen` and `rejected`. `on_skipped` is
-    called for demonstrations and preferences longer than `context`. The files are read end to end, `epochs` times
-    (None: without end), from occurrence `start` on. Each sample comes with the occurrence of its row.
+    Algorithm sft also accepts plain demonstrations: prompts with a label, or chats with responses. Pairwise algorithms
+    also accept plain preferences: rows with the responses `chosen` and `rejected`. `on_skipped` is called for
+    demonstrations and preferences longer than `context`. The files are read end to end, `epochs` times (None: without
+    end), from occurrence `start` on.
     """
     from slimectl.data.jsonl import read_samples
     from slimectl.stages.recorded_rounds import repeated
@@ -185,32 +188,32 @@ def training_samples(
             start=start,
             on_bad_row=on_bad_row,
         )
-        samples = preferred(pairs, text, options, context=context, on_skipped=on_skipped, on_bad_row=on_bad_row)
+        samples = preferred(pairs, tokenizer, options, context=context, on_skipped=on_skipped, on_bad_row=on_bad_row)
         return _by_row(samples, on_line)
     if plain:
         from slimectl.stages.rollout import demonstrations
 
         rows = prompts(settings, list(paths), epochs=epochs, start=start, demonstrations=True, on_bad_row=on_bad_row)
         samples = demonstrations(
-            rows, text, settings.rollout, context=context, on_skipped=on_skipped, on_bad_row=on_bad_row
+            rows, tokenizer, settings.rollout, context=context, on_skipped=on_skipped, on_bad_row=on_bad_row
         )
         return _by_row(samples, on_line)
-    size = None if text is None else vocabulary_size(Path(text.name_or_path))
+    size = None if tokenizer is None else vocabulary_size(Path(tokenizer.name_or_path))
     read = partial(read_samples, paths, on_error=on_error, report=report, on_line=on_line, vocabulary=size)
     return repeated(read, epochs=epochs, start=start)
 
 
 def _by_row(samples: Iterator[Sample], on_line: Callable[[str], None]) -> Iterator[Numbered]:
-    """Yield samples of plain rows with the occurrence of their row, which is the number of their group."""
+    """Yield samples of plain rows with the occurrence of their row, which is also their group index."""
     for occurrence, row in groupby(samples, key=lambda sample: sample.group_index):
         on_line(f"row {occurrence}")
         yield from ((occurrence, sample) for sample in row)
 
 
 def has_plain_rows(settings: Settings, paths: Sequence[str]) -> bool:
-    """Return whether files have demonstrations or preferences, from which samples are made, instead of samples.
+    """Return whether files contain demonstrations or preferences instead of samples.
 
-    Raises RecordError if only some of them have.
+    Raises RecordError if this holds only for some of the files.
     """
     if settings.algorithm.trains_on == "rollouts" or "-" in paths:
         return False
@@ -218,7 +221,7 @@ def has_plain_rows(settings: Settings, paths: Sequence[str]) -> bool:
     if 0 < len(sampled) < len(paths):
         plain = next(path for path in paths if path not in sampled)
         raise RecordError(
-            f"{plain}: has rows without tokens, but {sampled[0]} has samples. Train on one kind at a time."
+            f"{plain}: has rows without tokens, but {sampled[0]} has samples. Train on one kind of file at a time."
         )
     return not sampled
 
@@ -228,30 +231,30 @@ def check_rows(path: str) -> None:
     from slimectl.data.prompts import ordered_rows
 
     if next(ordered_rows([path]), None) is None:
-        raise RecordError(f"{path}: no samples. Look at the messages of the stage that wrote it.")
+        raise RecordError(f"{path}: no samples. Check the messages of the stage that wrote the file.")
 
 
 def count_rows(paths: Sequence[str]) -> int:
-    """Return the number of rows of the sources together."""
+    """Return the total number of rows of the sources."""
     from slimectl.data.sources import open_table
 
     return len(open_table(paths, replay=True))
 
 
 def _has_tokens(path: str) -> bool:
-    """Whether the first row is a sample rather than a prompt."""
+    """Return whether the first row is a sample rather than a prompt."""
     from slimectl.data.io import spool
     from slimectl.data.prompts import ordered_rows
 
-    spool(path)  # it is read again from its beginning
+    spool(path)  # it is read again from the start
     return any(isinstance(row, dict) and "tokens" in row for _, row in islice(ordered_rows([path]), 1))
 
 
 def reward(settings: Settings, function: Callable[..., Any] | None = None) -> Grader:
     """Build the grader of samples, and check the folder of a reward model.
 
-    A user's `function` may have any form that score.custom_rm_path takes. It replaces the rewards of the settings.
-    Raises SettingsError or CheckpointError, and HookError if the function does not fit.
+    A user's `function` may have any form that score.custom_rm_path accepts. It replaces the rewards of the settings.
+    Raises SettingsError or CheckpointError, and HookError if the function has a wrong signature.
     """
     path = settings.score.rm_options.get("path") if settings.score.rm_type == "reward_model" else None
     if isinstance(path, str) and (Path(path) / "config.json").exists():
@@ -262,7 +265,7 @@ def reward(settings: Settings, function: Callable[..., Any] | None = None) -> Gr
 
 
 def agent(settings: Settings) -> Agent | None:
-    """Return the agent: of rollout.env, the program of rollout.agent, or the user's function; None without one."""
+    """Return the agent from rollout.env, rollout.agent or the user's function, or None without one."""
     if settings.rollout.env:
         return environment_agent(settings)
     if settings.rollout.agent:
@@ -277,7 +280,7 @@ def agent(settings: Settings) -> Agent | None:
 
 
 def command_agent(settings: Settings) -> Agent:
-    """Return the program of rollout.agent as an agent; its reward counts where no verifier is named."""
+    """Return the program of rollout.agent as an agent. Its own reward is used if no verifier is set."""
     from slimectl.agents.command import CommandAgent, CommandOptions
 
     rollout = settings.rollout
@@ -296,7 +299,7 @@ def command_agent(settings: Settings) -> Agent:
 
 
 def environment_agent(settings: Settings) -> Agent:
-    """Return the agent that plays episodes of rollout.env; its reward counts where no verifier is named."""
+    """Return the agent that plays episodes of rollout.env. Its own reward is used if no verifier is set."""
     from slimectl.environments.agent import EnvironmentAgent, EnvironmentOptions
     from slimectl.stages.generation import single_turn
 
@@ -315,10 +318,10 @@ def environment_agent(settings: Settings) -> Agent:
 
 
 def hook_settings(settings: Settings, engine: Any, folder: Path | None = None) -> Settings:
-    """Return the settings as hooks read them: engine.url has the addresses of the servers that were started.
+    """Return the settings for hooks, in which engine.url has the addresses of the servers that were started.
 
-    The list is the engine's own, so it follows servers that are started again. With the model's `folder`, model.path
-    is that: a run may have made the model itself.
+    The list is the engine's own object, so it stays correct when servers restart. If `folder` is given, model.path is
+    set to it, because a run may have created the model itself.
     """
     changes: dict[str, Any] = {}
     if addresses := getattr(engine, "addresses", None):
@@ -329,7 +332,7 @@ def hook_settings(settings: Settings, engine: Any, folder: Path | None = None) -
 
 
 def data_source(settings: Settings) -> Any:
-    """Build the user's source of groups; None if prompts come from rollout.data."""
+    """Build the user's source of groups, or None if prompts come from rollout.data."""
     from slimectl.data.prompt_dataset import PromptDataset
 
     user_fn, args = hook(settings, "rollout.data_source_path"), FlatSettings(settings)
@@ -340,7 +343,7 @@ def data_source(settings: Settings) -> Any:
 
 
 def _max_groups(settings: Settings, source: Any) -> int | None:
-    """Return how many groups `slimectl rollout` draws from a user's source: its epochs, or run.num_rollout rounds."""
+    """Return how many groups `slimectl rollout` draws from a user's source: all epochs, or run.num_rollout rounds."""
     from slimectl.stages.prompt_groups import source_length
 
     run = settings.run
@@ -353,12 +356,12 @@ def rollout_samples(
     settings: Settings,
     prompts: Iterator[Prompt],
     engine: Engine,
-    text: Any,
+    tokenizer: Any,
     *,
     source: Any,
     on_skipped: Callable[[Prompt], Any],
 ) -> Iterator[Sample]:
-    """Yield ungraded samples: of the rounds of the user's rollout function if there is one, else a group per prompt."""
+    """Yield ungraded samples from the user's rollout function if there is one, else a group per prompt."""
     from slimectl.hooks.user_hooks import UserHooks
     from slimectl.stages.generation import GroupGenerator, single_turn
     from slimectl.stages.rollout import rollout
@@ -368,14 +371,14 @@ def rollout_samples(
     user_hooks, user_agent = UserHooks(settings), agent(settings)
     shared: dict[str, Any] = {"source": source, "max_groups": _max_groups(settings, source), "on_skipped": on_skipped}
     if user_hooks.sample_rounds is None:
-        return rollout(prompts, engine, text, settings.rollout, agent=user_agent, hooks=user_hooks, **shared)
-    attempts = GroupGenerator(
+        return rollout(prompts, engine, tokenizer, settings.rollout, agent=user_agent, hooks=user_hooks, **shared)
+    generator = GroupGenerator(
         engine,
-        text,
+        tokenizer,
         settings.rollout,
         user_agent or single_turn,
         on_sample=user_hooks.on_sample,
         agent_at=user_hooks.agent_at,
     )
     max_rounds = settings.run.num_rollout
-    return whole_round_samples(prompts, attempts, user_hooks.sample_rounds, max_rounds=max_rounds, **shared)
+    return whole_round_samples(prompts, generator, user_hooks.sample_rounds, max_rounds=max_rounds, **shared)

@@ -1,4 +1,4 @@
-"""Engines by the name in engine.backend: the one of this process, and the servers of the others."""
+"""Engine backends by the name in engine.backend: one embedded engine in this process, or servers."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ if TYPE_CHECKING:
 
 
 class EngineBackend:
-    """An engine by its name in engine.backend. Another package's derives from it and is made without arguments.
+    """Base class of engine backends. Other packages derive from it, with a constructor without arguments.
 
-    One that lives in its caller's process overrides `engine`; one of servers overrides `server`, and what else of the
-    servers differs from SGLang's HTTP API.
+    A backend for an engine in the caller's process overrides `engine`. A backend for servers overrides `server` and
+    everything that differs from SGLang's HTTP API.
     """
 
     in_process: ClassVar[bool] = False
-    """Whether one engine lives in the process of its caller; then `engine` makes it."""
+    """Whether a single engine runs in the caller's process and is created by `engine`."""
 
     default_router: ClassVar[str] = "none"
-    """What engine.router = "auto" means for several servers: a policy of sglang-router, or none."""
+    """Meaning of engine.router = "auto" for several servers: a policy of sglang-router, or none."""
 
     tokenizer_option: ClassVar[str] = ""
-    """Flag of a server that names the folder of its tokenizer."""
+    """Server flag for the folder of the tokenizer."""
 
     takes_router: ClassVar[bool] = True
     """Whether sglang-router forwards requests to its servers."""
 
     reads_torch_dist: ClassVar[bool] = False
-    """Whether it starts from a model directory in Megatron's layout; else it gets a conversion of it."""
+    """Whether it reads a model directory in Megatron's layout. Otherwise the model is converted first."""
 
     adapter_transports: ClassVar[Sequence[str]] = ()
-    """Transports by which its servers take a LoRA adapter alone; none if they take whole weights only."""
+    """Transports through which its servers accept only a LoRA adapter. Empty if they need all weights."""
 
     settings_class: ClassVar[type[BaseModel] | None] = None
-    """Settings of the engine's own, in a section of its name; None if it has none."""
+    """Class of the engine's own settings section, which has the engine's name. None if there is none."""
 
     def check(self, settings: Settings) -> None:
-        """Check, before anything is built, that it can be started here. Raises BackendError or SettingsError."""
+        """Check that it can be started here, before anything is built. Raises BackendError or SettingsError."""
 
-    def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
-        """Make the engine of a model directory, an Engine and WeightReceiver; `load` reads its weights.
+    def engine(self, settings: Settings, folder: Path, tokenizer: Any, *, load: bool) -> Any:
+        """Create the engine of a model directory, which is an Engine and a WeightReceiver.
 
-        `text` is the tokenizer. Without `load` the first push brings the weights.
+        Without `load`, the weights are not read, and the first push sets them.
         """
         raise NotImplementedError
 
     def specs(self, settings: Settings, model: Path) -> list[ServerSpec]:
-        """Return the specification of every server that the settings ask for."""
+        """Return the specification of every server in the settings."""
         from slimectl.engines.sglang.topology import groups_of
 
         return groups_of(
@@ -77,47 +77,49 @@ class EngineBackend:
         )
 
     def server_args(self, settings: Settings) -> Mapping[str, Any]:
-        """Return the engine's own arguments of every server; `api_key` and `admin_api_key` are its keys."""
+        """Return the engine's own arguments of every server, such as its keys `api_key` and `admin_api_key`."""
         return {}
 
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-        """Make one server, not yet started; called on the machine where it will run.
+        """Create one server without starting it. Called on the machine where it will run.
 
-        With `waiting` it answers no request before a push; otherwise it has the weights of `spec.model`.
+        With `waiting`, it answers no request before the first push. Otherwise it starts with the weights of
+        `spec.model`.
         """
         raise SettingsError(
-            f"engine.num_engines: {settings.engine.backend} has no servers, and only one lives in a process; give 1"
+            f"engine.num_engines: {settings.engine.backend} has no servers, and a process runs only one engine. Use 1."
         )
 
     def meeting_flags(self, address: str) -> Sequence[str]:
-        """Return the arguments that tell each process of a server over several machines where they meet."""
-        raise SettingsError("cluster.rollout_num_gpus_per_engine: these engines live on one machine; lower it")
+        """Return the arguments with the meeting address for the processes of a server on several machines."""
+        raise SettingsError("cluster.rollout_num_gpus_per_engine: these engines run on one machine. Lower it.")
 
     def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
-        """Make the client that pushes weights to servers at these addresses."""
+        """Create the client that pushes weights to servers at these addresses."""
         from slimectl.engines.sglang.weight_client import SglangWorkers
 
         return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
 
     def api(self) -> ServerApi:
-        """Return the dialect of the servers' HTTP API; embedded engines behind HTTP speak SGLang's."""
+        """Return the dialect of the servers' HTTP API. `slimectl serve` uses SGLang's."""
         from slimectl.engines.sglang.api import SglangApi
 
         return SglangApi()
 
     def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
-        """Return the dialect of servers that report the experts of every token, `choices` in each of `layers` layers.
+        """Return the dialect of servers that report every token's experts, `choices` in each of `layers` layers.
 
-        Raises SettingsError for servers that cannot.
+        Raises SettingsError if the servers cannot report them.
         """
         raise SettingsError(
-            "train.use_rollout_routing_replay: servers of engine.backend report no experts; take embedded, sglang or "
-            "vllm"
+            "train.use_rollout_routing_replay: servers of engine.backend do not report experts. Use embedded, sglang "
+            "or "
+            "vllm."
         )
 
 
 class EmbeddedBackend(EngineBackend):
-    """The engine of slimectl itself, in this process or as `slimectl serve`."""
+    """slimectl's own engine, in this process or as `slimectl serve`."""
 
     in_process = True
     reads_torch_dist = True
@@ -132,7 +134,7 @@ class EmbeddedBackend(EngineBackend):
 
             check_plain(policy_folder(Path(path)))
 
-    def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
+    def engine(self, settings: Settings, folder: Path, tokenizer: Any, *, load: bool) -> Any:
         import torch
         from transformers import AutoConfig
 
@@ -144,12 +146,12 @@ class EmbeddedBackend(EngineBackend):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             embedded = EmbeddedEngine(
                 config,
-                text,
+                tokenizer,
                 dtype=getattr(torch, settings.engine.dtype),
                 device=device(settings.engine.device),
                 max_running=settings.engine.max_running_requests,
                 max_context=settings.rollout.max_context_len,
-                end_token_ids=end_tokens(folder, text),
+                end_token_ids=end_tokens(folder, tokenizer),
                 prefix_cache_gib=settings.engine.prefix_cache_gib,
                 reports_experts=settings.train.use_rollout_routing_replay,
                 images=lambda source: processor_of(str(folder)).patches(source),
@@ -185,7 +187,7 @@ class EmbeddedBackend(EngineBackend):
 
 
 def engine_backend(settings: Settings) -> EngineBackend:
-    """Return what engine.backend names."""
+    """Return the backend that engine.backend selects."""
     return backend(ENGINES, settings.engine.backend, EngineBackend)
 
 
@@ -194,18 +196,18 @@ def server_api(name: str) -> ServerApi:
     return backend(ENGINES, name, EngineBackend).api()
 
 
-def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> Any:
-    """Build the engine of this process for a model directory; without `load` the first push brings its weights."""
-    return engine_backend(settings).engine(settings, folder, text, load=load)
+def engine(settings: Settings, folder: Path, tokenizer: Any, *, load: bool = True) -> Any:
+    """Build this process's engine for a model directory. Without `load`, the first push sets its weights."""
+    return engine_backend(settings).engine(settings, folder, tokenizer, load=load)
 
 
 def engine_reads(settings: Settings, folder: Path) -> bool:
-    """Return whether the engines of the settings read this model directory; servers of engine.url read none."""
+    """Return whether the engines of the settings can read this model directory. Servers of engine.url cannot."""
     return bool(settings.engine.url) or engine_backend(settings).reads_torch_dist or not is_torch_dist(folder)
 
 
 def server_options(settings: Settings, log: Path) -> dict[str, Any]:
-    """Return the arguments that servers of every kind take."""
+    """Return the arguments that all kinds of servers accept."""
     options = settings.engine
     return {
         "log": log.absolute(),
@@ -219,7 +221,7 @@ def server_options(settings: Settings, log: Path) -> dict[str, Any]:
 
 
 def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
-    """Return the keys of the servers: of [engine], of the engine's own arguments, or stored by a local server."""
+    """Return the keys of the servers from [engine], the engine's own arguments, or the key file of a local server."""
     from slimectl.engines.api_keys import Keys
 
     options = settings.engine

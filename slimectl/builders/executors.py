@@ -36,20 +36,20 @@ def placement(settings: Settings) -> Placement:
 
 
 class ExecutorBackend:
-    """An executor by its name in cluster.executor. Another package's derives from it and is made without arguments."""
+    """Base class of executor backends. Other packages derive from it, with a constructor without arguments."""
 
     settings_class: ClassVar[type[BaseModel] | None] = None
-    """Settings of the executor's own, in a section of its name; None if it has none."""
+    """Class of the executor's own settings section, which has the executor's name. None if there is none."""
 
     def check(self, settings: Settings) -> None:
-        """Check, before anything is built, that it can work; raises what names the remedy."""
+        """Check that it can work, before anything is built. Raises an error with the remedy."""
 
     def spans_machines(self, settings: Settings) -> bool:
-        """Whether servers that it hosts must be reached from other machines."""
+        """Return whether servers that it hosts must be reachable from other machines."""
         return True
 
     def build(self, settings: Settings, *, logs: Path | None, trains: bool) -> Executor:
-        """Build the executor; output of ranks and actors goes to files in `logs`. No GPUs for ranks unless `trains`."""
+        """Build the executor. Ranks and actors log to files in `logs`. Ranks get GPUs only if `trains` is true."""
         raise NotImplementedError
 
 
@@ -100,7 +100,7 @@ def check_executor(settings: Settings) -> None:
 
 
 def executor(settings: Settings, *, logs: Path | None = None, trains: bool = True) -> Executor:
-    """Build the executor that cluster.executor names; output of ranks and actors goes to files in `logs`.
+    """Build the executor that cluster.executor names. Output of ranks and actors goes to files in `logs`.
 
     Without `trains`, no GPUs are reserved for ranks.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
-    """Build the frozen reference: algorithm.ref_load, else the model at `start`; None if no divergence is measured."""
+    """Build the frozen reference from algorithm.ref_load or the model at `start`, or None if no KL is measured."""
     if Need.REFERENCE not in settings.algorithm.needs:
         return None
     path = settings.algorithm.reference_load
@@ -35,8 +35,8 @@ def reference(settings: Settings, start: Path, *, executor: Executor | None = No
 def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> LogProbModel | None:
     """Build the frozen teacher of on-policy distillation, which shares the vocabulary of the model at `start`.
 
-    Raises SettingsError if there is distillation without a teacher, or one of another vocabulary; BackendError if a
-    server that should have it does not answer.
+    Raises SettingsError for distillation without a teacher or with a teacher of another vocabulary. Raises BackendError
+    if a teacher server does not answer.
     """
     options = settings.algorithm.teacher_options
     if options is None:
@@ -53,15 +53,16 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
     folder = model_folder(options.load, setting="algorithm.opd_teacher_load")
     if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
         raise SettingsError(
-            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}; give a teacher that shares it"
+            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}. Use a teacher with the same "
+            "vocabulary."
         )
     return frozen(settings, folder, executor=executor, store_prefix="teacher_")
 
 
 class PeriodicReference:
-    """Updates `reference` to the policy after every round that algorithm.ref_update_interval divides.
+    """Replaces `reference` with the policy every algorithm.ref_update_interval rounds.
 
-    Each snapshot stays under the run's folder until no checkpoint needs it.
+    A snapshot stays in the run's folder as long as a checkpoint needs it.
     """
 
     def __init__(self, settings: Settings, reference: Policy | None, run: Path) -> None:
@@ -74,7 +75,7 @@ class PeriodicReference:
             self._load(snapshot)
 
     def follow(self, rollout_id: int, policy: Policy, needed: list[int]) -> None:
-        """Copy the policy's weights if round `rollout_id` ends an interval; `needed` are the checkpoints' rounds."""
+        """Copy the policy's weights if round `rollout_id` ends an interval. `needed` are the checkpoints' rounds."""
         if not self._interval or rollout_id % self._interval:
             return
         self._folder.mkdir(exist_ok=True)
@@ -94,16 +95,16 @@ class PeriodicReference:
 
 
 NOT_OF_THE_MODEL = "".join(f"/{name}\n" for name in (f"{TRAINER_STATE}/", "critic/", MANIFEST))
-"""Files in a saved model's folder that a hub does not need: they are for more training, or name each other."""
+"""Content of .gitignore for a saved model: files that do not belong to the model itself."""
 Field = Literal["ref_log_probs", "teacher_log_probs"]
 
 
 @dataclass
 class TrainableModels:
-    """Policy and critic, initialized from the model in `folder`, and by field the models that fill in a sample's.
+    """Policy and critic, initialized from the model in `folder`, and the models whose log-probabilities they need.
 
-    A reward model is policy and critic in one. A run that samples has its `reference` and `teacher` apart, since they
-    are asked about every sample.
+    A reward model is policy and critic in one. `asked` has the model for each log-probability field of samples.
+    A run that samples has `reference` and `teacher` instead, because it calls them for every sample.
     """
 
     folder: Path
@@ -117,13 +118,13 @@ class TrainableModels:
 
     @property
     def separate_critic(self) -> Any:
-        """The critic, unless it is the policy."""
+        """The critic, unless it is the same model as the policy."""
         return None if self.critic is self.policy else self.critic
 
     def save(self, path: Path) -> None:
-        """Save the policy into `path`, a separate critic into `path`/critic.
+        """Save the policy into `path`, and a separate critic into `path`/critic.
 
-        `hf upload` leaves out what .gitignore names.
+        `hf upload` skips the files in .gitignore.
         """
         self.policy.save(path)
         (path / ".gitignore").write_text(NOT_OF_THE_MODEL)
@@ -157,7 +158,7 @@ def trainable_models(
 ) -> TrainableModels:
     """Build the models that train on samples, initialized from the model in `folder`.
 
-    `rollouts` is the number that the samples' file has, if the end of a schedule depends on it.
+    `rollouts` is the number of rollouts in the samples' file, if a schedule ends there.
     """
     check_hooks(settings, *TRAINING_HOOKS)
     steps, algorithm = total_steps(settings, rollouts=rollouts), settings.algorithm
@@ -166,7 +167,7 @@ def trainable_models(
         return TrainableModels(folder, values, values, total_steps=steps)
     trained = policy(settings, folder, total_steps=steps, executor=executor)
     models = TrainableModels(folder, trained, values, total_steps=steps)
-    # The KL divergence is measured where samples were scored, unless a reference is part of the algorithm itself.
+    # The score stage computes the KL divergence, unless a reference is part of the algorithm itself.
     if Need.PAIRS in algorithm.needs and (ref_model := reference(settings, folder, executor=executor)):
         models.asked["ref_log_probs"] = ref_model
     options = algorithm.teacher_options

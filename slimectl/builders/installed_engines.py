@@ -1,4 +1,4 @@
-"""Engines that run in servers of their own, in the Python that they are installed in: SGLang and vLLM."""
+"""Engine backends for SGLang and vLLM, which run as servers in their own Python environments."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 ROUTING_OPTION = "enable_return_routed_experts"
-"""Option with which servers of both kinds report the experts of every token."""
+"""Option that makes both kinds of servers report the experts of every token."""
 
 
 class InstalledBackend(EngineBackend):
-    """An engine whose section has `python`, where it is installed, and `args`, its own options."""
+    """A backend whose settings section has `python`, its interpreter, and `args`, its own options."""
 
     memory_option: ClassVar[str]
-    """Option with which a server releases memory while the trainer runs."""
+    """Option that lets a server release memory while the trainer runs."""
 
     def installed(self) -> InstalledServer:
         """Return the description of the installed library."""
@@ -36,7 +36,7 @@ class InstalledBackend(EngineBackend):
 
     def check(self, settings: Settings) -> None:
         if settings.cluster.executor != "local":
-            return  # the machines that start them say so
+            return  # the machines that start them report it
         library = self.installed()
         python = library.interpreter(getattr(settings, library.section).python)
         for spec in self.specs(settings, Path("model")):
@@ -157,22 +157,22 @@ class VllmBackend(InstalledBackend):
 
 
 def _refuse_trainer_state(model: str | None) -> None:
-    """Raise CheckpointError for a checkpoint of an earlier version: vLLM loads the optimizer beside the weights."""
+    """Raise CheckpointError for a checkpoint of an earlier version, whose optimizer vLLM would load as weights."""
     folder = policy_folder(Path(model or ""))
     if (folder / "model.safetensors.index.json").exists():
         return  # vLLM loads the files that it lists
     for name in ("optimizer.safetensors", "value_head.safetensors"):
         if (folder / name).exists():
             raise CheckpointError(
-                f"{folder / name}: an earlier version of slimectl wrote it beside the weights, and vLLM would load it "
+                f"{folder / name}: written by an earlier version of slimectl next to the weights. vLLM would load it "
                 f"as weights. Copy the model without it: slimectl convert {folder} DIR --to hf"
             )
 
 
 def _require_gpu_for_routing(settings: Settings) -> None:
-    """Refuse to replay routing of vLLM on a CPU: its model runner there (0.32.0) reports no experts."""
+    """Reject replaying the routing of vLLM on a CPU, where its model runner (0.32.0) does not report experts."""
     if settings.train.use_rollout_routing_replay and device(settings.engine.device) == "cpu":
         raise SettingsError(
-            "train.use_rollout_routing_replay: vLLM reports experts on a GPU alone; set engine.backend to embedded or "
-            "sglang"
+            "train.use_rollout_routing_replay: vLLM reports experts only on a GPU. Set engine.backend to embedded or "
+            "sglang."
         )

@@ -31,33 +31,33 @@ from slimectl.settings import Settings
 from slimectl.stdio import logger
 
 TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*")
-"""Files with chat templates in a model's folder."""
+"""Files that may contain chat templates in a model's folder."""
 
 
 def model_folder(path: str | None, *, setting: str = "model.path", verify: bool = False, weights: bool = True) -> Path:
-    """Return the model directory that a setting names, after checking its files, their manifest and its `weights`.
+    """Return the model directory of a setting, after checking its files, their manifest and its `weights`.
 
-    It is in Hugging Face's layout, or in torch_dist with a config.json. `verify` hashes weights of any size. Raises
+    The layout is Hugging Face's, or torch_dist with a config.json. `verify` hashes weights of any size. Raises
     SettingsError or CheckpointError.
     """
     if path is None:
-        remedies = {"algorithm.opd_teacher_load": "name the teacher's, or its servers by algorithm.opd_teacher_url"}
-        remedy = remedies.get(setting, "add --model DIR, a Hugging Face checkpoint directory")
-        raise SettingsError(f"{setting}: no model is given; {remedy}")
+        remedies = {"algorithm.opd_teacher_load": "Set the teacher's directory, or algorithm.opd_teacher_url."}
+        remedy = remedies.get(setting, "Add --model DIR, a Hugging Face checkpoint directory.")
+        raise SettingsError(f"{setting}: no model is given. {remedy}")
     folder = follow_links(Path(path))
     if is_gguf(path):
-        raise CheckpointError(f"{path}: is a GGUF; convert it first: slimectl convert {path} DIR --to hf")
+        raise CheckpointError(f"{path}: is a GGUF file. Convert it first: slimectl convert {path} DIR --to hf")
     if not folder.exists():
         folder = hub_model(path) or folder
     if not folder.is_dir():
         raise CheckpointError(
-            f"{path}: no such model directory; give a Hugging Face checkpoint directory{or_fetch(path)}"
+            f"{path}: no such model directory. Use a Hugging Face checkpoint directory{or_fetch(path)}"
         )
     folder = policy_folder(folder)
     if folder.parent.parent == Path(path):
         _announce_newest(path, folder.parent.name)
     if not (folder / "config.json").exists():
-        raise CheckpointError(f"{path}: no config.json; {_without_config(folder)}")
+        raise CheckpointError(f"{path}: no config.json. {_without_config(folder)}")
     check_model_files(folder)
     config = raw_config(folder)
     if is_torch_dist(folder):
@@ -73,19 +73,19 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
 
 
 def served_model(settings: Settings, model: Path) -> Path:
-    """Return the checkpoint that engines hold: that of engine.load, or the policy's `model`."""
+    """Return the checkpoint that engines load: engine.load, or the policy's `model`."""
     return model_folder(settings.engine.load, setting="engine.load") if settings.engine.load else model
 
 
 def hub_model(name: str) -> Path | None:
-    """Return the folder of a model of the hub, cached or downloaded; None if there is none of this name."""
+    """Return the folder of a model on the hub, cached or downloaded, or None if the hub has no such model."""
     repository = hub_name(name)
     return None if repository is None or repository[1] else snapshot(repository[0], "model")
 
 
 @cache
 def _announce_newest(run: str, step: str) -> None:
-    """Say, once, which checkpoint of a run is taken: checks before a start open the folder too."""
+    """Log once which checkpoint of a run is used, although checks before a start open the folder too."""
     logger.info(f"{run} is a run. Using its newest checkpoint, {step}.")
 
 
@@ -97,12 +97,12 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def _without_config(folder: Path) -> str:
-    """Return the rest of the message for a directory without config.json: its layout, and the remedy."""
+    """Return the second sentence of the message for a directory without config.json, with the remedy."""
     if not is_torch_dist(folder):
-        return adapter_remedy(folder) or "this is not a Hugging Face checkpoint"
+        return adapter_remedy(folder) or "This is not a Hugging Face checkpoint."
     return (
-        "this is a torch_dist checkpoint; copy config.json and tokenizer.json, tokenizer_config.json of its Hugging"
-        " Face model into it"
+        "This is a torch_dist checkpoint. Copy config.json, tokenizer.json and tokenizer_config.json of its Hugging"
+        " Face model into it."
     )
 
 
@@ -115,13 +115,13 @@ def reads_images(settings: Settings) -> bool:
         else:
             folder = Path(path) if Path(path).exists() else hub_model(path) or Path(path)
             config = read_json(policy_folder(folder) / "config.json")
-    except (CheckpointError, OSError):  # loading the model reports the error
+    except (CheckpointError, OSError):  # reported when the model is loaded
         return False
     return config.get("model_type") in MODEL_TYPES
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a model source has to be converted before it can be used."""
+    """Return whether a model source must be converted before use."""
     return path.startswith("package:") or path.endswith(".gguf")
 
 
@@ -134,9 +134,9 @@ def source_of(source: str) -> Path:
 
 def tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a model directory and check its chat template. Raises CheckpointError."""
-    text = load_tokenizer(folder)
-    check_template(text, folder)
-    return text
+    loaded = load_tokenizer(folder)
+    check_template(loaded, folder)
+    return loaded
 
 
 def with_template_date(settings: Settings) -> Settings:
@@ -144,10 +144,10 @@ def with_template_date(settings: Settings) -> Settings:
     path = settings.model.path
     if path is None or settings.rollout.template_date is not None:
         return settings
-    if not is_gguf(path):  # its template is unknown before the conversion
+    if not is_gguf(path):  # a GGUF's template is known only after conversion
         try:
             folder = model_folder(path)
-        except SlimectlError:  # loading the model raises it again
+        except SlimectlError:  # raised again when the model is loaded
             return settings
         files = [file for pattern in TEMPLATES for file in folder.glob(pattern)]
         if not any(b"strftime_now" in file.read_bytes() for file in files if file.is_file()):
@@ -157,7 +157,7 @@ def with_template_date(settings: Settings) -> Settings:
 
 
 def context_length(settings: Settings, folder: Path) -> int | None:
-    """Return the maximum tokens of prompt plus answer: rollout.max_context_len, else that of the model's config."""
+    """Return the maximum tokens of prompt plus response: rollout.max_context_len, or the model's limit."""
     from slimectl.architectures.config import read_config
 
     if settings.rollout.max_context_len is not None:
@@ -168,7 +168,7 @@ def context_length(settings: Settings, folder: Path) -> int | None:
 
 
 def create_model(card: str, into: Path, *, seed: int) -> None:
-    """Create a model with random weights from a model card, with config and tokenizer, in the folder `into`."""
+    """Create a model with random weights, config and tokenizer from a model card in the folder `into`."""
     from slimectl.checkpoints.create import create_model
 
     spec = cards.load(card)
@@ -189,7 +189,7 @@ def embedded_families() -> tuple[str, ...]:
 
 
 def create_tiny_model(config: dict[str, Any], into: Path, *, seed: int, tokenizer: Path | None) -> None:
-    """Create a model with random weights, with the tokenizer of a model's folder or with one token a byte."""
+    """Create a model with random weights, and the given folder's tokenizer or one with a token per byte."""
     from slimectl.checkpoints.create import create_model
     from slimectl.checkpoints.hf import copy_companions
 
@@ -210,7 +210,7 @@ def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
 
 
 def device(requested: str) -> str:
-    """Return cpu or cuda; `auto` is the GPU if there is one. Raises SettingsError if cuda is requested and absent."""
+    """Return cpu or cuda. `auto` is cuda if there is a GPU. Raises SettingsError if cuda is requested but absent."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -219,11 +219,11 @@ def device(requested: str) -> str:
     if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if requested == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("device: cuda is asked for, but torch sees no GPU; use auto or cpu")
+        raise SettingsError("device: cuda is requested, but torch sees no GPU. Use auto or cpu.")
     return requested
 
 
 def version_of(folder: Path) -> str:
-    """Return the weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
+    """Return the weight version of a checkpoint from training, or "0" for any other model."""
     file = trainer_folder(folder) / "trainer.json"
     return str(read_json(file).get("step", 0))[:20] if file.exists() else "0"

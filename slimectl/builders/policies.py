@@ -36,9 +36,9 @@ def policy(
     store_prefix: str = "",
     executor: Executor | None = None,
 ) -> Policy:
-    """Build the policy for a model directory, over as many ranks as [cluster] says; an explicit `lr` is constant.
+    """Build the policy for a model directory on the ranks of [cluster]. An explicit `lr` is constant.
 
-    `store_prefix` identifies the model to the user's functions on its ranks. `executor` places the ranks; without one
+    `store_prefix` identifies the model to the user's functions on its ranks. `executor` places the ranks. Without one,
     they run on this machine.
     """
     trainer: Policy = _build_over_ranks(
@@ -52,7 +52,7 @@ def policy(
 
 
 def rank_policy(settings: Settings, folder: Path, checkpoint: CheckpointFormat) -> Policy:
-    """Build the policy of this rank, in a process that has joined the group; `checkpoint` reads the weights."""
+    """Build the policy of this rank in a process that has joined the group. `checkpoint` reads the weights."""
     trainer: Policy = _build(settings, folder, None, None, True, False, "", checkpoint=checkpoint)
     return trainer
 
@@ -60,10 +60,10 @@ def rank_policy(settings: Settings, folder: Path, checkpoint: CheckpointFormat) 
 def critic(
     settings: Settings, start: Path, *, total_steps: int | None = None, executor: Executor | None = None
 ) -> Critic | None:
-    """Build the value model of the algorithm: ppo's critic, or a reward model, which is trained as [train] says.
+    """Build the value model of the algorithm: ppo's critic, or a reward model, which uses the settings of [train].
 
-    It is initialized from the model at `start`, or from algorithm.critic_load. None for an algorithm without one, and
-    if the policy is its own critic.
+    It is initialized from the model at `start`, or from algorithm.critic_load. Returns None for an algorithm without
+    one, and if the policy is its own critic.
     """
     options, lr = settings.algorithm.critic_options, None
     if options is not None:
@@ -94,7 +94,7 @@ def _build_over_ranks(settings: Settings, build: Callable[[], Any], executor: Ex
 
 
 def check_policy(settings: Settings) -> None:
-    """Check, before anything is built, that the trainer is installed and supports the model.
+    """Check that the trainer is installed and supports the model, before anything is built.
 
     Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
     """
@@ -103,7 +103,7 @@ def check_policy(settings: Settings) -> None:
 
 
 def check_training(settings: Settings) -> None:
-    """Check names of layers and parameters, arguments, schedule and adapters against the model, without its weights.
+    """Check layer and parameter names, arguments, schedule and adapters against the model, without its weights.
 
     Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
     """
@@ -112,7 +112,7 @@ def check_training(settings: Settings) -> None:
     check_policy(settings)
     path, card = settings.model.path, settings.model.card
     if path is not None and is_gguf(path):
-        return  # its configuration is known once it is converted
+        return  # the configuration is known only after conversion
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if path is not None:
@@ -129,7 +129,7 @@ def check_training(settings: Settings) -> None:
 
 
 def _check_models(settings: Settings) -> None:
-    """Check that the models of the algorithm exist, and the functions that [train] names."""
+    """Check that the models of the algorithm and the functions of [train] exist."""
     check_hooks(settings, *TRAINING_HOOKS)
     options = settings.algorithm.model_dump()
     if options.get("opd_kl_coef") and not options["opd_teacher_url"]:
@@ -149,7 +149,7 @@ def _build(
     store_prefix: str,
     **source: Any,
 ) -> Any:
-    """Build the model of one rank: a policy, or with `values` a critic; `source` may have a checkpoint's reader."""
+    """Build the model of one rank: a policy, or a critic if `values`. `source` may have the checkpoint's reader."""
     shared = _options(settings, folder, total_steps, lr, trains)
     options = settings.algorithm.critic_options
     shares_critic = trains and options is not None and options.shared
@@ -162,7 +162,7 @@ def _build(
 def _options(
     settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool
 ) -> dict[str, Any]:
-    """Return the options of a model that every trainer takes, without the temperature."""
+    """Return the model options that every trainer accepts, without the temperature."""
     train = settings.train
     return {
         "optimizer": _optimizer(settings, total_steps, lr),
@@ -197,9 +197,9 @@ def _batching(settings: Settings, folder: Path) -> BatchingOptions:
 
 
 def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: Progress = NO_PROGRESS) -> RoundTimer:
-    """Return the timer of a run's rounds; it knows the FLOPs of a policy of a known family, and peaks of known devices.
+    """Return the timer of a run's rounds, with FLOPs of known model families and peak rates of known devices.
 
-    Measures the peak of every rank with track.measure_peak; the slowest counts. `progress` is told the phases.
+    With track.measure_peak, it measures the peak of every rank and uses the slowest. `progress` receives the phases.
     """
     from slimectl.architectures.config import read_config
     from slimectl.planner.devices import device_peak, measured_peak
@@ -218,7 +218,7 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
             lora_targets=train.lora_targets,
             freeze_vision_tower=train.freeze_vision_tower,
         )
-    except SlimectlError:  # a family whose shapes are unknown
+    except SlimectlError:  # unknown family
         return RoundTimer(log_memory=log_memory, progress=progress)
     peaks: list[float | None] = []
     if settings.track.measure_peak:
@@ -236,7 +236,7 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
 
 
 def _packer(settings: Settings, folder: Path) -> Packer | None:
-    """Return the function that packs rows as the policy does; None for a trainer that does not say how it packs."""
+    """Return the function that packs rows as the policy does, or None if the trainer does not describe its packing."""
     from slimectl.algorithms.packing import plan_batches
     from slimectl.data.routed_experts import routing_marks
 
@@ -262,7 +262,7 @@ def _lora(settings: Settings) -> LoraOptions | None:
 
 
 def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = None) -> OptimizerOptions:
-    """Return the optimizer options of [train]; an explicit `lr` is constant."""
+    """Return the optimizer options of [train]. An explicit `lr` is constant."""
     from slimectl.policies.optimizer import OptimizerOptions
 
     train = settings.train
@@ -293,7 +293,7 @@ def changed_schedule(settings: Settings, checkpoint: Path, total_steps: int | No
 
 
 def unmet_schedule(settings: Settings, updates: int, total_steps: int | None) -> str:
-    """Describe how far the schedule came if a run made other than `total_steps` updates, or return ""."""
+    """Describe where the schedule ended if a run did not make `total_steps` updates, or return ""."""
     from slimectl.policies.optimizer import unmet_schedule
 
     return "" if settings.train.lr_decay_iters else unmet_schedule(updates, _optimizer(settings, total_steps))
@@ -302,8 +302,8 @@ def unmet_schedule(settings: Settings, updates: int, total_steps: int | None) ->
 def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | None:
     """Return the optimizer steps of the trained model in a whole run, or None if its length is unknown.
 
-    `rollouts` is the number in a file of samples. A pair counts as one. Steps that train only the critic are not
-    counted.
+    `rollouts` is the number of rollouts in a file of samples, where a pair counts as one. Steps that train only the
+    critic are not counted.
     """
     rounds = settings.run.num_rollout
     if rounds is not None:
@@ -316,7 +316,7 @@ def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | Non
 
 
 def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None, store_prefix: str = "ref_") -> Policy:
-    """Build a frozen model, which only computes log-probabilities."""
+    """Build a frozen model that only computes log-probabilities."""
     return policy(
         settings, folder, total_steps=None, lr=0.0, trains=False, store_prefix=store_prefix, executor=executor
     )

@@ -1,4 +1,4 @@
-"""Builds the servers that sample, their client, and an engine for a stage that runs alone."""
+"""Builds the servers that sample, their client, and the engine of a stage outside a run."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 
 
 def engine_gpus(settings: Settings, gpus: int = 1) -> float:
-    """Return the GPUs that a process of an engine has, of `gpus` on its machine; 0 on a CPU."""
+    """Return the GPUs of an engine process, which has `gpus` on its machine. Returns 0 on a CPU."""
     return gpus if device(settings.engine.device) == "cuda" else 0.0
 
 
 def check_engine(settings: Settings) -> None:
-    """Check, before anything is built, that the servers can be started here, and get weights as they hold them.
+    """Check that servers can be started here and receive weights in their own precision, before anything is built.
 
-    Raises BackendError, SettingsError or CheckpointError. On a Ray cluster the machines that start them say so.
+    Raises BackendError, SettingsError or CheckpointError. On a Ray cluster, the machines that start servers check them.
     """
     if settings.engine.load:
-        pushed_precision(settings, served_model(settings, Path()))  # refuses
+        pushed_precision(settings, served_model(settings, Path()))  # raises
     if settings.train.lora_rank is not None and settings.uses_servers:
-        adapter_obstacle(settings)  # refuses
+        adapter_obstacle(settings)  # raises
     if settings.engine.url:
         return
     backend = engine_backend(settings)
     if settings.uses_servers and type(backend).server is EngineBackend.server:
-        backend.server(settings, backend.specs(settings, Path("model"))[0], log=Path("log"), waiting=True)  # refuses
+        backend.server(settings, backend.specs(settings, Path("model"))[0], log=Path("log"), waiting=True)  # raises
     backend.check(settings)
     if settings.uses_servers and settings.train.use_rollout_routing_replay:
-        backend.reporting_api(layers=1, choices=1)  # refuses
+        backend.reporting_api(layers=1, choices=1)  # raises
     if settings.cluster.executor == "local" and settings.uses_servers and _router_policy(settings) is not None:
         from slimectl.engines.sglang.launch import router_interpreter
 
@@ -69,7 +69,7 @@ def check_middlewares(settings: Settings, *, servers: bool) -> None:
         return
     if not servers:
         raise SettingsError(
-            "engine.middleware_paths: one embedded engine in this process gets no HTTP requests. Set "
+            "engine.middleware_paths: a single embedded engine receives no HTTP requests. Set "
             "engine.num_engines = 2 for servers, or rollout.custom_generate_function_path to see each request."
         )
     from slimectl.engines.server.middleware import middlewares
@@ -78,7 +78,7 @@ def check_middlewares(settings: Settings, *, servers: bool) -> None:
 
 
 def check_stop_tokens(settings: Settings, config: Mapping[str, Any]) -> None:
-    """Raise SettingsError for a stop token of a rollout or evaluation outside the vocabulary of a model."""
+    """Raise SettingsError for a stop token of [rollout] or [eval] outside the model's vocabulary."""
     sections = {"rollout": settings.rollout.stop_token_ids}
     sections |= {f"eval.data.{name}": each.stop_token_ids or [] for name, each in settings.eval.datasets.items()}
     for section, tokens in sections.items():
@@ -88,10 +88,10 @@ def check_stop_tokens(settings: Settings, config: Mapping[str, Any]) -> None:
 def server_pool(
     settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool = True
 ) -> ServerPool | None:
-    """Start the servers of the settings; None if an engine needs no servers, or runs elsewhere already.
+    """Start the servers of the settings. Returns None if no servers are needed or they are already running.
 
-    With `waiting` they answer no request before a first push; otherwise they have the weights in `model`. Their output
-    goes to engine-0.log, … in `folder`/logs.
+    With `waiting`, they answer no request before the first push. Otherwise they start with the weights in `model`.
+    Their output goes to engine-0.log, … in `folder`/logs.
     """
     if settings.engine.url or not settings.uses_servers:
         return None
@@ -101,7 +101,7 @@ def server_pool(
 
 
 def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool) -> ServerPool:
-    """Make the pool of `server_pool`, not yet started."""
+    """Create the pool of `server_pool` without starting it."""
     from slimectl.engines.supervisor.server_pool import ServerPool
 
     options, logs, api_key = settings.engine, folder / "logs", keys(settings, ()).api_key
@@ -125,7 +125,7 @@ def auxiliary_servers(
 ) -> tuple[list[ServerPool], Settings]:
     """Start the servers of other models (a judge, a teacher), which keep their weights.
 
-    Returns them and the settings with their addresses, for hooks: each of sglang.server_groups has the list `url`.
+    Returns them, and settings for hooks in which each of sglang.server_groups has the list `url` of its addresses.
     """
     from slimectl.engines.supervisor.server_pool import ServerPool
 
@@ -146,8 +146,8 @@ def auxiliary_servers(
         try:
             started[-1].start()
         except BaseException:
-            for fleet in started:
-                fleet.close()
+            for pool in started:
+                pool.close()
             raise
         group["url"] = started[-1].urls
     sglang = settings.sglang.model_copy(update={"server_groups": groups})
@@ -155,7 +155,7 @@ def auxiliary_servers(
 
 
 def _hosted(settings: Settings, spec: ServerSpec, *, executor: Executor, logs: Path, waiting: bool) -> Any:
-    """Return a server that the executor hosts: one process, or one on each of its machines."""
+    """Return a server that the executor hosts, as one process or one on each of its machines."""
     from slimectl.engines.supervisor.node_group import NodeGroup
 
     processes = [
@@ -170,12 +170,12 @@ def _hosted(settings: Settings, spec: ServerSpec, *, executor: Executor, logs: P
 
 
 def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
-    """Return the spec of every server that the settings ask for."""
+    """Return the specification of every server in the settings."""
     return engine_backend(settings).specs(settings, model)
 
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-    """Build one server, not yet started; called on the machine where it will run."""
+    """Build one server without starting it. Called on the machine where it will run."""
     from slimectl.checkpoints.hf import copy_companions
 
     backend = engine_backend(settings)
@@ -190,7 +190,7 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
 
 
 def _router_policy(settings: Settings) -> str | None:
-    """Return sglang-router's policy; None if the client balances requests itself."""
+    """Return sglang-router's policy, or None if the client balances requests itself."""
     policy: str = settings.engine.router
     if policy == "auto":
         specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
@@ -216,7 +216,7 @@ def _router(settings: Settings, logs: Path) -> Any:
 def client(
     settings: Settings,
     model: Path,
-    text: Any,
+    tokenizer: Any,
     addresses: Sequence[str],
     workers: Sequence[str],
     *,
@@ -236,7 +236,7 @@ def client(
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
-        decode=Detokenizer(text).response_text,
+        decode=Detokenizer(tokenizer).response_text,
         concurrency=options.server_concurrency,
         affinity=options.session_affinity,
         request_timeout_s=options.request_timeout_s,
@@ -244,7 +244,7 @@ def client(
         troubled=troubled,
         keys=keys(settings, workers),
         shared=bool(options.url),
-        stops=StopTokens(special_tokens(text, vocabulary=config["vocab_size"]), end_tokens(model, text)),
+        stops=StopTokens(special_tokens(tokenizer, vocabulary=config["vocab_size"]), end_tokens(model, tokenizer)),
     )
     if options.url:
         http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
@@ -263,8 +263,8 @@ def _api(settings: Settings, config: Mapping[str, Any]) -> ServerApi:
 
 
 @contextmanager
-def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
-    """Yield an engine with the model's own weights, for a stage that runs alone; its servers end with the block."""
+def start_engines(settings: Settings, model: Path, tokenizer: Any) -> Iterator[Engine]:
+    """Yield an engine with the model's own weights for a stage outside a run. Its servers stop with the block."""
     from slimectl.architectures.config import read_config
 
     check_stop_tokens(settings, read_config(model))
@@ -273,21 +273,21 @@ def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine
         if not engine_reads(settings, model):
             model = _converted(settings, model, closing.enter_context(TemporaryDirectory(prefix="slimectl-model-")))
         if not settings.stage_uses_servers:
-            yield engine(settings, model, text)
+            yield engine(settings, model, tokenizer)
             return
         settings = keyed(settings)
         executor = executor_of(settings, trains=False)
         closing.callback(executor.close)
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
         if settings.engine.url:
-            http_engine = client(settings, model, text, urls(settings), urls(settings))
+            http_engine = client(settings, model, tokenizer, urls(settings), urls(settings))
         else:
             started = new_pool(settings, model, executor=executor, folder=folder, waiting=False)
             closing.callback(started.close)
             started.start()
             count = len(started.urls)
             logger.info(f"{quantity(count, 'engine')} ready")
-            http_engine = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
+            http_engine = client(settings, model, tokenizer, started.addresses, started.urls, troubled=started.look)
             started.announce, started.failed = http_engine.set_urls, http_engine.fail
         closing.callback(lambda: run_coroutine(http_engine.close()))
         yield http_engine
@@ -297,7 +297,7 @@ def _converted(settings: Settings, model: Path, folder: str) -> Path:
     """Convert a torch_dist model into a temporary folder. Raises SettingsError if engines run on other machines."""
     command, name = f"slimectl convert {model} DIR --to hf", settings.engine.backend
     if executor_backend(settings).spans_machines(settings):
-        raise SettingsError(f"{model}: torch_dist, which {name} does not read; convert it: {command}")
-    logger.info(f"converting {model}, since {name} does not read torch_dist; to do it once: {command}")
+        raise SettingsError(f"{model}: {name} cannot read torch_dist. Convert it: {command}")
+    logger.info(f"converting {model}, because {name} cannot read torch_dist. To convert it only once: {command}")
     convert(str(model), Path(folder) / "model")
     return Path(folder) / "model"

@@ -19,7 +19,7 @@ from slimectl.types import Sample, SamplingParams
 
 
 def admin_key(settings: Settings) -> tuple[str, bool]:
-    """Return the key for all requests that change the server's state, and whether it was generated here."""
+    """Return the key for requests that change the server's state, and whether it was generated here."""
     from slimectl.engines.api_keys import new_key
 
     key = reveal(settings.engine.admin_api_key, setting="engine.admin_api_key")
@@ -28,7 +28,7 @@ def admin_key(settings: Settings) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def left_key(key: str, port: int) -> Iterator[str]:
-    """Store a key where this user's clients find it, for the duration of the block; yields a message with its path."""
+    """Store a key where this user's clients find it until the block ends. Yields a message with its path."""
     from slimectl.engines.api_keys import leave_key
 
     path = None
@@ -36,28 +36,28 @@ def left_key(key: str, port: int) -> Iterator[str]:
         path = leave_key(key, port)
         notice = f"the admin key (weights, pauses, aborts) is in {path}"
     except (OSError, RuntimeError) as error:
-        notice = f"the admin key cannot be kept ({error}); to change weights, set SLIMECTL_ENGINE_ADMIN_API_KEY"
+        notice = f"the admin key cannot be stored ({error}). To change weights, set SLIMECTL_ENGINE_ADMIN_API_KEY."
     try:
         yield notice
     finally:
         if path is not None:
             with contextlib.suppress(OSError):
-                if path.read_text(encoding="ascii").strip() == key:  # not that of a later server on the same port
+                if path.read_text(encoding="ascii").strip() == key:  # a later server on the same port has another key
                     path.unlink()
 
 
 def exposure(settings: Settings, host: str) -> str | None:
-    """Return a line on what a server exposes to other machines; None on the loopback."""
+    """Return a warning about what a server exposes to other machines, or None on the loopback interface."""
     from slimectl.engines.server.access import own_names
 
     _, loopback = own_names(host)
     if loopback:
         return None
     if settings.engine.api_key is not None:
-        return f"{host}: other machines reach this server, in clear text; they need the API key or the admin key"
+        return f"{host}: other machines can reach this server, unencrypted, with the API key or the admin key."
     return (
-        f"{host}: other machines reach this server, and anybody there may ask it (/generate, /v1); weights, pauses and "
-        f"aborts take the admin key; set engine.api_key to close the rest"
+        f"{host}: other machines can reach this server and sample from it without a key (/generate, /v1). Weights, "
+        f"pauses and aborts need the admin key. Set engine.api_key to protect everything else."
     )
 
 
@@ -76,9 +76,9 @@ def serve(
     pause_timeout_s: float = 60.0,
     record: Callable[[Sample], None] | None = None,
 ) -> tuple[int, bool]:
-    """Serve a model directory until a signal; returns (its number, whether all threads have ended).
+    """Serve a model directory until a signal. Returns its number, and whether all threads have ended.
 
-    With `record` the APIs of OpenAI and Anthropic record their sessions, and it gets the samples of each one that ends.
+    With `record`, the OpenAI and Anthropic APIs record sessions. `record` is called with the samples of each session.
     """
     from slimectl.architectures.config import read_config
     from slimectl.checkpoints.base_model import base_model
@@ -89,11 +89,11 @@ def serve(
     from slimectl.engines.server.state import ServerConfig, Streaming
     from slimectl.weight_sync.delta_format import DeltaFile
 
-    text = tokenizer(folder)
+    model_tokenizer = tokenizer(folder)
     served_model = ServerConfig(
         folder=folder.resolve(),
         config=read_config(folder),
-        tokenizer=text,
+        tokenizer=model_tokenizer,
         dtype=settings.engine.dtype,
         max_running=settings.engine.max_running_requests,
         read=ModelCheckpoint().read,
@@ -102,22 +102,22 @@ def serve(
         read_delta=DeltaFile,
         middlewares=middlewares(settings.engine.middleware_paths),
     )
-    embedded = engine(settings, folder, text, load=False)
+    embedded = engine(settings, folder, model_tokenizer, load=False)
     streaming = Streaming(interval=interval, incremental=incremental)
     names, loopback_only = own_names(host, allowed_hosts)
     api_key = reveal(settings.engine.api_key, setting="engine.api_key")
     guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
     limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
-    limits["extension"] = agent_apis(settings, text, embedded.max_context, record, interval)
+    limits["extension"] = agent_apis(settings, model_tokenizer, embedded.max_context, record, interval)
     return asyncio.run(serving(embedded, served_model, at, load=load, guard=guard, ready=ready, **limits))
 
 
 def agent_apis(
     settings: Settings, tokenizer: Any, context: int, record: Callable[[Sample], None] | None, stream_interval: int
 ) -> Any:
-    """Return the APIs of a server for agents, with a recorder of its sessions if there is `record`.
+    """Return a server's APIs for agents, which record their sessions if `record` is given.
 
-    For recorded sessions [rollout] has the sampling parameters that a request leaves out.
+    In recorded sessions, sampling parameters that a request does not set come from [rollout].
     """
     from slimectl.agents.recorder import SessionRecorder, UnrecordedApis
     from slimectl.stages.generation import sampling_params

@@ -1,4 +1,4 @@
-"""One run at wandb that the driver and the trainer's ranks write into: track.mode = "shared"."""
+"""Shares one wandb run between the driver and the trainer's ranks: track.mode = "shared"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def tracked_executor(executor: Executor, settings: Settings, folder: Path) -> Executor:
-    """Return an executor whose ranks write into the run at wandb, if track.mode is shared; else the same one."""
+    """Return an executor whose ranks write into the wandb run if track.mode is shared, else the given one."""
     if settings.track.mode != "shared":
         return executor
     sharing: Executor = RunSharingExecutor(executor, *_shared_run(settings, folder))
@@ -27,12 +27,12 @@ def tracked_executor(executor: Executor, settings: Settings, folder: Path) -> Ex
 
 
 def joined_wandb_run(settings: Settings, folder: Path) -> AbstractContextManager[None]:
-    """Return a context in which this process writes into the run at wandb that another process has begun."""
+    """Return a context in which this process writes into a wandb run that another process started."""
     return _join_run(*_shared_run(settings, folder), f"process-{os.getpid()}")
 
 
 def _shared_run(settings: Settings, folder: Path) -> tuple[Identity, Path, Mapping[str, Any]]:
-    """Return the run at wandb, the folder of its files, and wandb's own settings."""
+    """Return the wandb run, the folder of its files, and wandb's own settings."""
     run, arguments = identity(settings, folder), tracker_arguments("wandb", settings)
     log_dir = tracked_run(settings, folder).log_dir
     run = replace(
@@ -50,9 +50,9 @@ def _shared_run(settings: Settings, folder: Path) -> tuple[Identity, Path, Mappi
 
 
 class RunSharingExecutor:
-    """An executor whose ranks join the run at wandb before they serve, and leave it at their end.
+    """An executor whose ranks join the wandb run before they serve requests, and leave it when they end.
 
-    The label of a rank is `rank-R`, and `rank-R-of-G` in the G-th group of ranks, such as a critic's.
+    The label of a rank is `rank-R`, or `rank-R-of-G` in the G-th group of ranks, such as a critic's.
     """
 
     def __init__(self, executor: Executor, run: Identity, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ def _serve_in_run(
     build: Callable[[], Any],
     pipe: RankPipe,
 ) -> None:
-    """Serve a rank's requests within the run at wandb."""
+    """Serve a rank's requests within the wandb run."""
     rank = os.environ["RANK"]
     with join(f"rank-{rank}" if group == 1 else f"rank-{rank}-of-{group}"):
         serve(build, pipe)

@@ -1,4 +1,4 @@
-"""Streams the answer of an engine, text by text, to a terminal or a pipe."""
+"""Streams the response of an engine to a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def stream_answer(
     show: Callable[[str], Any],
     stoppable: bool = False,
 ) -> Completion:
-    """Continue `tokens`, and `show` each new piece of text; servers give theirs in one piece.
+    """Continue `tokens` and call `show` with each new piece of text. Servers return the text in one piece.
 
-    With `stoppable` Ctrl-C ends the answer, which keeps what it has and finishes with "abort".
+    With `stoppable`, Ctrl-C ends the response, which keeps its text so far and finishes with "abort".
     """
     return run_coroutine(_stream(engine, tokenizer, tokens, params, show, stoppable=stoppable))
 
@@ -44,7 +44,7 @@ async def _stream(
 
     loop = asyncio.get_running_loop()
     if not isinstance(engine, EmbeddedEngine):
-        # Cancelled, not aborted: an abort would end what others ask of the same server.
+        # Cancelled, not aborted: an abort would also end other clients' requests on the same server.
         task = asyncio.ensure_future(engine.generate(tokens, params=params))
         if stoppable:
             loop.add_signal_handler(signal.SIGINT, task.cancel)

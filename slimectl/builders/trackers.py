@@ -34,17 +34,17 @@ SUFFIX_LENGTH = 6
 
 
 def roll_metrics(metrics: Metrics, *, prompts_per_round: int) -> Metrics:
-    """Return the metrics that ROLL has, under its names."""
+    """Return the metrics that ROLL also has, under ROLL's names."""
     from slimectl.trackers.roll_names import roll_named
 
     return roll_named(metrics, prompts_per_round=prompts_per_round)
 
 
 def check_trackers(settings: Settings) -> None:
-    """Check that the trackers can start, loading no library but those that have arguments in track.kwargs.
+    """Check that the trackers can start. Loads only the libraries that have arguments in track.kwargs.
 
-    Raises MissingExtraError for a library that is not installed, BackendError for a package that is broken,
-    SettingsError for an argument of track.kwargs that a tracker does not take, or a shared run that is to be offline.
+    Raises MissingExtraError for a library that is not installed, and BackendError for a broken package. Raises
+    SettingsError for an unknown argument in track.kwargs, and for a shared run that is set to offline.
     """
     for name in settings.track.with_:
         library = TRACKERS.fact(name, "library")
@@ -65,7 +65,7 @@ def check_trackers(settings: Settings) -> None:
 
 
 def check_tracker_arguments(settings: Settings) -> None:
-    """Raise SettingsError for an argument of track.kwargs that a tracker whose library is installed does not take."""
+    """Raise SettingsError for unknown arguments in track.kwargs, for every tracker whose library is installed."""
     for name in settings.track.kwargs:
         library = TRACKERS.fact(name, "library")
         if library is None or find_spec(library) is not None:
@@ -73,11 +73,11 @@ def check_tracker_arguments(settings: Settings) -> None:
 
 
 def _check_arguments(name: str, settings: Settings) -> None:
-    """Raise SettingsError for an argument of track.kwargs that the tracker does not take."""
+    """Raise SettingsError for an argument of track.kwargs that the tracker does not accept."""
     from slimectl.trackers.arguments import accepted_arguments, check_arguments
     from slimectl.trackers.base import starting
 
-    with starting(name, way_out=f"repair its library, or drop {name} from track.with"), redirect_stdout(sys.stderr):
+    with starting(name, way_out=f"fix its library, or drop {name} from track.with"), redirect_stdout(sys.stderr):
         accepted = accepted_arguments(TRACKERS.load(name))
     if accepted is not None:
         account = {"api_key": None} if name in KEY_VARIABLES else {}
@@ -85,14 +85,14 @@ def _check_arguments(name: str, settings: Settings) -> None:
 
 
 def _is_offline(name: str, settings: Settings) -> bool:
-    """Return whether a tracker has a mode in which it needs no account."""
+    """Return whether a tracker is in a mode that needs no account."""
     from slimectl.trackers.base import is_offline
 
     return is_offline(name, settings.track.kwargs.get(name, {}).get("mode") or settings.track.mode)
 
 
 def tracker_arguments(name: str, settings: Settings) -> dict[str, Any]:
-    """Return track.kwargs of a tracker without its key, with references resolved; offline without any secret."""
+    """Return a tracker's track.kwargs without its key, with references resolved. Offline, secrets are dropped."""
     setting = f"track.kwargs.{name}"
     given = {key: value for key, value in settings.track.kwargs.get(name, {}).items() if key != "api_key"}
     if _is_offline(name, settings):
@@ -118,7 +118,7 @@ def _place(settings: Settings) -> dict[str, str | None]:
 
 
 def _check_shared_mode(settings: Settings) -> None:
-    """Raise SettingsError where a run of wandb's shared mode would have another mode too."""
+    """Raise SettingsError if track.mode is shared but another source sets a different wandb mode."""
     if settings.track.mode != "shared":
         return
     modes = {
@@ -128,8 +128,8 @@ def _check_shared_mode(settings: Settings) -> None:
     for source, mode in modes.items():
         if mode in ("offline", "dryrun", "disabled"):
             raise SettingsError(
-                f"track.mode: shared contradicts {source} = {mode}: a run that several processes write into is on "
-                f"wandb's server, and wandb has no such mode offline; drop {source}, or set track.mode = {mode}"
+                f"track.mode: shared contradicts {source} = {mode}: a shared run needs wandb's server, and "
+                f"wandb has no offline shared mode. Drop {source}, or set track.mode = {mode}."
             )
 
 
@@ -143,12 +143,12 @@ def start_trackers(
     done: int = 0,
     progress: Progress = NO_PROGRESS,
 ) -> list[Tracker]:
-    """Build the trackers of [track]; the run's metrics.jsonl is written independently of them.
+    """Build the trackers of [track]. The run's metrics.jsonl is written independently of them.
 
-    `rounds` is the number of rounds, if known, of which so many are `done`; `resumed` says that the run has recorded
-    something before; `progress` is what shows the run on a terminal.
+    `rounds` is the number of rounds, if known, and `done` the number of finished ones. `resumed` is true if the run has
+    records from before. `progress` shows the run on a terminal.
 
-    Raises MissingExtraError, SettingsError or BackendError if one cannot start; those that have started are closed.
+    Raises MissingExtraError, SettingsError or BackendError if one cannot start. All started trackers are then closed.
     """
     from slimectl.trackers.base import FaultTolerantTracker
 
@@ -180,7 +180,7 @@ def start_trackers(
 
 
 def tracked_run(settings: Settings, folder: Path) -> TrackedRun:
-    """Return the run as [track] describes it to every tracker."""
+    """Return the description of the run that every tracker gets, from [track]."""
     from slimectl.trackers.base import TrackedRun
 
     log_dir = _place(settings)["dir"]
@@ -193,7 +193,7 @@ def tracked_run(settings: Settings, folder: Path) -> TrackedRun:
 
 
 def flush_trackers(trackers: Sequence[Tracker]) -> None:
-    """Let the trackers write down what their libraries hold back, so that nothing before a checkpoint can be lost."""
+    """Flush the buffers of the trackers' libraries, so that nothing from before a checkpoint can be lost."""
     from slimectl.trackers.base import flush
 
     for tracker in trackers:
@@ -203,7 +203,7 @@ def flush_trackers(trackers: Sequence[Tracker]) -> None:
 def sample_table(
     trackers: Sequence[Tracker], settings: Settings, name: str, samples: Iterable[Sample]
 ) -> list[TableRow]:
-    """Return the samples of the dataset `name` that its trackers get: track.samples, or what the terminal shows."""
+    """Return the samples of the dataset `name` for the trackers: track.samples, or the rows that a terminal shows."""
     rows = max((_table_rows(tracker, settings) for tracker in trackers), default=0)
     from slimectl.stages.evaluate import resolve_dataset_settings, table_of
 
@@ -213,14 +213,14 @@ def sample_table(
 def log_samples(
     trackers: Sequence[Tracker], settings: Settings, name: str, table: Sequence[TableRow], *, step: int
 ) -> None:
-    """Log a table of samples of the dataset `name`, to each tracker as many rows as it gets."""
+    """Log a table of samples of the dataset `name`, with the number of rows that each tracker uses."""
     for tracker in trackers:
         if rows := table[: _table_rows(tracker, settings)]:
             tracker.table(f"eval/{name}/samples", rows, step=step)
 
 
 def log_rewards(trackers: Sequence[Tracker], rewards: Sequence[float], *, step: int) -> None:
-    """Log a histogram of the rewards of a round to the trackers that draw one."""
+    """Log a histogram of the rewards of a round to the trackers that support it."""
     from slimectl.trackers.base import log_histogram
 
     for tracker in trackers if rewards else ():
@@ -228,15 +228,15 @@ def log_rewards(trackers: Sequence[Tracker], rewards: Sequence[float], *, step: 
 
 
 def _table_rows(tracker: Tracker, settings: Settings) -> int:
-    """Return the rows of a table that a tracker gets: track.samples, or its attribute `shown_rows` if that is more."""
+    """Return a tracker's number of table rows: track.samples, or its attribute `shown_rows` if that is larger."""
     return max(settings.track.samples, getattr(tracker, "shown_rows", 0))
 
 
 def evaluation_trackers(settings: Settings) -> list[Tracker]:
-    """Build the trackers of an evaluation that belongs to no run; the terminal has its summary already.
+    """Build the trackers of an evaluation outside a run, except the terminal, which has its own summary.
 
-    Their files go into the folder NAME-eval under run.dir, so that evaluations of one name make one curve. No endpoint
-    is opened: it would close at once.
+    Their files go into the folder NAME-eval under run.dir, so that evaluations with the same name form one curve. No
+    endpoint is opened, because it would close at once.
     """
     names = [name for name in settings.track.with_ if name != "stdout"]
     if not names:
@@ -248,7 +248,7 @@ def evaluation_trackers(settings: Settings) -> list[Tracker]:
 
 
 def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:
-    """Call a tracker's class with the run, its track.kwargs and, if it brings settings, its own section."""
+    """Create a tracker from the run, its track.kwargs and, if it has settings, its own section."""
     from slimectl.trackers.base import starting
 
     make = TRACKERS.load(name)
@@ -258,18 +258,18 @@ def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:
     run = replace(run, identity=partial(identity, settings, run.folder, tracker=name))
     if TRACKERS.is_third_party(name) and (cls := getattr(make, "settings_class", None)):
         arguments["settings"] = settings.part_section(name, cls)
-    with starting(name, way_out=f"repair {TRACKERS.package(name)}, or drop {name} from track.with"):
+    with starting(name, way_out=f"fix {TRACKERS.package(name)}, or drop {name} from track.with"):
         tracker: Tracker = make(run, **arguments)
     if lacking := [method for method in ("log", "table", "close") if not callable(getattr(tracker, method, None))]:
         raise BackendError(
-            f"{TRACKERS.package(name)}: its tracker {name} lacks the method {' and '.join(lacking)}; repair or "
-            f"uninstall that package"
+            f"{TRACKERS.package(name)}: its tracker {name} lacks the method {' and '.join(lacking)}. Fix or "
+            f"uninstall that package."
         )
     return tracker
 
 
 def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
-    """Wrap a tracker to rename metrics as [track] says; the terminal's tracker has words of its own."""
+    """Wrap a tracker to rename metrics according to [track]. The terminal's tracker has its own labels."""
     from slimectl.trackers.roll_names import Renamed
 
     if settings.track.naming == "slime":
@@ -280,7 +280,7 @@ def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
 
 
 def identity(settings: Settings, folder: Path, *, tracker: str = "wandb") -> Identity:
-    """Return the run identity of a hosted tracker; its id is drawn once, and saved in the run's folder for a resume."""
+    """Return the run identity of a hosted tracker. Its id is drawn once and saved in the run's folder."""
     from slimectl.data.atomic_replace import write_text
     from slimectl.trackers.base import Identity
 

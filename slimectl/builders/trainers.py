@@ -1,4 +1,4 @@
-"""Trainers by the name in train.backend: what makes the model of one rank."""
+"""Training backends by the name in train.backend. Each builds the model of one rank."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from slimectl.policies.recompute import Recompute
 
 Role = Literal["policy", "critic", "actor_critic"]
-"""What a model is: a policy, a critic of its own, or a policy that is its own critic."""
+"""Role of a model: a policy, a separate critic, or a policy that is its own critic."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a trainer packs rows: tokens of a pack, data-parallel ranks, and whether rows share their first tokens."""
+    """How a trainer packs rows: tokens per pack, data-parallel ranks, and whether common first tokens are shared."""
 
     max_tokens: int
     ranks: int
@@ -38,37 +38,37 @@ class Packing:
 
 
 class PolicyBackend:
-    """A trainer by its name in train.backend. Another package's derives from it and is made without arguments."""
+    """Base class of training backends. Other packages derive from it, with a constructor without arguments."""
 
     settings_class: ClassVar[type[BaseModel] | None] = None
-    """Settings of the trainer's own, in a section of its name; None if it has none."""
+    """Class of the trainer's own settings section, which has the trainer's name. None if there is none."""
 
     streams_adapters: ClassVar[bool] = False
-    """Whether its policies implement AdapterPolicy of slimectl/protocols.py, where they train adapters."""
+    """Whether its policies implement AdapterPolicy of slimectl/protocols.py when they train adapters."""
 
     def check(self, settings: Settings) -> None:
-        """Check, before anything is built, that it is installed and supports the model.
+        """Check that it is installed and supports the model, before anything is built.
 
         Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
         """
 
     def check_training(self, settings: Settings, folder: Path, options: Mapping[str, Any]) -> None:
-        """Check what is trained against the model in a folder of which only config.json is read.
+        """Check the options against the model in a folder, reading only its config.json.
 
-        `options` are those of `build`. Raises SettingsError or CheckpointError.
+        `options` are the same as for `build`. Raises SettingsError or CheckpointError.
         """
 
     def packing(self, settings: Settings, folder: Path) -> Packing | None:
-        """Return how the trainer of a model directory packs rows, for perf metrics; None if that is its own affair."""
+        """Return how the trainer of a model directory packs rows, for perf metrics, or None if unknown."""
         return None
 
     def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
-        """Make the model of this rank, a Policy or a Critic, from a model directory.
+        """Create the model of this rank, a Policy or a Critic, from a model directory.
 
-        `options` are those that every trainer takes: optimizer (OptimizerOptions), batching (BatchingOptions),
-        max_tokens_per_pack, dtype, device, seed, freeze and train_only (patterns of names), trains, lora (LoraOptions
-        or None), for policies temperature, and `checkpoint` where a certain format reads the weights. `store_prefix`
-        names the model to the user's functions on its ranks.
+        Every trainer accepts these `options`: optimizer (OptimizerOptions), batching (BatchingOptions),
+        max_tokens_per_pack, dtype, device, seed, freeze and train_only (name patterns), trains, lora (LoraOptions or
+        None). Policies also get temperature. `checkpoint` is given if a certain format reads the weights.
+        `store_prefix` identifies the model to the user's functions on its ranks.
         """
         raise NotImplementedError
 
@@ -101,10 +101,10 @@ class FsdpBackend(PolicyBackend):
 
 
 def _check_save_format(settings: Settings, dense: int | None) -> None:
-    """Refuse torch_dist if pipeline stage `dense` has no experts: megatron-core (0.16.1) ends in an assertion there.
+    """Reject torch_dist if pipeline stage `dense` has no experts, because megatron-core (0.16.1) fails an assertion.
 
-    Its distributed optimizer has none with TransformerEngine or Apex. Delete when it saves an optimizer without
-    parameters.
+    With TransformerEngine or Apex, its distributed optimizer does not fail. Delete this when megatron-core can save an
+    optimizer without parameters.
     """
     megatron = settings.megatron
     if dense is None or megatron.save_format == "hf" or not megatron.use_distributed_optimizer:
@@ -136,7 +136,7 @@ class MegatronBackend(PolicyBackend):
         family = family_of(config)
         if family.name in MODEL_TYPES:
             raise SettingsError(
-                f'train.backend: "megatron" does not train {family.name}, whose images it cannot read; give "fsdp"'
+                f'train.backend: "megatron" does not train {family.name}, because it cannot read images. Use "fsdp".'
             )
         transformer = family.architecture(config).transformer
         for problem in problems(layout(settings), transformer, settings.cluster.ranks):
@@ -145,7 +145,8 @@ class MegatronBackend(PolicyBackend):
         obstacle = prefix_obstacle(transformer, settings.megatron.args)
         if settings.train.share_prompt_prefix and obstacle:
             raise SettingsError(
-                f"train.share_prompt_prefix: true has no effect ({obstacle}); set it to none, which shares where it can"
+                f"train.share_prompt_prefix: true has no effect ({obstacle}). Set it to none to share prefixes where "
+                "possible."
             )
         if settings.train.lora_rank is not None:
             chosen(linear_layers(family.links(config)), settings.train.lora_targets)
@@ -193,7 +194,7 @@ class MegatronBackend(PolicyBackend):
 
 
 def _build(cls: Any, settings: Settings, folder: Path, role: Role, options: dict[str, Any]) -> Any:
-    """Make the model of this rank by the class of a trainer, with what both trainers take."""
+    """Create the model of this rank from a trainer class, with the arguments that both trainers accept."""
     from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
 
     kernels = _kernels(settings, folder)
@@ -210,12 +211,12 @@ def _build(cls: Any, settings: Settings, folder: Path, role: Role, options: dict
 
 
 def _megatron_args(settings: Settings) -> dict[str, Any]:
-    """Return megatron.args, with Megatron-core's own switch of train.deterministic."""
+    """Return megatron.args, with Megatron-core's own option for train.deterministic."""
     return settings.megatron.args | ({"deterministic_mode": True} if settings.deterministic else {})
 
 
 def _kernels(settings: Settings, folder: Path) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context of a trainer's computations, and prepare this process for it, before its model is made."""
+    """Return the context for a trainer's computations, and prepare this process for it before the model exists."""
     from slimectl.policies.determinism import deterministic_kernels, gpu_is_used, prepare_gpu
 
     if not settings.deterministic:
@@ -236,7 +237,7 @@ def check_deterministic(settings: Settings, folder: Path) -> None:
 
 
 def _replays_rollouts(settings: Settings, role: Role, options: Mapping[str, Any]) -> bool:
-    """Return whether a model replays the engine's routing: the policy does, frozen models and critics route freely."""
+    """Return whether a model replays the engine's routing. Only the policy does, not frozen models and critics."""
     return settings.train.use_rollout_routing_replay and role != "critic" and bool(options["trains"])
 
 
@@ -245,14 +246,14 @@ def _offloads_optimizer(settings: Settings) -> bool:
 
 
 def _recompute(settings: Settings) -> Recompute:
-    """Return what the backward pass computes again."""
+    """Return what the backward pass recomputes."""
     from slimectl.policies.recompute import Recompute
 
     return Recompute(settings.recompute_granularity or "none", tuple(settings.recompute_modules))
 
 
 def _user_functions(settings: Settings, store_prefix: str) -> UserFunctions:
-    """Load the functions of [megatron] for one model."""
+    """Load the user's functions in [megatron] for one model."""
     from slimectl.policies.megatron.hooks import UserFunctions
 
     return UserFunctions(
@@ -266,7 +267,7 @@ def _user_functions(settings: Settings, store_prefix: str) -> UserFunctions:
 
 
 def policy_backend(settings: Settings) -> PolicyBackend:
-    """Return what train.backend names."""
+    """Return the backend that train.backend selects."""
     return backend(POLICIES, settings.train.backend, PolicyBackend)
 
 

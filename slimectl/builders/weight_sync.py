@@ -32,9 +32,9 @@ def urls(settings: Settings) -> list[str]:
 
 
 def keyed(settings: Settings) -> Settings:
-    """Return the settings with all secrets of servers revealed, and an admin key for servers that will be started.
+    """Return the settings with all server secrets revealed, and an admin key for servers that will be started.
 
-    Their recipient may run elsewhere, in another environment; these settings are never written to a file.
+    The recipient may run elsewhere, in another environment. These settings are never written to a file.
     """
     from pydantic import SecretStr
 
@@ -77,7 +77,7 @@ def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
 def to_servers(
     settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
 ) -> WeightSyncBase:
-    """Build the transport of sync.transport; files go below `folder`, or sync.update_weight_disk_dir if it is set."""
+    """Build the transport of sync.transport. Its files go to sync.update_weight_disk_dir, or below `folder`."""
     from slimectl.checkpoints.hf import write_model
     from slimectl.weight_sync.delta import DeltaSync
     from slimectl.weight_sync.disk import DiskSync
@@ -122,39 +122,40 @@ def to_servers(
 
 
 def adapter_obstacle(settings: Settings) -> str | None:
-    """Say why servers get merged weights of a policy with adapters; None if they get adapters alone.
+    """Return why servers get merged weights of a policy with adapters, or None if they get only adapters.
 
-    Raises SettingsError if sync.lora asks for adapters nevertheless.
+    Raises SettingsError if sync.lora requires adapters nevertheless.
     """
     sync, names = settings.sync, engine_backend(settings).adapter_transports
     obstacle = None
     if sync.lora == "merged":
         return 'sync.lora = "merged"'
     if not names:
-        obstacle = f"servers of engine.backend = {settings.engine.backend} take no adapter"
+        obstacle = f"servers of engine.backend = {settings.engine.backend} do not accept adapters"
     elif not policy_backend(settings).streams_adapters:
-        obstacle = f"policies of train.backend = {settings.train.backend} give no adapter alone"
+        obstacle = f"policies of train.backend = {settings.train.backend} cannot export only the adapter"
     elif sync.transport not in ("auto", *names):
-        obstacle = f"{settings.engine.backend} takes adapters by sync.transport = {' or '.join(names)}"
+        obstacle = f"{settings.engine.backend} accepts adapters only through sync.transport = {' or '.join(names)}"
     elif settings.engine.load is not None:
-        obstacle = "engine.load has other weights than the base model"
+        obstacle = "the weights of engine.load are not the base model's"
     elif sync.check_weight_update_equal and device(settings.train.device) != device(settings.engine.device):
-        obstacle = "sync.check_weight_update_equal compares bits, and products on a GPU have other last ones"
+        obstacle = "sync.check_weight_update_equal compares bits, and GPU products differ in the last bits"
     if obstacle is not None and sync.lora == "adapter":
-        raise SettingsError(f"sync.lora: adapter is not possible: {obstacle}; set it to auto or merged")
+        raise SettingsError(f"sync.lora: adapter is not possible: {obstacle}. Set it to auto or merged.")
     return obstacle
 
 
 def _pushes_adapters(settings: Settings, receivers: WeightUpdateClient) -> bool:
-    """Whether pushes have the adapter alone. Raises SettingsError if sync.lora wants it, and servers do not."""
+    """Return whether pushes contain only the adapter. Raises SettingsError if sync.lora requires it in vain."""
     if settings.train.lora_rank is None or adapter_obstacle(settings) is not None:
         return False
     if settings.sync.transport in ("auto", *receivers.adapter_transports) and receivers.adapter_transports:
         return True
     if settings.sync.lora == "adapter":
         raise SettingsError(
-            f"sync.lora: adapter is not possible: servers at {', '.join(receivers.urls)} take none; set it to auto or "
-            "merged"
+            f"sync.lora: adapter is not possible: servers at {', '.join(receivers.urls)} do not accept it. Set it to "
+            "auto or "
+            "merged."
         )
     return False
 
@@ -162,7 +163,7 @@ def _pushes_adapters(settings: Settings, receivers: WeightUpdateClient) -> bool:
 def pushed_precision(settings: Settings, folder: Path) -> Precision:
     """Return the precision of pushed weights: that of engine.load at `folder` if it is quantized, else engine.dtype.
 
-    Raises CheckpointError for a quantization that pushes cannot make, SettingsError for one that needs another dtype.
+    Raises CheckpointError for an unsupported quantization, and SettingsError for one that needs another dtype.
     """
     import torch
 
@@ -175,21 +176,23 @@ def pushed_precision(settings: Settings, folder: Path) -> Precision:
     if scheme is None:
         return dtype
     if isinstance(scheme, Int4Groups):
-        raise CheckpointError(f"engine.load: {folder} holds int4, which pushes do not make; give one in fp8")
+        raise CheckpointError(
+            f"engine.load: {folder} is in int4, which weight updates do not support. Use an fp8 model."
+        )
     if dtype == torch.float32:
-        raise SettingsError("engine.dtype: float32, but fp8 servers compute in bfloat16; add engine.dtype = bfloat16")
+        raise SettingsError("engine.dtype: float32, but fp8 servers compute in bfloat16. Add engine.dtype = bfloat16.")
     return QuantizedStream(HFWeights(folder).forms(), scheme, dtype)
 
 
 def synchronizer(sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> WeightSynchronizer:
-    """Build the synchronizer that a run pushes by: `sync`, repeated when servers of `pool` were restarted."""
+    """Build the synchronizer of a run. It pushes with `sync`, and again if servers of `pool` were restarted."""
     from slimectl.weight_sync.base import WeightSynchronizer
 
     return WeightSynchronizer(sync, policy, pool=pool)
 
 
 def _post_write_hook(settings: Settings) -> Callable[[Path, WeightUpdateClient], None] | None:
-    """Return the user's function that is called after files are written; None without one."""
+    """Return the user's function that is called after files are written, or None without one."""
     user_fn, args = hook(settings, "sync.custom_post_write_path"), FlatSettings(settings)
     if user_fn is None:
         return None

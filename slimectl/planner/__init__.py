@@ -1,1 +1,1 @@
-"""Estimates memory, FLOPs and time of a run by formula; pure functions."""
+"""Estimates memory, FLOPs and time of a run by formula. Pure functions."""

@@ -12,12 +12,12 @@ from slimectl.architectures.config import Architecture
 from slimectl.planner.workload import Run, counted
 
 DELTA_CHUNK = 64
-"""Chunk length of policies/megatron/delta_net.py; tests/planner/test_figures.py checks that they are equal."""
+"""Chunk length of policies/megatron/delta_net.py. Tests/planner/test_figures.py checks that they are equal."""
 
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """Saved tensors of a layer; `size` is bytes per token."""
+    """Saved tensors of a layer. `size` is bytes per token."""
 
     description: str
     size: float
@@ -86,7 +86,7 @@ def fsdp_experts(architecture: Architecture, run: Run) -> list[SavedActivation]:
 
 
 def _attention(run: Run, heads: float, q: float, kv: float, out: float, formula: str) -> list[SavedActivation]:
-    """Query, key, value and output of the product; also the attention weights, if they are in memory."""
+    """Query, key, value and output of the product. Also the attention weights, if they are in memory."""
     if run.holds_scores(int(heads)):
         weights = SavedActivation(
             f"attention weights c x {counted(heads)} heads x {run.seq_len:,}", _weights(run, heads)
@@ -101,7 +101,7 @@ def _weights(run: Run, heads: float) -> float:
 
 
 def _norm(run: Run, width: float) -> float:
-    """Saved by torch's rms_norm: on a CPU input and normalised states, both float32; on a GPU the input."""
+    """Saved by torch's rms_norm: on a CPU input and normalised states, both float32. On a GPU the input."""
     return (8 * width if run.device == "cpu" else run.bytes * width) + 4
 
 
@@ -145,7 +145,7 @@ def _grouped(architecture: Architecture, run: Run) -> list[SavedActivation]:
         saved.append(
             SavedActivation("cosines and sines 2c x rotated", 2 * c * t["kv_channels"] * architecture.rope.percent)
         )
-    # A view keeps its whole base alive. Rotation makes new tensors of query and key; the value is a view.
+    # A view keeps its whole base alive. Rotation makes new tensors of query and key. The value is a view.
     fused = (alone and not scores) or (normed and not (run.device == "cpu" and c == 2))
     if fused:
         saved.append(SavedActivation("fused projection c(q + 2k)", c * (q + 2 * k)))
@@ -157,7 +157,7 @@ def _grouped(architecture: Architecture, run: Run) -> list[SavedActivation]:
         kv, formula = 2 * k * chunks, f"q + 2k x {chunks:g} ranks' keys + result"
     saved += _attention(run, heads, q, kv, out, formula)
     if t.get("attention_output_gate"):
-        # Its sigmoid and its other factor; the gate is a part of the fused projection.
+        # Its sigmoid and its other factor. The gate is a part of the fused projection.
         saved.append(SavedActivation("output gate cq", (3 if fused else 2) * c * q))
     return saved
 
@@ -212,7 +212,7 @@ def _experts(architecture: Architecture, run: Run) -> list[SavedActivation]:
 
 
 def _delta(architecture: Architecture, run: Run) -> list[SavedActivation]:
-    """Saved by the gated delta rule, float32 from the normalised keys to the output; sequences are padded to chunks."""
+    """Saved by the gated delta rule, float32 from the normalised keys to the output. Sequences are padded to chunks."""
     t, c = architecture.transformer, run.bytes
     heads, K, V = t["linear_num_value_heads"] / run.layout.tensor, t["linear_key_head_dim"], t["linear_value_head_dim"]
     keys, v, C = t["linear_num_key_heads"] / run.layout.tensor * K, heads * V, DELTA_CHUNK

@@ -14,19 +14,19 @@ MEASURED_SIZE = 1024
 """Rows and columns of the matrices whose product is timed."""
 
 MEASURED_S = 0.5
-"""How long products are repeated; the fastest counts."""
+"""How long products are repeated. The fastest counts."""
 
 PEAK_TFLOPS = {
     "V100": 125.0, "A10": 125.0, "A100": 311.9, "A800": 311.9, "L4": 121.0, "L40S": 362.1, "RTX 4090": 165.2,
     "H20": 148.0, "H100": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H800": 989.4, "H200": 989.4, "B200": 2250.0,
     "MI250X": 383.0, "MI300X": 1307.4,
 }  # fmt: skip
-"""Peak TFLOP/s of dense products in 16 bits, by the words of a device's name; from the vendors' data sheets."""
+"""Peak TFLOP/s of dense products in 16 bits, by the words of a device's name. From the vendors' data sheets."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of torch's allocator on the present device, in bytes; the maxima are since the last reset."""
+    """Memory of torch's allocator on the present device, in bytes. The maxima are since the last reset."""
 
     index: int
     allocated: int
@@ -46,7 +46,7 @@ class ProcessMemory:
 
 
 def process_memory(*, reset_peak: bool = False) -> ProcessMemory:
-    """Return the memory of this process; with `reset_peak` the maxima of its GPU begin anew."""
+    """Return the memory of this process. With `reset_peak` the maxima of its GPU begin anew."""
     rss = vms = 0
     with suppress(OSError):  # Linux only
         pages = Path("/proc/self/statm").read_bytes().split()
@@ -65,7 +65,7 @@ def process_memory(*, reset_peak: bool = False) -> ProcessMemory:
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the peak FLOP/s in 16 bits of a device by its name; None for one that is not in the table.
+    """Return the peak FLOP/s in 16 bits of a device by its name, or None for one that is not in the table.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe"), peak_flops("Quadro")
     (989400000000000.0, 756000000000000.0, None)
@@ -76,7 +76,7 @@ def peak_flops(name: str) -> float | None:
 
 
 def device_peak() -> float | None:
-    """Return the peak FLOP/s in 16 bits of this process's GPU; None without one, and for an unknown one."""
+    """Return the peak FLOP/s in 16 bits of this process's GPU, or None without one, and for an unknown one."""
     import torch
 
     return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -15,13 +15,13 @@ from slimectl.planner.workload import GIB, Figure, counted, parameters
 
 
 def passed(parts: Sequence[Part], architecture: Architecture) -> int:
-    """Parameters that multiply a token: the activated ones without the embedding table; a tied head counts."""
+    """Parameters that multiply a token: the activated ones without the embedding table. A tied head counts."""
     table = 0 if architecture.tied else count(parts, "embedding")
     return activated(parts, architecture) - table
 
 
 def attention_layers(architecture: Architecture) -> int:
-    """Layers with full attention; the others (delta rule) cost the same at every position."""
+    """Layers with full attention. The others (delta rule) cost the same at every position."""
     frequency = architecture.transformer.get("linear_attention_freq")
     if frequency is None:
         return architecture.layers
@@ -49,7 +49,7 @@ def token_flops(parts: Sequence[Part], architecture: Architecture, seq_len: int)
 
 
 def _multiplied(model: ResidentModel) -> int:
-    """Parameters that multiply a token; a critic has no logits."""
+    """Parameters that multiply a token. A critic has no logits."""
     if model.name == "critic":
         return activated([part for part in model.parts if part.layer is not None], model.architecture)
     return passed(model.parts, model.architecture)
@@ -61,10 +61,10 @@ def _forward(model: ResidentModel, seq_len: int) -> float:
 
 
 def _token(model: ResidentModel, seq_len: int) -> Figure:
-    """FLOPs per parameter: forward 2; backward 2 for the gradient of the input, and 2 for that of a trained weight."""
+    """FLOPs per parameter: forward 2. Backward 2 for the gradient of the input, and 2 for that of a trained weight."""
     architecture, critic = model.architecture, model.name == "critic"
     N, L = _multiplied(model), activated(model.trained, architecture)
-    # Forward 2 per pair and column, backward twice that; a token attends to half of its sequence on average.
+    # Forward 2 per pair and column, backward twice that. A token attends to half of its sequence on average.
     layers, width, pairs = attention_layers(architecture), attention_width(architecture), 6 if model.trained else 2
     per_token, formula = pairs * N, f"{pairs} x {parameters(N)} parameters"
     if any(part.inner for part in model.trained):
@@ -77,7 +77,7 @@ def _token(model: ResidentModel, seq_len: int) -> Figure:
 
 
 def _image(model: ResidentModel, tokens: int) -> Figure:
-    """FLOPs of an image of so many tokens in the vision tower; a critic computes values before training."""
+    """FLOPs of an image of so many tokens in the vision tower. A critic computes values before training."""
     assert model.tower is not None
     figure = model.tower.image_flops(tokens, trained=model.trains_tower)
     if model.name == "critic":
@@ -119,7 +119,7 @@ class ImageFlops:
 
 
 def image_flops(model: ResidentModel, token: int) -> ImageFlops | None:
-    """Return the FLOPs of images in the passes of a policy; None for one without a vision tower."""
+    """Return the FLOPs of images in the passes of a policy, or None for one without a vision tower."""
     tower = model.tower
     if tower is None:
         return None
@@ -154,7 +154,7 @@ def flops_figures(
     images: int = 0,
     tokens_per_image: int = 0,
 ) -> list[Figure]:
-    """FLOPs of a token, of an image, and of a step of `batch` sequences with so many images each; the time of a step on
+    """FLOPs of a token, of an image, and of a step of `batch` sequences with so many images each. The time of a step on
     `world` GPUs of `tflops` at `mfu`.
     """
     tokens = [_token(model, seq_len) for model in models]
@@ -187,7 +187,7 @@ def flops_figures(
 
 
 def cache_per_token(architecture: Architecture, *, dtype_bytes: int, tensor: int) -> Figure:
-    """KV cache of one token on one rank; for latent attention the latent, replicated on every rank."""
+    """KV cache of one token on one rank. For latent attention the latent, replicated on every rank."""
     t, layers = architecture.transformer, attention_layers(architecture)
     if architecture.mla:
         width = t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]
@@ -227,7 +227,7 @@ def cache_figures(
 ) -> list[Figure]:
     """Weights, cache, and the number of tokens and sequences of `seq_len` in `share` of `memory_gib` on each rank.
 
-    With `fp8` a parameter of attention, MLPs and experts takes a byte; its scales, 0.02 % of that, are not counted.
+    With `fp8` a parameter of attention, MLPs and experts takes a byte. Its scales, 0.02 % of that, are not counted.
     """
     P, quantized = count(parts), count(parts, "attention", "mlp", "experts") if fp8 else 0
     formula = f"{dtype_bytes} x {P - quantized:,}" + (f" + fp8 1 x {quantized:,}" if fp8 else "")

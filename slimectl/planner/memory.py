@@ -37,7 +37,7 @@ def inference_peak(model: ResidentModel, run: Run, stage: int) -> float:
 
 
 def _inner(model: ResidentModel, run: Run, stage: int) -> float:
-    """Bytes per token between A and B of adapters, over the layers of a stage; a token uses k of E experts.
+    """Bytes per token between A and B of adapters, over the layers of a stage. A token uses k of E experts.
 
     The savings of frozen norms are not subtracted: 12 % of the activations of a layer of Qwen3-8B in bfloat16.
     """
@@ -73,7 +73,7 @@ def _layer_kind(architecture: Architecture, run: Run, index: int) -> tuple[bool,
 
 
 def _stage_layers(architecture: Architecture, run: Run, stage: int) -> list[list[SavedActivation]]:
-    """Saved tensors of every layer of a stage, per token; layers of one kind share a list."""
+    """Saved tensors of every layer of a stage, per token. Layers of one kind share a list."""
     kinds = [_layer_kind(architecture, run, i) for i in _layers(architecture, run, stage)]
     saved = {kind: _layer_of_kind(architecture, run, *kind) for kind in dict.fromkeys(kinds)}
     return [saved[kind] for kind in kinds]
@@ -124,7 +124,7 @@ def _outer(architecture: Architecture, run: Run, stage: int, last: bool) -> floa
 
 
 def in_flight(run: Run, stage: int) -> float:
-    """Packs whose activations a stage keeps at once; for interleaved stages, chunks / chunks of a stage.
+    """Packs whose activations a stage keeps at once. For interleaved stages, chunks / chunks of a stage.
 
     >>> from slimectl.architectures.parallel import ParallelLayout
     >>> in_flight(Run(4, ParallelLayout(pipeline=4)), 0), in_flight(Run(4, ParallelLayout(pipeline=4)), 3)
@@ -167,7 +167,7 @@ def _head(model: ResidentModel, run: Run) -> Figure:
         gradients += 4 * R * H
         gradients_formula += f" and a float32 sum 4 x {R:,} x {H:,}"
     if R * V <= KEPT_LOGITS and not by_slabs:
-        # Backward works in place in saved tensors; forward has one chunk of logits in addition.
+        # Backward works in place in saved tensors. Forward has one chunk of logits in addition.
         formula += f" + the larger of a chunk of logits 4 x min(2^23, …) and {gradients_formula}"
         return Figure("head", hidden + 4 * R * V + max(4 * chunk, gradients), "bytes", formula)
     # Logits and log-probabilities, and those of the chunk before, of which bfloat16 has a copy.
@@ -251,7 +251,7 @@ def host_figures(
     adapters: Sequence[Part] = (),
     other_models: Sequence[ResidentModel] = (),
 ) -> list[Figure]:
-    """Host memory of the rank with the largest sum; empty if nothing is offloaded."""
+    """Host memory of the rank with the largest sum. Empty if nothing is offloaded."""
     if run.offload is None:
         return []
     models = [policy_of(architecture, parts, adapters), *other_models]
@@ -375,7 +375,7 @@ def _fsdp(model: ResidentModel, run: Run) -> tuple[Figure, Figure, Figure]:
 
 
 def _gathered(model: ResidentModel, run: Run) -> Figure | None:
-    """Parameters that FSDP gathers temporarily on every rank; None if the model is not sharded."""
+    """Parameters that FSDP gathers temporarily on every rank. None if the model is not sharded."""
     if not run.sharded:
         return None
     layer, root = _layer_and_rest(model.parts, model.architecture)

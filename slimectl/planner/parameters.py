@@ -21,14 +21,14 @@ KINDS: tuple[Kind, ...] = ("embedding", "attention", "mlp", "experts", "norms", 
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one kind in one layer; `cut`: sharded by tensor (for experts, expert tensor) parallelism."""
+    """Parameters of one kind in one layer. `cut`: sharded by tensor (for experts, expert tensor) parallelism."""
 
     kind: Kind
     layer: int | None
     count: int
     cut: bool
     rows: int = 0
-    """Rows that are padded to a multiple of the tensor-parallel size; 0 for none."""
+    """Rows that are padded to a multiple of the tensor-parallel size. 0 for none."""
     inner: int = 0
     """Of adapters: elements per token between A and B."""
     tower: VisionTower | None = None
@@ -105,7 +105,7 @@ class LocalParams:
 
 
 def local_params(parts: Sequence[Part], architecture: Architecture, layout: ParallelLayout, stage: int) -> LocalParams:
-    """Parameters on a rank of pipeline stage `stage`; a tied head is a copy of the embedding on the last stage."""
+    """Parameters on a rank of pipeline stage `stage`. A tied head is a copy of the embedding on the last stage."""
     dense = experts = 0
     for part in parts:
         if not _on_stage(part, architecture, layout, stage):
@@ -129,7 +129,7 @@ def _on_stage(part: Part, architecture: Architecture, layout: ParallelLayout, st
 
 
 def stage_of(layer: int, layers: int, layout: ParallelLayout) -> int:
-    """Pipeline stage of a layer; with virtual stages every rank has several separate runs of layers.
+    """Pipeline stage of a layer. With virtual stages every rank has several separate runs of layers.
 
     >>> [stage_of(layer, 8, ParallelLayout(pipeline=2, virtual_pipeline=2)) for layer in range(8)]
     [0, 0, 1, 1, 0, 0, 1, 1]
@@ -200,7 +200,7 @@ class ResidentModel:
 
 
 def policy_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> ResidentModel:
-    """Build the policy; if there are adapters, only they are trained."""
+    """Build the policy. If there are adapters, only they are trained."""
     return ResidentModel("policy", architecture, [*parts, *adapters], adapters or _unfrozen(parts))
 
 
@@ -209,7 +209,7 @@ def _unfrozen(parts: Sequence[Part]) -> list[Part]:
 
 
 def critic_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> ResidentModel:
-    """Build a critic on the same backbone; an untied LM head is in memory but not trained."""
+    """Build a critic on the same backbone. An untied LM head is in memory but not trained."""
     head = Part("output", None, int(architecture.transformer["hidden_size"]), cut=False)
     backbone = [part for part in _unfrozen(parts) if part.kind != "output"]
     return ResidentModel("critic", architecture, [*parts, *adapters, head], [*(adapters or backbone), head])

@@ -1,4 +1,4 @@
-"""Placement of training ranks and engines on GPUs and machines; plain integers, no library."""
+"""Placement of training ranks and engines on GPUs and machines. Plain integers, no library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 SHARED = 0.5
 """Fraction of a GPU that a rank and an engine each reserve if they share it."""
 ENGINE_SIZE = "cluster.rollout_num_gpus_per_engine"
-"""Setting of an engine's GPUs; `num_gpus_per_engine` of sglang.server_groups goes before it."""
+"""Setting of an engine's GPUs. `num_gpus_per_engine` of sglang.server_groups goes before it."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class EnginePart(NamedTuple):
 class Placement:
     """Placement of training ranks, then engines, on machines of `gpus_per_node` GPUs, without gaps.
 
-    `actor_gpus_per_node` ranks on each of `actor_nodes` machines; engines of `engine_gpus` GPUs each, on separate
-    GPUs or, colocated, on those of the ranks from the first on. On a CPU only ranks have bundles; engines run anywhere.
+    `actor_gpus_per_node` ranks on each of `actor_nodes` machines. Engines of `engine_gpus` GPUs each, on separate
+    GPUs or, colocated, on those of the ranks from the first on. On a CPU only ranks have bundles. Engines run anywhere.
 
     >>> placement = Placement(actor_nodes=1, actor_gpus_per_node=2, engine_gpus=(2,))
     >>> [(bundle.gpu, bundle.rank, bundle.engine) for bundle in placement.bundles]
@@ -51,7 +51,7 @@ class Placement:
     actor_nodes: int = 1
     actor_gpus_per_node: int = 1
     engine_gpus: tuple[int, ...] = ()
-    """GPUs of each engine; one that fills several machines has a part on each."""
+    """GPUs of each engine. One that fills several machines has a part on each."""
 
     gpus_per_node: int = 8
     colocate: bool = False
@@ -110,8 +110,8 @@ class Placement:
             whole = nearest_valid(large, range(machine, 2 * large + 1), lambda size: size % machine == 0)
             yield (
                 f"{ENGINE_SIZE}: {large}, but a machine has {machine} GPUs"
-                f" (cluster.num_gpus_per_node), and a larger engine takes whole ones; give"
-                f" {' or '.join(map(str, whole))}"
+                f" (cluster.num_gpus_per_node), and a larger engine takes whole ones. Give"
+                f" {' or '.join(map(str, whole))}."
             )
         elif (engine := self._first_spanning_engine()) is not None:
             size = self.engine_gpus[engine]

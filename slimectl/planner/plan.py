@@ -103,7 +103,7 @@ def model_of(
 
 
 def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
-    """Layout and recomputation of a card for that many GPUs; None if it has none."""
+    """Layout and recomputation of a card for that many GPUs. None if it has none."""
     layout = dict(card.get("layout", {}).get(f"gpus_{gpus}", {}))
     if not layout or "note" in layout:
         return None
@@ -127,7 +127,7 @@ def check(model: Model, run: Run) -> None:
     if run.image_tokens > run.seq_len:
         raise SettingsError(
             f"--image-tokens {run.tokens_per_image}: {run.images} images of that are more than the {run.seq_len} tokens"
-            " of a sequence; raise --seq-len"
+            " of a sequence. Raise --seq-len."
         )
     for standing in model.all:
         _check(standing.architecture, run)
@@ -135,7 +135,7 @@ def check(model: Model, run: Run) -> None:
 
 def _check(architecture: Architecture, run: Run) -> None:
     if run.policy == "megatron" and run.offload == "parameters":
-        raise SettingsError("--offload parameters: Megatron-core keeps its weights on the GPU; use optimizer")
+        raise SettingsError("--offload parameters: Megatron-core keeps its weights on the GPU. Use optimizer.")
     if run.policy == "fsdp":
         if architecture.layer not in ("plain", "sandwich") or architecture.mla:
             raise SettingsError(
@@ -143,10 +143,10 @@ def _check(architecture: Architecture, run: Run) -> None:
                 " experts; plan it with --backend megatron"
             )
         if run.layout != ParallelLayout():
-            raise SettingsError("--backend fsdp: takes no parallel sizes; drop them, or plan with --backend megatron")
+            raise SettingsError("--backend fsdp: takes no parallel sizes. Drop them, or plan with --backend megatron.")
         return
     if run.recomputes("moe") and not architecture.experts:
-        raise SettingsError("--recompute-module moe: this model has no experts; leave it out")
+        raise SettingsError("--recompute-module moe: this model has no experts. Leave it out.")
     for problem in problems(run.layout, architecture.transformer, run.world):
         raise SettingsError(problem)
 
@@ -168,7 +168,7 @@ def with_layout(
     minimum = memory.least(model.all, run)
     raise SettingsError(
         f"--gpus {run.world}: no layout fits {USABLE:.0%} of {memory_gib:g} GiB a GPU; weights, gradients and optimizer"
-        f" alone take {sized(minimum)} in all; give more --gpus, shorter --seq-len, or a layout to see its figures"
+        f" alone take {sized(minimum)} in all. Give more --gpus, shorter --seq-len, or a layout to see its figures."
     )
 
 
@@ -186,7 +186,7 @@ def plan_run(
     engine_fp8: bool = False,
     colocate: bool = False,
 ) -> Plan:
-    """Compute all figures of a checked run; with `colocate` engines and trainer take turns on the same GPUs."""
+    """Compute all figures of a checked run. With `colocate` engines and trainer take turns on the same GPUs."""
     parts, architecture = model.parts, model.architecture
     training = _memory(model, run)
     host = memory.host_figures(parts, architecture, run, adapters=model.adapters, other_models=model.other_models)

@@ -16,9 +16,9 @@ from slimectl.planner.parameters import Part, ResidentModel, local_params, polic
 from slimectl.planner.workload import GIB, Recompute, Run
 
 USABLE = 0.9
-"""Share of a GPU's memory that a plan may use; CUDA's context, NCCL's buffers and fragmentation need the rest."""
+"""Share of a GPU's memory that a plan may use. CUDA's context, NCCL's buffers and fragmentation need the rest."""
 NODE = 8
-"""GPUs of a node, joined by NVLink; tensor parallelism stays within."""
+"""GPUs of a node, joined by NVLink. Tensor parallelism stays within."""
 
 # Only the order of layouts depends on these: attained rate, NVLink and share of the network of an H100.
 FLOPS_PER_SECOND = 4e14
@@ -41,7 +41,7 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def legal(architecture: Architecture, world: int) -> Iterator[ParallelLayout]:
-    """Yield layouts that divide everything evenly; sizes are powers of two, but pipelines divide the layers."""
+    """Yield layouts that divide everything evenly. Sizes are powers of two, but pipelines divide the layers."""
     tensors = powers_of_two(min(world, NODE))
     pipelines = [size for size in range(1, world + 1) if world % size == 0 and architecture.layers % size == 0]
     experts, expert_tensors = ([1], [1])
@@ -64,7 +64,7 @@ def fitting(
     adapters: Sequence[Part] = (),
     other_models: Sequence[ResidentModel] = (),
 ) -> Iterator[Choice]:
-    """Yield layouts and recomputation that fit `run.world` GPUs, fastest by estimate first; `batch` sequences per step.
+    """Yield layouts and recomputation that fit `run.world` GPUs, fastest by estimate first. `batch` sequences per step.
 
     The time estimate is coarse: among those within about a tenth the simplest comes first.
     """
@@ -88,7 +88,7 @@ def fitting(
 
 
 def _parts(run: Run) -> int:
-    """Number of parts of the model; a pipeline counts double, for its schedule."""
+    """Number of parts of the model. A pipeline counts double, for its schedule."""
     layout = run.layout
     return layout.model_ranks * layout.pipeline + layout.expert_ranks * layout.expert_tensor
 

@@ -37,9 +37,9 @@ class VisionTower:
 
     blocks: int
     global_blocks: int
-    """Blocks whose patches attend to all of their image; those of the others attend within a window."""
+    """Blocks whose patches attend to all of their image. Those of the others attend within a window."""
     is_gated: bool
-    """Whether it has gated MLPs and RMSNorms; LayerNorms and the patch embedding of the others have biases."""
+    """Whether it has gated MLPs and RMSNorms. LayerNorms and the patch embedding of the others have biases."""
     width: int
     inner: int
     heads: int
@@ -48,13 +48,13 @@ class VisionTower:
     window_patches: int
     output: int
     positions: int
-    """Learned positions; 0 for none."""
+    """Learned positions. 0 for none."""
     deepstack: int
     """Further mergers, behind blocks before the last one, each with a norm over a whole cell."""
 
     @classmethod
     def of(cls, config: Config) -> VisionTower | None:
-        """Return the tower of a complete configuration; None for a model whose images are not read."""
+        """Return the tower of a complete configuration, or None for a model whose images are not read."""
         if config.get("model_type") not in MODEL_TYPES or "vision_config" not in config:
             return None
         vision = DEFAULTS[config["model_type"]] | config["vision_config"]
@@ -103,7 +103,7 @@ class VisionTower:
         return width if self.is_gated else 2 * width
 
     def image_flops(self, tokens: int, *, trained: bool) -> Figure:
-        """FLOPs of an image of so many tokens; the backward pass of a frozen tower is not computed.
+        """FLOPs of an image of so many tokens. The backward pass of a frozen tower is not computed.
 
         The patch embedding and the blocks multiply every patch, the mergers every cell. A patch attends to its window,
         in global blocks to the whole image, before and after it.

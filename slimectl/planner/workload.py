@@ -53,7 +53,7 @@ def sized(count: float) -> str:
 
 
 def parameters(count: float) -> str:
-    """Format a number of parameters with three digits; B is 10^9.
+    """Format a number of parameters with three digits. B is 10^9.
 
     >>> parameters(886_272), parameters(596_049_920), parameters(1_720_574_976), parameters(1_026_408_209_408)
     ('886 k', '596 M', '1.72 B', '1.03 T')
@@ -77,7 +77,7 @@ def counted(count: float) -> str:
 
 
 def total(name: str, figures: Iterable[Figure], suffix: str = "") -> Figure:
-    """Sum several figures in bytes; the formula has their names."""
+    """Sum several figures in bytes. The formula has their names."""
     figures = list(figures)
     formula = " + ".join(figure.name for figure in figures) + suffix
     return Figure(name, sum(figure.value for figure in figures), "bytes", formula)
@@ -85,7 +85,7 @@ def total(name: str, figures: Iterable[Figure], suffix: str = "") -> Figure:
 
 Recompute = Literal["none", "selective", "full"]
 
-# Constants of the policies, which this floor cannot import; tests/planner/test_run.py checks that they are equal.
+# Constants of the policies, which this floor cannot import. Tests/planner/test_run.py checks that they are equal.
 DENSE_SCORES = 2**26
 """Largest number of attention scores in memory at once, on a CPU in bfloat16."""
 CHUNK_LOGITS = 2**23
@@ -99,7 +99,7 @@ class Run:
     """Policy, ranks, dtype and batch sizes of a training step.
 
     A pack is the input of one forward pass: `max_tokens_per_gpu` tokens for every context-parallel rank, or one
-    sequence if that is longer. `distributed_optimizer` is Megatron's; FSDP always shards.
+    sequence if that is longer. `distributed_optimizer` is Megatron's. FSDP always shards.
     """
 
     world: int

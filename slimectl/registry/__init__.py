@@ -1,4 +1,4 @@
-"""Tables of engines, policies, trackers, verifiers, environments, executors; other packages add by entry points."""
+"""Tables of engines, policies, trackers, verifiers, environments, executors. Other packages add by entry points."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Part:
 
 
 class Registry:
-    """All parts of one kind by name; an import happens when one is loaded.
+    """All parts of one kind by name. An import happens when one is loaded.
 
     Packages add parts by entry points in the group of the kind. A name of slimectl's own stays slimectl's.
 

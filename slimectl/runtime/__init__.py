@@ -1,1 +1,1 @@
-"""A training run: its loop of rollout and training, its checkpoints, its self-test."""
+"""Runs training: the loop of rollout and training, checks before it, records and checkpoints."""

@@ -1,7 +1,7 @@
-"""CPU seconds that a run takes to a target accuracy, in a process of its own that starts with the command.
+"""Measures the CPU seconds until a run reaches a target accuracy, in a separate process.
 
-Evaluations are left out of the figure: they are the ruler, and a finer one must not cost more. Counted are the process
-with its imports, and all that it starts.
+The figure includes the process with its imports and all its children. It excludes evaluations, so that evaluating more
+often does not change the result.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from slimectl.runtime.benchmark import main; main(int(sys.argv[2]))"
 )
 STARTING, REMAINDER = "start", "other"
-"""Phases of the seconds before the first phase of the run, and of those between two phases."""
+"""Names for the time before the first phase of the run, and for the time between phases."""
 GRACE_S = 20.0
-"""Seconds that the process of an interrupted run has to end before it is killed."""
+"""Seconds that an interrupted run's process gets to exit before it is killed."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy after a round, and the CPU seconds until then without those of evaluations."""
+    """Accuracy after a round, and the CPU seconds until then without evaluations."""
 
     round: int
     accuracy: float
@@ -50,7 +50,7 @@ class Evaluation:
 
 @dataclass
 class SeedResult:
-    """Measurement of one seed; `cpu_s` is up to the evaluation that reached the target, or to the end without one."""
+    """Result of one seed. `cpu_s` counts until the evaluation that reached the target, or until the end."""
 
     seed: int
     reached: bool = False
@@ -60,11 +60,11 @@ class SeedResult:
     evaluation_cpu_s: float = 0.0
     wall_s: float = 0.0
     phases_cpu_s: dict[str, float] = field(default_factory=dict)
-    """CPU seconds of the run's own process by phase; evaluations are a phase."""
+    """CPU seconds of the run's own process by phase. Evaluations are one phase."""
     evaluations: list[Evaluation] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON, seconds in milliseconds' precision."""
+        """Return the result as JSON, with seconds rounded to milliseconds."""
         values: dict[str, Any] = _rounded(asdict(self))
         return values
 
@@ -78,9 +78,9 @@ def _rounded(value: Any) -> Any:
 
 
 class PhaseClock(NoProgress):
-    """CPU seconds of a run by phase; of phases inside one another the innermost has them.
+    """CPU seconds of a run by phase. Within nested phases, time counts for the innermost one.
 
-    `seconds` are those of this process; those that evaluations took are of its children as well.
+    `seconds` covers only this process. The time of evaluations also covers its children.
     """
 
     def __init__(self, cpu: Callable[[], float] = time.process_time, tree: Callable[[], float] | None = None) -> None:
@@ -93,7 +93,7 @@ class PhaseClock(NoProgress):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the block to a phase. An evaluation is one phase, in which each dataset has its own."""
+        """Count the time of the block for a phase. An evaluation is one phase, although each dataset enters its own."""
         evaluates = name.partition(" ")[0] == EVALUATING
         before = self._tree() if evaluates else 0.0
         if name == EVALUATING:
@@ -109,16 +109,16 @@ class PhaseClock(NoProgress):
             self.evaluation_s += self._tree() - before
 
     def take_evaluations(self) -> list[float]:
-        """Return the CPU seconds before each evaluation since the last call, those of earlier ones left out."""
+        """Return the CPU seconds, without evaluations, before each evaluation since the last call."""
         marks, self._evaluations = self._evaluations, []
         return marks
 
     def counted(self) -> float:
-        """Return the CPU seconds so far, evaluations left out."""
+        """Return the CPU seconds so far without evaluations."""
         return self._tree() - self.evaluation_s
 
     def charge(self) -> None:
-        """Add the seconds since the last call to the phase under way."""
+        """Add the seconds since the last call to the current phase."""
         now = self._cpu()
         phase = self._open[-1] if self._open else REMAINDER if self._began else STARTING
         self.seconds[phase] += now - self._mark
@@ -126,9 +126,9 @@ class PhaseClock(NoProgress):
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of all that it started, those that still run included.
+    """Return the CPU seconds of this process and all its children, including running ones.
 
-    Without /proc, those that still run are left out.
+    Without /proc, running children are not included.
     """
     times = os.times()
     ended = times.user + times.system + times.children_user + times.children_system
@@ -136,12 +136,12 @@ def cpu_seconds() -> float:
 
 
 def running_children_s(process: int, proc: Path = Path("/proc")) -> float:
-    """Return the CPU seconds of the processes below one, and of those that they have waited for."""
+    """Return the CPU seconds of the descendants of a process, including ended ones that were waited for."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     ticks: dict[int, int] = {}
     for file in proc.glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):  # it ended meanwhile
-            # The name in brackets may hold anything; then come state, parent, …, user, system, and both of children.
+        with suppress(OSError, ValueError, IndexError):  # the process has ended
+            # The name in brackets may hold anything. Then come state, parent, …, user, system, and both of children.
             values = file.read_text(errors="replace").rpartition(")")[2].split()
             number = int(file.parent.name)
             ticks[number] = sum(map(int, values[11:15]))
@@ -155,24 +155,24 @@ def running_children_s(process: int, proc: Path = Path("/proc")) -> float:
 
 
 def check_prompts(task: benchmark.BenchmarkTask) -> None:
-    """Raise SettingsError if the held-out prompts are not those of the task."""
+    """Raise SettingsError if the held-out prompts have changed since the task was defined."""
     settings = resolve_dataset_settings(task.settings(), task.target.dataset)
     source = settings.eval.sources[task.target.dataset]
     actual_digest = benchmark.digest(builders.prompts(settings, [source], shuffle=False))
     if task.target.prompts_sha256 not in (None, actual_digest):
         raise SettingsError(
-            f"{task.title}: {source} has other prompts than the task was made with (SHA-256 {actual_digest}), so its "
-            f"figures would not compare; install the version of their library that constraints.txt names"
+            f"{task.title}: {source} has different prompts than the task (SHA-256 {actual_digest}), so its "
+            f"figures would not be comparable. Install the version of their library in constraints.txt."
         )
 
 
 def model_values(
     task: benchmark.BenchmarkTask, model: str | None, folder: Path, *, convert: bool = True
 ) -> dict[str, str]:
-    """Return the settings of the model: `model` where it is named, else the task's own; none of one made from a card.
+    """Return the settings of the model: `model` if given, else the task's own model. Empty for a model card.
 
-    A GGUF is converted into `folder` first, once, so that no run is charged with it; without `convert` it is only
-    looked for. Raises SlimectlError if there is none.
+    A GGUF is converted into `folder` once and in advance, so that no run pays for it. Without `convert`, it is only
+    searched. Raises SlimectlError if there is none.
     """
     source = model or task.settings().model.path
     if task.settings().model.path is None or source is None:
@@ -188,9 +188,9 @@ def model_values(
 
 
 def run_to_target(task: benchmark.BenchmarkTask, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run a task in this process; yield each evaluation, and at the end the totals, as JSON.
+    """Run a task in this process. Yield each evaluation, and the totals at the end, as JSON.
 
-    The run is left at the first evaluation that reaches the target, and then saves nothing.
+    The run ends at the first evaluation that reaches the target, without saving.
     """
     settings, clock = task.settings(values), PhaseClock()
     with frozen_objects():
@@ -227,10 +227,10 @@ def measure(
     seed: int,
     on_evaluation: Callable[[Evaluation], object] = lambda evaluation: None,
 ) -> SeedResult:
-    """Run the task of a name or file with a seed in a process of its own, whose messages go to stderr.
+    """Run a task, given by name or file, with a seed in a separate process whose messages go to stderr.
 
-    `on_evaluation` is called with each evaluation as it ends. An interrupt ends that process too. Raises SlimectlError
-    with its message and exit code if it failed.
+    `on_evaluation` is called after each evaluation. An interrupt ends that process too. If it fails, SlimectlError is
+    raised with its message and exit code.
     """
     request = {"task": name, "values": {**values, "run.seed": seed, "rollout.seed": seed}}
     reading, writing = os.pipe()
@@ -258,7 +258,7 @@ def measure(
             _end(child)
             raise
     if result is None:
-        raise DiedError(f"{task.title}, seed {seed}: its process ended with code {code} and no word; see above")
+        raise DiedError(f"{task.title}, seed {seed}: its process exited with code {code} and no message. See above.")
     result.wall_s = time.perf_counter() - started
     return result
 
@@ -270,7 +270,7 @@ def collect(
     accuracy: float,
     on_evaluation: Callable[[Evaluation], object] = lambda evaluation: None,
 ) -> SeedResult | None:
-    """Return the result from the lines of `run_to_target`; None if they break off. Raises the error that they name."""
+    """Return the result from the lines of `run_to_target`, or None if they end early. Raises the error in them."""
     result = SeedResult(seed)
     for line in lines:
         if "error" in line:
@@ -291,7 +291,7 @@ def collect(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the process of a run, which ends its own; kill it if it does not."""
+    """Terminate the process of a run, which terminates its children. Kill it if it does not exit."""
     child.terminate()
     try:
         child.wait(timeout=GRACE_S)
@@ -301,7 +301,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main(writing: int) -> None:
-    """Entry point of the process of a run: reads its request from stdin, and writes lines to a descriptor."""
+    """Entry point of a run's process: reads the request from stdin, and writes lines to a descriptor."""
     stdio.protect()
     stdio.log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the command ends this one
@@ -315,9 +315,9 @@ def main(writing: int) -> None:
         except SlimectlError as error:
             out.write(json.dumps({"error": str(error), "exit_code": error.exit_code}) + "\n")
         except (KeyboardInterrupt, BrokenPipeError):
-            os._exit(EXIT_INTERRUPTED)  # the run is closed; asyncio would name each answer that it broke off
+            os._exit(EXIT_INTERRUPTED)  # the run is closed, and asyncio would log each cancelled request
 
 
 def _raise_terminated(number: int, _: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: the second would break off the ending of the first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: a second signal would interrupt the cleanup
     raise Terminated(number)

@@ -1,4 +1,4 @@
-"""Capacity: memory and disk of a run by the planner's formulas, against those of this machine."""
+"""Checks that a run fits into this machine's memory and disk, by the planner's formulas."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from slimectl.settings.needs import Need
 from slimectl.transport import shared_memory
 
 ENGINE_SHARE = 0.85
-"""Share of a GPU's memory that a server takes where its arguments do not say."""
+"""Share of a GPU's memory that a server uses unless its arguments set it."""
 PROMPT_TOKENS = 512
-"""Tokens of a prompt where no setting bounds them."""
+"""Assumed tokens of a prompt if no setting limits them."""
 MASTER_BYTES, ADAM_BYTES = 4, 8
-"""Bytes that a checkpoint has for a parameter, and for one that is trained."""
+"""Bytes in a checkpoint for each parameter, and for each trained parameter."""
 
 
 def configuration(settings: Settings) -> dict[str, Any] | None:
-    """Return the configuration of the model; None for a model that has to be converted first, or without one.
+    """Return the configuration of the model, or None if there is no model or it must be converted first.
 
     Raises CheckpointError or SettingsError.
     """
@@ -44,7 +44,7 @@ def configuration(settings: Settings) -> dict[str, Any] | None:
 
 
 def is_readable(settings: Settings) -> bool:
-    """Return whether the model's configuration can be read; the check of the model says why it cannot."""
+    """Return whether the model's configuration can be read. The check of the model reports why not."""
     try:
         return configuration(settings) is not None
     except SlimectlError:
@@ -56,13 +56,13 @@ def shape_of(settings: Settings) -> str:
     config = configuration(settings) or {}
     language = cards.language_model(config)
     described = f"{language.get('model_type')}, {language.get('num_hidden_layers')} layers"
-    with suppress(CheckpointError):  # a family that the planner does not know
+    with suppress(CheckpointError):  # unknown to the planner
         described += f", {parameters(count(model_of(config).parts))} parameters"
     return described
 
 
 def memory(settings: Settings, *, with_engine: bool = True) -> str:
-    """Compare the memory of a rank and of an engine beside it with that of this machine; empty if it is unknown.
+    """Compare the memory of a rank, and of an engine next to it, with this machine's. Empty if unknown.
 
     Raises SettingsError if they do not fit.
     """
@@ -73,7 +73,7 @@ def memory(settings: Settings, *, with_engine: bool = True) -> str:
     figures = training_memory.figures(
         model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models
     )
-    ranks = 1 if run.device == "cuda" else cluster.actor_num_gpus_per_node  # on a CPU they share the machine's memory
+    ranks = 1 if run.device == "cuda" else cluster.actor_num_gpus_per_node  # on a CPU, ranks share the machine's memory
     needed = training_memory.peak(figures) * ranks
     text = f"training {sized(needed)}"
     if with_engine and not settings.uses_servers:
@@ -81,18 +81,18 @@ def memory(settings: Settings, *, with_engine: bool = True) -> str:
         needed, text = needed + engine, f"{text}, engine {sized(engine)}"
     available = available_memory(run.device)
     if available is None or cluster.ray_address is not None:
-        return f"{text}; how much its machines have is not known here"
+        return f"{text} (the memory of its machines is unknown)"
     text = f"{text}, of {sized(available)} {'a GPU' if run.device == 'cuda' else 'free'}"
     if needed > (USABLE if run.device == "cuda" else 1) * available:
         raise SettingsError(
-            f"train.max_tokens_per_gpu: {settings.train.max_tokens_per_gpu} needs {text}; lower it, set "
-            f'train.recompute_granularity = "full", or give more ranks (cluster.actor_num_gpus_per_node)'
+            f"train.max_tokens_per_gpu: {settings.train.max_tokens_per_gpu} needs {text}. Lower it, or set "
+            f'train.recompute_granularity = "full", or use more ranks (cluster.actor_num_gpus_per_node).'
         )
     return text
 
 
 def disk(settings: Settings) -> str:
-    """Compare the checkpoints that a run keeps with the space that is free. Raises StorageError if they do not fit."""
+    """Compare the checkpoints that a run keeps with the free space. Raises StorageError if they do not fit."""
     for setting, folder in _written_folders(settings):
         check_folder(setting, folder)
     if settings.uses_servers and settings.sync.transport == "tensor":
@@ -104,16 +104,16 @@ def disk(settings: Settings) -> str:
     trained = count(model.all[0].trained)
     size = MASTER_BYTES * count(model.parts) + ADAM_BYTES * trained
     checkpoints = _checkpoints(settings)
-    # The one that is written stands beside those that are kept.
+    # A new checkpoint is written before an old one is removed.
     needed = size * (checkpoints + 1)
     text = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''} of {sized(size)} and the next, {sized(free)} free"
     if needed > free:
-        raise StorageError(f"run.dir: {settings.run.dir}: {text}; free space, or lower run.keep_checkpoints")
+        raise StorageError(f"run.dir: {settings.run.dir}: {text}. Free space, or lower run.keep_checkpoints.")
     return f"{text} in {settings.run.dir}"
 
 
 def _written_folders(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Yield the folders that settings name for files of a run."""
+    """Yield the settings with folders for files of a run, and the folders."""
     yield "run.dir", Path(settings.run.dir)
     if settings.track.dir is not None:
         yield "track.dir", Path(settings.track.dir)
@@ -127,18 +127,18 @@ def _written_folders(settings: Settings) -> Iterator[tuple[str, Path]]:
 
 
 def check_folder(setting: str, folder: Path) -> None:
-    """Raise StorageError where a folder cannot be made, or not be written to."""
+    """Raise StorageError if a folder cannot be created or written to."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise StorageError(f"{setting}: {existing} is no folder; give another")
+        raise StorageError(f"{setting}: {existing} is not a folder. Use another.")
     if not os.access(existing, os.W_OK):
-        raise StorageError(f"{setting}: {existing} cannot be written to; give another folder")
+        raise StorageError(f"{setting}: {existing} is not writable. Use another folder.")
 
 
 def free_space(folder: Path) -> int:
-    """Return the bytes that are free where a folder is, or will be."""
+    """Return the free bytes where a folder is or will be."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -146,7 +146,7 @@ def free_space(folder: Path) -> int:
 
 
 def _checkpoints(settings: Settings) -> int:
-    """Return the number of checkpoints that stand there at the end of the run."""
+    """Return the number of checkpoints at the end of the run."""
     run = settings.run
     if run.save_interval is None or run.num_rollout is None:
         return run.keep_checkpoints or 1
@@ -154,10 +154,10 @@ def _checkpoints(settings: Settings) -> int:
 
 
 def planned_run(settings: Settings, *, device: Literal["cuda", "cpu"]) -> PlannedRun:
-    """Return the run of settings as the planner takes it. Raises SettingsError or CheckpointError."""
+    """Return the planner's description of a run. Raises SettingsError or CheckpointError."""
     if settings.train.backend not in ("fsdp", "megatron"):
         raise SettingsError(
-            f"train.backend: no formulas exist for {settings.train.backend}. Plan with fsdp or megatron."
+            f"train.backend: the planner has no formulas for {settings.train.backend}. Use fsdp or megatron."
         )
     config = configuration(settings)
     if config is None:
@@ -179,7 +179,7 @@ def planned_run(settings: Settings, *, device: Literal["cuda", "cpu"]) -> Planne
 
 
 def _model_of(settings: Settings) -> Model | None:
-    """Return the models of the run as the planner counts them; None where they are unknown or of an unknown family."""
+    """Return the planner's description of the run's models, or None if they are unknown to it."""
     try:
         config = configuration(settings)
         return None if config is None else _planned_shape(settings, config)
@@ -205,9 +205,9 @@ def _planned_shape(settings: Settings, config: dict[str, Any]) -> Model:
 
 
 def _training_step(settings: Settings, device: Literal["cuda", "cpu"] | None = None) -> Run:
-    """Return the planner's description of a training step, whose packs are no longer than the step itself.
+    """Return the planner's description of a training step. Packs are not longer than the step itself.
 
-    The `device` is the one of train.device here, unless it is passed.
+    `device` defaults to what train.device means on this machine.
     """
     train, rollout, cluster = settings.train, settings.rollout, settings.cluster
     offloads = settings.megatron.optimizer_cpu_offload and train.backend == "megatron"
@@ -230,7 +230,7 @@ def _training_step(settings: Settings, device: Literal["cuda", "cpu"] | None = N
 
 
 def _engine_bytes(settings: Settings, model: Model, run: Run) -> float:
-    """Return the weights and the caches of the engine in this process, with all its requests under way."""
+    """Return the bytes of weights and caches of this process's engine with its maximum number of requests."""
     width = 4 if settings.engine.dtype == "float32" else 2
     cache = flops.cache_per_token(model.architecture, dtype_bytes=width, tensor=1).value
     requests = min(settings.engine.max_running_requests, settings.rollouts_per_round)
@@ -239,7 +239,7 @@ def _engine_bytes(settings: Settings, model: Model, run: Run) -> float:
 
 
 def available_memory(device: str) -> float | None:
-    """Return the bytes of a GPU, or those that this machine and its control group have free; None if unknown."""
+    """Return the bytes of a GPU, or the free bytes of this machine and its control group, or None if unknown."""
     if device == "cuda":
         import torch
 

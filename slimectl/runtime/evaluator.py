@@ -1,4 +1,4 @@
-"""Evaluations of a run on held-out datasets: when they are due, how they are measured, where they are recorded."""
+"""Evaluates a run on held-out datasets when an evaluation is due, and records the results."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Evaluator:
-    """Evaluates the policy on every dataset of [eval], once at each step at most.
+    """Evaluates the policy on every dataset of [eval], at most once per step.
 
-    On datasets that `rounds` hold out the loss is measured; the engines answer the others, and a verifier grades them.
-    `state` is the run's, which training moves on.
+    On the held-out datasets of `rounds`, it measures the loss. On the others, engines sample responses and a verifier
+    grades them. `state` is the run's state, which training updates.
     """
 
     settings: Settings
@@ -43,7 +43,7 @@ class Evaluator:
         """Round and step of the newest evaluation."""
 
     def before_rounds(self) -> None:
-        """Evaluate at the start where eval.before_train says so, and where the evaluation of a round was abandoned."""
+        """Evaluate at the start if eval.before_train is set, or if the last round's evaluation was abandoned."""
         number = self.state.rollout_id
         if self.settings.eval.before_train if number == 0 else self._is_due(number):
             self.evaluate()
@@ -54,7 +54,7 @@ class Evaluator:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Evaluate every dataset, record its metrics and write its samples, unless those of this step are there."""
+        """Evaluate every dataset, record its metrics and write its samples, unless this step is already evaluated."""
         if not self.settings.eval.data or self._newest == self.state.place:
             return
         started, version = time.perf_counter(), self.parts.models.policy.weight_version
@@ -73,7 +73,7 @@ class Evaluator:
     def _sample(
         self, service: RolloutService, sync: WeightSynchronizer, version: str
     ) -> tuple[Metrics, dict[str, list[Sample]]]:
-        """Return the metrics of the datasets that are sampled and graded, and their samples."""
+        """Sample and grade datasets. Return their metrics and samples."""
         if self.parts.engines_sleep:
             sync.wake()
         if sync.version != version:

@@ -1,4 +1,4 @@
-"""Checks of the first prompts of a source: reads, renders and grades them."""
+"""Checks the first prompts of a source: reads, renders and grades them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slimectl.types import Prompt, Sample, Status
 ROWS = 8
 """Rows of every source that are read."""
 SHOWN = 48
-"""Characters of a prompt or label in a line."""
+"""Maximum characters of a prompt or label in a line."""
 
 
 def first_prompts(settings: Settings, source: str, *, demonstrations: bool = False) -> list[Prompt]:
@@ -29,14 +29,14 @@ def first_prompts(settings: Settings, source: str, *, demonstrations: bool = Fal
     rows = builders.prompts(settings, [source], shuffle=False, demonstrations=demonstrations)
     if prompts := list(islice(rows, ROWS)):
         return prompts
-    raise SettingsError(f"{source}: no rows; give a prompt source that has some")
+    raise SettingsError(f"{source}: no rows. Use a prompt source with rows.")
 
 
 def check_source(settings: Settings, source: str, *, evaluation: bool = False, demonstrations: bool = False) -> str:
-    """Read and render the first prompts of a source, with their answers for `demonstrations`; describe the first.
+    """Read and render the first prompts of a source, including responses of `demonstrations`. Describe the first.
 
-    Raises RecordError or SettingsError for what would stop a run: a template that cannot render them, a demonstration
-    without an answer, a source of which no prompt fits.
+    Raises RecordError or SettingsError for anything that would stop a run: a template that cannot render them, a
+    demonstration without a response, or a source in which no prompt fits.
     """
     if is_pipe(source):
         return f"{source}: a pipe, which is not read"
@@ -51,7 +51,7 @@ def check_source(settings: Settings, source: str, *, evaluation: bool = False, d
 
 
 def _tokenizer(settings: Settings) -> Any | None:
-    """Return the tokenizer of a model that is there already; None for one that is made or converted first."""
+    """Return the tokenizer of an existing model, or None for a model that is created or converted first."""
     path = settings.model.path
     if path is None or not is_readable(settings) or not builders.has_tokenizer(folder := builders.model_folder(path)):
         return None
@@ -59,7 +59,7 @@ def _tokenizer(settings: Settings) -> Any | None:
 
 
 def name_model_tokens(settings: Settings) -> None:
-    """Log the ends of turns that only the chat template has, and the tokens that the model has no embedding of."""
+    """Log end-of-turn tokens that only the chat template defines, and tokens without an embedding in the model."""
     if (tokenizer := _tokenizer(settings)) is None:
         return
     folder = builders.model_folder(settings.model.path)
@@ -85,7 +85,7 @@ def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evalua
         )
         unknown = unknown_token(tokens, tokenizer)
         excess[prompt.index] = unknown or prompt_excess(len(tokens), rollout, context, evaluation=evaluation)
-    if len(prompts) < ROWS:  # of a longer source others may fit
+    if len(prompts) < ROWS:  # in a longer source, later prompts may fit
         list(drop_long(prompts, lambda prompt: prompt, lambda prompt: excess[prompt.index]))
 
 
@@ -103,10 +103,10 @@ def check_training_samples(settings: Settings, paths: Sequence[str]) -> None:
 
 
 def check_grading(grader: Grader, prompts: list[Prompt]) -> None:
-    """Grade an empty answer to every prompt by the verifier that the settings or the prompt name.
+    """Grade an empty response to every prompt with the verifier of the settings or of the prompt.
 
-    Raises RecordError for a label that the verifier cannot use, HookError for another exception of it. Functions of the
-    user's and servers are not called.
+    Raises RecordError for a label that the verifier cannot use, and HookError if it raises anything else. The user's
+    own functions and servers are not called.
     """
     for prompt in prompts:
         sample = Sample(
@@ -124,11 +124,11 @@ def check_grading(grader: Grader, prompts: list[Prompt]) -> None:
                 verifier(sample)
             except SlimectlError:
                 raise
-            except Exception as error:  # whatever a verifier of another package raises
+            except Exception as error:  # a third-party verifier may raise anything
                 raise grading_error(grader, sample, error) from error
 
 
 def shown(value: object) -> str:
-    """Return a value as JSON, cut off at SHOWN characters."""
+    """Return a value as JSON, truncated to SHOWN characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"

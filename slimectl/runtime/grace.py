@@ -1,4 +1,4 @@
-"""The end of a run that a signal asked for: what may be abandoned, and what is finished first."""
+"""Ends a run after a signal: gives the round time to finish, and protects records and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 
 class RoundAbandoned(KeyboardInterrupt):
-    """The time that a round got to end is over; raised in the middle of it, or of the run's start."""
+    """The grace period is over. Raised in the middle of a round, or while the run starts."""
 
 
 class GracePeriod:
-    """The time that a round gets to end after a signal; `end` is called when it is over, in the main thread.
+    """Time that a round gets to finish after a signal. `end` is called when it is over, in the main thread.
 
-    Records and checkpoints are finished first: then RoundAbandoned is raised after them.
+    Records and checkpoints are finished first. RoundAbandoned is raised after them.
     """
 
     def __init__(self) -> None:
@@ -23,18 +23,18 @@ class GracePeriod:
         self._callbacks: list[Callable[[], None]] = []
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """Call `callback` as soon as the time is over, in a shielded block too."""
+        """Call `callback` as soon as the time is over, even in a shielded block."""
         self._callbacks.append(callback)
 
     def end(self) -> None:
-        """Raise RoundAbandoned here, or where the shielded block ends."""
+        """Raise RoundAbandoned now, or at the end of the shielded block."""
         self._over = True
         for callback in self._callbacks:
             callback()
         self._raise_if_over()
 
     def finish(self) -> None:
-        """Raise nothing from here on: the last round has ended, and what follows closes the run's parts."""
+        """Raise nothing from now on. The last round has ended, and the rest only closes the run's parts."""
         self._is_done = True
 
     @contextmanager
@@ -49,5 +49,5 @@ class GracePeriod:
 
     def _raise_if_over(self) -> None:
         if self._over and not self._shields and not self._is_done:
-            self._over = False  # raised once: what follows saves and closes
+            self._over = False  # raised only once, because saving and closing follow
             raise RoundAbandoned

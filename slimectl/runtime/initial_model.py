@@ -1,4 +1,4 @@
-"""Before the first round of a run: its inputs are checked, the model is made, and warmed up on labels."""
+"""Prepares a run: checks its inputs, creates or converts the model, and warms it up on labels."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ WARMUP_CHECK = 128
 
 
 def check_runnable(settings: Settings) -> None:
-    """Check the settings that only a whole run needs. Raises SettingsError before anything is loaded."""
+    """Check settings that only a whole run needs. Raises SettingsError before anything is loaded."""
     check_model(settings)
     if not settings.rollout.data and settings.rollout.data_source_path is None:
-        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+        raise SettingsError("rollout.data: no prompts are given. Add --data FILE.")
     if settings.algorithm.trains_on != "rollouts":
         kind = "demonstrations" if settings.algorithm.trains_on == "demonstrations" else "preferences or scored samples"
         raise SettingsError(
-            f"algorithm.name: {settings.algorithm.name} needs no rollouts; use `slimectl train` on {kind}"
+            f"algorithm.name: {settings.algorithm.name} needs no rollouts. Use `slimectl train` on {kind}."
         )
     if Need.GROUPS in settings.algorithm.needs and settings.rollout.n_samples_per_prompt == 1:
         raise SettingsError(
-            f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares answers to a "
-            f"prompt with one another; sample at least 2"
+            f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares the "
+            f"responses to a prompt with each other. Sample at least 2."
         )
     if (setting := settings.train.needs_total_steps) and not settings.run.num_rollout:
-        raise SettingsError(f"{setting} needs an end. Set run.num_rollout or train.lr_decay_iters.")
+        raise SettingsError(f"{setting} needs a number of steps. Set run.num_rollout or train.lr_decay_iters.")
 
 
 def check_best(settings: Settings) -> None:
@@ -67,16 +67,16 @@ def check_best(settings: Settings) -> None:
 
 
 def check_model(settings: Settings) -> None:
-    """Raise SettingsError if no model is given, or if the metric that chooses the best one does not exist."""
+    """Raise SettingsError if no model is given, or if the metric of run.save_best does not exist."""
     check_best(settings)
     if settings.model.path is None and settings.model.card is None:
-        raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
+        raise SettingsError("model.path: no model is given. Add --model DIR, or model.card to build a new one.")
 
 
 def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: bool = True) -> None:
     """Check model and backends and read one prompt of every source, before the run's folder is created.
 
-    The engine is needed only by a run that `samples`.
+    The engine is checked only if the run `samples`.
     """
     if settings.model.path is not None:
         builders.source_of(settings.model.path)
@@ -97,8 +97,10 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
 
 
 def prepare_model(settings: Settings, folder: RunDir) -> Path:
-    """Return the model directory: the given one, a conversion of it (GGUF, or torch_dist for an engine that does not
-    read that), or one created from a card."""
+    """Return the model directory: the given one, its conversion, or one created from a card.
+
+    GGUF files are converted, and so is torch_dist for an engine that does not read it.
+    """
     path, card, target = settings.model.path, settings.model.card, folder.path / "model"
     if path is not None and not builders.is_gguf(path):
         source = builders.model_folder(path, verify=settings.model.verify)
@@ -116,7 +118,7 @@ def prepare_model(settings: Settings, folder: RunDir) -> Path:
 
 @dataclass
 class SftWarmup:
-    """Supervised steps on labels, until the model answers well enough to learn from rewards ([sft_warmup])."""
+    """Supervised steps on labels, until the model is accurate enough to learn from rewards ([sft_warmup])."""
 
     settings: Settings
     folder: RunDir
@@ -126,12 +128,12 @@ class SftWarmup:
     interrupted: Callable[[], bool]
 
     def run(self, model: Path, side: RolloutService | None) -> Path:
-        """Return the model after the SFT warm-up on labels, if [sft_warmup] is set."""
+        """Return the model after the warm-up, or the given model if [sft_warmup] is not set."""
         warmup, target = self.settings.sft_warmup, self.folder.path / "warmup"
         if side is None or (target / MANIFEST).exists() or not warmup.data:
             return target if (target / MANIFEST).exists() else model
         tokenizer = builders.tokenizer(model)
-        rollout = self.settings.rollout.model_copy(update={"temperature": 1.0})  # labels are no samples of the policy
+        rollout = self.settings.rollout.model_copy(update={"temperature": 1.0})  # labels are not sampled
         imitating = self.settings.model_copy(update={"rollout": rollout})
         with collection_paused():
             policy = builders.policy(imitating, model, total_steps=None, lr=warmup.lr, executor=self.executor)
@@ -146,11 +148,11 @@ class SftWarmup:
         samples = demonstrations(
             prompts, tokenizer, self.settings.rollout, context=context, on_skipped=too_long.append
         )  # fmt: skip
-        logger.info(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
+        logger.info(f"warming up on labels until {warmup.target_accuracy:.0%} of the responses are right")
         steps = (report for report in train(samples, policy, sft, hooks=self.hooks) if report.is_step)
         for report in islice(steps, warmup.max_steps):
             if self.interrupted():
-                logger.warning("interrupted in the warm-up, which is to begin again")
+                logger.warning("interrupted during the warm-up. A resumed run starts the warm-up again.")
                 raise RoundAbandoned
             train_metrics = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
             metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in train_metrics.items()}
@@ -159,7 +161,7 @@ class SftWarmup:
                 too_long.clear()
             if report.step % warmup.check_interval == 0:
                 sync.push()
-                # On the first training prompts of the run: the held-out ones stay unseen.
+                # Measured on the first training prompts of the run, so the held-out ones stay unseen.
                 sources = list(self.settings.rollout.data or warmup.data)
                 metrics["warmup/accuracy"] = side.sampler.accuracy(sources, WARMUP_CHECK)
                 logger.info(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")

@@ -1,4 +1,4 @@
-"""This machine: its hardware and the installed packages, as results of checks, and its speed."""
+"""Describes this machine: hardware and installed packages as check results, and its speed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODULES = {"megatron-core": "megatron", "reasoning-gym": "reasoning_gym"}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check; `fine` is None for information that is neither right nor wrong."""
+    """Result of one check. `fine` is None for plain information."""
 
     what: str
     fine: bool | None
@@ -41,7 +41,7 @@ class CheckResult:
     """Exit code of the command if the check failed."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON, with `fine` null where there is nothing to pass."""
+        """Return the result as JSON, with `fine` null for plain information."""
         return {"check": self.what, "fine": self.fine, "detail": redact_text(self.detail)}
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class CheckResult:
 
 
 def machine() -> Iterator[CheckResult]:
-    """Yield the installed packages and the hardware of this machine."""
+    """Yield this machine's hardware and installed packages."""
     yield CheckResult("python", sys.version_info >= (3, 11), platform.python_version())
     yield from _torch()
     yield CheckResult("cores", None, str(cores()))
@@ -60,7 +60,7 @@ def machine() -> Iterator[CheckResult]:
             yield CheckResult(f"free in {folder.absolute()}", free > 1, f"{free:.1f} GiB")
     for package, (extra, purpose) in OPTIONAL.items():
         if find_spec(MODULES.get(package, package)) is None:
-            yield CheckResult(package, None, f"absent; for {purpose}: pip install 'slimectl[{extra}]'")
+            yield CheckResult(package, None, f"not installed. For {purpose}: pip install 'slimectl[{extra}]'")
         else:
             yield CheckResult(package, True, _version(package))
 
@@ -70,7 +70,7 @@ def _torch() -> Iterator[CheckResult]:
     try:
         import torch
     except ModuleNotFoundError:
-        yield CheckResult("torch", None, "absent; for all that runs a model: pip install 'slimectl[torch]'")
+        yield CheckResult("torch", None, "not installed. To run models: pip install 'slimectl[torch]'")
         return
     cuda = torch.cuda.is_available()
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if cuda else "none"
@@ -82,24 +82,24 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "without metadata"
+        return "no metadata"
 
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """Speed of one thread of this machine, and what it is: figures beside which others can be read."""
+    """Speed of one thread of this machine, and its description, as a reference for other figures."""
 
     processor: str
     cores: int
     fp32_gflops: float
     bf16_gflops: float
     copy_gb_per_s: float
-    """Bytes copied in a second, each read and written once, between blocks beyond the caches."""
+    """Bytes copied per second, each read and written once, between blocks larger than the caches."""
     versions: dict[str, str]
 
 
 def machine_speed(*, size: int = 512, copied_mib: int = 128) -> MachineSpeed:
-    """Measure products of `size` x `size` and copies of memory on one thread, the fastest of several by CPU time."""
+    """Measure matrix products of `size` x `size` and memory copies on one thread. The fastest of several counts."""
     import torch
 
     import slimectl
@@ -121,9 +121,9 @@ def machine_speed(*, size: int = 512, copied_mib: int = 128) -> MachineSpeed:
 
 
 def _fastest(work: Callable[[], object], limit_s: float = 0.25) -> float:
-    """Return the CPU seconds of the fastest of the calls that fit into `limit_s`, two at least.
+    """Return the CPU seconds of the fastest call among those within `limit_s`, at least two.
 
-    The first one may set up a kernel; bfloat16 without hardware for it is a hundred times slower than float32.
+    The first call may set up a kernel. Without hardware support, bfloat16 is a hundred times slower than float32.
     """
     seconds: list[float] = []
     while len(seconds) < 2 or sum(seconds) < limit_s:
@@ -139,7 +139,7 @@ def cores() -> int:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of the processor, as the system knows it."""
+    """Return the name of the processor as reported by the system."""
     with suppress(OSError):
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")

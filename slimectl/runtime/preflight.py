@@ -1,4 +1,4 @@
-"""Preflight: checks model, data, reward, hooks, packages, memory and disk of a command, and makes nothing."""
+"""Preflight: checks model, data, reward, hooks, packages, memory and disk of a command without writing anything."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def preflight(
     new_run: bool = False,
     resumed: bool = False,
 ) -> Iterator[CheckResult]:
-    """Run the checks of these names: keys of CHECKS, and DATASETS for rows and reward of every dataset of [eval].
+    """Run the named checks: keys of CHECKS, and DATASETS for the rows and reward of every dataset of [eval].
 
-    `samples` are the input files of a command that has some. A `new_run` needs a free folder, a `resumed` one
-    the data of its checkpoint. Nothing is written, and no weight is read.
+    `samples` are the input files of the command, if any. A `new_run` needs a free folder, and a `resumed` one needs the
+    data of its checkpoint. Nothing is written, and no weight is read.
     """
     if new_run:
         yield from _results("folder", _folder, settings)
@@ -63,7 +63,7 @@ def preflight(
 
 
 def of_values(settings: Settings) -> Iterator[CheckResult]:
-    """Run the checks of what the settings name, for settings that may lack a model, data or a reward."""
+    """Run the checks that apply to the given settings, which may lack a model, data or a reward."""
     score = settings.score
     named = {
         "model": settings.model.path or settings.model.card,
@@ -74,13 +74,13 @@ def of_values(settings: Settings) -> Iterator[CheckResult]:
         settings, ["hooks", *(name for name, value in named.items() if value), DATASETS, "tracker arguments"]
     )
     if named["model"] and find_spec("torch") and (settings.train.backend != "megatron" or find_spec("megatron")):
-        # On this machine or another: devices are not compared.
+        # The settings may be for another machine, so devices are not checked.
         train = settings.train.model_copy(update={"device": "auto"})
         yield from preflight(settings.model_copy(update={"train": train}), ["training"])
 
 
 def _results(name: str, check: Check, settings: Settings) -> Iterator[CheckResult]:
-    """Yield the result of a check, or a result for every line of its error."""
+    """Yield the result of a check, or one result per line of its error."""
     try:
         detail = check(settings)
     except ModuleNotFoundError as error:
@@ -104,7 +104,7 @@ def _folder(settings: Settings) -> str:
 
 
 def _resume(settings: Settings, *, sources: Sequence[str]) -> str:
-    """Compare the data with that of the newest checkpoint."""
+    """Compare the data with the data of the newest checkpoint."""
     folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
     number = check_data(folder, settings, builders.data_identities(settings, sources))
     return f"{folder.path}, after round {number}"
@@ -113,18 +113,18 @@ def _resume(settings: Settings, *, sources: Sequence[str]) -> str:
 def _model(settings: Settings) -> str:
     path, card = settings.model.path, settings.model.card
     if path is None and card is None:
-        raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
+        raise SettingsError("model.path: no model is given. Add --model DIR, or model.card to build a new one.")
     if path is not None and builders.is_gguf(path):
         return f"{builders.source_of(path)}, to be converted"
     name_model_tokens(settings)
-    return f"{path or f'new, of the card {card}'}: {shape_of(settings)}"
+    return f"{path or f'new, from the card {card}'}: {shape_of(settings)}"
 
 
 def _data(settings: Settings) -> str:
     if settings.rollout.data_source_path is not None:
         return f"rollout.data_source_path = {settings.rollout.data_source_path}"
     if not settings.rollout.data:
-        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+        raise SettingsError("rollout.data: no prompts are given. Add --data FILE.")
     builders.check_pipes(settings)
     lines = [check_source(settings, source) for source in settings.rollout.data]
     builders.check_images(settings, settings.rollout.data, servers=settings.uses_servers)
@@ -143,7 +143,7 @@ def _first_samples(settings: Settings, *, paths: Sequence[str], trains: bool) ->
     for path in paths:
         _, row = next(ordered_rows([path]), ("", None))
         if row is None:
-            raise RecordError(f"{path}: no rows. Look at the messages of the stage that wrote it.")
+            raise RecordError(f"{path}: no rows. Check the messages of the stage that wrote the file.")
         lines.append(f"{path}: {', '.join(row) if isinstance(row, dict) else shown(row)}")
     if trains:
         check_training_samples(settings, paths)
@@ -156,7 +156,7 @@ def _reward(settings: Settings) -> str:
 
 
 def _reward_of(settings: Settings, sources: Sequence[str]) -> str:
-    """Build the grader and try it; without one in the settings, the first prompts must name theirs."""
+    """Build the grader and try it. If the settings have none, the first prompts must name a verifier."""
     score = settings.score
     grader = builders.reward(settings)
     if score.custom_rm_path:
@@ -172,13 +172,13 @@ def _reward_of(settings: Settings, sources: Sequence[str]) -> str:
         prompt_types |= {prompt.metadata.get("rm_type") for prompt in prompts}
         if not is_named and not all(prompt.metadata.get("rm_type") for prompt in prompts):
             raise SettingsError(
-                f"score.rm_type: no reward is named, neither in the settings nor in the rows of {source}; give "
-                f"--rm-type, score.rm or score.custom_rm_path"
+                f"score.rm_type: no reward is set, neither in the settings nor in the rows of {source}. Set "
+                f"--rm-type, score.rm or score.custom_rm_path."
             )
         check_grading(grader, prompts)
     if is_named and prompt_types.isdisjoint({None, score.rm_type}) and prompt_types:
         listed = ", ".join(sorted(map(str, prompt_types)))
-        return f"{_named(score)}, but metadata.rm_type of the prompts goes first: {listed}"
+        return f"{_named(score)}, but metadata.rm_type of the prompts overrides it: {listed}"
     return _named(score) if is_named else "by metadata.rm_type of the prompts"
 
 
@@ -219,14 +219,14 @@ def _engine(settings: Settings) -> str:
     builders.keys(settings, ())
     urls = len(settings.engine.url)
     if urls:
-        line = f"{settings.engine.backend}, {urls} running server{'s' if urls > 1 else ''}, not asked yet"
+        line = f"{settings.engine.backend}, {urls} running server{'s' if urls > 1 else ''}, not contacted yet"
     else:
         line = f"{settings.engine.backend}, {settings.num_engines} to start"
     if settings.train.lora_rank is None or not settings.uses_servers:
         return line
     obstacle = builders.adapter_obstacle(settings)
-    pushed = "the adapter alone" if obstacle is None else f"merged weights ({obstacle})"
-    return f"{line}; a push has {pushed}"
+    pushed = "only the adapter" if obstacle is None else f"merged weights ({obstacle})"
+    return f"{line}, updates send {pushed}"
 
 
 def _executor(settings: Settings) -> str:
@@ -245,7 +245,7 @@ def _tracker_arguments(settings: Settings) -> str:
 
 
 def _dataset_rows(settings: Settings, *, dataset: str) -> str:
-    from slimectl.runtime.initial_model import check_best  # with torch, which scoring does without
+    from slimectl.runtime.initial_model import check_best  # imports torch, which scoring does not need
 
     check_best(settings)
     return check_source(resolve_dataset_settings(settings, dataset), settings.eval.sources[dataset], evaluation=True)

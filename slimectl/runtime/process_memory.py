@@ -1,4 +1,4 @@
-"""Memory that this process keeps from one step to the next."""
+"""Keeps freed memory in this process from one step to the next."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`."""
 KEPT_BYTES = 512 * 2**20
 LARGEST_BYTES = 32 * 2**20
-"""Blocks beyond this are mappings of their own, given back at once: it is the highest value that glibc takes."""
+"""Larger blocks are separate mappings that are returned at once. This is the largest value that glibc accepts."""
 
 
 def keep_freed_memory() -> None:
-    """Keep up to KEPT_BYTES that are free at the end of the heap; where there is no glibc, do nothing.
+    """Keep up to KEPT_BYTES of free memory at the end of the heap. Does nothing without glibc.
 
-    Every round and step allocates as much as the last, and new pages cost more than the work on them where a model is
-    small: 0.9 s of 8.9 of sampling and training in 30 rounds of the quickstart.
+    Every round and step allocates the same amount again. With a small model, new pages cost more than the work on them:
+    0.9 of 8.9 s of sampling and training in 30 rounds of the quickstart.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -24,5 +24,5 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # musl has none
         return
-    mallopt(MMAP_THRESHOLD, LARGEST_BYTES)  # by itself glibc would not raise it any more
+    mallopt(MMAP_THRESHOLD, LARGEST_BYTES)  # otherwise glibc would no longer raise it
     mallopt(TRIM_THRESHOLD, KEPT_BYTES)

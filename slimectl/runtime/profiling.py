@@ -14,17 +14,17 @@ from slimectl.stdio import logger
 
 FOLDER = "profile"
 SNAPSHOT_EVENTS = 1_000_000
-"""Allocations that a snapshot of memory has at most, the newest ones."""
+"""Maximum number of allocations in a memory snapshot. The newest are kept."""
 
 _profilers: list[Any] = []
-"""The profiler of this process while it runs: torch has one a process."""
+"""The running profiler of this process. torch allows one per process."""
 
 
 class RoundProfiler:
     """Profiles the rounds `first` to `last` of a run, in this process and in the ranks of its models.
 
-    Traces are written to the folder `profile` of the run. Evaluations and checkpoints between the rounds are part of
-    them; those before the first and after the last are not.
+    Traces are written to the folder `profile` of the run. They include evaluations and checkpoints between the rounds,
+    but not before the first and after the last.
     """
 
     def __init__(self, rounds: Sequence[int] | None, folder: Path, **models: Any) -> None:
@@ -32,7 +32,7 @@ class RoundProfiler:
         self._runs = False
 
     def before_round(self, number: int) -> None:
-        """Start where round `number` is in the interval, which a resumed run may enter late."""
+        """Start if round `number` is in the interval. A resumed run may start in the middle."""
         if self._rounds is None or self._runs or not self._rounds[0] <= number <= self._rounds[1]:
             return
         self._runs = True
@@ -44,7 +44,7 @@ class RoundProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write the traces of what was profiled so far; safe to call twice."""
+        """Write the traces so far. Safe to call twice."""
         if not self._runs or self._rounds is None:
             return
         self._runs = False
@@ -55,26 +55,26 @@ class RoundProfiler:
         logger.info(f"profiled rounds {first} to {last}: open {self._folder}/*.json.gz at ui.perfetto.dev")
 
     def _call(self, function: Any, *arguments: Any) -> None:
-        """Call a function in this process and in the ranks of every model that has any."""
+        """Call a function in this process and in the ranks of every model."""
         function(*arguments)
         for name, model in self._models.items():
             if not hasattr(model, "on_ranks"):
                 continue
             try:
                 on_ranks(model, _in_rank, function, name, *arguments)
-            except SlimectlError as error:  # ranks that died are reported by the call that met it
+            except SlimectlError as error:  # dead ranks are reported by the call that found them
                 logger.warning(f"run.profile: no trace of the ranks of the {name}: {error}")
 
 
 def _in_rank(function: Any, model: str, *arguments: str) -> None:
-    """Call a function in a rank; of what it writes the name tells model and rank."""
+    """Call a function in a rank. The names of its files contain model and rank."""
     import torch.distributed as dist
 
     function(*(f"{argument}.{model}-rank-{dist.get_rank()}" for argument in arguments))
 
 
 def start_profile() -> None:
-    """Begin to record what this process computes, and what it allocates on a GPU."""
+    """Begin to record the operations of this process, and its GPU allocations."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -83,8 +83,8 @@ def start_profile() -> None:
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
     options = None
-    # Without it torch records the thread that starts the profile alone, and engines work in others.
-    with suppress(TypeError):  # an older torch has no such option
+    # Without it, torch records only the thread that starts the profile, but engines use others.
+    with suppress(TypeError):  # older versions of torch lack the option
         options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     profiler = profile(activities=activities, experimental_config=options)
     profiler.start()
@@ -92,7 +92,7 @@ def start_profile() -> None:
 
 
 def write_profile(path: str) -> None:
-    """Stop recording; write PATH.json.gz, and with a GPU PATH.memory.pickle for pytorch.org/memory_viz."""
+    """Stop recording. Write PATH.json.gz, and with a GPU PATH.memory.pickle for pytorch.org/memory_viz."""
     import torch
 
     profiler = _profilers.pop()

@@ -33,8 +33,8 @@ from slimectl.types import Metrics, Sample, SamplerState, StepReport, TrainingSa
 class RunRecorder:
     """Recorder of one run.
 
-    metrics.jsonl has only deterministic values, so that a resumed run writes the same bytes as an uninterrupted one;
-    timings go to perf.jsonl.
+    metrics.jsonl has only deterministic values, so that a resumed run writes the same bytes as an uninterrupted one.
+    Timings go to perf.jsonl.
     """
 
     def __init__(self, folder: RunDir, settings: Settings, hooks: Hooks = NO_HOOKS) -> None:
@@ -43,28 +43,28 @@ class RunRecorder:
         self.hooks = hooks
         self.trackers: Sequence[Tracker] = ()
         self.sampling = SamplerState()
-        """State of sampling after the last round."""
+        """Sampling state after the last round."""
         self.data: dict[str, list[Identity]] = {}
-        """Identities of the sources of the data, which a checkpoint records."""
+        """Identities of the data sources, which a checkpoint records."""
         self.critic: Critic | None = None
-        """Saved and restored with the policy."""
+        """Separate critic, which is saved and restored with the policy."""
         self.scores: list[tuple[int, float]] = []
-        """(round, mean reward) for the curve; the loss of demonstrations and preferences."""
+        """(round, mean reward) for the curve. Demonstrations and preferences have the loss instead."""
         self.evaluations: list[tuple[int, Metrics]] = []
         """(round, metrics) of every evaluation, oldest first."""
         self._last_save: tuple[int, Metrics] | None = None
-        """Step and duration of the save that the run was resumed from."""
+        """Step of the checkpoint that the run was resumed from, and the time it took to write."""
         self._cut_lines: frozenset[str] = frozenset()
         """Lines of metrics.jsonl after the checkpoint that the run was resumed from."""
         self._round: Sequence[Sample] = ()
-        """The samples of the round whose steps are being recorded."""
+        """Samples of the round whose steps are being recorded."""
         self._train_data: list[dict[str, Any]] = []
         """Records of the rows that these steps trained on."""
         self._checkpoint: Path | None = None
-        """The checkpoint that the run goes on from."""
+        """Checkpoint that the run continues from."""
 
     def append(self, name: str, line: dict[str, Any]) -> bool:
-        """Append a line to a file; return whether the run had written the same one before it was resumed."""
+        """Append a line to a file. Return whether the run already wrote the same line before it was resumed."""
         path, text = self.folder.path / name, json.dumps(line) + "\n"
         with storage_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -115,11 +115,11 @@ class RunRecorder:
             tracker.log(metrics, step=step)
 
     def _trackers_of(self, again: bool) -> list[Tracker]:
-        """Return the trackers of a line; one of a service has it still if the run wrote it before it was resumed."""
+        """Return the trackers that need a line. Services already have one that was written before a resume."""
         return [tracker for tracker in self.trackers if not (again and getattr(tracker, "keeps_lines", False))]
 
     def _log_table(self, name: str, samples: Sequence[Sample], state: TrainState, *, again: bool) -> None:
-        """Log a table with a few answers of an evaluation to the trackers."""
+        """Log a table with a few responses of an evaluation to the trackers."""
         step = state.step if self.settings.track.always_use_train_step else state.rollout_id
         trackers = self._trackers_of(again)
         table = builders.sample_table(trackers, self.settings, name, samples)
@@ -130,7 +130,7 @@ class RunRecorder:
         write_samples(path, samples)
 
     def keep_round(self, folder: Path, samples: Sequence[Sample]) -> None:
-        """Write the samples of a round, and what its steps trained on, as run.keep_samples says."""
+        """Write the samples of a round, and the rows of its steps, according to run.keep_samples."""
         if self.settings.run.keep_samples and samples:
             self.keep_samples(folder / "samples.jsonl", samples)
         if self._train_data:
@@ -171,24 +171,24 @@ class RunRecorder:
 
     @property
     def compared(self) -> Evaluations | None:
-        """The evaluations by the metric of run.save_best, if it is set."""
+        """Evaluations compared by the metric of run.save_best, if it is set."""
         metric = self.settings.run.save_best
         return Evaluations(metric, self.evaluations) if metric else None
 
     def is_best(self, number: int) -> bool:
-        """Return whether a round has the best evaluation up to now."""
+        """Return whether a round has the best evaluation so far."""
         best = self.compared.best if self.compared else None
         return best is not None and best[0] == number
 
     def _lines_after(self, sizes: Mapping[str, int]) -> frozenset[str]:
-        """Return the lines of metrics.jsonl that a resume cuts off, and trackers of services have got."""
+        """Return the lines of metrics.jsonl that a resume removes but tracking services already have."""
         with suppress(OSError, UnicodeDecodeError), (self.folder.path / "metrics.jsonl").open("rb") as file:
             file.seek(sizes.get("metrics.jsonl", 0))
             return self._cut_lines | frozenset(file.read().decode().splitlines(keepends=True))
         return self._cut_lines
 
     def _find_save(self, saved_state: Mapping[str, Any]) -> tuple[int, Metrics] | None:
-        """Find how long it took to write a checkpoint: what follows it in perf.jsonl is cut off by a resume."""
+        """Find the time it took to write a checkpoint, because a resume removes that line of perf.jsonl."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             with (self.folder.path / "perf.jsonl").open("rb") as file:
                 file.seek(saved_state["sizes"]["perf.jsonl"])
@@ -203,26 +203,24 @@ class RunRecorder:
         self._track(metrics, step, again=again)
 
     def track_last_save(self) -> None:
-        """Track again how long the checkpoint took that the run was resumed from, as in a run that was not."""
+        """Log again the save time of the checkpoint that the run was resumed from, as an uninterrupted run would."""
         if self._last_save is not None:
             step, timings = self._last_save
             for tracker in self.trackers:
-                if getattr(tracker, "cut_back", False) or getattr(tracker, "skips_held", False):  # others have it still
+                if getattr(tracker, "cut_back", False) or getattr(tracker, "skips_held", False):  # others still have it
                     tracker.log(timings, step=step)
 
     def rewind(self, warn: Callable[[str], None]) -> TrainState:
-        """Go back to the newest complete checkpoint; without one, to the end of the warm-up or the start.
+        """Go back to the newest complete checkpoint, or without one to the end of the warm-up or the start.
 
-        Records after it are cut off. `load` reads its weights.
+        Later records are removed. `load` reads the weights.
         """
         self.sampling, self.scores, self.evaluations = SamplerState(), [], []
         self._checkpoint, self._last_save = None, None
         if not self.folder.checkpoints():
             warmup = self.folder.path / "warmup"
             if damage := self.folder.lost_metrics(warmup):
-                raise CheckpointError(
-                    f"{warmup}: {damage}; put it back from a copy, or start the run anew with --force"
-                )
+                raise CheckpointError(f"{warmup}: {damage}. Restore it from a copy, or restart the run with --force.")
             state = warmup / "state.json"
             sizes = json.loads(state.read_text())["sizes"] if state.exists() else {}
             self._cut_lines = self._lines_after(sizes)
@@ -235,8 +233,8 @@ class RunRecorder:
             key for key in ("pending", "sampling", "sizes", "scores", "evaluations") if key not in saved_state
         ]:
             raise CheckpointError(
-                f"{folder}/state.json: no {missing[0]!r}: another version of slimectl wrote it, and this one cannot go "
-                f"on from there; begin a new run from its weights: --model {folder}"
+                f"{folder}/state.json: no {missing[0]!r}: this version of slimectl cannot resume a run of "
+                f"another version. Start a new run from its weights: --model {folder}"
             )
         self._checkpoint = folder
         self._last_save, self._cut_lines = self._find_save(saved_state), self._lines_after(saved_state["sizes"])
@@ -250,13 +248,13 @@ class RunRecorder:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run had recorded something before `rewind`."""
+        """Whether the run had records before `rewind`."""
         return self._checkpoint is not None or bool(self._cut_lines)
 
     def load(self, policy: Policy, *, total_steps: int | None = None) -> None:
         """Load the checkpoint that `rewind` went back to, if there is one, into the policy and the critic.
 
-        `total_steps` is the length of the run, at which a schedule ends.
+        `total_steps` is the length of the run, where a schedule ends.
         """
         if self._checkpoint is None:
             return
@@ -267,7 +265,7 @@ class RunRecorder:
 
 
 def save_model(model: Policy | Critic, folder: Path) -> None:
-    """Save a model, with the trainer's state in a folder beside it: the model folder holds the model only."""
+    """Save a model, with the trainer's state in a separate folder next to it."""
     folder.mkdir()
     model.save(folder)
     if (state := folder / TRAINER_STATE).exists():
@@ -293,11 +291,11 @@ def load_state(folder: Path, policy: Policy) -> TrainState:
 
 
 def _state_of(saved_state: Mapping[str, Any]) -> TrainState:
-    # Checkpoints up to 0.1.0 name the loss weights of a row "weights".
+    # Checkpoints up to 0.1.0 call a row's loss weights "weights".
     rows = [
         (execution, {"loss_weights" if name == "weights" else name: values for name, values in row.items()})
         for execution, row in saved_state["pending"]
     ]
     pending = [(execution, TrainingSample(**row)) for execution, row in rows]
-    signal = SignalCount(**saved_state.get("signal", {}))  # which checkpoints of older versions lack
+    signal = SignalCount(**saved_state.get("signal", {}))  # missing in checkpoints of older versions
     return TrainState(saved_state["step"], saved_state["rollout_id"], pending, signal)

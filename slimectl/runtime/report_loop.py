@@ -1,4 +1,4 @@
-"""The loop over the reports of a run: records every step; after rounds it evaluates, checks, saves, or ends the run."""
+"""Loop over the reports of a run: records every step, and after rounds evaluates, checks, saves or ends the run."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from slimectl.stdio import logger, quantity
 from slimectl.types import Sample, StepReport
 
 Reports = Generator[StepReport, None, bool]
-"""The reports of a run, and whether it reached its end."""
+"""Generator of a run's reports. It returns whether the run reached its end."""
 
 
 WARNING_SIGNS = ("train/ppo_kl", "train/kl_loss", "train/grad_norm")
-"""Metrics that are high where a policy moves too fast."""
+"""Metrics that are high if a policy changes too fast."""
 
 
 def abandonment(loss: str, folder: RunDir, resume_command: str) -> str:
-    """Say what a run abandoned, what its folder has saved, and how to go on."""
+    """Return the message about an abandoned round: the newest checkpoint, and the command to continue."""
     rounds = folder.checkpoints()
-    after = f"the last checkpoint is that of round {rounds[-1]}" if rounds else "there is no checkpoint yet"
-    return f"{loss} abandoned; {after}; go on with: {resume_command}"
+    after = f"The last checkpoint is from round {rounds[-1]}" if rounds else "No checkpoint was saved"
+    return f"{loss} abandoned. {after}; go on with: {resume_command}"
 
 
 @dataclass
 class ReportLoop:
-    """Takes the reports of a run one by one. A signal ends it after the round, or in the round when `grace` is over.
+    """Processes the reports of a run. A signal ends it after the round, or within the round when `grace` is over.
 
-    `state` is the run's, which training moves on; `resume_command` is the command that goes on with the run.
+    `state` is the run's state, which training updates. `resume_command` is the command that continues the run.
     """
 
     settings: Settings
@@ -60,7 +60,7 @@ class ReportLoop:
 
     def __post_init__(self) -> None:
         self._between_rounds = True
-        """Whether policy and state are those after a whole round."""
+        """Whether policy and state are exactly as after a whole round."""
         self._newest_checkpoint = self.state.place if self.state.rollout_id else None
         """Round and step of the newest checkpoint."""
         self._highest: dict[str, tuple[float, int]] = {}
@@ -70,14 +70,14 @@ class ReportLoop:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for the next round: until it is there, nothing of it has reached the policy."""
+        """Wait for the next round. Until it arrives, the policy is still as after the previous round."""
         self.parts.profiler.before_round(self.state.rollout_id + 1)
         self._between_rounds = True
         yield
         self._between_rounds = False
 
     def consume(self, reports: Iterator[StepReport]) -> Reports:
-        """Record and yield every report; evaluate and save at their intervals, and after the last round."""
+        """Record and yield every report. Evaluate and save at intervals and after the last round."""
         samples: list[Sample] = []
         complete = False
         try:
@@ -106,12 +106,12 @@ class ReportLoop:
 
     @property
     def _unmet_schedule(self) -> str:
-        """Return a warning if the learning-rate schedule counted another number of steps, else ""."""
+        """Return a warning if the learning-rate schedule expected a different number of steps, else ""."""
         updates = self.state.step - self.settings.algorithm.critic_only_steps
         return builders.unmet_schedule(self.settings, updates, self.parts.models.total_steps)
 
     def _end_step(self, report: StepReport, samples: Sequence[Sample]) -> bool:
-        """Record a step, and evaluate after a round; return whether an interrupt ends the run here."""
+        """Record a step, and evaluate after a round. Return whether an interrupt ends the run here."""
         number = report.rollout_id
         with self.grace.shielded():
             self.recorder.record(report)
@@ -133,9 +133,9 @@ class ReportLoop:
             return self._end_round(number, samples)
 
     def _end_round(self, number: int, samples: Sequence[Sample]) -> bool:
-        """Save after a round, at the interval or because the run ends; return whether an interrupt ends it here.
+        """Save after a round, at the interval or because the run ends. Return whether an interrupt ends it here.
 
-        Raises SlimectlError if the rewards of too many rounds taught nothing.
+        Raises SlimectlError after too many rounds without a learning signal.
         """
         run = self.settings.run
         if not self._has_named_collapse and (collapse := self._collapse):
@@ -147,7 +147,7 @@ class ReportLoop:
             return True
         if fault := lasting_lack_of_signal(self.state.signal, run, self._remedy):
             self._save(samples)
-            raise SlimectlError(f"{fault}; go on all the same with: {self.resume_command} -s run.on_no_signal=warn")
+            raise SlimectlError(f"{fault}. To continue anyway: {self.resume_command} -s run.on_no_signal=warn")
         if (run.save_interval and number % run.save_interval == 0) or self.recorder.is_best(number):
             self._save(samples)
         else:
@@ -155,14 +155,14 @@ class ReportLoop:
         return False
 
     def _save(self, samples: Sequence[Sample]) -> None:
-        """Save a checkpoint, unless that of this step is there already."""
+        """Save a checkpoint, unless this step already has one."""
         if self._newest_checkpoint != self.state.place:
             with self.progress.phase("saving"):
                 self.recorder.save(self.parts.models.policy, self.state, samples)
             self._newest_checkpoint = self.state.place
 
     def _save_abandoned(self, samples: Sequence[Sample]) -> None:
-        """Save the state after the last whole round, if the policy has nothing of the next, and say how to go on."""
+        """Save the state after the last whole round if training has not moved past it, and log how to continue."""
         folder, number = self.recorder.folder, self.state.rollout_id
         if self._between_rounds and number and number not in folder.checkpoints():
             self._save(samples)
@@ -171,7 +171,7 @@ class ReportLoop:
         logger.warning(abandonment(loss, folder, self.resume_command))
 
     def _stops_early(self) -> bool:
-        """Return whether run.early_stop_patience evaluations have brought no new best value, and log it."""
+        """Return whether run.early_stop_patience evaluations passed without a new best value. Logs it if so."""
         patience, compared = self.settings.run.early_stop_patience, self.recorder.compared
         is_evaluated = self.state.rollout_id in {number for number, _ in self.recorder.evaluations[-1:]}
         if not patience or compared is None or not is_evaluated or compared.since_best < patience:
@@ -186,7 +186,7 @@ class ReportLoop:
 
     @property
     def _collapse(self) -> str:
-        """Describe a collapse of what the run had learned and the way back; "" without one."""
+        """Describe a collapse of the reward and how to recover, or "" if there is none."""
         recorder, settings = self.recorder, self.settings
         rewards = recorder.scores if self.rounds.samples else []
         collapse = find_collapse(rewards, recorder.evaluations)
@@ -199,22 +199,22 @@ class ReportLoop:
         change = f"-s run.name=ANOTHER -s train.lr={settings.train.lr / 10:g}"
         again = f"slimectl {self.rounds.command} -c {shlex.quote(str(folder.path / 'run.toml'))} {change}"
         if learned:
-            way_back = f"Start again from the checkpoint before it: {again} --model {folder.step(learned[-1])}"
+            way_back = f"Restart from the checkpoint before it: {again} --model {folder.step(learned[-1])}"
         else:
             keep = "" if settings.run.save_best else " and set run.save_best, which keeps the best one"
-            way_back = f"No checkpoint from before it is left. Start again{keep}: {again}"
+            way_back = f"No earlier checkpoint is left. Restart{keep}: {again}"
         figures = ", ".join([f"train.lr is {settings.train.lr:g}", *signs])
         return f"{collapse} ({figures}). {way_back}"
 
     @property
     def _remedy(self) -> str:
-        """Return what to do about rounds without signal."""
+        """Return advice for rounds without a learning signal."""
         reward_check = self.rounds.reward_check(self.recorder.folder.path, self.state.rollout_id)
         return self._collapse or self.state.signal.remedy(reward_check)
 
 
 def lasting_lack_of_signal(count: SignalCount, run: RunSettings, remedy: str) -> str:
-    """Warn of many rounds without signal in a row, or return the message if the run is to stop for it."""
+    """Warn about many consecutive rounds without a learning signal, or return the message if the run must stop."""
     if count.in_a_row and count.in_a_row >= run.no_signal_rounds and run.on_no_signal == "stop":
         return count.message_in_a_row(remedy)
     if count.in_a_row == run.no_signal_rounds:

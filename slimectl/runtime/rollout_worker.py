@@ -1,4 +1,4 @@
-"""Sampling side of a run: engine, tokenizer, reward and agent, in this process or in one of their own."""
+"""Sampling side of a run: engine, tokenizer, reward and agent, in this process or a separate one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class RolloutWorker:
     """Samples rounds and evaluations with the engine's current weights.
 
-    `addresses` get the requests (a router, or the servers, which are `workers`); without any, the engine is embedded
-    and gets its weights by `load_weights`.
+    Requests go to `addresses`: a router, or the servers themselves, which are `workers`. Without addresses, the engine
+    is embedded and gets its weights through `load_weights`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RolloutWorker:
         self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
         self.graders = builders.graders()
         self.progress: Progress = NO_PROGRESS
-        """Told how far a round is sampled; a process or thread of its own has none to tell."""
+        """Receives the progress of a round. Not used in a separate process or thread."""
 
     def rounds(self, state: SamplerState) -> Iterator[RolloutBatch]:
         """Yield scored rounds, continuing from `state`."""
@@ -69,14 +69,16 @@ class RolloutWorker:
         return self._separate(rounds)
 
     def _separate(self, rounds: Iterator[RolloutBatch]) -> Iterator[RolloutBatch]:
-        """Yield the rounds; none finds prefixes of the one before."""
+        """Yield the rounds, each without cached prefixes of the previous one."""
         for batch in rounds:
             self._forget_prefixes()
             yield batch
 
     def _forget_prefixes(self) -> None:
-        """Empty the prefix cache of an engine in this process, so that a resumed run has the digits of an undisturbed
-        one: those of a prompt depend, at the end, on how much of it is computed."""
+        """Empty the prefix cache of an engine in this process, so that a resumed run equals an uninterrupted one.
+
+        The last digits of a prompt's results depend on how much of it is computed.
+        """
         if forget := getattr(self.engine, "forget_prefixes", None):
             forget()
 
@@ -90,7 +92,7 @@ class RolloutWorker:
         return sum(1 for _ in builders.prompts(self.settings, list(self.settings.rollout.data), shuffle=False))
 
     def evaluation(self, name: str, rollout_id: int) -> tuple[list[Sample], Metrics]:
-        """Sample and grade a held-out dataset after round `rollout_id`; return its samples and metrics."""
+        """Sample and grade a held-out dataset after round `rollout_id`. Return its samples and metrics."""
         if name not in self._datasets:
             dataset_settings = resolve_dataset_settings(self.settings, name)
             self._datasets[name] = dataset_settings, builders.reward(dataset_settings), builders.agent(dataset_settings)
@@ -99,10 +101,10 @@ class RolloutWorker:
         return self._evaluate(name, prompts, dataset_settings, reward, agent, rollout_id)
 
     def accuracy(self, sources: Sequence[str], count: int) -> float:
-        """Return the share of correct answers to the first `count` prompts, one answer each."""
+        """Return the share of correct responses to the first `count` prompts, with one response each."""
         eval_settings = self.settings.eval.model_copy(update={"n_samples_per_prompt": 1})
         prompts = islice(builders.prompts(self.settings, list(sources)), count)
-        # Single answers are needed here, also if a user's function samples the rounds.
+        # This needs single responses, even if a user's function samples the rounds.
         rollout_settings = self.settings.rollout.model_copy(update={"function_path": None})
         settings = self.settings.model_copy(update={"eval": eval_settings, "rollout": rollout_settings})
         _, metrics = self._evaluate("warmup", prompts, settings, self.reward, self.agent)
@@ -137,7 +139,7 @@ class RolloutWorker:
         self.engine.set_urls(addresses, workers)
 
     def fail(self, error: BaseException) -> None:
-        """Fail all pending requests with this error: no server will be restarted."""
+        """Fail all pending requests with this error, because no server will be restarted."""
         self.engine.fail(error)
 
     def close(self) -> None:
@@ -147,7 +149,7 @@ class RolloutWorker:
 
 
 class RolloutService:
-    """Starts and owns the sampling side of a run: the servers, if any, and the RolloutWorker, in any process."""
+    """Starts and owns the sampling side of a run: the servers, if any, and the RolloutWorker."""
 
     def __init__(self, settings: Settings, model: Path, *, executor: Executor, folder: Path) -> None:
         settings = builders.keyed(settings)
@@ -155,11 +157,11 @@ class RolloutService:
         self._companions, sampler_settings = builders.auxiliary_servers(
             settings, model, executor=executor, folder=folder
         )
-        self._fleet: ServerPool | None = None
+        self._pool: ServerPool | None = None
         try:
-            self._fleet = builders.server_pool(settings, model, executor=executor, folder=folder)
+            self._pool = builders.server_pool(settings, model, executor=executor, folder=folder)
             urls = builders.urls(settings)
-            addresses, workers = (self._fleet.addresses, self._fleet.urls) if self._fleet else (urls, urls)
+            addresses, workers = (self._pool.addresses, self._pool.urls) if self._pool else (urls, urls)
             self._workers = builders.workers(settings, workers) if workers else None
             build = partial(RolloutWorker, sampler_settings, model, addresses=addresses, workers=workers)
             self.sampler = executor.host(build, name="sampler", gpus=0.0 if workers else builders.engine_gpus(settings))
@@ -168,24 +170,24 @@ class RolloutService:
             raise
 
     def report_to(self, progress: Progress) -> None:
-        """Let the sampler tell how far a round is, if it samples in the thread that waits for the round."""
+        """Let the sampler report its progress, if it samples in the thread that waits for the round."""
         if isinstance(self.sampler, RolloutWorker) and not self._settings.run.async_level:
             self.sampler.progress = progress
 
     def sync(self, policy: Policy) -> WeightSynchronizer:
         """Return the synchronizer that pushes this policy's weights to the engines."""
         if self._workers is None:
-            # A sampler in another process is a stand-in, which forwards the weights.
+            # A sampler in another process is a proxy that forwards the weights.
             receiver = self.sampler.engine if isinstance(self.sampler, RolloutWorker) else self.sampler
             return builders.synchronizer(builders.in_process(policy, receiver), policy)
         transport = builders.to_servers(self._settings, policy, self._workers, model=self._model, folder=self._folder)
-        if self._fleet is not None:
-            # A restarted server gets the weights of the others, or newer ones, before any request.
-            self._fleet.restore = lambda url: transport.push_to(builders.workers(self._settings, [url]))
-            self._fleet.announce, self._fleet.failed = self._announce, self.sampler.fail
+        if self._pool is not None:
+            # A restarted server gets the weights of the other servers, or newer ones, before any request.
+            self._pool.restore = lambda url: transport.push_to(builders.workers(self._settings, [url]))
+            self._pool.announce, self._pool.failed = self._announce, self.sampler.fail
             if isinstance(self.sampler, RolloutWorker):  # in this process: it can report a failed server at once
-                self.sampler.engine.troubled = self._fleet.look
-        return builders.synchronizer(transport, policy, pool=self._fleet)
+                self.sampler.engine.troubled = self._pool.look
+        return builders.synchronizer(transport, policy, pool=self._pool)
 
     def _announce(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
         assert self._workers is not None
@@ -194,5 +196,5 @@ class RolloutService:
 
     def close(self) -> None:
         """Stop the servers that were started here."""
-        for fleet in [*self._companions, *([self._fleet] if self._fleet is not None else [])]:
-            fleet.close()
+        for pool in [*self._companions, *([self._pool] if self._pool is not None else [])]:
+            pool.close()

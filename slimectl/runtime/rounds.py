@@ -1,4 +1,4 @@
-"""Sources of a run's rounds: its own policy, which samples them, or a file of samples."""
+"""Sources of a run's rounds: samples of its own policy, or a file of samples."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ MakeRounds = Callable[[], Iterator[RolloutBatch]]
 
 @dataclass
 class SampledRounds:
-    """Rounds of `slimectl run`: the policy answers prompts, and a reward grades the answers."""
+    """Rounds of `slimectl run`: the policy responds to prompts, and a reward grades the responses."""
 
     settings: Settings
     command: ClassVar[str] = "run"
     samples: ClassVar[bool] = True
     """Whether the engines get the policy's weights for every round."""
     held_out: ClassVar[frozenset[str]] = frozenset()
-    """Datasets of [eval] on which the loss is measured, and nothing is sampled."""
+    """Datasets of [eval] on which the loss is measured without sampling."""
 
     def check(self) -> None:
         """Check the settings. Raises SettingsError before anything is loaded."""
@@ -59,7 +59,7 @@ class SampledRounds:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Entries of the run's manifest by which a resume knows what kind of run it is."""
+        """Entries of the run's manifest that tell a resume the kind of run."""
         return {"command": self.command}
 
     def count(self) -> int | None:
@@ -90,7 +90,7 @@ class SampledRounds:
         return partial(side.sampler.rounds, state), executor
 
     def reward_check(self, run: Path, rounds: int) -> str:
-        """Return the commands that show why rewards are as they are, on samples of the run."""
+        """Return the commands that explain the rewards of the run's samples."""
         file, samples, first = run / "run.toml", "samples.jsonl", ""
         if self.settings.run.keep_samples:
             samples = str(run / f"step_{rounds:06d}" / samples)
@@ -101,9 +101,9 @@ class SampledRounds:
 
 @dataclass
 class RecordedRounds:
-    """Rounds of `slimectl train`: the samples of files, run.num_epoch times or until run.num_rollout rounds.
+    """Rounds of `slimectl train`: the samples of files, run.num_epoch times or for run.num_rollout rounds.
 
-    `report` gets the errors of bad lines where `on_error` is "skip", `on_line` the places of the others.
+    If `on_error` is "skip", `report` gets the error of each bad line. `on_line` gets the location of each good line.
     """
 
     settings: Settings
@@ -128,12 +128,12 @@ class RecordedRounds:
             "run.async_level": settings.run.async_level,
         }.items():
             if value:
-                raise SettingsError(f"{name}: has no effect on training from a file of samples; drop it")
+                raise SettingsError(f"{name}: has no effect on training from a file of samples. Drop it.")
         graded = sorted(settings.eval.data.keys() - self.held_out)
         if graded and settings.algorithm.trained_output == "values":
             raise SettingsError(
-                f"eval.data.{graded[0]}: a model that {settings.algorithm.name} trains gives values, and no answers to "
-                f"grade; drop its verifier, and the loss on its preferences is measured"
+                f"eval.data.{graded[0]}: {settings.algorithm.name} trains a model of values, which has no responses to "
+                f"grade. Drop the verifier to measure the loss on its preferences."
             )
 
     def check_inputs(self) -> None:
@@ -148,7 +148,7 @@ class RecordedRounds:
 
     @cached_property
     def held_out(self) -> frozenset[str]:
-        """Datasets of [eval] that no verifier grades; of demonstrations and preferences the loss is measured."""
+        """Datasets of [eval] without a verifier: demonstrations and preferences, for which the loss is measured."""
         if self.settings.algorithm.trains_on == "rollouts":
             return frozenset()
         return frozenset(name for name in self.settings.eval.data if not self._is_graded(name))
@@ -159,7 +159,7 @@ class RecordedRounds:
         source = own.eval.sources[name]
         if own.score.custom_rm_path or own.score.rm_type or own.score.rm:
             return True
-        if is_pipe(source):  # refused later, with its name, and not read before
+        if is_pipe(source):  # rejected later, and not read before
             return False
         with suppress(RecordError):  # preferences need no prompt
             first = next(builders.prompts(own, [source], shuffle=False), None)
@@ -167,7 +167,7 @@ class RecordedRounds:
         return False
 
     def held_out_metrics(self, models: builders.TrainableModels) -> Metrics:
-        """Return the losses on the datasets that are held out."""
+        """Return the losses on the held-out datasets."""
         metrics: Metrics = {}
         for name in sorted(self.held_out):
             own, too_long = resolve_dataset_settings(self.settings, name), deque[Prompt]()
@@ -181,7 +181,7 @@ class RecordedRounds:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Entries of the run's manifest, among them those that the settings lack."""
+        """Entries of the run's manifest, including some that are not in the settings."""
         return {"command": self.command, "on_error": self.on_error}
 
     @property
@@ -189,7 +189,7 @@ class RecordedRounds:
         return None if self.settings.run.num_rollout else self.settings.run.num_epoch or 1
 
     def count(self) -> int | None:
-        """Return the number of rounds; rows that are too long, and not trained on, are among them."""
+        """Return the number of rounds, including rows that are too long to be trained on."""
         if self._epochs is None:
             return self.settings.run.num_rollout
         plain = builders.has_plain_rows(self.settings, self.paths)
@@ -197,9 +197,9 @@ class RecordedRounds:
         return -(-rollouts * self._epochs // self.settings.rollouts_per_round)
 
     def _count_rollouts(self, model: Path | None, *, only_trained: bool = False) -> int:
-        """Return the number of rollouts, or of groups of preferences, in the files. Without a model, count samples.
+        """Return the number of rollouts, or of preference groups, in the files. Without a model, count samples.
 
-        With `only_trained` failed rollouts do not count, and a group counts as its pairs.
+        With `only_trained`, failed rollouts do not count, and a group counts as the number of its pairs.
         """
         silent = RecordedRounds(self.settings, self.paths, self.on_error)  # training reports bad lines
         samples = (sample for _, sample in silent._read(model, deque(), epochs=1))
@@ -207,7 +207,7 @@ class RecordedRounds:
         return sum(count(batch) for batch in sample_batches(samples, self.settings, 1))
 
     def _trained(self, batch: Sequence[Sample]) -> int:
-        """Return how many rollouts of one rollout, or pairs of one group, are trained on."""
+        """Return how many units of a batch are trained on: 0 or 1 for a rollout, or the pairs of a group."""
         from slimectl.algorithms.preferences import preference_pairs
 
         algorithm, key = self.settings.algorithm, self.settings.score.reward_key
@@ -239,7 +239,7 @@ class RecordedRounds:
         return builders.trainable_models(self.settings, model, executor=executor, rollouts=rollouts)
 
     def scheduled_rollouts(self, model: Path) -> int | None:
-        """Read the file and return the number of its rollouts if the learning rate depends on it, else None."""
+        """Return the number of rollouts in the file if the learning rate depends on it, else None."""
         if not self.settings.train.needs_total_steps or self._epochs is None:
             return None
         return self._count_rollouts(model, only_trained=not self.settings.one_step_per_round)
@@ -255,7 +255,7 @@ class RecordedRounds:
         return partial(self._rounds, models, state), builders.graders()
 
     def _rounds(self, models: builders.TrainableModels, state: SamplerState) -> Iterator[RolloutBatch]:
-        """Yield the rounds after `state`, with the log-probabilities of the models that are asked for them."""
+        """Yield the rounds after `state`, with the log-probabilities of reference and teacher where needed."""
         too_long: deque[Prompt] = deque()
         samples = self._read(models.folder, too_long, epochs=self._epochs, start=state.position)
         rounds = recorded_rounds(samples, self.settings, too_long=too_long, before=state.rounds)
@@ -265,25 +265,25 @@ class RecordedRounds:
             yield batch
 
     def _with_log_probs(self, samples: Iterable[Sample], models: builders.TrainableModels) -> Iterator[Sample]:
-        """Yield the samples with the log-probabilities of the models that are asked for them."""
+        """Yield the samples with the log-probabilities of reference and teacher where needed."""
         for name, model in models.asked.items():
             samples = attach_log_probs(samples, model, name, temperature=self.settings.policy_temperature)
         return iter(samples)
 
     def reward_check(self, run: Path, rounds: int) -> str:
-        """Return the commands that show why the samples have their rewards."""
+        """Return the commands that explain the rewards of the samples."""
         return reward_check(shlex.join(self.paths))
 
 
 def warn_of_other_model(settings: Settings, paths: Sequence[str], model: Path) -> None:
-    """Warn if the manifest of samples names another model than the one that trains on them."""
+    """Warn if samples come from another model than the one that is trained, according to their manifest."""
     files = [Path(split_slice(path)[0]) for path in paths] if settings.algorithm.trains_on == "rollouts" else []
     for message in filter(None, (other_model(file, model) for file in files)):
         logger.warning(message)
 
 
 def reward_check(samples: str, *, first: str = "", options: str = "") -> str:
-    """Return the commands that show why samples got their rewards."""
+    """Return the commands that explain the rewards of samples."""
     return (
         f"Look at rewards with: {first}slimectl score {samples}{options} --explain (why each), --check (is it fit to "
         f"train on)"

@@ -35,10 +35,10 @@ from slimectl.transport.shared_memory import remove_orphans
 
 
 class TrainingRun:
-    """A training run in its folder. `interrupted` is called after every round: true saves and ends the run.
+    """A training run in its folder. `interrupted` is called after every round. If true, the run saves and ends.
 
-    When `grace` is over the round is abandoned, and the state after the round before is saved. The policy samples its
-    own rounds where no `rounds` are given. The manifest names the `recipe` of the settings. `progress` counts rounds.
+    When `grace` is over, the round is abandoned, and the state after the previous round is saved. Without `rounds`, the
+    policy samples its own. The manifest records the `recipe` of the settings. `progress` counts rounds.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TrainingRun:
         lock: Lock | None = None,
         on_start: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Run to the end; return False if interrupted. See `reports`."""
+        """Run to the end. Return False if interrupted. See `reports`."""
         reports = self.reports(resume=resume, force=force, lock=lock, on_start=on_start)
         while True:
             try:
@@ -96,10 +96,10 @@ class TrainingRun:
         lock: Lock | None = None,
         on_start: Callable[[], None] = lambda: None,
     ) -> Reports:
-        """Yield the report of every step once it is recorded; the value at the end is False if interrupted.
+        """Yield the report of every step once it is recorded. Returns False if interrupted.
 
-        `lock` is the folder's lock, if the caller holds it; `on_start` is called once the folder is the run's. Steps
-        after the last checkpoint are reported again if a trainer's rank died.
+        `lock` is the folder's lock, if the caller holds it. `on_start` is called once the folder belongs to the run. If
+        a training rank dies, steps after the last checkpoint are reported again.
 
         Raises SettingsError if the folder holds a run, if a run is active there, or if it is not a run's folder.
         """
@@ -141,7 +141,7 @@ class TrainingRun:
             return finished
 
     def _keeping(self, changes: Sequence[str]) -> Reports:
-        """Run, and write the settings of a resume to run.toml once a step has succeeded, or if no step was left."""
+        """Run. Write the settings of a resume to run.toml once a step has succeeded, or if no step is left."""
         first, reports = self.folder.next_round, self._run_with_advice()
         report, finished = None, False
         try:
@@ -156,12 +156,12 @@ class TrainingRun:
         return (yield from reports)
 
     def _discard_after_error(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Remove the new folder of a run that failed before its first output; an interrupted one can be resumed."""
+        """Remove the new folder of a run that failed before its first output. An interrupted run can be resumed."""
         if kind is not None and issubclass(kind, Exception):
             self.folder.discard()
 
     def _run_with_advice(self) -> Reports:
-        """Run; of a start that is abandoned, and of training that diverged, say how to go on from which checkpoint."""
+        """Run. If the start is abandoned or training diverges, report the checkpoint and the command to continue."""
         try:
             return (yield from self._run_on_executor())
         except RoundAbandoned:
@@ -173,7 +173,7 @@ class TrainingRun:
             raise DivergedError(f"{error}; {advice}; go on with: {self._resume_command} -s train.lr=LOWER") from error
 
     def _run_on_executor(self) -> Reports:
-        """Run on the processes or machines of an executor of its own."""
+        """Run on the processes or machines of a new executor."""
         executor = builders.executor(self.settings, logs=self.folder.path / "logs")
         if isinstance(executor, StreamAbandoner):
             self.grace.when_over(executor.abandon_streams)
@@ -182,7 +182,7 @@ class TrainingRun:
             return (yield from self._run_with_restarts())
 
     def _run_with_restarts(self) -> Reports:
-        """Run; restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times."""
+        """Run. Restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times."""
         for restarts_left in range(self.settings.run.max_restarts, -1, -1):
             try:
                 with ExitStack() as ending:
@@ -191,14 +191,14 @@ class TrainingRun:
                 if not restarts_left:
                     raise
                 logger.warning(
-                    f"{error}; going on from the last checkpoint ({quantity(restarts_left, 'restart')} left)"
+                    f"{error}. Continuing from the last checkpoint ({quantity(restarts_left, 'restart')} left)"
                 )
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     def _run_from_checkpoint(self, ending: ExitStack) -> Reports:
-        """Run from the newest checkpoint, or from the start; `ending` closes what is built.
+        """Run from the newest checkpoint, or from the start. `ending` closes everything that is built.
 
-        Trackers come first: one that cannot start is found before any work.
+        Trackers start first, so that errors in them are found before any work.
         """
         settings, total = self.settings, self.settings.run.num_rollout
         self.state = self.recorder.rewind(logger.warning)
@@ -245,12 +245,12 @@ class TrainingRun:
 
     @property
     def _is_evaluated(self) -> bool:
-        """Whether the checkpoint has the evaluation of its round, which a signal may have abandoned."""
+        """Whether the checkpoint has the evaluation of its round. A signal may have interrupted it."""
         rounds = {number for number, _ in self.recorder.evaluations}
         return not self.settings.eval.data or self.state.rollout_id in rounds
 
     def _expect_rounds(self) -> None:
-        """Let progress measure from here on; the time of what came before says nothing of the rounds."""
+        """Start measuring progress. The time before the first round would distort the estimate."""
         self.progress.expect(self.rounds.count(), done=self.state.rollout_id)
 
     def _start_trackers(self, ending: ExitStack) -> None:

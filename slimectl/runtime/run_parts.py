@@ -1,4 +1,4 @@
-"""Parts that a training run is put together from: its models, its engines and the weights that these get."""
+"""Builds the parts of a training run: models, engines and weight updates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunParts:
-    """Models of a run, its engines and their weights; a training from samples has engines only for evaluations."""
+    """Models, engines and weight updates of a run. Training from samples has engines only for evaluations."""
 
     model: Path
     """Folder of the initial model, before any warm-up."""
@@ -37,7 +37,7 @@ class RunParts:
     sync: WeightSynchronizer | None
     """None without a `service`."""
     engines_sleep: bool
-    """Whether engines on the trainer's GPUs sleep between evaluations: no round is sampled meanwhile."""
+    """Whether engines on the trainer's GPUs sleep between evaluations, because no round is sampled meanwhile."""
     profiler: RoundProfiler
 
 
@@ -51,9 +51,9 @@ def build_parts(
     interrupted: Callable[[], bool],
     progress: Progress,
 ) -> RunParts:
-    """Build the engines, if any, and the models with the weights of the checkpoint that `recorder` went back to.
+    """Build the engines, if any, and the models with the weights of the checkpoint that `recorder` rewound to.
 
-    A new model is made, and warmed up on labels, before. `ending` closes what is built, the last part first.
+    A new model is created and warmed up on labels first. `ending` closes the parts in reverse order.
     """
     settings, folder = recorder.settings, recorder.folder
     keep_freed_memory()
@@ -88,5 +88,5 @@ def build_parts(
         critic=models.separate_critic,
         reference=models.reference,
     )
-    ending.callback(profiler.close)  # writes its traces also where the run ends before them
+    ending.callback(profiler.close)  # writes the traces even if the run ends early
     return RunParts(model, models, periodic_reference, service, sync, engines_sleep, profiler)

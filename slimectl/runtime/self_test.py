@@ -27,9 +27,9 @@ def questions() -> Iterator[Prompt]:
 
 
 def self_test(settings: Settings, *, steps: int) -> Iterator[CheckResult]:
-    """Run `steps` rounds of the real loop with learning rate 0; no weight may change, and log-probabilities must match.
+    """Run `steps` rounds of the real loop with learning rate 0. Weights must stay, log-probabilities must match.
 
-    Engine and trainer compute the probability of the same tokens from the same weights; a difference beyond rounding
+    Engine and trainer compute the probabilities of the same tokens from the same weights. A difference beyond rounding
     is an error in weights, positions, masks or temperature.
     """
     model = builders.model_folder(settings.model.path)
@@ -52,7 +52,7 @@ def self_test(settings: Settings, *, steps: int) -> Iterator[CheckResult]:
             for report, _ in zip(reports, range(steps), strict=False):
                 difference = report.metrics.get("train/train_rollout_logprob_abs_diff", float("nan"))
                 allowed = settings.run.max_logprob_mismatch or float("inf")
-                detail = f"{difference:.2e} a token between engine and trainer, {allowed:g} allowed"
+                detail = f"{difference:.2e} per token between engine and trainer, {allowed:g} allowed"
                 yield CheckResult(f"agreement, step {report.step}", difference <= allowed, detail)
             changed = [name for name, checksum in _checksums(policy).items() if initial[name] != checksum]
             detail = (

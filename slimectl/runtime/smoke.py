@@ -1,4 +1,4 @@
-"""Reduces the settings of a cluster run to a run of two rounds on a laptop, with a tiny model of the same family."""
+"""Reduces the settings of a cluster run to two rounds on a laptop, with a tiny model of the same family."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SMALL: dict[str, Any] = {
 """Sizes of the tiny model, for the keys that the configuration has."""
 VISION_CARDS = {"qwen2_5_vl": "tiny-vl", "qwen3_vl": "tiny-vl3"}
 OTHER_FAMILY = "tiny"
-"""Card of the model for families that the embedded engine does not run."""
+"""Model card for families that the embedded engine does not support."""
 TOKENIZER_KEYS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 ON_A_CLUSTER = ("cluster.", "engine.", "sglang.", "vllm.", "megatron.", "sync.")
-"""Sections that go back to their defaults: the embedded engine and one process."""
+"""Sections that are reset to their defaults: the embedded engine and one process."""
 ALSO_DEFAULT = (
     "train.backend", "train.dtype", "train.device", "train.offload", "train.max_tokens_per_gpu",
     "train.global_batch_size", "train.num_steps_per_rollout", "train.lr_decay_iters", "train.lr_wsd_decay_iters",
@@ -46,7 +46,7 @@ ALSO_DEFAULT = (
     "run.profile", "algorithm.ref_load", "algorithm.critic_load", "algorithm.opd_teacher_url", "track.with",
     "track.mode", "track.prometheus_port",
 )  # fmt: skip
-"""Settings that a tiny model, a short run or a laptop cannot follow."""
+"""Settings that are not possible with a tiny model, a short run or a laptop."""
 AT_MOST = {
     "run.num_rollout": 2,
     "run.rollout_batch_size": 2,
@@ -86,7 +86,7 @@ def reduced(settings: Settings) -> dict[str, Any]:
 
 
 def _few_prompts(dataset: Dataset) -> dict[str, Any]:
-    """Return a dataset of [eval] with its first prompts, if it is a file."""
+    """Return a dataset of [eval] with only its first prompts, if it is a file."""
     path = f"{dataset.path}@[0:{EVAL_PROMPTS}]" if Path(dataset.path).is_file() else dataset.path
     overrides = {key: min(value, AT_MOST.get(f"eval.{key}", value)) if isinstance(value, int) else value
            for key, value in dataset.model_dump(exclude_none=True).items()}  # fmt: skip
@@ -99,9 +99,9 @@ def model_path(settings: Settings) -> Path:
 
 
 def create_model(settings: Settings) -> str:
-    """Write the tiny model of these settings, and describe it.
+    """Write the tiny model for these settings, and describe it.
 
-    It has the tokenizer of the model at model.path if that is on this machine, else one token a byte.
+    It has the tokenizer of the model at model.path if that is on this machine, else one token per byte.
     """
     config, source = _configuration(settings)
     language = cards.language_model(config)
@@ -125,14 +125,14 @@ def create_model(settings: Settings) -> str:
         builders.create_tiny_model, small, seed=settings.run.seed, tokenizer=source if has_tokenizer else None
     )
     write_folder(model_path(settings), fill, manifest_fields={"stage": "create_model"})
-    tokens = "its own tokenizer" if has_tokenizer else "one token a byte"
+    tokens = "its own tokenizer" if has_tokenizer else "one token per byte"
     kind = small["model_type"]
-    why = "" if kind == model_type else f" (the embedded engine does not run {model_type})"
+    why = "" if kind == model_type else f" (the embedded engine does not support {model_type})"
     return f"a random {kind} of {SMALL['num_hidden_layers']} layers with {tokens}{why}"
 
 
 def _configuration(settings: Settings) -> tuple[dict[str, Any], Path | None]:
-    """Return the configuration of the model, and its folder if that is on this machine. Otherwise use its card."""
+    """Return the model's configuration and its folder if it is on this machine, else its card's configuration."""
     path = settings.model.path
     try:
         if (config := configuration(settings)) is not None:

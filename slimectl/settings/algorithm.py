@@ -42,7 +42,7 @@ class Pairwise(AlgorithmSection):
 
     @property
     def reduction(self) -> tuple[Reduction, int | None]:
-        # The loss of a pair is a function of sums over its tokens: each token weighs one over the number of pairs.
+        # The loss of a pair is a function of sums over its tokens, so each token has the weight 1 / pairs.
         return "fixed_length", 1
 
 
@@ -88,4 +88,4 @@ AlgorithmSettings = Annotated[RolloutAlgorithm | Sft | Dpo | RewardModel, Field(
 ALGORITHMS: dict[str, type[AlgorithmSection]] = {
     cls.model_fields["name"].default: cls for cls in get_args(get_args(AlgorithmSettings)[0])
 }
-"""The settings class of every algorithm; algorithms/registry.py joins it with advantages and loss."""
+"""The settings class of every algorithm. See algorithms/registry.py for its advantages and loss."""

@@ -36,7 +36,7 @@ KEYS = {
     },
     "train": {"policy": "backend", "share_prompts": "share_prompt_prefix"},
 }
-"""Section -> old key -> key; those of [track] are ROLL's and slime's."""
+"""Section -> old key -> key. The old keys of [track] come from ROLL and slime."""
 
 INVERTED = ("eval.skip_before_train", "track.disable_wandb_random_suffix")
 """Old switches that mean the opposite of the new ones."""
@@ -48,19 +48,19 @@ VALUES: dict[str, dict[Any, str]] = {
 """Setting -> old value -> value."""
 
 FORMER_DEFAULTS: dict[str, Any] = {"sync.update_weight_delta_checksum": "blake2b"}
-"""Setting -> its default in an older version, which stands in the files of every run of that version."""
+"""Setting -> its default in an older version. The settings files of runs of that version contain it."""
 
 
 TRACKER_SWITCHES = {"use_wandb": "wandb", "use_tensorboard": "tensorboard"}
 """Slime's switches of a tracker, and its name in track.with."""
 TENSORBOARD_FOLDER = ("tb_project_name", "tb_experiment_name")
-"""Slime's names of the folder of TensorBoard: tensorboard_log/PROJECT/EXPERIMENT."""
+"""Slime's names for parts of TensorBoard's folder: tensorboard_log/PROJECT/EXPERIMENT."""
 
 
 def with_tracker_names(document: dict[str, Any]) -> dict[str, Any]:
-    """The document of a settings file, with the tracker options of ROLL and slime moved into [track].
+    """Return the document of a settings file, with the tracker options of ROLL and slime moved into [track].
 
-    In their files these stand at the top level, or in [track] here.
+    These options may be at the top level, as in their files, or in [track].
 
     >>> with_tracker_names({"track_with": "wandb", "use_tensorboard": True})
     {'track': {'track_with': ['wandb', 'tensorboard']}}
@@ -92,7 +92,7 @@ def current_section(section: str) -> str:
 
 
 def current_name(name: str) -> str:
-    """The present name of a dotted key or a section.
+    """Return the present name of a dotted key or a section.
 
     >>> current_name("warmup.until_accuracy"), current_name("run.ahead"), current_name("train.lr")
     ('sft_warmup.target_accuracy', 'run.async_level', 'train.lr')
@@ -103,7 +103,7 @@ def current_name(name: str) -> str:
 
 
 def current_value(section: str, key: str, value: Any) -> Any:
-    """The value under the present name of `section.key`; a value that cannot be converted is returned unchanged.
+    """Return the value that a setting has under its present name. A value that cannot be converted is unchanged.
 
     >>> current_value("eval", "skip_before_train", True), current_value("algorithm", "critic", "own")
     (False, 'separate')
@@ -118,7 +118,7 @@ def current_value(section: str, key: str, value: Any) -> Any:
 
 
 def old_names(sections: dict[str, list[str]]) -> list[str]:
-    """Every old dotted name of the keys in `sections`."""
+    """Return every old dotted name of the keys in `sections`."""
     by_key = [f"{section}.{old}" for section in sections for old in KEYS.get(section, {})]
     by_section = [f"{old}.{key}" for old, section in SECTIONS.items() for key in sections.get(section, [])]
     both = [f"{old}.{key}" for old, section in SECTIONS.items() if section in sections for key in KEYS.get(section, {})]

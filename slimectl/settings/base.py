@@ -1,4 +1,4 @@
-"""Base class of all sections of settings, names of registered parts, and the sections that parts of packages bring."""
+"""Base class of all settings sections, types for the names of registered parts, and sections of third-party parts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RepetitionPenalty = Annotated[float, Field(gt=0, le=2)]
 AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
 ListOfTexts = BeforeValidator(lambda value: [value] * bool(value) if isinstance(value, str) else value)
 Texts = Annotated[list[str], ListOfTexts]
-"""A list of strings; a single string means a list of one, an empty string an empty list: `-s sft_warmup.data=`."""
+"""A list of strings. A single string is a list of one. An empty string is an empty list: `-s sft_warmup.data=`."""
 
 
 class Section(BaseModel):
-    """An immutable section that rejects unknown keys; the docstring under each field documents it.
+    """An immutable section that rejects unknown keys. The docstring under each field documents it.
 
-    Docstrings are read when the reference is asked for (`settings/reference.py`), and validators are built when they
-    are first used: every command pays for what it needs of the classes.
+    Docstrings are read only for the reference (`settings/reference.py`). Validators are built at first use, which keeps
+    commands fast.
     """
 
     model_config = ConfigDict(
@@ -39,17 +39,17 @@ class Section(BaseModel):
     )
 
     section_name: ClassVar[str] = ""
-    """Name of the section, if keys of it were renamed: hooks may still read the old attributes."""
+    """Name of the section, if some of its keys were renamed. Hooks may still read the old attributes."""
 
     if not TYPE_CHECKING:  # the code of slimectl itself uses the present names, which mypy checks
 
         def __getattr__(self, name: str) -> Any:
-            """The value of an old key, as scripts of users read it."""
+            """Return the value of an old key, for scripts that still read it."""
             new = aliases.KEYS.get(type(self).section_name, {}).get(name)
             if new is None:
                 return super().__getattr__(name)
-            field = new if new in type(self).model_fields else f"{new}_"  # `with` is a word of Python
-            return aliases.current_value(self.section_name, name, getattr(self, field))  # an inversion inverts itself
+            field = new if new in type(self).model_fields else f"{new}_"  # `with` is a Python keyword
+            return aliases.current_value(self.section_name, name, getattr(self, field))  # for an inverted key, too
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Names and values for the repr, with secrets masked: tracebacks and test reports print settings."""
@@ -58,7 +58,7 @@ class Section(BaseModel):
 
 
 UNKNOWN_PART = "unknown_part"
-"""Type of pydantic's error for a name that no registry has; its message quotes the value itself."""
+"""Type of the pydantic error for an unregistered name. Its message already quotes the value."""
 
 SETTINGS = {
     ("engine", "backend"): ENGINES,
@@ -66,11 +66,11 @@ SETTINGS = {
     ("cluster", "executor"): EXECUTORS,
     ("track", "with"): TRACKERS,
 }
-"""Settings that name parts which may bring a section of their own, and where the parts are registered."""
+"""Settings that select parts, which may have a section of their own, and the registries of these parts."""
 
 
 def registered_in(registry: Registry) -> tuple[AfterValidator, WithJsonSchema]:
-    """The validation of a string that names a part: unpack it into an Annotated."""
+    """Return the validation of a string that names a part, to unpack into an Annotated."""
 
     def check(name: str) -> str:
         if name not in registry:
@@ -84,28 +84,28 @@ def registered_in(registry: Registry) -> tuple[AfterValidator, WithJsonSchema]:
 
 
 def section_class(section: str) -> type[BaseModel] | None:
-    """The settings class of the part of another package that has this name; None if there is none.
+    """Return the settings class of the third-party part with this name, or None if it has none.
 
-    Raises BackendError for a package that cannot be imported, or whose `settings_class` is none.
+    Raises BackendError if the package cannot be imported, or if its `settings_class` is not a pydantic model.
     """
     for registry in SETTINGS.values():
         if registry.is_third_party(section) and (cls := registry.fact(section, "settings_class")) is not None:
             if not (isinstance(cls, type) and issubclass(cls, BaseModel)):
                 raise BackendError(
-                    f"{registry.package(section)}: settings_class of its {registry.kind} {section} is no pydantic "
-                    f"model; derive it from slimectl.settings.base.Section"
+                    f"{registry.package(section)}: settings_class of its {registry.kind} {section} is not a pydantic "
+                    f"model. Derive it from slimectl.settings.base.Section."
                 )
             return cls
     return None
 
 
 def section_names() -> list[str]:
-    """Names of all parts of other packages, each of which may bring a section."""
+    """Return the names of all third-party parts. Each may have a section."""
     return sorted({name for registry in SETTINGS.values() for name in registry.names() if name not in registry.parts})
 
 
 def selected_parts(values: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Names of the parts of other packages that the values select."""
+    """Yield the names of the third-party parts that the values select."""
     for (section, key), registry in SETTINGS.items():
         names = values.get(section, {}).get(key)
         for name in names if isinstance(names, list) else [names]:

@@ -11,7 +11,7 @@ from slimectl.settings.base import PositiveInt, Section, registered_in
 
 
 class ClusterSettings(Section):
-    """Executor of the work, and its number of GPUs (on a CPU: processes)."""
+    """Executor, and its number of GPUs (on a CPU: processes)."""
 
     executor: Annotated[str, *registered_in(EXECUTORS)] = "local"
     """local (threads and processes of this machine) or ray (a Ray cluster)."""
@@ -26,7 +26,7 @@ class ClusterSettings(Section):
     """Training ranks per machine. On a CPU these are processes."""
 
     rollout_num_gpus: PositiveInt | None = None
-    """GPUs of all engines. Default: as many as engine.num_engines need."""
+    """GPUs of all engines together. Default: as many as engine.num_engines needs."""
 
     rollout_num_gpus_per_engine: PositiveInt = 1
     """GPUs per engine: tensor-parallel size times pipeline stages. A multiple of cluster.num_gpus_per_node spreads an
@@ -47,7 +47,7 @@ class ClusterSettings(Section):
 
 
 def nodes_of(gpus: int, gpus_per_node: int) -> int:
-    """Return the machines that so many GPUs of an engine fill; 1 where they do not fill whole ones."""
+    """Return the number of machines that an engine of `gpus` GPUs fills, or 1 if it does not fill whole ones."""
     return gpus // gpus_per_node if gpus % gpus_per_node == 0 else 1
 
 
@@ -57,8 +57,8 @@ class SyncSettings(Section):
     transport: Literal["auto", "in_process", "disk", "tensor", "distributed", "delta"] = "auto"
     """How weights reach the engines. in_process: an engine in the trainer's process. disk: a checkpoint that servers
     read. tensor: shared memory or CUDA IPC on one machine. distributed: broadcast by gloo or nccl. delta: changed bytes
-    over disk. auto: in_process, else tensor on one machine (except to SGLang on a CPU, which takes tensors as text),
-    else distributed."""
+    over disk. auto: in_process, else tensor on one machine, else distributed. To SGLang on a CPU, auto never uses
+    tensor, because SGLang receives it as text."""
 
     lora: Literal["auto", "adapter", "merged"] = "auto"
     """How LoRA updates reach the servers. adapter: servers merge it into their base model. merged: the trainer sends
@@ -83,15 +83,15 @@ class SyncSettings(Section):
     """Checksum of every tensor in a delta."""
 
     custom_post_write_path: str | None = None
-    """Path of a function (args, version_dir, rollout_engines) that is called after disk or delta have written an update
+    """Path of a function (args, version_dir, rollout_engines) that is called after disk or delta has written an update
     and before engines read it."""
 
     check_weight_update_equal: bool = False
     """Compare checksums of every tensor on both sides after each update."""
 
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
-    """What happens to running requests during an update. retract: their keys and values are recomputed. in_place: they
-    continue with the old ones (SGLang may then use old ones for new requests too). abort: they end."""
+    """What happens to running requests during an update. retract: recompute their keys and values. in_place: continue
+    with the old ones, which SGLang may then reuse for new requests. abort: end the requests."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 600
     """Time limit of an update in seconds."""

@@ -1,7 +1,7 @@
-"""Settings that act only beside others: where they would do nothing they are refused, or dropped.
+"""Settings that depend on other settings. Without those they have no effect, and are rejected or dropped.
 
-A value that was set where it does nothing is refused, so that nobody believes in it. It is dropped without a word where
-a later layer turned off what it belongs to: `--backend fsdp` over the file of a Megatron run drops its [megatron].
+A setting that has no effect is an error, so that nobody relies on it. It is silently dropped if a later layer turned
+off the feature that it belongs to: `--backend fsdp` over the file of a Megatron run drops its [megatron].
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from slimectl.settings.root import Settings
 
 @dataclass(frozen=True)
 class Dependency:
-    """Keys of a section that act only if `acts` is true; all keys of it without `keys`."""
+    """Keys of a section that have an effect only if `acts` is true. Empty `keys` means all keys of the section."""
 
     section: str
     keys: tuple[str, ...]
     switches: tuple[str, ...]
-    """Settings that decide it: a later layer that sets one of them drops the keys."""
+    """Settings that decide whether the keys act. A later layer that sets one of them drops the keys."""
     acts: Callable[[Settings], bool]
     reason: str
-    """Ends the line "KEY has no effect …", with the remedy; {SECTION.KEY} stands for a value."""
+    """Second half of the line "KEY has no effect …", with the remedy. {SECTION.KEY} is replaced by a value."""
 
 
 def _starts_servers(settings: Settings) -> bool:
@@ -42,7 +42,7 @@ def _embedded(settings: Settings) -> bool:
 
 
 def _own_functions(settings: Settings, *names: str) -> bool:
-    """Whether a function of the user's, which can read any setting, is in effect."""
+    """Whether one of the user's functions, which can read any setting, is in effect."""
     return any(getattr(settings.train, f"custom_{name}_function_path") for name in names)
 
 
@@ -73,43 +73,44 @@ def _has_agent(settings: Settings) -> bool:
 
 
 _SERVERS = ("engine.backend", "engine.url", "engine.num_engines", "cluster.rollout_num_gpus")
-_NEEDS_SERVERS = "without servers: one embedded engine lives in this process; set engine.num_engines or engine.backend"
+_NEEDS_SERVERS = "with a single embedded engine in this process. Set engine.num_engines or engine.backend"
 _NEEDS_STARTED = (
-    "without servers that are started here; set engine.num_engines or engine.backend, and drop engine.url"
+    "without servers that this program starts. Set engine.num_engines or engine.backend, and drop engine.url"
 )  # fmt: skip
 _FILES = ("stdout", "jsonl", "tensorboard")
-"""Trackers that know nothing of a run but its metrics."""
+"""Trackers that receive only the metrics of a run."""
 
 DEPENDENCIES = (
     Dependency("megatron", (), ("train.backend",), lambda s: s.train.backend == "megatron",
-               'on train.backend = "{train.backend}"; set train.backend = "megatron"'),
+               'with train.backend = "{train.backend}". Set train.backend = "megatron"'),
     Dependency("megatron", ("recompute_modules",), ("megatron.recompute_granularity",),
                lambda s: s.megatron.recompute_granularity == "selective",
-               'without megatron.recompute_granularity = "selective"; set that'),
+               'without megatron.recompute_granularity = "selective". Set that'),
     Dependency("megatron", ("recompute_granularity",), ("train.gradient_checkpointing", "train.recompute_granularity"),
                lambda s: not s.train.gradient_checkpointing and s.train.recompute_granularity is None,
-               "with train.gradient_checkpointing or train.recompute_granularity, which decide it; drop those"),
+               "with train.gradient_checkpointing or train.recompute_granularity, which override it. Drop those"),
     Dependency("train", ("recompute_granularity",), ("train.gradient_checkpointing",),
                lambda s: not s.train.gradient_checkpointing,
-               "with train.gradient_checkpointing, which computes whole layers again; set that to false"),
+               "with train.gradient_checkpointing, which recomputes whole layers. Set that to false"),
     Dependency("train", ("recompute_modules",), ("train.recompute_granularity",),
                lambda s: s.train.recompute_granularity == "selective",
-               'without train.recompute_granularity = "selective"; set that'),
+               'without train.recompute_granularity = "selective". Set that'),
     Dependency("sglang", ("args", "prefill_num_servers", "server_groups"), ("engine.backend", "engine.url"),
                lambda s: s.engine.backend == "sglang" and not s.engine.url,
-               'unless SGLang servers are started here; set engine.backend = "sglang", and drop engine.url'),
+               'unless this program starts SGLang servers. Set engine.backend = "sglang", and drop engine.url'),
     Dependency("vllm", ("args",), ("engine.backend", "engine.url"),
                lambda s: s.engine.backend == "vllm" and not s.engine.url,
-               'unless vLLM servers are started here; set engine.backend = "vllm", and drop engine.url'),
+               'unless this program starts vLLM servers. Set engine.backend = "vllm", and drop engine.url'),
     Dependency("engine", ("max_running_requests",), ("engine.backend", "engine.url"), _embedded,
-               "on servers of another program, which have an option of their own (sglang.args.max_running_requests, "
-               "vllm.args.max_num_seqs); set that"),
+               "without an embedded engine. SGLang and vLLM have their own option (sglang.args.max_running_requests, "
+               "vllm.args.max_num_seqs). Set that"),
     Dependency("engine", ("prefix_cache_gib",), ("engine.backend", "engine.url"), _embedded,
-               "on servers of another program, which have an option of their own "
-               "(sglang.args.disable_radix_cache, vllm.args.enable_prefix_caching); set that"),
+               "without an embedded engine. SGLang and vLLM have their own option "
+               "(sglang.args.disable_radix_cache, vllm.args.enable_prefix_caching). Set that"),
     Dependency("engine", ("middleware_paths",), ("engine.backend", "engine.url"), _embedded,
-               "on servers of another program. Set rollout.custom_generate_function_path to see each request, or put a "
-               "proxy of your own in front and give engine.url"),
+               "without servers of `slimectl serve` that this program starts. Set "
+               "rollout.custom_generate_function_path to see each request, or put your "
+               "own proxy in front and set engine.url to it"),
     Dependency("engine", ("session_affinity", "server_concurrency", "connect_timeout_s"), _SERVERS,
                lambda s: s.uses_servers, _NEEDS_SERVERS),
     Dependency("engine", ("request_timeout_s",), _SERVERS,
@@ -118,131 +119,132 @@ DEPENDENCIES = (
                _starts_servers, _NEEDS_STARTED),
     Dependency("engine", ("health_check_interval", "health_check_timeout", "health_check_first_wait", "max_restarts"),
                (*_SERVERS, "engine.use_fault_tolerance"), _watches_servers,
-               "without servers that are watched here; set engine.num_engines or engine.backend, drop engine.url, and "
+               "without servers that this program supervises. Set engine.num_engines or engine.backend, drop "
+               "engine.url, and "
                "keep engine.use_fault_tolerance"),
     Dependency("cluster", ("colocate",), _SERVERS, lambda s: s.uses_servers,
-               "with one embedded engine, which shares the trainer's process; set engine.num_engines or "
+               "with a single embedded engine, which shares the trainer's process. Set engine.num_engines or "
                "engine.backend"),
     Dependency("cluster", ("offload_train",), ("cluster.colocate",), lambda s: s.cluster.colocate,
-               "without cluster.colocate; set that"),
+               "without cluster.colocate. Set that"),
     Dependency("engine", ("load",), ("engine.backend",), lambda s: s.engine.backend in ("sglang", "vllm"),
-               "with an embedded engine, which has the policy's weights in engine.dtype; set engine.backend"),
+               "with an embedded engine, which has the policy's weights in engine.dtype. Set engine.backend"),
     Dependency("cluster", ("ray_address",), ("cluster.executor",), lambda s: s.cluster.executor == "ray",
-               'with cluster.executor = "{cluster.executor}"; set cluster.executor = "ray"'),
+               'with cluster.executor = "{cluster.executor}". Set cluster.executor = "ray"'),
     Dependency("sync", ("pause_mode", "timeout_s", "check_weight_update_equal"), _SERVERS,
                lambda s: s.uses_servers, _NEEDS_SERVERS),
     Dependency("sync", ("lora",), ("train.lora_rank", *_SERVERS),
                lambda s: s.uses_servers and s.train.lora_rank is not None,
-               "without an adapter and servers that get it; set train.lora_rank, and engine.num_engines or "
+               "without an adapter and servers that receive it. Set train.lora_rank, and engine.num_engines or "
                "engine.backend"),
     Dependency("sync", ("update_weight_buffer_size",), ("sync.transport", *_SERVERS),
                lambda s: s.uses_servers and s.sync.transport in ("auto", "tensor", "distributed"),
-               "without the transports tensor and distributed to servers; set sync.transport"),
+               "without the transports tensor and distributed to servers. Set sync.transport"),
     Dependency("sync", ("update_weight_disk_dir",), ("sync.transport", "sync.check_weight_update_equal"),
                lambda s: s.sync.transport in ("disk", "delta") or s.sync.check_weight_update_equal,
-               'with sync.transport = "{sync.transport}", which writes no files; set disk or delta'),
+               'with sync.transport = "{sync.transport}", which writes no files. Set disk or delta'),
     Dependency("sync", ("custom_post_write_path", "update_weight_disk_keep_files"), ("sync.transport",),
                lambda s: s.sync.transport in ("disk", "delta"),
-               'with sync.transport = "{sync.transport}", which writes no files; set disk or delta'),
+               'with sync.transport = "{sync.transport}", which writes no files. Set disk or delta'),
     Dependency("sync", ("update_weight_delta_encoding", "update_weight_delta_checksum"), ("sync.transport",),
                lambda s: s.sync.transport == "delta",
-               'with sync.transport = "{sync.transport}"; set sync.transport = "delta"'),
+               'with sync.transport = "{sync.transport}". Set sync.transport = "delta"'),
     Dependency("sync", ("update_weights_interval",), ("cluster.colocate",), lambda s: not s.cluster.colocate,
-               "with cluster.colocate, which pushes after every round; set that to false"),
+               "with cluster.colocate, which pushes after every round. Set that to false"),
     Dependency("rollout", ("tool_timeout_s",), ("rollout.custom_generate_function_path",), _has_agent,
-               "without an agent; set rollout.custom_generate_function_path"),
+               "without an agent. Set rollout.custom_generate_function_path"),
     Dependency("rollout", AGENT_KEYS, ("rollout.agent",), lambda s: bool(s.rollout.agent),
-               "without a program that is the agent; set rollout.agent"),
+               "without an agent program. Set rollout.agent"),
     Dependency("rollout", ENV_KEYS, ("rollout.env",), lambda s: bool(s.rollout.env),
-               "without an environment; set rollout.env"),
+               "without an environment. Set rollout.env"),
     Dependency("rollout", ("mask_offpolicy_in_partial_rollout",), ("rollout.partial_rollout",),
-               lambda s: s.rollout.partial_rollout, "without rollout.partial_rollout = true; set that"),
+               lambda s: s.rollout.partial_rollout, "without rollout.partial_rollout = true. Set that"),
     Dependency("score", ("batch_size",), ("score.custom_rm_path", "score.rm_type", "score.rm"), _grades_in_batches,
-               "without a function of `samples`; set score.custom_rm_path"),
+               "without a reward function that takes `samples`. Set score.custom_rm_path"),
     Dependency("score", ("timeout_s", "wall_timeout_s"), ("score.workers",), lambda s: s.score.workers != 0,
-               "with score.workers = 0, which grades in this process; set that to 1 or more"),
+               "with score.workers = 0, which grades in this process. Set that to 1 or more"),
     Dependency("train", ("min_lr",), ("train.lr_decay_style",), lambda s: s.train.lr_decay_style != "constant",
-               'with train.lr_decay_style = "constant"; set that to linear or cosine'),
+               'with train.lr_decay_style = "constant". Set that to linear or cosine'),
     Dependency("train", ("lr_decay_iters",), ("train.lr_decay_style", "train.lr_warmup_fraction"),
                lambda s: s.train.lr_decay_style != "constant" or bool(s.train.lr_warmup_fraction),
-               'with train.lr_decay_style = "constant"; set that to linear or cosine'),
+               'with train.lr_decay_style = "constant". Set that to linear or cosine'),
     Dependency("train", ("lr_wsd_decay_iters", "lr_wsd_decay_style"), ("train.lr_decay_style",),
                lambda s: s.train.lr_decay_style == "WSD",
-               'with train.lr_decay_style = "{train.lr_decay_style}"; set that to WSD'),
+               'with train.lr_decay_style = "{train.lr_decay_style}". Set that to WSD'),
     Dependency("train", ("lora_alpha", "lora_load", "lora_targets"), ("train.lora_rank",),
-               lambda s: s.train.lora_rank is not None, "without train.lora_rank; give the rank"),
+               lambda s: s.train.lora_rank is not None, "without train.lora_rank. Set the rank"),
     Dependency("train", ("freeze_params_name_list", "only_train_params_name_list"), ("train.lora_rank",),
                lambda s: s.train.lora_rank is None,
-               "with train.lora_rank: adapters alone are trained; set that to none"),
+               "with train.lora_rank, which trains only adapters. Set that to none"),
     Dependency("train", ("micro_batch_size",), ("train.use_dynamic_batch_size",),
                lambda s: not s.train.use_dynamic_batch_size,
-               "with train.use_dynamic_batch_size; set that to false"),
+               "with train.use_dynamic_batch_size. Set that to false"),
     Dependency("sft_warmup", ("target_accuracy", "check_interval", "max_steps", "batch_size", "lr"),
                ("sft_warmup.data",), lambda s: bool(s.sft_warmup.data),
-               "without prompts to warm up on; set sft_warmup.data"),
+               "without prompts to warm up on. Set sft_warmup.data"),
     Dependency("eval", ("interval",), ("eval.data",), lambda s: bool(s.eval.data),
-               "without datasets; set eval.data.NAME = PATH"),
+               "without datasets. Set eval.data.NAME = PATH"),
     Dependency("run", ("on_logprob_mismatch",), ("run.max_logprob_mismatch",),
                lambda s: s.run.max_logprob_mismatch is not None,
-               "without run.max_logprob_mismatch; set that"),
+               "without run.max_logprob_mismatch. Set that"),
     Dependency("track", ("naming",), ("track.with", "track.prometheus_port"),
                lambda s: _names_tracker(s, "stdout") or s.track.prometheus_port is not None,
-               "on the terminal, which has words of its own; add another tracker to track.with"),
+               "on the terminal, which has its own labels. Add another tracker to track.with"),
     Dependency("track", ("always_use_train_step",), ("track.with",), lambda s: _names_tracker(s, "stdout"),
-               "on the terminal, which has words of its own; add another tracker to track.with"),
+               "on the terminal, which shows steps and rounds separately. Add another tracker to track.with"),
     Dependency("track", ("project", "group", "dir", "random_suffix"), ("track.with",),
                lambda s: _names_tracker(s, *_FILES),
-               "without a tracker that shows it; add wandb, swanlab, mlflow or trackio to track.with"),
+               "without a tracker that uses it. Add wandb, swanlab, mlflow or trackio to track.with"),
     Dependency("track", ("run_id",), ("track.with",), lambda s: _names_tracker(s, *_FILES, "trackio"),
-               "without a tracker that knows runs by an id; add wandb, swanlab or mlflow to track.with"),
+               "without a tracker that identifies runs by an id. Add wandb, swanlab or mlflow to track.with"),
     Dependency("track", ("entity", "mode"), ("track.with",), lambda s: _names_tracker(s, *_FILES, "mlflow", "trackio"),
-               "without wandb or swanlab; add one of them to track.with"),
+               "without wandb or swanlab. Add one of them to track.with"),
     Dependency("track", ("api_key",), ("track.with",), lambda s: _names_tracker(s, *_FILES, "trackio"),
-               "without a tracker that has accounts; add wandb, swanlab or mlflow to track.with"),
+               "without a tracker that has accounts. Add wandb, swanlab or mlflow to track.with"),
     Dependency("track", ("host",), ("track.with",),
                lambda s: _names_tracker(s, *_FILES, "mlflow", "trackio", "swanlab"),
-               "without wandb; add it to track.with"),
+               "without wandb. Add it to track.with"),
     Dependency("track", ("prometheus_host",), ("track.prometheus_port",),
                lambda s: s.track.prometheus_port is not None,
-               "without an endpoint; set track.prometheus_port"),
+               "without an endpoint. Set track.prometheus_port"),
     Dependency("algorithm", ("tis_clip", "tis_clip_low", "tis_level", "tis_mode", "tis_veto"),
                ("algorithm.use_tis", "train.custom_tis_function_path", "train.custom_loss_function_path"),
                lambda s: _algorithm(s).use_tis or _own_functions(s, "tis", "loss"),
-               "without algorithm.use_tis = true; set that"),
+               "without algorithm.use_tis = true. Set that"),
     Dependency("algorithm", ("tis_batch_normalize",), ("algorithm.use_tis",), lambda s: _algorithm(s).use_tis,
-               "without algorithm.use_tis = true; set that"),
+               "without algorithm.use_tis = true. Set that"),
     Dependency("algorithm", ("rs_level", "rs_clip", "rs_clip_low"),
                ("algorithm.use_rs", "train.custom_loss_function_path"),
                lambda s: _algorithm(s).use_rs or _own_functions(s, "loss"),
-               "without algorithm.use_rs = true; set that"),
+               "without algorithm.use_rs = true. Set that"),
     Dependency("algorithm", ("opsm_delta",), ("algorithm.use_opsm", "train.custom_loss_function_path"),
                lambda s: _algorithm(s).use_opsm or _own_functions(s, "loss"),
-               "without algorithm.use_opsm = true; set that"),
+               "without algorithm.use_opsm = true. Set that"),
     Dependency("algorithm", ("kl_loss_type", "use_unbiased_kl", "ref_load", "ref_update_interval"),
                ("algorithm.kl_coef", "algorithm.kl_loss_coef", "train.custom_loss_function_path"),
                lambda s: Need.REFERENCE in s.algorithm.needs or _own_functions(s, "loss"),
-               "without a divergence from the reference; set algorithm.kl_coef or algorithm.kl_loss_coef"),
+               "without a divergence from the reference. Set algorithm.kl_coef or algorithm.kl_loss_coef"),
     Dependency("algorithm", ("report_entropy",), ("algorithm.entropy_coef",),
                lambda s: not _algorithm(s).entropy_coef,
-               "with algorithm.entropy_coef, which measures it; set that to 0"),
+               "with algorithm.entropy_coef, which measures it. Set that to 0"),
     Dependency("algorithm", ("opd_teacher_load", "opd_teacher_url"), ("algorithm.opd_kl_coef",),
-               lambda s: bool(_algorithm(s).opd_kl_coef), "with algorithm.opd_kl_coef = 0; set opd_kl_coef"),
+               lambda s: bool(_algorithm(s).opd_kl_coef), "with algorithm.opd_kl_coef = 0. Set opd_kl_coef"),
     Dependency("algorithm", ("opd_teacher_api",), ("algorithm.opd_teacher_url",),
-               lambda s: bool(_algorithm(s).opd_teacher_url), "without algorithm.opd_teacher_url; set that"),
+               lambda s: bool(_algorithm(s).opd_teacher_url), "without algorithm.opd_teacher_url. Set that"),
     Dependency("algorithm", ("critic_load", "critic_lr", "num_critic_only_steps"), ("algorithm.critic",),
                lambda s: _algorithm(s).critic == "separate",
-               "with algorithm.critic = shared; set that to separate"),
+               "with algorithm.critic = shared. Set that to separate"),
     Dependency("algorithm", ("value_coef",), ("algorithm.critic",), lambda s: _algorithm(s).critic == "shared",
-               "with algorithm.critic = separate; set that to shared"),
+               "with algorithm.critic = separate. Set that to shared"),
 )  # fmt: skip
-"""Every key that acts only beside another; tests/settings/test_effects.py looks for more."""
+"""Every key that depends on another. tests/settings/test_effects.py checks that none is missing."""
 
 AMBIENT = ("cluster", "engine", "sglang", "vllm", "track")
 """Sections whose values from the environment describe a machine or an account, for runs of any kind."""
 
 
 def ineffective(settings: Settings) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Yield each setting with a value and no effect, the settings that decide it, and the line that says so."""
+    """Yield each setting that is set but has no effect, the settings that decide this, and the error line."""
     for dependency in DEPENDENCIES:
         section = getattr(settings, dependency.section)
         keys = [
@@ -254,16 +256,16 @@ def ineffective(settings: Settings) -> Iterator[tuple[str, tuple[str, ...], str]
                 yield (
                     name,
                     dependency.switches,
-                    f"{name} has no effect {_filled(dependency.reason, settings)}, or drop it",
+                    f"{name} has no effect {_filled(dependency.reason, settings)}, or drop it.",
                 )
     for name in settings.track.kwargs:
         if name not in settings.track.with_:
-            line = f"track.kwargs.{name} has no effect without that tracker; add {name} to track.with, or drop it"
+            line = f"track.kwargs.{name} has no effect without that tracker. Add {name} to track.with, or drop it."
             yield f"track.kwargs.{name}", ("track.with",), line
 
 
 def _is_set(name: str, section: Section, key: str) -> bool:
-    """Whether a section of this name has a key with a value that was never its default."""
+    """Return whether a key has a value that neither is nor was its default."""
     field = type(section).model_fields.get(key)
     if field is None:
         return False
@@ -272,7 +274,7 @@ def _is_set(name: str, section: Section, key: str) -> bool:
 
 
 def _filled(reason: str, settings: Settings) -> str:
-    """Return the reason with the values of the settings that it names."""
+    """Return the reason with its placeholders replaced by the values of the settings."""
     for name in ("train.backend", "cluster.executor", "sync.transport"):
         section, _, key = name.partition(".")
         reason = reason.replace(f"{{{name}}}", str(getattr(getattr(settings, section), key)))
@@ -280,10 +282,10 @@ def _filled(reason: str, settings: Settings) -> str:
 
 
 def superseded(settings: Settings, origins: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, str]:
-    """Return the settings without effect that are to be dropped, each with the reason.
+    """Return the ineffective settings that are dropped instead of rejected, each with the reason.
 
-    A later layer set what decides them, or they come from the environment and describe this machine. `origins` names
-    the layer that set each key, `ranks` has its position.
+    A later layer set what decides them, or they come from the environment and describe this machine. `origins` has the
+    layer that set each key, and `ranks` its position.
     """
     drops = {}
     for name, switches, _ in ineffective(settings):

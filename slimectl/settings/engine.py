@@ -36,8 +36,8 @@ class EngineSettings(Section):
     """Maximum sequences that an embedded engine decodes at the same time. Others wait and join as sequences finish."""
 
     prefix_cache_gib: Annotated[float, Field(ge=0)] = 1.0
-    """Memory in GiB for the prefix cache of an embedded engine. It keeps keys and values of finished sequences for
-    prompts that start with them: the next turn of a conversation, siblings, a common system prompt. 0 turns it off."""
+    """Memory in GiB for the prefix cache of an embedded engine. It keeps keys and values of finished sequences and
+    reuses them for prompts with the same start: later turns, siblings, a common system prompt. 0 turns it off."""
 
     compile_kernels: bool = True
     """Use C kernels in the embedded engine on a CPU (Linux, x86-64), compiled once if cc, gcc or clang is installed.
@@ -98,12 +98,12 @@ class EngineSettings(Section):
     @field_validator("router", mode="before")
     @classmethod
     def _read_none(cls, value: object) -> object:
-        """Return "none" for None: the loader reads the word as no value, which a router cannot have."""
+        """Return "none" for None. The loader reads none as no value, but a router always has one."""
         return "none" if value is None else value
 
 
 class SglangSettings(Section):
-    """SGLang servers: which Python runs them, and whatever else SGLang takes."""
+    """SGLang servers: the Python that runs them, and any argument of SGLang."""
 
     section_name: ClassVar[str] = "sglang"
 
@@ -122,7 +122,7 @@ class SglangSettings(Section):
 
 
 class VllmSettings(Section):
-    """vLLM servers: which Python runs them, and whatever else vLLM takes."""
+    """vLLM servers: the Python that runs them, and any argument of vLLM."""
 
     section_name: ClassVar[str] = "vllm"
 

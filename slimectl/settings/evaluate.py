@@ -12,7 +12,7 @@ from slimectl.settings.base import AdditivePenalty, RepetitionPenalty, Section, 
 
 
 class Dataset(Section):
-    """One dataset with its own settings; unset keys fall back to [eval], then to [rollout] and [score]."""
+    """One dataset with its own settings. Unset keys fall back to [eval], then to [rollout] and [score]."""
 
     path: str
     """Prompt source."""
@@ -72,7 +72,7 @@ class Dataset(Section):
     """Your own reward function, instead of rm_type."""
 
     reward_key: str | None = None
-    """Number of a dict reward to use."""
+    """Key of the number to use if a reward is a dict."""
 
     success_threshold: float | None = None
     """Reward from which a response counts as correct."""
@@ -104,7 +104,7 @@ class EvalSettings(Section):
                     first = error.errors()[0]
                     key = ".".join(map(str, first["loc"]))
                     near = difflib.get_close_matches(key, Dataset.model_fields, n=1)
-                    unknown = "unknown setting" + (f"; did you mean {near[0]}?" if near else "")
+                    unknown = "unknown setting" + (f". Did you mean {near[0]}?" if near else "")
                     message = unknown if first["type"] == "extra_forbidden" else first["msg"]
                     raise PydanticCustomError(
                         "dataset", "{key}: {what}", {"key": f"{name}.{key}", "what": message}
@@ -148,7 +148,7 @@ class EvalSettings(Section):
     """Verifier. It overrides score.custom_rm_path and score.rm."""
 
     reward_key: str | None = None
-    """Number of a dict reward to use."""
+    """Key of the number to use if a reward is a dict."""
 
     success_threshold: float = 1.0
     """Reward from which a response counts as correct."""
@@ -158,7 +158,7 @@ class EvalSettings(Section):
 
     @property
     def datasets(self) -> dict[str, Dataset]:
-        """All of `data` as tables."""
+        """All entries of `data` as tables."""
         return {name: Dataset(path=entry) if isinstance(entry, str) else entry for name, entry in self.data.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""Lists the keys of all settings, and those that differ from their defaults; suggests one for another; writes TOML."""
+"""Keys of the settings: lists all or the changed ones, suggests a key for an unknown name, and writes TOML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def flat(settings: Settings) -> Iterator[tuple[str, Any]]:
 
 
 def changed(settings: Settings) -> Iterator[str]:
-    """Yield the dotted keys whose values differ from their defaults, which are those of the algorithm."""
+    """Yield the dotted keys whose values differ from the defaults of the selected algorithm."""
     algorithm = type(settings.algorithm)()
     defaults = dict(flat(Settings(algorithm=algorithm))) | {"algorithm.name": DEFAULT_ALGORITHM}
     for section in settings.__pydantic_extra__ or ():
@@ -38,12 +38,12 @@ def changed(settings: Settings) -> Iterator[str]:
 
 
 def unused_interpreters(backend: Any) -> set[str]:
-    """Return the settings that only say where an engine is installed which is not engine.backend."""
+    """Return the interpreter settings of engines other than engine.backend."""
     return {f"{engine}.python" for engine in ("sglang", "vllm") if engine != backend}
 
 
 def keys_of(section: str, algorithm: str | None = None) -> list[str]:
-    """The keys of a section; for [algorithm], of one algorithm or of all."""
+    """Return the keys of a section. For [algorithm], return the keys of one algorithm or of all."""
     if section == "algorithm":
         classes: list[type[BaseModel]] = [ALGORITHMS[algorithm]] if algorithm in ALGORITHMS else [*ALGORITHMS.values()]
     elif section in Settings.model_fields:
@@ -57,20 +57,20 @@ def keys_of(section: str, algorithm: str | None = None) -> list[str]:
 
 
 def sections() -> dict[str, list[str]]:
-    """Every section with its keys, of all algorithms."""
+    """Return every section with its keys, including the keys of all algorithms."""
     return {section: keys_of(section) for section in Settings.model_fields}
 
 
 def setting_names() -> list[str]:
-    """Every dotted key, of all algorithms."""
+    """Return every dotted key, including the keys of all algorithms."""
     return [f"{section}.{key}" for section, keys in sections().items() for key in keys]
 
 
 def settings_toml(settings: Settings) -> str:
-    """Serialise all settings to TOML, defaults included, except values of None where that is the default.
+    """Serialise all settings to TOML, including defaults but not defaults of None.
 
-    Secrets are masked and must be supplied again with the file. TOML has no null: None where the default is not None
-    is written as the string "none", which the loader reads back.
+    Secrets are masked and must be supplied again with the file. TOML has no null, so a None that is not the default is
+    written as the string "none", which the loader reads back.
     """
     import tomli_w
 
@@ -98,14 +98,14 @@ def toml_value(value: Any) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """Drop None inside tables and lists of the user's, for which TOML has no form."""
+    """Drop None inside the user's tables and lists, because TOML cannot express it."""
     if isinstance(value, dict):
         return {key: _without_none(member) for key, member in value.items() if member is not None}
     return [_without_none(member) for member in value if member is not None] if isinstance(value, list) else value
 
 
 def _default(section: BaseModel, key: str) -> Any:
-    """The default of a key, by its name in files."""
+    """Return the default of a key, given its name in files."""
     fields = type(section).model_fields
     field = fields.get(key) or next((field for field in fields.values() if field.alias == key), None)
     return field.get_default(call_default_factory=True) if field else None
@@ -149,14 +149,14 @@ _BY_OTHER_NAME = {other_name: key for key, names in OTHER_NAMES.items() for othe
 
 
 def suggestion(name: str, available: Sequence[str], *, elsewhere: Sequence[str] = ()) -> str | None:
-    """Return the setting that an unknown name most likely means; None if none is near.
+    """Return the setting that an unknown name most likely means, or None if none is similar.
 
     >>> suggestion("train.learning_rate", ["train.lr", "train.lora_rank"])
     'train.lr'
 
-    It is the one of this name in other programs, else the most similar of the `available` ones, else one whose last
-    part is the name's, else one whose last part, or whose name in other programs, is similar to it. Those `elsewhere`
-    are not compared by similarity.
+    Tried in this order: the setting that has this name in other programs, the most similar of the `available` ones, one
+    with the same last part, and one whose last part or name in other programs is similar. Settings `elsewhere` are not
+    compared by similarity.
 
     >>> suggestion("lerning_rate", ["train.lr", "train.lora_rank"])
     'train.lr'
@@ -176,7 +176,7 @@ def suggestion(name: str, available: Sequence[str], *, elsewhere: Sequence[str] 
 
 
 def keys_of_leaf(leaf: str, available: Sequence[str]) -> list[str]:
-    """Return the keys of two parts of which the last is `leaf`; [train] and [run] before others.
+    """Return the two-part keys that end in `leaf`, with [train] and [run] first.
 
     >>> keys_of_leaf("lr", ["sft_warmup.lr", "train.lr", "algorithm.grpo.lr"])
     ['train.lr', 'sft_warmup.lr']

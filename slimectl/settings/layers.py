@@ -24,7 +24,7 @@ SERVICE_LINK = re.compile(
     r"(?!SLIMECTL_CUSTOM_)\w+_(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=.*|=\w+://.*))",
     re.S,
 )
-"""Variables that Kubernetes and Docker set in every container for a service whose name begins with slimectl."""
+"""Matches variables that Kubernetes and Docker set in every container for a service named slimectl…."""
 Values = dict[str, dict[str, Any]]
 
 
@@ -32,7 +32,7 @@ Values = dict[str, dict[str, Any]]
 class Layer:
     """One source of settings: its display name, and section -> key -> value.
 
-    A recipe that ships with slimectl sets [algorithm] for one algorithm: a later layer that names another drops it.
+    A recipe that ships with slimectl sets [algorithm] for one algorithm. A later layer with another algorithm drops it.
     """
 
     origin: str
@@ -42,12 +42,12 @@ class Layer:
     """Environment variable of each dotted key."""
 
     def place(self, name: str) -> str:
-        """Return where the layer sets a dotted key, for messages."""
+        """Describe where the layer sets a dotted key, for messages."""
         return f"environment variable {self.variables[name]}" if name in self.variables else self.origin
 
 
 def read_layers(readers: Iterable[Callable[[], Layer]]) -> tuple[list[Layer], list[str]]:
-    """Call every reader of a layer; return the layers that can be read, and a line for every error."""
+    """Call every reader. Return the layers that could be read, and one line for every error."""
     layers: list[Layer] = []
     errors: list[str] = []
     for read in readers:
@@ -59,14 +59,14 @@ def read_layers(readers: Iterable[Callable[[], Layer]]) -> tuple[list[Layer], li
 
 
 def from_file(path: Path) -> Layer:
-    """Read a TOML file, or YAML by its suffix. Raises SettingsError if it is missing or cannot be parsed."""
+    """Read a TOML or YAML file, depending on the suffix. Raises SettingsError if it is missing or cannot be parsed."""
     values = aliases.with_tracker_names(settings_document(path))
     values.pop("recipe", None)  # The description of a recipe is not a setting.
     for section, keys in values.items():
         if not isinstance(keys, dict):
             raise SettingsError(
-                f"{path}: {section}: settings stand in sections; write [section] above `{section} = …`. A file of"
-                f" another program becomes settings with `slimectl settings from {path}`"
+                f"{path}: {section}: settings belong in sections. Write [section] above `{section} = …`. Convert a"
+                f" file of another program with `slimectl settings from {path}`."
             )
     return Layer(
         str(path), {section: {str(key): value for key, value in keys.items()} for section, keys in values.items()}
@@ -75,20 +75,20 @@ def from_file(path: Path) -> Layer:
 
 YAML_SUFFIXES = (".yaml", ".yml")
 FORMS = {
-    "settings file": "a settings file has sections of keys",
-    "evaluation file": "an evaluation file has `defaults` and `datasets`",
-    "file of your settings": "settings of your own are names with values, such as `max_turns: 4`",
+    "settings file": "a settings file needs sections with keys",
+    "evaluation file": "an evaluation file needs `defaults` and `datasets`",
+    "file of your settings": "write your own settings as names with values, such as `max_turns: 4`",
 }
-"""Files that hold settings, and their form."""
+"""Kinds of settings files, each with its expected form."""
 
 
 def settings_document(path: Path) -> dict[str, Any]:
-    """Parse a settings file as it stands, its [recipe] included. Raises SettingsError."""
+    """Parse a settings file without changes, including its [recipe]. Raises SettingsError."""
     return _read_document(path, "settings file", toml=path.suffix not in YAML_SUFFIXES)
 
 
 def _read_document(path: Path, kind: str, *, toml: bool) -> dict[str, Any]:
-    """Parse a file of TOML or YAML. Raises SettingsError, which calls the file a `kind`."""
+    """Parse a TOML or YAML file. Raises SettingsError, which calls the file a `kind`."""
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text) if toml else _yaml(text)
@@ -114,7 +114,7 @@ def _yaml(text: str) -> Any:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
-    """Read every environment variable SLIMECTL_SECTION_KEY=value; the section is the longest known one.
+    """Read every environment variable SLIMECTL_SECTION_KEY=value. The longest matching section wins.
 
     Variables that Kubernetes sets for a service named slimectl are ignored.
 
@@ -135,12 +135,12 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
 
 
 def _longest(sections: Iterable[str], words: str) -> str | None:
-    """The longest section that the words of a variable begin with."""
+    """Return the longest section that the name of a variable begins with."""
     return max((section for section in sections if words.startswith(f"{section}_")), key=len, default=None)
 
 
 def from_assignments(assignments: Iterable[str], origin: str = "command line") -> Layer:
-    """Parse assignments `section.key=value`; a third part addresses a table: eval.data.aime=aime.jsonl."""
+    """Parse assignments `section.key=value`. A third part is a key of a table: eval.data.aime=aime.jsonl."""
     values: Values = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -158,14 +158,14 @@ def from_assignments(assignments: Iterable[str], origin: str = "command line") -
 
 
 def read_assignments(assignments: Iterable[str]) -> tuple[Layer, list[str]]:
-    """Parse the assignments that can be parsed into one layer; also return a line for each of the others."""
+    """Parse assignments into one layer. Also return an error line for each one that cannot be parsed."""
     layers, errors = read_layers(partial(from_assignments, [each]) for each in assignments)
     values: Values = reduce(merge, (layer.values for layer in layers), {})
     return Layer("command line", values), errors
 
 
 def nested(values: Mapping[str, Any]) -> Values:
-    """Sections from dotted keys; a third part addresses a table.
+    """Return sections from dotted keys. A third part is a key of a table.
 
     >>> nested({"run.num_rollout": 2, "eval.data.aime": "aime.jsonl"})
     {'run': {'num_rollout': 2}, 'eval': {'data': {'aime': 'aime.jsonl'}}}
@@ -185,7 +185,7 @@ def nested(values: Mapping[str, Any]) -> Values:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value, `none` as None; any other text is returned unchanged."""
+    """Parse a TOML value, `none` as None. Any other text is returned unchanged."""
     if text.strip().lower() in ("none", "null"):
         return None
     try:
@@ -195,7 +195,7 @@ def parse_value(text: str) -> Any:
 
 
 def merge(old: Any, new: Any) -> Any:
-    """Merge tables key by key; any other value is replaced."""
+    """Merge tables key by key. Any other value of `old` is replaced."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
     return {**old, **{key: merge(old.get(key), value) for key, value in new.items()}}
@@ -205,14 +205,14 @@ SPELLINGS = {
     "n_samples_per_eval_prompt": "n_samples_per_prompt",
     "eval_interval": "interval",
 }
-"""Slime's key names and their slimectl equivalents; any key may also be prefixed with eval_ or rollout_."""
+"""Slime's key names and their slimectl equivalents. Any key may also be prefixed with eval_ or rollout_."""
 
 
 def from_eval_config(path: Path) -> Layer:
     """Read [eval] from a YAML or TOML file.
 
-    The file has `defaults` (or `default`) for all datasets, and `datasets`: a list of tables with `name` and `path`,
-    or a table of those by name; all of it may be nested under `eval`. Raises SettingsError for anything else.
+    The file has `defaults` (or `default`) for all datasets, and `datasets`. That is a list of tables with `name` and
+    `path`, or a table of them by name. All of it may be nested under `eval`. Raises SettingsError for anything else.
     """
     document = _read_document(path, "evaluation file", toml=path.suffix == ".toml")
     document = document.get("eval", document)
@@ -242,12 +242,12 @@ def _as_list(datasets: Any) -> list[Any]:
 
 def _parse_dataset(path: Path, entry: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(entry, dict) or not entry.get("name") or not entry.get("path"):
-        raise SettingsError(f"{path}: datasets: each is a table with `name` and `path`, not {entry!r}")
+        raise SettingsError(f"{path}: datasets: each must be a table with `name` and `path`, not {entry!r}")
     return str(entry["name"]), _normalize_keys({key: value for key, value in entry.items() if key != "name"})
 
 
 def _normalize_keys(options: dict[str, Any]) -> dict[str, Any]:
-    """Rename keys to those of [eval], and drop null values."""
+    """Rename keys to the names in [eval], and drop null values."""
     short = {key.removeprefix("eval_").removeprefix("rollout_"): key for key in options if key not in SPELLINGS}
     named = {name: options[key] for name, key in short.items()}
     named |= {ours: options[theirs] for theirs, ours in SPELLINGS.items() if theirs in options}

@@ -31,7 +31,7 @@ class Resolved:
 def resolve(layers: Sequence[Layer], problems: Sequence[str] = ()) -> Resolved:
     """Merge the layers, later over earlier, and validate.
 
-    Raises SettingsError with a line for every error, and for the `problems` that reading the layers had.
+    Raises SettingsError with a line for every error, including the `problems` from reading the layers.
     """
     resolution, errors = examine(layers)
     if errors := [*problems, *errors]:
@@ -40,10 +40,10 @@ def resolve(layers: Sequence[Layer], problems: Sequence[str] = ()) -> Resolved:
 
 
 def examine(layers: Sequence[Layer]) -> tuple[Resolved, list[str]]:
-    """Merge and validate the layers as far as they are valid; also return a line for every error.
+    """Merge the layers and keep the valid settings. Also return a line for every error.
 
-    Keys that are unknown or have an invalid value are at their defaults in the result. Settings of earlier layers are
-    dropped where a later one turned off what they belong to.
+    Unknown keys and keys with an invalid value get their defaults. Settings of an earlier layer are dropped if a later
+    layer turned off the feature that they belong to.
     """
     merged: Values = {}
     origins: dict[str, str] = {}
@@ -68,14 +68,14 @@ def examine(layers: Sequence[Layer]) -> tuple[Resolved, list[str]]:
             origins[name] = f"default, as {reason}"
         settings, _ = _validated(merged, origins)
     errors += invalid.values()
-    # A key at its default because its value is invalid must not be blamed for what it then contradicts.
+    # A key that is at its default because its value was invalid must not cause further errors.
     sections = {name.partition(".")[0] for name in invalid}
     errors += [line for line in conflicts(settings) if not any(f"{section}." in line for section in sections)]
     return Resolved(settings, {name: origins.get(name, "default") for name, _ in flat(settings)}), errors
 
 
 def _empty_collections(merged: Values) -> None:
-    """Replace `none` by an empty list or table where the setting is one."""
+    """Replace `none` by an empty list or table if the setting is one."""
     for section, values in merged.items():
         info = Settings.model_fields.get(section)
         fields = getattr(info.annotation if info else None, "model_fields", {})
@@ -86,7 +86,7 @@ def _empty_collections(merged: Values) -> None:
 
 
 def _validated(merged: Values, origins: dict[str, str]) -> tuple[Settings, dict[str, str]]:
-    """Validate the values, and remove those that are invalid; return the settings, and a line for each of those."""
+    """Validate the values and remove invalid ones. Return the settings, and an error line for each invalid key."""
     invalid: dict[str, str] = {}
     while True:
         parts = _part_sections(merged, origins, invalid)
@@ -97,10 +97,10 @@ def _validated(merged: Values, origins: dict[str, str]) -> tuple[Settings, dict[
         for name, line in lines.items():
             invalid.setdefault(name, line)
             section, _, key = name.partition(".")
-            if key not in merged.get(section, {}):  # a whole section is wrong, or a default of it
+            if key not in merged.get(section, {}):  # the whole section or one of its defaults is invalid
                 raise SettingsError("\n".join(invalid.values())) from None
             del merged[section][key]
-            if name == "algorithm.name":  # of which algorithm its other keys are is unknown
+            if name == "algorithm.name":  # the other keys cannot be checked without the algorithm
                 del merged[section]
                 break
 
@@ -127,16 +127,16 @@ ALTERNATIVES = {
     "run": ("num_rollout", "num_epoch"),
     "train": ("lr_warmup_iters", "lr_warmup_fraction"),
 }
-"""Keys of a section of which one is in effect: those of a later layer replace those of the layers before."""
+"""Keys of a section of which only one has an effect. Setting one in a later layer replaces the others."""
 
 COMMAND_LINE = ("command line", "flag")
-"""Origins that a user writes side by side, so that neither replaces what the other says."""
+"""Origins that are both on the command line, so neither overrides the other."""
 
 
 def _replace_alternatives(
     values: Mapping[tuple[str, str], Any], layer: Layer, merged: Values, origins: dict[str, str]
 ) -> Iterator[str]:
-    """Remove from `merged` the alternatives of those keys that this layer sets; yield what contradicts itself."""
+    """Remove from `merged` the alternatives to the keys that this layer sets. Yield a line for each contradiction."""
     for section, keys in ALTERNATIVES.items():
         given = [key for key in keys if values.get((section, key))]
         for key in keys:
@@ -145,17 +145,17 @@ def _replace_alternatives(
                 continue
             if layer.origin in COMMAND_LINE and origins[name] in COMMAND_LINE:
                 yield (
-                    f"{section}.{given[0]} and {name} are both on the command line, and one of them would be ignored; "
-                    f"give one"
+                    f"{section}.{given[0]} and {name} are both on the command line, but only one can have an effect. "
+                    f"Set only one."
                 )
             del merged[section][key]
             origins[name] = f"default, as {layer.origin} sets {section}.{given[0]}"
 
 
 def _part_sections(merged: Values, origins: dict[str, str], invalid: dict[str, str]) -> dict[str, BaseModel]:
-    """The validated sections that parts of other packages bring, if they are selected or have values.
+    """Return the validated sections of third-party parts that are selected or have values.
 
-    The keys of a section with errors are dropped; lines about them are added to `invalid`.
+    Invalid keys are dropped, and a line for each is added to `invalid`.
     """
     sections: dict[str, BaseModel] = {}
     for name in {*(merged.keys() - Settings.model_fields.keys()), *selected_parts(merged)}:
@@ -169,7 +169,7 @@ def _part_sections(merged: Values, origins: dict[str, str], invalid: dict[str, s
 
 
 def _current_values(layer: Layer, merged: Values, errors: list[str]) -> dict[tuple[str, str], Any]:
-    """The layer's values by present section and key; unknown keys, and second names of one setting, are `errors`."""
+    """Return the layer's values by present section and key. Unknown keys and duplicate names are added to `errors`."""
     values: dict[tuple[str, str], Any] = {}
     spellings: dict[tuple[str, str], str] = {}
     for old_section, keys in layer.values.items():
@@ -183,8 +183,8 @@ def _current_values(layer: Layer, merged: Values, errors: list[str]) -> dict[tup
             if address in spellings:
                 name = ".".join(address)
                 errors.append(
-                    f"{spellings[address]} and {old_section}.{old_key} are the same setting ({layer.origin}); give "
-                    f"{name} alone"
+                    f"{spellings[address]} and {old_section}.{old_key} are the same setting ({layer.origin}). Set "
+                    f"only {name}."
                 )
                 continue
             spellings[address] = f"{old_section}.{old_key}"
@@ -193,9 +193,9 @@ def _current_values(layer: Layer, merged: Values, errors: list[str]) -> dict[tup
 
 
 def _known_key(section: str, key: str, layer: Layer, merged: Values) -> tuple[str, str]:
-    """The present section, and the key without its section's name: `rollout.rollout_temperature` is `temperature`.
+    """Return the present section and key. A section prefix is removed: `rollout.rollout_temperature` is `temperature`.
 
-    The key may be an old one. Raises SettingsError for an unknown name.
+    The key may be an old name. Raises SettingsError for an unknown name.
     """
     current = aliases.current_section(section)
     if current == "custom":
@@ -213,22 +213,22 @@ def _known_key(section: str, key: str, layer: Layer, merged: Values) -> tuple[st
 def _unknown_key(name: str, keys_by_section: dict[str, list[str]], layer: Layer) -> str:
     names = [f"{section}.{key}" for section, keys in keys_by_section.items() for key in keys]
     near = suggestion(name, names + aliases.old_names(keys_by_section), elsewhere=setting_names())
-    hint = f"did you mean {near}?" if near else "`slimectl settings show` lists all"
-    return f"{name}: unknown setting ({layer.place(name)}); {hint}"
+    hint = f"Did you mean {near}?" if near else "`slimectl settings show` lists all settings."
+    return f"{name}: unknown setting ({layer.place(name)}). {hint}"
 
 
 def _error_lines(error: ValidationError, origins: dict[str, str], prefix: tuple[str, ...] = ()) -> dict[str, str]:
-    """The lines of pydantic's errors by dotted key; several of one key are one line each."""
+    """Return pydantic's errors as lines by dotted key."""
     lines: dict[str, str] = {}
     for item in error.errors():
         parts = [str(part) for part in (*prefix, *item["loc"])]
         if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in ALGORITHMS:
-            del parts[1]  # pydantic names the member of the union, which is no part of the key
+            del parts[1]  # pydantic adds the member of the union, which is not part of the key
         name = ".".join(parts[:2])
         if item["type"] == "union_tag_invalid":
             name, line = (
                 "algorithm.name",
-                f"algorithm.name: unknown algorithm {item['ctx']['tag']!r}; known are {', '.join(ALGORITHMS)}",
+                f"algorithm.name: unknown algorithm {item['ctx']['tag']!r}. Choose one of {', '.join(ALGORITHMS)}.",
             )
         else:
             message = item["msg"][:1].lower() + item["msg"][1:]

@@ -1,4 +1,4 @@
-"""What the rest of the code may ask of an algorithm's settings: its needs, its data, its models, its reduction."""
+"""Interface of an algorithm's settings: its needs, data, models and loss reduction."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Reduction = Literal["rollout_mean", "per_token", "fixed_length"]
 
 
 class Need(StrEnum):
-    """A prerequisite of an algorithm, besides the policy and tokens with a loss mask."""
+    """A prerequisite of an algorithm, in addition to the policy and tokens with a loss mask."""
 
     REWARDS = "rewards"
     """A reward for every sample."""
 
     GROUPS = "groups"
-    """Several answers to a prompt, which are compared with one another."""
+    """Several responses to a prompt, which are compared with each other."""
 
     PAIRS = "pairs"
-    """Pairs of a better and a worse answer."""
+    """Pairs of a better and a worse response."""
 
     CRITIC = "critic"
-    """Values from before the updates of the round, of a critic that is trained beside the policy."""
+    """Values of a critic that is trained along with the policy, from before the updates of the round."""
 
     REFERENCE = "reference"
     """Log-probabilities of a frozen reference."""
@@ -43,7 +43,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True)
 class CriticOptions:
-    """The critic that an algorithm trains: where it begins, and how it learns beside the policy."""
+    """The critic that an algorithm trains: its initial model and how it is trained along with the policy."""
 
     load: str | None
     lr: float
@@ -51,7 +51,7 @@ class CriticOptions:
     """Policy and critic are one model."""
 
     only_steps: int
-    """First steps, in which the critic alone is updated, if the two are separate."""
+    """Number of first steps that update only the critic, if the two are separate."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,23 @@ class TeacherOptions:
     load: str | None
     urls: tuple[str, ...]
     api: str
-    """API that the servers speak."""
+    """API of the servers."""
 
     kl_coef: float
-    """Weight of the divergence from the teacher, taken off the advantage of each token."""
+    """Weight of the divergence from the teacher, which is subtracted from the advantage of each token."""
 
 
 class AlgorithmSection(Section):
-    """Base class of the settings of an algorithm; the defaults are those of one that needs no other model."""
+    """Base class of the settings of an algorithm. The defaults suit an algorithm without other models."""
 
     trains_on: ClassVar[Literal["rollouts", "demonstrations", "preferences"]] = "rollouts"
-    """Samples of the policy itself; answers to imitate; answers of which one is better than the other."""
+    """rollouts: samples of the policy. demonstrations: responses to imitate. preferences: pairs of responses."""
 
     baseline: ClassVar[Baseline] = "none"
-    """What a reward is compared with; with "none" a prompt needs no second answer."""
+    """Baseline that a reward is compared with. With "none", one response per prompt is enough."""
 
     trained_output: ClassVar[Literal["log_probs", "values"]] = "log_probs"
-    """The output of the model that the loss is of: a reward model is trained by its values."""
+    """Model output that the loss is computed from. A reward model is trained through its values."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -101,17 +101,17 @@ class AlgorithmSection(Section):
 
     @property
     def reference_load(self) -> str | None:
-        """Model of the reference; None for the one that training starts from."""
+        """Path of the reference model. None means the model that training starts from."""
         return None
 
     @property
     def reference_interval(self) -> int | None:
-        """Rounds after which the reference becomes the policy of then; None if it never does."""
+        """Rounds after which the reference is replaced by the current policy. None means never."""
         return None
 
     @property
     def critic_options(self) -> CriticOptions | None:
-        """The critic that is trained beside the policy; None without one."""
+        """Options of the critic that is trained along with the policy, or None without one."""
         return None
 
     @property
@@ -122,12 +122,12 @@ class AlgorithmSection(Section):
 
     @property
     def teacher_options(self) -> TeacherOptions | None:
-        """The teacher that the policy is distilled from; None without one."""
+        """Options of the teacher that the policy is distilled from, or None without one."""
         return None
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
-        """Yield conflicts within [algorithm], each as a line that names the keys and the remedy.
+        """Yield each conflict within [algorithm] as one line with the keys and the remedy.
 
-        `temperature` is that of the rollout.
+        `temperature` is rollout.temperature.
         """
         return iter(())

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 PLACEHOLDER = re.compile(r"\$\{([^{}]*)\}")
 ROLL_NAMES = {"exp_name": "run.name"}
 DEFAULTS = {"run.name": "run"}
-"""What a setting means where it is not given."""
+"""Values used for settings that are unset."""
 
 
 def filled(value: Any, settings: Settings, *, setting: str) -> Any:
     """Return a value, or a table or list of values, with every placeholder replaced.
 
-    Raises SettingsError for a placeholder that names no setting, or one without a text or a number.
+    Raises SettingsError for a placeholder that is not a setting, or whose setting is not a string or a number.
     """
     if isinstance(value, dict):
         return {key: filled(item, settings, setting=f"{setting}.{key}") for key, item in value.items()}
@@ -36,10 +36,12 @@ def _text(name: str, settings: Settings, setting: str) -> str:
     fields = type(getattr(settings, section)).model_fields if section in type(settings).model_fields else {}
     if key not in fields:
         raise SettingsError(
-            f"{setting}: ${{{name}}} names no setting. Write ${{SECTION.KEY}}, for example ${{run.name}}, or the value."
+            f"{setting}: ${{{name}}} is not a setting. Write ${{SECTION.KEY}}, for example ${{run.name}}, or the value."
         )
     value = getattr(getattr(settings, section), key)
     value = DEFAULTS.get(f"{section}.{key}") if value is None else value
     if not isinstance(value, str | int | float):
-        raise SettingsError(f"{setting}: ${{{name}}} has no text or number. Set {section}.{key}, or write the value.")
+        raise SettingsError(
+            f"{setting}: ${{{name}}} is not set to a string or a number. Set {section}.{key}, or write the value."
+        )
     return str(value)

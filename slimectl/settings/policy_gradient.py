@@ -24,7 +24,7 @@ class PolicyGradient(AlgorithmSection):
     """Whether rewards are used for training. If false, they are only reported."""
 
     name: str
-    """Which algorithm."""
+    """Algorithm name."""
 
     drop_zero_std_groups: bool = False
     """Drop groups whose rewards are all equal (DAPO). The other groups then count more, and the step is larger."""
@@ -126,7 +126,7 @@ class PolicyGradient(AlgorithmSection):
 
     @property
     def needs_by_setting(self) -> dict[str, Need]:
-        """Log-probabilities that switched-on settings need, by setting."""
+        """Log-probabilities that the enabled settings need, by setting."""
         switches = {
             "kl_coef": (self.kl_coef, Need.REFERENCE),
             "kl_loss_coef": (self.kl_loss_coef, Need.REFERENCE),
@@ -177,42 +177,45 @@ class PolicyGradient(AlgorithmSection):
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if self.kl_coef and self.kl_loss_coef:
             yield (
-                "algorithm.kl_coef and algorithm.kl_loss_coef exclude each other: the divergence goes into the reward "
-                "or into the loss; set one to 0"
+                "algorithm.kl_coef and algorithm.kl_loss_coef cannot be combined: the divergence is part of either the "
+                "reward or the loss. Set one to 0."
             )
         if self.calculate_per_token_loss and self.fixed_length:
-            yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"
+            yield (
+                "algorithm.calculate_per_token_loss and algorithm.fixed_length cannot be combined: both are "
+                "reductions. Set only one."
+            )
         yield from self._teacher_conflicts(temperature)
         yield from self._correction_conflicts()
 
     def _teacher_conflicts(self, temperature: float) -> Iterator[str]:
         urls = self.opd_teacher_url
         if urls and self.opd_teacher_load:
-            yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url are two teachers; give one of them"
+            yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url cannot be combined. Set only one."
         if urls and temperature != 1.0:
             yield (
-                f"algorithm.opd_teacher_url and rollout.temperature: {temperature:g} exclude each other: servers tell "
-                f"the probabilities of temperature 1; set that, or give algorithm.opd_teacher_load"
+                f"algorithm.opd_teacher_url and rollout.temperature: {temperature:g} cannot be combined: servers "
+                f"return probabilities at temperature 1. Set it to 1, or use algorithm.opd_teacher_load."
             )
         for url in urls:
             if not url.startswith(("http://", "https://", *REFERENCES)):
-                yield f"algorithm.opd_teacher_url: {url!r} is no address; write http://HOST:PORT"
+                yield f"algorithm.opd_teacher_url: {url!r} is not an address. Use http://HOST:PORT"
 
     def _correction_conflicts(self) -> Iterator[str]:
         for key in ("use_tis", "use_rs"):
             if self.use_rollout_logprobs and getattr(self, key):
                 yield (
-                    f"algorithm.use_rollout_logprobs and algorithm.{key} exclude each other: with the engine's own "
-                    f"log-probabilities there is nothing to correct; drop one"
+                    f"algorithm.use_rollout_logprobs and algorithm.{key} cannot be combined: with the engine's own "
+                    f"log-probabilities there is nothing to correct. Drop one."
                 )
         for kind in ("tis", "rs"):
             low, high = getattr(self, f"{kind}_clip_low"), getattr(self, f"{kind}_clip")
             if low > high:
-                yield f"algorithm.{kind}_clip_low: {low:g} is above algorithm.{kind}_clip: {high:g}; swap them"
+                yield f"algorithm.{kind}_clip_low: {low:g} is above algorithm.{kind}_clip: {high:g}. Swap them."
         if self.tis_mode == "truncate" and self.tis_clip_low:
             yield (
                 f"algorithm.tis_clip_low: {self.tis_clip_low:g} has no effect with algorithm.tis_mode = "
-                f'"truncate", which holds the upper bound only; set tis_mode = "clip" or drop it'
+                f'"truncate", which uses only the upper bound. Set tis_mode = "clip", or drop it.'
             )
 
 

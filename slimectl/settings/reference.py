@@ -30,7 +30,7 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Yield every setting; those of an algorithm as `algorithm.KEY` and `algorithm.NAME.KEY`."""
+    """Yield every setting. Algorithm settings are `algorithm.KEY` and `algorithm.NAME.KEY`."""
     for section in Settings.model_fields:
         if section != "algorithm":
             yield from _section_entries(section, type(getattr(Settings(), section)))
@@ -42,7 +42,7 @@ def entries() -> Iterator[Entry]:
 
 
 def descriptions(cls: type[BaseModel]) -> dict[str, str]:
-    """Return the docstrings under the fields of a section, inherited fields included, by the name of the field."""
+    """Return the docstrings under the fields of a section by field name, including inherited fields."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base is BaseModel or not issubclass(base, BaseModel):
@@ -59,14 +59,14 @@ def descriptions(cls: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
-    """Return the definitions of a module's classes by their qualified names; none for a module without a file."""
+    """Return the definitions of a module's classes by qualified name. Empty for a module without a file."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
         return {}
     definitions: dict[str, ast.ClassDef] = {}
     nodes: list[tuple[str, ast.stmt]] = [("", node) for node in tree.body]
-    for prefix, node in nodes:  # grows by what the classes and functions contain
+    for prefix, node in nodes:  # grows by the contents of classes and functions
         if isinstance(node, ast.ClassDef):
             definitions[prefix + node.name] = node
             nodes += [(f"{prefix}{node.name}.", inner) for inner in node.body]
@@ -76,7 +76,7 @@ def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a settings file: [algorithm] by its name, and "none" where a setting may be none."""
+    """Return the JSON schema of a settings file. "none" is allowed wherever a setting may be None."""
     schema: dict[str, Any] = _with_none(Settings.model_json_schema(by_alias=True))
     for cls in _classes(Section):
         _describe(schema["$defs"].get(cls.__name__, {}), cls)
@@ -97,7 +97,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _classes(cls: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """Yield the classes of settings that derive from a class; those of other packages are in no schema."""
+    """Yield the settings classes that derive from a class, without the classes of other packages."""
     for subclass in cls.__subclasses__():
         if subclass.__module__.startswith("slimectl.settings."):
             yield subclass

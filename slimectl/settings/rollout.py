@@ -74,14 +74,14 @@ class RolloutSettings(Section):
     """Sample from tokens with at least this fraction of the highest probability."""
 
     repetition_penalty: RepetitionPenalty = 1.0
-    """Divide positive logits of tokens that the response already has by this, and multiply negative ones by it; 1 is
-    off. vLLM also counts the tokens of the prompt. See docs/algorithms.md on training with penalties."""
+    """For tokens that the response already has, divide positive logits by this and multiply negative ones. 1 is off.
+    vLLM also counts the tokens of the prompt. See docs/algorithms.md on training with penalties."""
 
     presence_penalty: AdditivePenalty = 0.0
-    """Subtract this from the logits of tokens that the response already has; 0 is off."""
+    """Subtract this from the logits of tokens that the response already has. 0 is off."""
 
     frequency_penalty: AdditivePenalty = 0.0
-    """Subtract this from the logit of a token for each time that the response already has it; 0 is off."""
+    """Subtract this from the logit of a token for each time that the response already has it. 0 is off."""
 
     max_response_len: PositiveInt = 256
     """Maximum tokens of a response."""
@@ -223,7 +223,7 @@ class RolloutSettings(Section):
     @field_validator("template_date", mode="before")
     @classmethod
     def _check_date(cls, value: Any) -> Any:
-        """Read a date, as a text or as TOML's date without quotes."""
+        """Accept a date as a string or as a TOML date without quotes."""
         text = value.isoformat() if isinstance(value, datetime.date) else value
         try:
             return datetime.date.fromisoformat(text).isoformat() if isinstance(text, str) else text
@@ -233,14 +233,14 @@ class RolloutSettings(Section):
     @field_validator("env")
     @classmethod
     def _check_environment(cls, name: str | None) -> str | None:
-        """Refuse a name without a kind."""
+        """Reject a name without a kind."""
         if name is not None and not all(name.partition(":")):
             raise PydanticCustomError("environment", "{name}: write it as KIND:ID", {"name": name})
         return name
 
     @model_validator(mode="after")
     def _play_all_tasks(self) -> Self:
-        """Take the tasks of an environment as data where no data is named."""
+        """Use the tasks of the environment as data if no data is set."""
         if self.env is not None and not self.data:
             self.__dict__["data"] = ["env"]
         return self

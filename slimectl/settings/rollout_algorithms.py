@@ -19,7 +19,7 @@ class Grpo(GroupNormalized, ClippedRatio):
 
 
 class DrGrpo(GroupNormalized, ClippedRatio):
-    """GRPO done right: blind to lengths and to a group's spread (Liu et al. 2025, arXiv:2503.20783)."""
+    """GRPO done right: without the biases from length and from a group's spread (Liu et al. 2025, arXiv:2503.20783)."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
     """Which algorithm."""
@@ -53,7 +53,7 @@ class Dapo(GroupNormalized, ClippedRatio):
 
 
 class Gspo(GroupNormalized, ClippedRatio):
-    """Group sequence policy optimisation: one ratio per answer (Zheng et al. 2025, arXiv:2507.18071)."""
+    """Group sequence policy optimisation: one ratio per response (Zheng et al. 2025, arXiv:2507.18071)."""
 
     surrogate: ClassVar[str] = "gspo"
 
@@ -76,7 +76,7 @@ class Cispo(GroupNormalized, RatioBounds):
     """Which algorithm."""
 
     eps_clip: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Lower bound of a token's weight, as the distance from 1. At 1 there is no bound."""
+    """Lower bound of a token's weight, as the distance from 1. A value of 1 turns the bound off."""
 
     eps_clip_high: Annotated[float, Field(gt=0)] | None = 4.0
     """Upper bound of a token's weight, as the distance from 1. Default: eps_clip."""
@@ -116,7 +116,7 @@ class Gmpo(GroupNormalized, RatioBounds):
 
 
 class Rloo(ClippedRatio):
-    """REINFORCE, leave-one-out: the others are the baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
+    """REINFORCE leave-one-out: the other responses are the baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
     baseline: ClassVar[Baseline] = "leave_one_out"
 
@@ -141,9 +141,9 @@ class Opo(ClippedRatio):
 
 
 class MaxRl(ClippedRatio):
-    """Maximum-likelihood RL: hard prompts weigh by the inverse of their success (Tajwar et al. 2026, arXiv:2602.02710).
+    """Maximum-likelihood RL: weights a prompt by 1 / its success rate (Tajwar et al. 2026, arXiv:2602.02710).
 
-    For rewards from 0 on, 0 for a wrong answer.
+    For nonnegative rewards that are 0 for a wrong response.
     """
 
     baseline: ClassVar[Baseline] = "mean_normalized"
@@ -160,12 +160,12 @@ class ReinforceFamily(ClippedRatio):
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if not self.normalize_advantages:
-            yield f"algorithm.normalize_advantages: algorithm.name {self.name} needs it; drop the key"
+            yield f"algorithm.normalize_advantages: algorithm.name {self.name} needs it. Drop the key."
         yield from super().conflicts(temperature=temperature)
 
 
 class ReinforcePlusPlus(ReinforceFamily):
-    """Returns of every token, whitened over the batch instead of a group (Hu et al. 2025, arXiv:2501.03262)."""
+    """Per-token returns, whitened over the batch instead of a group (Hu et al. 2025, arXiv:2501.03262)."""
 
     baseline: ClassVar[Baseline] = "none"
 
@@ -177,7 +177,7 @@ class ReinforcePlusPlus(ReinforceFamily):
 
 
 class ReinforcePlusPlusBaseline(ReinforceFamily):
-    """REINFORCE++ with a baseline: reward less the group's mean, whitened over the batch (arXiv:2501.03262)."""
+    """REINFORCE++ with a baseline: reward minus the group's mean, whitened over the batch (arXiv:2501.03262)."""
 
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     """Which algorithm."""
@@ -251,8 +251,8 @@ class Opd(ClippedRatio):
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if self.kl_coef:
             yield (
-                "algorithm.kl_coef has no effect with algorithm.name opd, which learns from no reward; use "
-                "algorithm.kl_loss_coef"
+                "algorithm.kl_coef has no effect with algorithm.name opd, which does not train on rewards. Use "
+                "algorithm.kl_loss_coef."
             )
         yield from super().conflicts(temperature=temperature)
 

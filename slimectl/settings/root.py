@@ -23,7 +23,7 @@ SectionType = TypeVar("SectionType", bound=BaseModel)
 
 
 class Settings(Section):
-    """All settings of a stage or a run; parts of other packages may add sections of their own, by their names."""
+    """All settings of a stage or a run. Third-party parts may add sections with their own names."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -47,19 +47,19 @@ class Settings(Section):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_sections(cls, values: Any) -> Any:
-        """Reject sections that are neither slimectl's nor validated ones of another package's part."""
+        """Reject sections that are neither slimectl's nor validated sections of third-party parts."""
         for name in values.keys() - cls.model_fields.keys() if isinstance(values, dict) else ():
             if not isinstance(values[name], BaseModel):
                 raise ValueError(f"{name}: unknown section")
         return values
 
     def part_section(self, name: str, cls: type[SectionType]) -> SectionType:
-        """The section that a part of another package brings; its defaults if these settings have none."""
+        """Return the section of a third-party part, or its defaults if these settings have none."""
         section = (self.__pydantic_extra__ or {}).get(name)
         return section if isinstance(section, cls) else cls()
 
     def model_post_init(self, _: Any) -> None:
-        """Register the secrets of these settings, so that no message of this process shows them."""
+        """Register the secrets of these settings, so that messages of this process mask them."""
         for secret in secrets_in(self.model_dump()):
             remember(secret)
 
@@ -70,13 +70,13 @@ class Settings(Section):
 
     @property
     def has_agent(self) -> bool:
-        """Whether attempts are an agent's, which may reward them itself."""
+        """Whether an agent makes the attempts. It may also reward them."""
         rollout = self.rollout
         return bool(rollout.env or rollout.agent or rollout.custom_generate_function_path)
 
     @property
     def names_verifier(self) -> bool:
-        """Whether [score] names what grades, which then goes before the reward of an agent."""
+        """Whether [score] sets a reward, which then overrides the reward of an agent."""
         return bool(self.score.rm_type or self.score.rm or self.score.custom_rm_path)
 
     @property
@@ -98,7 +98,7 @@ class Settings(Section):
 
     @property
     def rollout_gpus(self) -> int:
-        """Number of GPUs of all engines (on a CPU: of engines); of servers that run already, by their addresses."""
+        """Total GPUs of all engines (on a CPU: engines). Running servers count as one per address."""
         if self.cluster.rollout_num_gpus is not None:
             return self.cluster.rollout_num_gpus
         return max(len(self.engine.url) * self.cluster.rollout_num_gpus_per_engine, sum(self.engine_gpus))
@@ -111,18 +111,18 @@ class Settings(Section):
 
     @property
     def stage_uses_servers(self) -> bool:
-        """Whether engines of a stage outside a run are servers. On a cluster one engine is, as the stage runs here."""
+        """Whether engines of a stage outside a run are servers. On a cluster they always are."""
         return self.uses_servers or self.cluster.executor != "local"
 
     @property
     def deterministic(self) -> bool:
-        """Whether the trainer takes deterministic kernels, under either of its keys."""
+        """Whether the trainer uses deterministic kernels, set by either of its keys."""
         is_mode = self.train.backend == "megatron" and bool(self.megatron.args.get("deterministic_mode"))
         return self.train.deterministic or is_mode
 
     @property
     def recompute_granularity(self) -> Granularity | None:
-        """What the backward pass computes again, under any of its three keys."""
+        """What the backward pass recomputes, set by any of its three keys."""
         if self.train.gradient_checkpointing:
             return "full"
         return self.megatron.recompute_granularity or self.train.recompute_granularity
@@ -135,12 +135,12 @@ class Settings(Section):
 
     @property
     def policy_temperature(self) -> float:
-        """Temperature of the policy's log-probabilities: that of the rollout, 1 for data that no rollout made."""
+        """Temperature of the policy's log-probabilities: rollout.temperature, or 1 for data that was not sampled."""
         return self.rollout.temperature if self.algorithm.trains_on == "rollouts" else 1.0
 
     @property
     def rollouts_per_round(self) -> int:
-        """Number of attempts per round; demonstrations (sft) have one per prompt, preferences (dpo) one pair."""
+        """Number of attempts per round. Demonstrations (sft) count one per prompt, and preferences (dpo) one pair."""
         if self.algorithm.trains_on != "rollouts":
             return self.train.global_batch_size or self.run.rollout_batch_size
         return self.run.rollout_batch_size * self.rollout.n_samples_per_prompt

@@ -18,7 +18,7 @@ OWN_TRACKERS = ("stdout", "jsonl")
 KEY_VARIABLES = {"wandb": "WANDB_API_KEY", "swanlab": "SWANLAB_API_KEY", "mlflow": "MLFLOW_TRACKING_TOKEN"}
 """Trackers with an account, and the environment variable of its key."""
 SECRETS = ("key", "token", "password", "secret")
-"""Last words of an argument's name that mark it as a secret."""
+"""Last parts of argument names that mark a secret."""
 
 
 class RunSettings(Section):
@@ -99,8 +99,8 @@ class RunSettings(Section):
     within every group. The metric is rollout/no_signal. `stop` saves and exits with code 1."""
 
     on_data_change: Literal["warn", "stop"] = "stop"
-    """What a resume does if the data of `rollout.data` is no longer that of the checkpoint. The run continues at its
-    position in the data, so prompts would repeat or be left out. Changed data of [eval] is a warning in any case."""
+    """What to do on resume if the data of `rollout.data` has changed since the checkpoint. The run continues at its
+    position in the data, so prompts would repeat or be skipped. Changed data of [eval] is always only a warning."""
 
     no_signal_rounds: PositiveInt = 10
     """Consecutive rounds without a signal before on_no_signal applies."""
@@ -110,7 +110,7 @@ class RunSettings(Section):
     def _order_rounds(cls, rounds: list[int] | None) -> list[int] | None:
         """Reject an interval of rounds that ends before it begins."""
         if rounds is not None and rounds[0] > rounds[1]:
-            raise PydanticCustomError("rounds", "give [first, last], the first round not after the last")
+            raise PydanticCustomError("rounds", "must be [first, last], with the first round not after the last")
         return rounds
 
 
@@ -144,12 +144,12 @@ class CustomSettings(Section):
     model_config = ConfigDict(extra="allow")
 
     def entries(self) -> dict[str, Any]:
-        """All of them by name."""
+        """Return all custom settings by name."""
         return dict(self.__pydantic_extra__ or {})
 
 
 class TrackSettings(Section):
-    """Trackers of metrics besides metrics.jsonl, which is always written.
+    """Trackers of metrics, in addition to metrics.jsonl, which is always written.
 
     ROLL's `track_with` and `tracker_kwargs` and slime's `use_wandb`, `wandb_…`, `use_tensorboard` and `tb_…` mean these
     keys, here and at the top of a settings file.
@@ -184,8 +184,8 @@ class TrackSettings(Section):
 
     mode: Literal["online", "offline", "disabled", "shared"] | None = None
     """Whether wandb and SwanLab send metrics. Default: their environment variables (WANDB_MODE, SWANLAB_MODE). offline
-    and disabled send nothing and need no key. shared works with wandb online only: the trainer's ranks write into the
-    same run, each under its own label."""
+    and disabled send nothing and need no key. shared is for wandb online only: the trainer's ranks write into the same
+    run, each with its own label."""
 
     dir: str | None = None
     """Folder for tracker files. Default: the run's folder."""
@@ -251,7 +251,7 @@ class TrackSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_the_tracker(cls, values: Any) -> Any:
-        """Put arguments that name no tracker under the only library's in `with`, as ROLL's files mean them."""
+        """Assign arguments without a tracker name to the only library in `with`, as ROLL does."""
         kwargs = values.get("kwargs") if isinstance(values, dict) else None
         if not isinstance(kwargs, dict) or not kwargs:
             return values
@@ -269,21 +269,20 @@ class TrackSettings(Section):
             for name in secret_names(arguments):
                 raise PydanticCustomError(
                     "secret",
-                    "{tracker}.{name} does not belong in settings, which are written down; {variable}give env:NAME or "
-                    "file:PATH",
+                    "{tracker}.{name} is a secret, and settings are written to files. {variable}env:NAME or file:PATH",
                     {"tracker": tracker, "name": name, "variable": _variable_advice(tracker)},
                 )
         return kwargs
 
 
 def _variable_advice(tracker: str) -> str:
-    """Return the part of a message that names the environment variable of a tracker's key; "" if it has none."""
+    """Return the part of a message that names the environment variable of a tracker's key, or "" if it has none."""
     variable = {**KEY_VARIABLES, "trackio": "HF_TOKEN"}.get(tracker)
-    return f"set {variable} in the environment, or " if variable else ""
+    return f"Set {variable} in the environment, or use " if variable else "Use "
 
 
 def secret_names(arguments: dict[str, Any]) -> list[str]:
-    """Names of literal secrets in `arguments` and its nested tables."""
+    """Return the names of literal secrets in `arguments` and its nested tables."""
     direct = [
         name
         for name, value in arguments.items()

@@ -21,7 +21,7 @@ class ScoreSettings(Section):
     rm: list[dict[str, Any]] = []
     """A weighted sum instead of rm_type: [{type = "math", weight = 1.0}, {type = "length_penalty", weight = -0.1, limit
     = 4096}, {path = "my_rewards.py:format", weight = 0.2}]. A part has the `type` of a verifier and its options, or the
-    `path` of your own function, which takes the parameters of custom_rm_path. `name` names the part in the reward dict.
+    `path` of your own function, which takes the parameters of custom_rm_path. `name` is the part's key in the dict.
     `key` selects the number of a part that is a dict itself."""
 
     custom_rm_path: str | None = None
@@ -34,12 +34,12 @@ class ScoreSettings(Section):
     only for files that you trust."""
 
     custom_reward_post_process_path: str | None = None
-    """Path of a function (args, samples) that returns the rewards of a round as they are logged, and as they are used
+    """Path of a function (args, samples) that returns two lists for a round: the rewards to log, and the rewards to use
     as advantages without a comparison within groups."""
 
     none_reward: Literal["error", "skip"] = "error"
-    """Meaning of None from your own reward function: error = stop and name the sample, skip = no opinion. A sum leaves
-    such a part out. If no function has an opinion, the sample gets no reward. It is left out of training, of its
+    """What None from your own reward function means. error: stop and report the sample. skip: no opinion, so a sum
+    leaves this part out. If no function has an opinion, the sample gets no reward. It is left out of training, of its
     group's baseline and of evaluations."""
 
     group_rm: bool = False
@@ -49,13 +49,13 @@ class ScoreSettings(Section):
     """Maximum samples per call of a function that takes `samples`. Groups are never split."""
 
     rm_url: str | None = None
-    """Address of remote_rm, and of the judge's server (…/v1), unless their options have a `url`."""
+    """Address of the server of remote_rm or of the judge (…/v1), unless their options have a `url`."""
 
     concurrency: Annotated[int, Field(ge=1)] = 64
     """Maximum rewards to wait for at the same time, from servers and async functions."""
 
     reward_key: str | None = None
-    """Number of a dict reward to train on."""
+    """Key of the number to train on if a reward is a dict."""
 
     explain: bool = False
     """Write into metadata.explanation what was extracted from where, and why it did or did not match."""
@@ -72,8 +72,8 @@ class ScoreSettings(Section):
 
     workers: Annotated[int, Field(ge=0)] | None = None
     """Worker processes. 0 grades in this process, without the time limits. Default: one per core, at most 4, for
-    verifiers that do symbolic mathematics or run programs, even if only a prompt names one (metadata.rm_type), and for
-    your own functions if you set a time limit. Otherwise this process."""
+    verifiers that do symbolic mathematics or run programs, even if only a prompt selects one (metadata.rm_type). The
+    same holds for your own functions if you set a time limit. Everything else is graded in this process."""
 
     @property
     def own_functions(self) -> list[str]:

@@ -20,7 +20,7 @@ def _is_key(value: SecretStr) -> SecretStr:
     key = value.get_secret_value()
     fits = key.isascii() and key.isprintable() and key != "" and " " not in key
     if not fits and not is_reference(key):
-        raise ValueError("a key is printable ASCII without spaces, and not empty")
+        raise ValueError("a key must be printable ASCII without spaces, and not empty")
     return value
 
 
@@ -29,11 +29,11 @@ Key = Annotated[
     BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value),
     AfterValidator(_is_key),
 ]
-"""A key that goes into an HTTP header, or a reference to it; it is never printed or written."""
+"""A key for an HTTP header, or a reference to one. It is never printed or written."""
 
 
 def reveal(value: Any, *, setting: str) -> Any:
-    """The value with every reference resolved; resolved secrets are masked from now on.
+    """Return the value with every reference resolved. Resolved secrets are masked from now on.
 
     Raises SettingsError for a missing secret, or for the mask of a secret that was not written to the file.
     """
@@ -52,7 +52,7 @@ def reveal(value: Any, *, setting: str) -> Any:
 
 
 def revealed_score(score: ScoreSettings) -> ScoreSettings:
-    """[score] with resolved secrets in the addresses and options of servers."""
+    """Return [score] with resolved secrets in the addresses and options of servers."""
     keys = ("rm_url", "rm_options", "rm")
     return score.model_copy(update={key: reveal(getattr(score, key), setting=f"score.{key}") for key in keys})
 
@@ -65,9 +65,9 @@ def check_complete(values: dict[str, Any]) -> None:
 
 
 def lacking(setting: str) -> str:
-    """Error line for a masked secret that must be supplied again."""
+    """Return the error line for a masked secret that must be supplied again."""
     ways = list(_ways(setting))
-    return f"{setting}: its secret is never written down; give it again, by {' or '.join(ways)}"
+    return f"{setting}: secrets are never written to files. Supply it again with {' or '.join(ways)}"
 
 
 def _ways(setting: str) -> Iterator[str]:
@@ -80,7 +80,7 @@ def _ways(setting: str) -> Iterator[str]:
 def _from_environment(name: str, setting: str) -> str:
     value = os.environ.get(name, "")
     if not value:
-        raise SettingsError(f"{setting}: env:{name}: the environment has no {name}; set it, or name another variable")
+        raise SettingsError(f"{setting}: env:{name}: the variable is not set. Set it, or use another one.")
     return value
 
 
@@ -88,8 +88,8 @@ def _from_file(path: Path, setting: str) -> str:
     try:
         value = path.expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not text"
-        raise SettingsError(f"{setting}: file:{path}: {reason}; give a file that holds the secret alone") from None
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise SettingsError(f"{setting}: file:{path}: {reason}. Use a file that contains only the secret.") from None
     if not value:
-        raise SettingsError(f"{setting}: file:{path}: is empty; give a file that holds the secret alone")
+        raise SettingsError(f"{setting}: file:{path}: empty. Use a file that contains only the secret.")
     return value

@@ -141,8 +141,8 @@ class TrainSettings(Section):
     """Directory of a PEFT adapter to start from."""
 
     offload: Literal["optimizer", "parameters"] | None = None
-    """What to keep in host memory. optimizer: master weights, gradient sums, moments and the update. parameters (fsdp):
-    also all weights, with each layer brought to the GPU when it is computed."""
+    """What to keep in host memory. optimizer: master weights, gradient sums and moments, with the update done there.
+    parameters (fsdp): also all weights. Each layer is then copied to the GPU when it is computed."""
 
     use_rollout_routing_replay: bool = False
     """Route tokens to the experts that the engine chose when it sampled them (R3, arXiv:2510.11370). Samples carry the
@@ -166,7 +166,7 @@ class TrainSettings(Section):
 
     @property
     def needs_total_steps(self) -> str:
-        """The setting whose effect depends on the number of steps of the run, or "" if none does."""
+        """The setting that depends on the number of steps of the run, or "" if there is none."""
         if self.lr_decay_iters:
             return ""
         if self.lr_decay_style in ("linear", "cosine", "WSD"):
@@ -174,19 +174,19 @@ class TrainSettings(Section):
         return f"train.lr_warmup_fraction: {self.lr_warmup_fraction}" if self.lr_warmup_fraction else ""
 
     def warmup_steps(self, decay_steps: int | None) -> int:
-        """Return the steps of warm-up of a schedule that ends at `decay_steps`. Raises SettingsError without an end."""
+        """Return the warm-up steps of a schedule that ends at `decay_steps`. Raises SettingsError if it has no end."""
         if not self.lr_warmup_fraction:
             return self.lr_warmup_iters
         if decay_steps is None:
             raise SettingsError(
-                f"train.lr_warmup_fraction: {self.lr_warmup_fraction} is a share of the steps, and their number is not"
-                " known. Set train.lr_decay_iters or run.num_rollout, or the warm-up itself: train.lr_warmup_iters."
+                f"train.lr_warmup_fraction: {self.lr_warmup_fraction} is a share of the steps, but their number is"
+                " unknown. Set train.lr_decay_iters, run.num_rollout, or instead train.lr_warmup_iters."
             )
         return math.ceil(round(self.lr_warmup_fraction * decay_steps, 6))
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether samples share the tokens that they begin with, where that is possible."""
+        """Whether common first tokens of samples are computed once, where that is possible."""
         return self.share_prompt_prefix is not False
 
 
@@ -249,22 +249,22 @@ class MegatronSettings(Section):
 
 
 def offload_conflicts(train: TrainSettings, megatron: MegatronSettings) -> Iterator[str]:
-    """Conflicts between the settings of host memory, one line each."""
+    """Yield conflicts between the offload settings, one line each."""
     if train.backend == "megatron" and train.offload == "parameters":
         yield (
-            'train.offload: parameters, but Megatron-core keeps its weights on the GPU; set "optimizer", or'
-            ' train.backend = "fsdp"'
+            'train.offload: parameters, but Megatron-core keeps its weights on the GPU. Set "optimizer", or'
+            ' train.backend = "fsdp".'
         )
     offloads = train.offload == "optimizer" or megatron.optimizer_cpu_offload
     if train.backend == "megatron" and offloads and train.optimizer_state_dtype != "float32":
         yield (
-            f"train.optimizer_state_dtype: {train.optimizer_state_dtype} and train.offload exclude each other with"
-            " Megatron-core, whose offloaded optimizer has float32 moments; drop one"
+            f"train.optimizer_state_dtype: {train.optimizer_state_dtype} and train.offload cannot be combined with"
+            " Megatron-core, whose offloaded optimizer always has float32 moments. Drop one."
         )
 
 
 def megatron_conflicts(megatron: MegatronSettings, backend: str, ranks: int) -> Iterator[str]:
-    """Conflicts of [megatron] that are independent of the model, one line each."""
+    """Yield conflicts of [megatron] that do not depend on the model, one line each."""
     if backend != "megatron":
         return
     model_ranks = (
@@ -273,7 +273,7 @@ def megatron_conflicts(megatron: MegatronSettings, backend: str, ranks: int) -> 
     if ranks % model_ranks:
         yield (
             f"cluster.actor_num_gpus_per_node x actor_num_nodes: {ranks} ranks are not a multiple of the {model_ranks} "
-            "that one copy of the model takes (tensor x pipeline x context of [megatron]); change either"
+            "that one copy of the model takes (tensor x pipeline x context of [megatron]). Change either."
         )
     expert_ranks = (
         megatron.expert_tensor_parallel_size
@@ -283,5 +283,5 @@ def megatron_conflicts(megatron: MegatronSettings, backend: str, ranks: int) -> 
     if not ranks % model_ranks and ranks % expert_ranks:
         yield (
             f"megatron.expert_model_parallel_size: {expert_ranks} ranks for the experts (expert_tensor x expert x "
-            f"pipeline) do not divide the {ranks} of [cluster]; change either"
+            f"pipeline) do not divide the {ranks} of [cluster]. Change either."
         )

@@ -160,7 +160,7 @@ def _is_on(tensor: Any, *, kind: str) -> bool:
 
 
 def _swap(first: Tensor, second: Tensor, *, swap: Callable[..., None] = torch.utils.swap_tensors) -> None:
-    """Give a parameter that Module.to moves its new tensor; weak references to it and its attributes stay.
+    """Give a parameter that Module.to moves its new tensor. Weak references to it and its attributes stay.
 
     torch's swap_tensors, by which it moves fake parameters, refuses the ones and loses the others.
     """
@@ -252,7 +252,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _norm(normalize: Any) -> Any:
-    """Let RMSNorm on a CUDA device be one kernel; torch without CUDA has only the operations that it replaces."""
+    """Let RMSNorm on a CUDA device be one kernel. Torch without CUDA has only the operations that it replaces."""
 
     def rms_norm(states: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         fused = states.is_cuda and weight is not None and weight.dtype == states.dtype
@@ -267,7 +267,7 @@ def _norm(normalize: Any) -> Any:
 
 
 def _patch_groups() -> None:
-    """Make all process groups fake; build device meshes of real tensors, as their constructor reads ranks from one."""
+    """Make all process groups fake. Build device meshes of real tensors, as their constructor reads ranks from one."""
     build, new_group = dist.init_device_mesh, dist.new_group
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:

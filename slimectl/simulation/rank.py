@@ -117,7 +117,7 @@ class SimulatedRank(RankTrace):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def read_back(self, name: str, tensor: Tensor) -> str:
-        """Count a wait for the GPU; returns the place of the program."""
+        """Count a wait for the GPU. Returns the place of the program."""
         where = place()
         if tensor.is_cuda:
             self.reads[f"{self.phase}: {name} at {where}"] += 1
@@ -166,7 +166,7 @@ def balance_routing(trace: SimulatedRank) -> None:
 
 
 def simulate(task: Task) -> Result:
-    """Run two steps, the first of which allocates what stays; the result is that of the second."""
+    """Run two steps, the first of which allocates what stays. The result is that of the second."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from slimectl import builders
@@ -203,7 +203,7 @@ def simulate(task: Task) -> Result:
 
 
 def rows_of(task: Task, packs: int) -> list[TrainingSample]:
-    """Rows that fill `packs` packs of every data-parallel rank; none shares a token with another."""
+    """Rows that fill `packs` packs of every data-parallel rank. None shares a token with another."""
     # One token more than is computed: the last predicts nothing.
     count = task.data * packs * max(1, task.pack // task.seq_len)
     rest, ones = [0] * task.seq_len, [1.0] * task.response_len

@@ -42,7 +42,7 @@ def simulation(
     lora: tuple[int, Sequence[str]] | None = None,
     response: int | None = None,
 ) -> Report:
-    """Simulate a step of `run` on its representative ranks; `planned` is the plan's peak in bytes.
+    """Simulate a step of `run` on its representative ranks. `planned` is the plan's peak in bytes.
 
     Raises SettingsError for a run that has no such simulation, BackendError with the last line of a rank that failed.
     """
@@ -60,11 +60,11 @@ def simulation(
 def check(run: Run) -> None:
     """Raise SettingsError for a run that cannot be simulated."""
     if run.device != "cuda" or run.world < 2:
-        raise SettingsError("--simulate: simulates several ranks on GPUs; drop --device cpu and give more --gpus")
+        raise SettingsError("--simulate: simulates several ranks on GPUs. Drop --device cpu and give more --gpus.")
     if run.offload is not None:
-        raise SettingsError("--simulate: has no pinned host memory; drop --offload")
+        raise SettingsError("--simulate: has no pinned host memory. Drop --offload.")
     if run.policy == "megatron" and run.layout.virtual_pipeline:
-        raise SettingsError("--simulate: knows the messages of plain pipelines only; drop --vpp")
+        raise SettingsError("--simulate: knows the messages of plain pipelines only. Drop --vpp.")
 
 
 def tasks(
@@ -109,7 +109,7 @@ def representatives(run: Run) -> list[int]:
 
 
 def _settings(run: Run, lora: tuple[int, Sequence[str]] | None) -> dict[str, Any]:
-    """Return the settings of the planned run, by their keys; its ranks are those of the task."""
+    """Return the settings of the planned run, by their keys. Its ranks are those of the task."""
     values: dict[str, Any] = {
         "train.backend": run.policy, "train.device": "auto", "train.dtype": run.dtype,
         "train.max_tokens_per_gpu": run.max_tokens_per_gpu, "train.optimizer_state_dtype": run.state_dtype,

@@ -50,7 +50,7 @@ class Memory:
 
 
 class RankTrace(TorchDispatchMode):
-    """Follows every operation on a rank's tensors while it is entered; `phase` names what the program does."""
+    """Follows every operation on a rank's tensors while it is entered. `phase` names what the program does."""
 
     def __init__(self, tensor_type: type = Tensor) -> None:
         """`tensor_type`: tensors whose memory counts."""
@@ -168,7 +168,7 @@ def place() -> str:
 
 
 def _collective(func: Any, args: Any, kwargs: Any) -> Collective | None:
-    """Describe a call; None for the wait that follows one."""
+    """Describe a call, or None for the wait that follows one."""
     if func._schema.name.endswith(("wait_tensor", "barrier")):
         return None
     names = [argument.name for argument in func._schema.arguments]

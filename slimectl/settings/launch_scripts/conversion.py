@@ -465,7 +465,7 @@ def _check(conversion: Conversion) -> None:
         idle = {name: line for name, _, line in ineffective(resolution.settings)}
         if idle:
             for name, line in idle.items():
-                reason = line.removeprefix(f"{name} ").removesuffix(", or drop it")
+                reason = line.removeprefix(f"{name} ").removesuffix(", or drop it.")
                 for key in [key for key in conversion.values if key == name or key.startswith(f"{name}.")]:
                     conversion.take_back(key, f"{name} {reason}", defaults=False)
         elif refused:
