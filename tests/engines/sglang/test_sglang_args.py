@@ -31,8 +31,8 @@ def test_values_become_flags(python: str):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"mem_fraction_statc": 0.8}, "did you mean sglang.args.mem_fraction_static?"),
-        ({"tp_size": 2}, "change cluster.rollout_num_gpus_per_engine instead"),
+        ({"mem_fraction_statc": 0.8}, "Did you mean sglang.args.mem_fraction_static?"),
+        ({"tp_size": 2}, "Change cluster.rollout_num_gpus_per_engine instead"),
         ({"max_running_requests": "many"}, "'many' is not a number"),
         ({"disable_radix_cache": "yes"}, "'yes' is not true or false"),
         ({"tokenizer_mode": "fast"}, "'fast' is not one of auto, slow"),
