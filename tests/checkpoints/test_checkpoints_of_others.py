@@ -179,7 +179,7 @@ CASES: dict[str, Case] = {
     # Shards and indexes.
     "shards": Case(lambda f: f.shards()),
     "old_copy": refused(lambda f: f.shards(copies={EMBEDDING: noise(f.tensors[EMBEDDING])}),
-                        "embed_tokens.weight is in both .* slimectl convert", convert=SAME),
+                        "embed_tokens.weight comes twice, .* slimectl convert", convert=SAME),
     "equal_copy": Case(lambda f: f.shards(copies={EMBEDDING: f.tensors[EMBEDDING]})),
     "single_file_beside_index": refused(lambda f: (f.shards(), f.write()), "two models, model.safetensors and"),
     "missing_shard": refused(lambda f: (f.shards(), (f.path / SHARDS[1]).unlink()),
@@ -194,7 +194,7 @@ CASES: dict[str, Case] = {
                                 "lists 7, which is outside"),
     "shards_without_index": Case(lambda f: (f.shards(), (f.path / INDEX).unlink())),
     "old_copy_without_index": refused(
-        lambda f: (f.write(), f.write({LAST: noise(f.tensors[LAST])}, "model-2.safetensors")), "is in both model"),
+        lambda f: (f.write(), f.write({LAST: noise(f.tensors[LAST])}, "model-2.safetensors")), "comes twice, in model"),
     "optimizer_beside": Case(lambda f: (f.write(), f.write({"exp_avg": torch.ones(2)}, "optimizer.safetensors"))),
     "junk_tensor": Case(lambda f: f.write(f.tensors | {"model.junk": torch.ones(2)}), "model.junk is not part of",
                         "the model has no model.junk", "model.junk: llama models have no such tensor"),
@@ -270,7 +270,7 @@ CASES: dict[str, Case] = {
     "cache_of_the_hub": Case(cached),
     "pickle_beside": Case(lambda f: (f.write(), f.pickled(pytorch_model={LAST: torch.zeros(2)}))),
     "variant_beside": refused(lambda f: (f.write(), f.write({LAST: noise(f.tensors[LAST])}, "model.fp16.safetensors")),
-                              "is in both model"),
+                              "comes twice, in model"),
     "shard_of_no_tensors": Case(lambda f: (f.shards(), (f.path / INDEX).unlink(), f.write({}, "model-3.safetensors"))),
     "shard_of_no_bytes": refused(lambda f: (f.shards(), (f.path / SHARDS[1]).write_bytes(b"")), "header is damaged"),
     "tensor_of_no_rows": refused(lambda f: f.write(f.tensors | {LAST: torch.empty(0, 64)}), "has shape"),
