@@ -132,7 +132,7 @@ def test_an_index_names_files_of_its_folder_only(names: list[object], model: Pat
     (model / "model.safetensors").rename(tmp_path / "secret.safetensors")
     index = {"weight_map": {str(i): name for i, name in enumerate(names)}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index\.json: names .*, which is outside "):
+    with pytest.raises(CheckpointError, match=r"index\.json: lists .*, which is outside "):
         shards(model)
 
 

@@ -90,7 +90,7 @@ def _check_weights(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> None
         listed = f". {INDEX} lists the first" if _weight_map(path).get(name) == file.name else ""
         remedy = f"Make a clean copy: slimectl convert {path} DIR" if listed else "Download the model again"
         raise CheckpointError(
-            f"{path}: {name} is in both {file.name} and {copy.name}, with different values{listed}. Programs read"
+            f"{path}: {name} comes twice, in {file.name} and {copy.name}, with different values{listed}. Programs read"
             f" different ones. {remedy}"
         )
     if obstacle := name_obstacle(weights.forms(), path):

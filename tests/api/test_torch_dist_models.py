@@ -96,7 +96,9 @@ def test_what_is_missing_in_one_is_a_line_that_says_how_to_get_it(folder: Path, 
         builders.tokenizer(builders.model_folder(str(copy)))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"vocab_size": 300_000, "num_hidden_layers": 100}))
-    with pytest.raises(CheckpointError, match=r"vocab_size 300000 x hidden_size 64 is more than \d+ bytes of weights"):
+    with pytest.raises(
+        CheckpointError, match=r"vocab_size 300000 x hidden_size 64 is too large for \d+ bytes of weights"
+    ):
         builders.model_folder(str(copy))
     (copy / "config.json").unlink()
     with pytest.raises(

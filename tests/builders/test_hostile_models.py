@@ -118,7 +118,7 @@ def test_a_template_without_end_or_bounds_is_refused(template: str, reason: str,
     text.chat_template = template
     with pytest.raises(CheckpointError, match=reason) as error:
         check_template(text, tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}: the chat template {reason}; replace it")
+    assert str(error.value).startswith(f"{tmp_path}: the chat template {reason}. Replace it")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(to: str, source: Path):
     change(source, lambda held: held.pop(name))
     refused(f"no tensor for {name}. Copy or download the checkpoint again", source, to=to)
     change(source, lambda held: held.update({name: whole[name].T.contiguous()}))
-    refused(rf"{name} has shape \[64, 128\], config.json asks for \[128, 64\]", source, to=to)
+    refused(rf"{name} has shape \[64, 128\], but \[128, 64\] is expected from config.json", source, to=to)
     change(source, lambda held: held.update({name: whole[name], "model.layers.1.mlp.extra": torch.ones(1)}))
     refused(r"model\.layers\.1\.mlp\.extra: qwen3 models have no such tensor", source, to=to)
 
@@ -133,9 +133,9 @@ def test_torch_dist_of_another_model_is_refused(torch_dist: Path):
         (torch_dist / "config.json").write_text(json.dumps({**config, **changes}))
 
     say(num_hidden_layers=3, layer_types=None)
-    refused(r"linear_qkv\S* has shape \[2, .*\], config.json asks for \[3, ", torch_dist)
+    refused(r"linear_qkv\S* has shape \[2, .*\], but \[3, ", torch_dist)
     say(intermediate_size=64)
-    refused(r"mlp\.linear_fc1\.weight has shape \[2, 256, 64\], config.json asks for \[2, 128, 64\]", torch_dist)
+    refused(r"mlp\.linear_fc1\.weight has shape \[2, 256, 64\], but \[2, 128, 64\] is expected", torch_dist)
     say(model_type="llama")
     refused(r"q_layernorm\S* and 1 more: llama models have no such tensor|k_layernorm\S* and 1 more", torch_dist)
     say(tie_word_embeddings=True)
@@ -168,5 +168,5 @@ def test_unreadable_configs_are_refused(source: Path):
     (source / "config.json").write_text("[]")
     refused(r"config\.json: not a JSON object", source)
     (source / "config.json").unlink()
-    refused(r"no config\.json; this is not a Hugging Face checkpoint", source)
+    refused(r"no config\.json: this is not a Hugging Face checkpoint", source)
     assert [name for name, _ in HFCheckpoint().read(source)]  # its weights are well

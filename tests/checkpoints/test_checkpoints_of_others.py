@@ -183,7 +183,7 @@ CASES: dict[str, Case] = {
     "equal_copy": Case(lambda f: f.shards(copies={EMBEDDING: f.tensors[EMBEDDING]})),
     "single_file_beside_index": refused(lambda f: (f.shards(), f.write()), "two models, model.safetensors and"),
     "missing_shard": refused(lambda f: (f.shards(), (f.path / SHARDS[1]).unlink()),
-                             "names model-00002-of-00002.safetensors, which is not there"),
+                             "lists model-00002-of-00002.safetensors, which does not exist"),
     "shard_outside": refused(lambda f: f.shards(listed={LAST: "../model.safetensors"}), "which is outside"),
     "unlisted_tensor": Case(lambda f: f.shards(omit=LAST)),
     "listed_tensor_of_no_shard": Case(lambda f: f.shards(listed={"model.rotary_emb.inv_freq": SHARDS[0]})),
@@ -191,7 +191,7 @@ CASES: dict[str, Case] = {
     "index_of_one_file": Case(lambda f: (f.write(), (f.path / INDEX).write_text(
         json.dumps({"weight_map": dict.fromkeys(f.names, "model.safetensors")})))),
     "index_of_numbers": refused(lambda f: (f.write(), (f.path / INDEX).write_text('{"weight_map": {"a": 7}}')),
-                                "names 7, which is outside"),
+                                "lists 7, which is outside"),
     "shards_without_index": Case(lambda f: (f.shards(), (f.path / INDEX).unlink())),
     "old_copy_without_index": refused(
         lambda f: (f.write(), f.write({LAST: noise(f.tensors[LAST])}, "model-2.safetensors")), "comes twice, in model"),

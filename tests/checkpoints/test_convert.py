@@ -83,7 +83,7 @@ def test_the_same_conversion_again_does_nothing(tmp_path: Path, model_dir: Model
     made = (target / "model.safetensors").stat().st_mtime_ns
     assert convert_checkpoint(model_dir("llama"), target)["unchanged"]
     assert (target / "model.safetensors").stat().st_mtime_ns == made
-    with pytest.raises(SettingsError, match="already exists. Add --force"):
+    with pytest.raises(SettingsError, match=r"already exists\. Add --force"):
         convert_checkpoint(model_dir("llama"), target, dtype="float16")
     assert "unchanged" not in convert_checkpoint(model_dir("llama"), target, force=True)
     (target / "tokenizer.json").unlink()

@@ -244,12 +244,12 @@ ARRAY = (9).to_bytes(4, "little")
         ),
         (gguf_bytes(), "truncated"),
         (b"GGUF", "truncated"),
-        (b"", "it does not begin with GGUF"),
-        (bytes(100), "it does not begin with GGUF"),
+        (b"", "the file does not begin with GGUF"),
+        (bytes(100), "the file does not begin with GGUF"),
     ],
 )
 def test_a_header_that_lies_is_refused_before_it_is_read(data: bytes, message: str, tmp_path: Path):
     (tmp_path / "a.gguf").write_bytes(data)
     with pytest.raises(CheckpointError) as error:
         convert_checkpoint(tmp_path / "a.gguf", tmp_path / "out")
-    assert str(error.value) == f"{tmp_path}/a.gguf: cannot be read as GGUF ({message}); download it again"
+    assert str(error.value) == f"{tmp_path}/a.gguf: cannot be read as GGUF ({message}). Download it again."

@@ -74,7 +74,7 @@ def test_an_unsupported_model_family(workshop: Workshop):
 def test_an_empty_prompt_file(workshop: Workshop):
     (workshop.folder / "empty.jsonl").write_text("")
     line = refused(workshop, "run", "--data", "empty.jsonl", code=2)
-    assert line == "empty.jsonl: no rows; give a file or a slice that has some"
+    assert line == "empty.jsonl: no rows. Give a file or a slice that has some."
     assert not (workshop.folder / "runs").exists()
 
 
@@ -82,7 +82,7 @@ def test_a_prompt_file_without_the_key_lists_the_keys_that_are_there(workshop: W
     (workshop.folder / "other.jsonl").write_text('{"sum": "1+1", "label": "2"}\n')
     line = refused(workshop, "run", "--data", "other.jsonl", code=3)
     assert line.startswith("other.jsonl:1: ")
-    assert "its keys are sum, label" in line
+    assert "Its keys are sum, label" in line
     assert "rollout.input_key" in line
 
 

@@ -145,7 +145,7 @@ def test_a_stale_lock_is_known_by_host_boot_process_and_start(tmp_path: Path, ch
 def test_somebody_elses_file_and_a_link_are_left_alone(tmp_path: Path):
     path = tmp_path / "lock"
     path.write_text("my notes\n")
-    with pytest.raises(SettingsError, match="is not a slimectl lock. Move it away"):
+    with pytest.raises(SettingsError, match=r"is not a slimectl lock\. Move it away"):
         lock(path).acquire()
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(StorageError, match="link: the lock cannot be written"):
