@@ -228,9 +228,9 @@ class DistributedSync(MessageSync):
         self._key = f"slimectl-{uuid4().hex[:8]}"
 
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
-        alone = list(workers.urls) != list(self.workers.urls)
+        subset = list(workers.urls) != list(self.workers.urls)
         send = partial(
-            _send, workers=workers, key=f"{self._key}-alone" if alone else self._key, keep=not alone, version=version,
+            _send, workers=workers, key=f"{self._key}-alone" if subset else self._key, keep=not subset, version=version,
             most_bytes=self.buffer_bytes, timeout_s=self.timeout_s,
         )  # fmt: skip
         return self._push_by(send, workers)
