@@ -175,7 +175,7 @@ class DistributedPolicy:
 
 
 def _rank_main(build: Callable[[], Policy], pipe: RankPipe) -> None:
-    """Serve requests until the pipe closes. Exceptions of methods are sent back, those in `build` end the rank."""
+    """Serve requests until the pipe closes. Method exceptions are sent back. An exception in `build` ends the rank."""
     import torch.distributed as dist
 
     policy = build()
