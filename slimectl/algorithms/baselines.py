@@ -70,8 +70,8 @@ def group_normalized(rewards_G: Tensor, *, std_normalization: bool = True) -> Te
 def leave_one_out(rewards_G: Tensor) -> Tensor:
     """Return each reward minus the mean of the others in its group. [G] to [G].
 
-    RLOO, Ahmadian et al. 2024, arXiv:2402.14740: r_i - mean(r_j, j != i). Equal
-    rewards, and a group of one, give exact zeros.
+    RLOO, Ahmadian et al. 2024, arXiv:2402.14740: r_i - mean(r_j, j != i). Equal rewards, and a group of one, give exact
+    zeros.
     """
     count = rewards_G.numel()
     if count == 0 or bool((rewards_G == rewards_G[0]).all()):

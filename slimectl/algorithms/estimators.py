@@ -1,7 +1,7 @@
 """Advantages of a round, one function per family of algorithms, from token-level rewards, returns and whitening.
 
-T tokens of one response. The registry maps algorithms to estimators. An estimator reads a batch and the
-settings of its algorithm, and returns a tensor [T] per row.
+T tokens of one response. The registry maps algorithms to estimators. An estimator reads a batch and the settings of its
+algorithm, and returns a tensor [T] per row.
 """
 
 from __future__ import annotations

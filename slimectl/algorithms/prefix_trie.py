@@ -71,9 +71,9 @@ def build_tries(
 ) -> list[PrefixTrie]:
     """Divide the rows into tries of at most `max_tokens`. A longer row gets a trie of its own.
 
-    A prefix is copied into several tries if one would be too large, and is not shared if that saves little.
-    Without `share`, every row is a trie. `marks` are whole numbers for each row's input tokens: rows share a token only
-    if its marks are also equal. Raises RecordError for a row without a prompt token, because nothing predicts its first
+    A prefix is copied into several tries if one would be too large, and is not shared if that saves little. Without
+    `share`, every row is a trie. `marks` are whole numbers for each row's input tokens: rows share a token only if its
+    marks are also equal. Raises RecordError for a row without a prompt token, because nothing predicts its first
     response token.
     """
     for i, row in enumerate(rows):

@@ -164,7 +164,7 @@ def closing_words(job: TrainingRun, recipe: Recipe) -> None:
     path = job.folder.path
     samples = _sample_commands(path, is_verified=not job.settings.score.own_functions)
     commands = [f"slimectl view {shlex.quote(str(path))}", *samples]
-    commands += [line.format(run=path) for line in recipe.words.get("next", [])]
+    commands += [line.format(run=path) for line in recipe.table.get("next", [])]
     stdio.note("try next:\n" + "\n".join(f"  {line}" for line in commands))
 
 

@@ -18,8 +18,7 @@ CHUNK = 128
 """Queries per call on a CPU. Hidden scores are still computed there, so smaller chunks waste less work."""
 
 DENSE_SCORES = 2**26
-"""Largest number of attention scores per call that are held in memory (128 MiB in bfloat16). Above it, use flash
-attention."""
+"""Most attention scores that one call holds in memory (128 MiB in bfloat16). Above it, use flash attention."""
 
 
 def causal_attention(query_BHLD: Tensor, key_BKSD: Tensor, value_BKSV: Tensor, scale: float | None) -> Tensor:
@@ -46,8 +45,7 @@ def gather_contexts(states_TKD: Tensor, context_BP: Tensor) -> Tensor:
     """Return the contexts of branches as [B, P, K, D].
 
     Uses an embedding instead of indexing. In torch (2.13), indexing with several CPU threads and `index_select` on a
-    GPU
-    add up the gradients of one token in any order, so runs would not be bitwise reproducible.
+    GPU add up the gradients of one token in any order, so runs would not be bitwise reproducible.
     """
     rows = F.embedding(context_BP, states_TKD.reshape(len(states_TKD), -1))
     return rows.view(*context_BP.shape, *states_TKD.shape[1:])
@@ -83,15 +81,13 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 
 
 def _prefers_dense(query: Tensor, key: Tensor) -> bool:
-    """Return whether to avoid bfloat16 flash attention: on CPU, torch 2.13's takes 3 to 9 times as long as two
-    products."""
+    """Return whether two products are faster: torch 2.13's bfloat16 flash attention on CPU takes 3 to 9 times as long."""
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and scores <= DENSE_SCORES
 
 
 def _lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
-    """Return an additive mask [L, S] of at most CHUNK queries. It is a view of one matrix for all layers and
-    lengths."""
+    """Return an additive mask [L, S] of at most CHUNK queries, a view of one matrix for all layers and lengths."""
     width = 1 << (keys - 1).bit_length()
     hidden_from_first = width - (keys - queries)
     mask = _mask_matrix(width, like.dtype, like.device)

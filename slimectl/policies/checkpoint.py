@@ -28,8 +28,7 @@ TRAINER = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 VALUE_HEAD = "value_head.safetensors"
-"""File of the value head of a policy with a shared critic. Kept out of the model folder so that the model loads
-anywhere."""
+"""Value head of a policy with a shared critic. It is outside the model folder so that the model loads anywhere."""
 MTP_LAYERS = "num_nextn_predict_layers"
 
 

@@ -69,8 +69,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check_model(config: Mapping[str, Any], *, device: str, backend: str) -> None:
-    """Raise SettingsError for a model that needs GPU kernels without a deterministic version. `config` is its
-    config.json."""
+    """Raise SettingsError if the model of `config` (config.json) needs GPU kernels that are not deterministic."""
     if device != "cuda":
         return
     if "linear_attention" in (config.get("layer_types") or ()):

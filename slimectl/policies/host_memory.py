@@ -41,8 +41,7 @@ class HostMemory:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Put all but scratch on the device within the block, which must only read it, and restore the state
-        afterwards."""
+        """Put all but scratch on the device within the block, which must only read it. Restore the state afterwards."""
         asleep = self.asleep
         self.asleep = [entry for entry in asleep if entry[2] is None]
         moved = [entry for entry in asleep if entry[2] is not None]

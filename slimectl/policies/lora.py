@@ -51,8 +51,7 @@ class LoraOptions:
 
 
 def initial(name: str, shape: Sequence[int], *, seed: int) -> Tensor:
-    """Return the initial value of an adapter's parameter: random for A, zeros for B. The seed depends only on the
-    name."""
+    """Return an adapter parameter's initial value: zeros for B, random for A from `seed` and the name only."""
     if name.endswith(".lora_B.weight"):
         return torch.zeros(*shape)
     number = int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 64
-"""Row counts should be multiples of this. oneDNN builds a kernel for each count, which takes as long as two
-products."""
+"""Pad row counts to multiples of this. oneDNN builds a kernel per count, which takes up to two products' time."""
 SUM_ROWS = 2048
-"""Rows of a sum that are computed at once. torch's oneDNN cannot add to a matrix, and a large product needs new
-memory."""
+"""Rows of a sum per product. torch's oneDNN cannot add to a matrix, and a large product needs new memory."""
 
 
 def is_faster(device: torch.device, dtype: torch.dtype) -> bool:

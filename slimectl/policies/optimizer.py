@@ -17,8 +17,7 @@ from slimectl.errors import SettingsError
 def trainable_names(names: Iterable[str], *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> set[str]:
     """Return the names that match no pattern of `freeze` and, if `train_only` is set, one of its patterns.
 
-    A pattern matches anywhere in a name. Raises SettingsError if a pattern matches no name, or if
-    no parameter remains.
+    A pattern matches anywhere in a name. Raises SettingsError if a pattern matches no name, or if no parameter remains.
 
     >>> sorted(trainable_names(["a.norm", "a.mlp", "b.mlp"], freeze=["norm"], train_only=[r"^a\\."]))
     ['a.mlp']
@@ -56,8 +55,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda progress: 2 * 0.5**progress - 1,
     "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""Remaining fraction of the range from lr to min_lr, by the elapsed fraction of the decay (Megatron-core's
-formulas)."""
+"""Remaining fraction of the range from lr to min_lr, by elapsed fraction of the decay (as in Megatron-core)."""
 
 SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
@@ -66,11 +64,10 @@ SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 class OptimizerOptions:
     """AdamW hyperparameters and learning rate schedule.
 
-    `weight_decay` skips one-dimensional tensors (norms, biases). `clip_grad` is the largest global gradient norm, 0
-    for no clipping. The rate rises linearly from 0 over `warmup_steps` and then follows `schedule`. `decay_steps`
-    counts from the first step and includes the warm-up. After these steps the rate is `min_lr`. WSD keeps its peak
-    until
-    the last `wsd_steps` of them, in which it falls by `wsd_style`. `state_dtype` is the dtype of the moments.
+    `weight_decay` skips one-dimensional tensors (norms, biases). `clip_grad` is the largest global gradient norm, 0 for
+    no clipping. The rate rises linearly from 0 over `warmup_steps` and then follows `schedule`. `decay_steps` counts
+    from the first step and includes the warm-up. After these steps the rate is `min_lr`. WSD keeps its peak until the
+    last `wsd_steps` of them, in which it falls by `wsd_style`. `state_dtype` is the dtype of the moments.
     """
 
     lr: float = 1e-6

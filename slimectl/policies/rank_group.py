@@ -69,8 +69,7 @@ class DistributedPolicy:
 
     `build` is called in every rank, after it has joined the process group. It and the losses must be picklable. An
     exception in a rank is raised here with its original type, and its traceback as a note. Thread-safe: one call runs
-    at
-    a time, and other threads wait.
+    at a time, and other threads wait.
     """
 
     def __init__(self, executor: Executor, build: Callable[[], Policy], *, ranks: int) -> None:
@@ -112,8 +111,7 @@ class DistributedPolicy:
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream tensors from rank 0. Until the iterator is exhausted or closed, other calls wait or raise
-        RuntimeError."""
+        """Stream tensors from rank 0. Until the iterator ends or is closed, other calls wait or raise RuntimeError."""
         import torch
 
         self._acquire_lock("weights")
@@ -177,8 +175,7 @@ class DistributedPolicy:
 
 
 def _rank_main(build: Callable[[], Policy], pipe: RankPipe) -> None:
-    """Serve requests until the pipe closes. A method's exception is sent back. An exception of `build` ends the
-    rank."""
+    """Serve requests until the pipe closes. Method exceptions are sent back. An exception in `build` ends the rank."""
     import torch.distributed as dist
 
     policy = build()

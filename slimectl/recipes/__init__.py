@@ -18,7 +18,7 @@ class Recipe:
     """A settings file and its [recipe] table: title, next (commands to try)."""
 
     layer: Layer | None
-    words: dict[str, Any]
+    table: dict[str, Any]
     name: str | None = None
     """Name of a shipped recipe, or the absolute path of another file. `find` accepts it."""
 

@@ -22,8 +22,7 @@ def prompts(
     Which number is larger, 680 or 210?
 
     The larger number comes first in half of the questions, and in half of a prompt's examples. No number occurs twice
-    in
-    a prompt. An even seed and an odd one never ask for the same two numbers, so train on one and hold out the other.
+    in a prompt. An even seed and an odd one never ask for the same two numbers, so train on one and hold out the other.
     SmolLM2-135M-Instruct begins near 0.4 at temperature 1, and answers with the other number equally often.
     """
     for i in range(size):

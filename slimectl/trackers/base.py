@@ -42,8 +42,7 @@ class TrackedRun:
     `log_dir` is track.dir, `one_axis` is track.always_use_train_step. `resumed` is whether the run has recorded
     something before, and `resumed_at` is the step of the checkpoint from which it resumes. `rounds` is the number of
     rounds if known, `rounds_done` the number of finished ones. `identity()` is drawn once. `progress` shows the run on
-    a
-    terminal.
+    a terminal.
     """
 
     folder: Path
@@ -141,8 +140,7 @@ class FaultTolerantTracker(WrappedTracker):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error's message, or its type. For a rejected field, the field and
-    reason."""
+    """Return the first non-empty line of an error's message, or its type, or a rejected field and the reason."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

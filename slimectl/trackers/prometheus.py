@@ -52,8 +52,7 @@ class PrometheusTracker:
         return int(self._server.server_port)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Set the gauges. Afterwards, raises ValueError for metrics whose Prometheus name is already used by
-        another."""
+        """Set the gauges, then raise ValueError if metrics share a Prometheus name."""
         hidden = []
         for name, value in {"train/step": step, **metrics}.items():
             shown = self._names.setdefault(prometheus_name(name), name)

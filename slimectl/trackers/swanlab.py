@@ -76,8 +76,7 @@ class SwanlabTracker:
 
     @staticmethod
     def accepted_arguments() -> Accepted:
-        """Return the arguments of `swanlab.init`, under old and new names, and `login_kwargs`. It ignores all
-        others."""
+        """Return the arguments of `swanlab.init`, which ignores others, under old and new names, and `login_kwargs`."""
         import swanlab
 
         tables = {"login_kwargs": parameters(swanlab.login), "settings": fields(swanlab.Settings)}

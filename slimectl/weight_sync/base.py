@@ -235,8 +235,7 @@ class InProcessSync:
 
 
 class WeightSynchronizer:
-    """Pushes with `sync`, again after servers of `pool` were restarted, and tracks the version that the engines
-    have."""
+    """Pushes with `sync`, again after restarts in `pool`, and tracks the version that the engines have."""
 
     def __init__(self, sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> None:
         self.version: str | None = None

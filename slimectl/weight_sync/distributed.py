@@ -107,8 +107,7 @@ def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_
     """Create a group of this process, rank 0, and the workers' ranks.
 
     Compatible with init_custom_process_group of SGLang 0.5.18 to 0.5.21: a store at host:port. Every key is prefixed
-    with
-    the group's name twice and the kind of device, as in torch's own groups since 2.0.
+    with the group's name twice and the kind of device, as in torch's own groups since 2.0.
     """
     host, name, world = own_address(workers.urls), f"{key}-{uuid4().hex[:8]}", 1 + sum(workers.ranks)
     limit = timedelta(seconds=min(timeout_s, JOIN_TIMEOUT_S))
@@ -228,9 +227,9 @@ class DistributedSync(MessageSync):
         self._key = f"slimectl-{uuid4().hex[:8]}"
 
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
-        alone = list(workers.urls) != list(self.workers.urls)
+        subset = list(workers.urls) != list(self.workers.urls)
         send = partial(
-            _send, workers=workers, key=f"{self._key}-alone" if alone else self._key, keep=not alone, version=version,
+            _send, workers=workers, key=f"{self._key}-alone" if subset else self._key, keep=not subset, version=version,
             most_bytes=self.buffer_bytes, timeout_s=self.timeout_s,
         )  # fmt: skip
         return self._push_by(send, workers)

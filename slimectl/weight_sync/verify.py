@@ -24,8 +24,7 @@ class VerifiedSync(WeightSyncBase):
 
     `slimectl serve` hashes tensors under their Hugging Face names, which are compared with the trainer's hashes. SGLang
     hashes its own fused and sharded tensors. There they are overwritten with noise and loaded again, from a checkpoint
-    in
-    `folder`, and every hash must equal the earlier one. A mismatch raises BackendError.
+    in `folder`, and every hash must equal the earlier one. A mismatch raises BackendError.
     """
 
     def __init__(self, sync: WeightSyncBase, *, folder: Path, write: Write, dtype: Precision = None) -> None:

@@ -192,7 +192,7 @@ def test_validate_names_what_the_trainer_and_the_trackers_refuse():
         "-s", "track.with=['jsonl']", "-s", "track.kwargs={jsonl={bogus=1}}",
     )  # fmt: skip
     assert code == 2
-    assert [line.split(";")[0] for line in err.splitlines()] == [
+    assert [line.split(". ")[0] for line in err.splitlines()] == [
         "slimectl: track.kwargs.jsonl.bogus: no such argument",
         "slimectl: 'nothing' matches no parameter",
     ]

@@ -75,7 +75,7 @@ def test_layers_whose_mlp_has_another_name_recompute_their_attention(new_model: 
     policy = new_policy(folder, recompute=Recompute("selective", ("core_attn",)))
     for found, expected in zip(policy.log_probs(rows), one_by_one(folder, rows), strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(SettingsError, match=r"train\.recompute_modules: mlp is listed, but this model has no dense MLP"):
+    with pytest.raises(SettingsError, match=r"recompute_modules: mlp is listed, but this model has no dense MLP"):
         new_policy(folder, recompute=Recompute("selective", ("mlp",)))
 
 

@@ -25,8 +25,7 @@ UNSUPPORTED = ("softcap", "s_aux")
 
 
 class _ToGrid(torch.autograd.Function):
-    """Reorder from input order to grid order. Every input token has one row of the grid, so backward is also a
-    gather."""
+    """Reorder from input order to grid order. Every input token has one row, so backward is also a gather."""
 
     @staticmethod
     def forward(ctx: Any, source_TW: Tensor, order_N: Tensor, place_T: Tensor) -> Tensor:

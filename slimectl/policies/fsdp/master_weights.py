@@ -265,8 +265,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool) -> list[Any]:
-    """Apply FSDP2 to decoder layers and root, and return them. Gradients are summed over ranks, because a loss is a
-    sum."""
+    """Apply FSDP2 to decoder layers and root, and return them. Sum gradients over ranks, because a loss is a sum."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard as Placement
 

@@ -214,8 +214,7 @@ def decoder_layers(hf: Any) -> nn.ModuleList:
 
 @dataclass(frozen=True)
 class Slot:
-    """Destination of a checkpoint tensor: `full[index]` of a parameter. The index is `...` or selects an expert's
-    rows."""
+    """Destination of a checkpoint tensor: `full[index]` of a parameter, either the whole or an expert's rows."""
 
     parameter: str
     index: tuple[int, slice] | EllipsisType = ...

@@ -64,8 +64,8 @@ def add_head(hf: Any) -> dict[str, Tensor]:
 class FsdpCritic(FsdpTrainer):
     """protocols.Critic: values on the backbone of `model_dir`, all parameters trained.
 
-    `options` are passed to FsdpTrainer. The head starts at zero unless the checkpoint has one. Checkpoints
-    store it as `score.weight`.
+    `options` are passed to FsdpTrainer. The head starts at zero unless the checkpoint has one. Checkpoints store it as
+    `score.weight`.
     """
 
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:

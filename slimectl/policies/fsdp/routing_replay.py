@@ -22,8 +22,8 @@ from slimectl.types import TrainingSample
 class ReplayedTopK(TorchFunctionMode):
     """Replaces a router's choice, the top k of scores [N, E], by given experts and their scores.
 
-    The model still normalizes and scales the scores itself, with gradients.
-    Recomputation runs the same forward again while the same pack is set.
+    The model still normalizes and scales the scores itself, with gradients. Recomputation runs the same forward again
+    while the same pack is set.
     """
 
     def __init__(self, shape: RoutingShape) -> None:

@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, with context parallelism, and the grouped-query attention that uses it.
 
-T tokens of this rank · S tokens of the row · H query heads · K key-value heads · D head dimension (of values
-V) · B sequences of one call · L their length · P tokens of a context. TransformerEngine's attention is never used,
-even if it is installed.
+T tokens of this rank · S tokens of the row · H query heads · K key-value heads · D head dimension (of values V) · B
+sequences of one call · L their length · P tokens of a context. TransformerEngine's attention is never used, even if it
+is installed.
 """
 
 from __future__ import annotations

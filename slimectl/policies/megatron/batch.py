@@ -1,7 +1,7 @@
 """Packed sequences: the description of a batch that every layer reads.
 
-T tokens of this rank · S tokens of the whole row. Under context parallelism a sequence is split into 2·C chunks
-and rank r of C holds chunks r and 2·C - 1 - r (zig-zag, so that causal attention costs every rank the same).
+T tokens of this rank · S tokens of the whole row. Under context parallelism a sequence is split into 2·C chunks and
+rank r of C holds chunks r and 2·C - 1 - r (zig-zag, so that causal attention costs every rank the same).
 """
 
 from __future__ import annotations

@@ -157,8 +157,7 @@ def _plain_data_only(folder: Path) -> Iterator[None]:
 
 
 def _open_view(source: Any) -> tuple[Any, int]:
-    """Return a view of the source that mcore passes to torch.load (a path, part of an open file, or bytes) and its
-    length."""
+    """Return a view of what mcore passes to torch.load (a path, part of an open file, or bytes) and its length."""
     if isinstance(source, _ReaderView):
         stream: Any = source.base_stream
         return FileRange(stream, source.offset, source.len), source.len
@@ -263,8 +262,7 @@ def _per_parameter_steps(optimizer: Any, updates: int) -> Iterator[None]:
     """Set a separate step count for every parameter of torch's AdamW while states are loaded.
 
     megatron-core (0.16.1) has no count to copy into the parameters' states (KeyError: 'step'), and then shares one
-    tensor
-    between them, so each would count all updates. Delete when DistributedOptimizer.load_state_dict does it.
+    tensor between them, so each would count all updates. Delete when DistributedOptimizer.load_state_dict does it.
     """
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     for part in (part for part in parts if isinstance(part.optimizer, torch.optim.AdamW)):

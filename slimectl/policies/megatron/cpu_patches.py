@@ -134,8 +134,7 @@ def _patch_random() -> None:
 
 @contextlib.contextmanager
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Replace CudaRNGStatesTracker.fork: draw from the state `name` inside, and from the caller's state again
-    outside."""
+    """Replace CudaRNGStatesTracker.fork: draw from the state `name` within the block, then restore the caller's."""
     outer = torch.get_rng_state()
     torch.set_rng_state(tracker.states_[name])
     try:
@@ -251,8 +250,7 @@ def shared_groups() -> Iterator[None]:
     """Let megatron-core create only one process group for all of its groups with the same ranks.
 
     megatron-core (0.16.1) creates 20, most of them of one rank or of the same ranks. Every gloo group (torch 2.13)
-    keeps
-    three threads, one of which wakes 100 times a second. Delete when gloo's groups share their threads.
+    keeps three threads, one of which wakes 100 times a second. Delete when gloo's groups share their threads.
     """
     from megatron.core import parallel_state
 

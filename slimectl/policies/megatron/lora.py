@@ -42,8 +42,7 @@ class Adapter(nn.Module):
     """Scaled B A of all Hugging Face layers that are fused in one Megatron matrix.
 
     Tensor parallelism shards it like the matrix. If the matrix is split by rows, B is split and A of every rank
-    processes
-    the rank's tokens. If it is split by columns, A is split and B processes the rank's tokens.
+    processes the rank's tokens. If it is split by columns, A is split and B processes the rank's tokens.
     """
 
     def __init__(
@@ -122,8 +121,7 @@ class Adapters:
     """All adapters of a model: links for all ranks, modules for this one."""
 
     def __init__(self, options: LoraOptions, links: Sequence[ParamMapping], args: Mapping[str, Any]) -> None:
-        """Raises SettingsError if a target matches no linear layer, or for an mcore argument that LoRA does not
-        allow."""
+        """Raises SettingsError for a target that matches no linear layer, or an mcore argument that LoRA rules out."""
         for name in (name for name in _REFUSED if args.get(name)):
             raise SettingsError(f"megatron.args.{name}: is not possible with train.lora_rank ({_REFUSED[name]})")
         self.options = options

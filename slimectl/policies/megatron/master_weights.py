@@ -23,8 +23,7 @@ class Master:
     """This rank's part of the float32 master of one parameter, and of its moments.
 
     `main` is the master, or its part [start, stop) of the flat parameter if it is sharded over data ranks. It is None
-    if
-    this rank has no part. `inner` is the torch optimizer, None for a frozen parameter.
+    if this rank has no part. `inner` is the torch optimizer, None for a frozen parameter.
     """
 
     parameter: Tensor

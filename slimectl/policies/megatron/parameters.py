@@ -73,9 +73,8 @@ class DistributedParameters:
     """Masters and moments of all ranks, by link.
 
     `local` has this rank's masters by global name. `copy` is the last stage's copy of a tied embedding. Every rank
-    makes
-    the same calls: a full tensor is gathered over data and tensor ranks, then broadcast from the first rank that has
-    it.
+    makes the same calls: a full tensor is gathered over data and tensor ranks, then broadcast from the first rank that
+    has it.
     """
 
     def __init__(
@@ -147,8 +146,8 @@ class DistributedParameters:
 def trained_links(links: Sequence[ParamMapping], names: set[str]) -> set[str]:
     """Return the Megatron names of the parameters whose Hugging Face names are in `names`.
 
-    Raises SettingsError if only a part of a parameter is in `names`: Megatron fuses query, key and value, and
-    gate and up.
+    Raises SettingsError if only a part of a parameter is in `names`: Megatron fuses query, key and value, and gate and
+    up.
     """
     trained = set()
     for link in links:

@@ -138,8 +138,7 @@ class MegatronCritic(WithValueHead):
     """
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
-        """Implement protocols.Policy.forward_backward. The loss reads the values, with their gradient, as
-        `logprobs_T`."""
+        """Implement protocols.Policy.forward_backward. The loss reads the differentiable values as `logprobs_T`."""
         names = available_columns(rows)
 
         def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

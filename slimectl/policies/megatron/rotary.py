@@ -65,8 +65,7 @@ class Rotary(nn.Module):
 
 
 def frequencies_of(rope: Rope, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Return radians per position [R/2], and the scale of cosine and sine. Raises CheckpointError for unknown
-    scaling."""
+    """Return radians per position [R/2] and the scale of cosine and sine. Raises CheckpointError."""
     width = int(head_dim * rope.percent)
     plain = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width))
     scaling = rope.scaling or {}

@@ -1,8 +1,7 @@
 """Routing replay: a token is routed to the experts of the pass that computed its old log-probability.
 
 Without it, a mixture of experts routes differently in the two passes (other kernels, an update in between), and the
-ratio of their probabilities reflects routers more than the policy. Zheng et al. 2025, arXiv:2507.18071,
-section 5.3.
+ratio of their probabilities reflects routers more than the policy. Zheng et al. 2025, arXiv:2507.18071, section 5.3.
 
 S tokens of the whole pack · T tokens of this context-parallel rank · I inputs of one row · L routers of this rank's
 chunk · k experts of a token · E experts.
@@ -93,8 +92,7 @@ class RoutingReplay:
         self._tokens = 0
 
     def marks(self, rows: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """Return numbers for each row's input tokens. Equal numbers mean that the routing comes from one computed
-        token.
+        """Return numbers for each row's input tokens. Equal numbers mean the same computed token.
 
         The routing itself cannot be compared, because another pipeline stage holds the routing of its own layers.
         """

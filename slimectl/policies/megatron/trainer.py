@@ -69,9 +69,8 @@ class MegatronTrainer:
     """Base class of policies and critics: everything except the computation on the hidden states.
 
     Every rank of torch.distributed's group (or only this process) builds a trainer and makes the same calls.
-    Checkpoints
-    have the same files as the FSDP policy's. Either trainer loads them, with any layout. With `lora` the base model is
-    frozen, as in the FSDP policy, and `freeze` and `train_only` are ignored.
+    Checkpoints have the same files as the FSDP policy's. Either trainer loads them, with any layout. With `lora` the
+    base model is frozen, as in the FSDP policy, and `freeze` and `train_only` are ignored.
     """
 
     kernels: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -106,9 +105,8 @@ class MegatronTrainer:
         """With `trains` False, the model is only used for log-probabilities, without gradients or optimizer.
 
         `routing_replay` replays the routing of the last pass for log-probabilities, `rollout_routing_replay` the
-        routing in
-        the rows. With `share_prefixes`, rows share the tokens that they begin with, unless that would change loss or
-        gradient.
+        routing in the rows. With `share_prefixes`, rows share the tokens that they begin with, unless that would change
+        loss or gradient.
 
         `save_format` is "hf", whose files FSDP policies can also load, or "torch_dist", which has no adapters. Raises
         SettingsError or CheckpointError.
