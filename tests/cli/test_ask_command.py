@@ -80,7 +80,7 @@ def test_a_run_is_asked_as_it_was_trained(workshop: Workshop):
     assert workshop.slimectl(*raw) == as_trained
     templated = ("ask", "2+3=", "--model", "runs/a", *GREEDY, "-s", "rollout.apply_chat_template=true")
     assert workshop.slimectl(*templated) != as_trained
-    assert workshop.stderr.startswith("using rollout.max_response_len=6 of runs/a/run.toml\n")
+    assert workshop.stderr.startswith("using rollout.max_response_len=6 from runs/a/run.toml\n")
     workshop.slimectl("chat", "--model", "runs/a", code=2)
     assert "runs/a: was trained without its chat template. Use `slimectl ask`" in workshop.stderr
     workshop.slimectl("ask", "2+3=", "--model", "runs/a", "--system", "Be brief.", code=2)

@@ -64,7 +64,7 @@ def test_a_dump_becomes_samples_and_what_is_pickled_in_it_does_not_run(workshop:
     workshop.slimectl("convert", "3.pt", "samples.jsonl", "--unpickle")
     assert workshop.stderr.strip() == "samples.jsonl: 2 samples"
     workshop.slimectl("convert", "3.pt", "samples.jsonl", "--unpickle", code=2)
-    assert "samples.jsonl: exists already; add --force" in workshop.stderr
+    assert "samples.jsonl: already exists. Add --force" in workshop.stderr
     workshop.slimectl("convert", "3.pt", "samples.jsonl", "--unpickle", "--force")
     first, second = read_samples(workshop.folder / "samples.jsonl")
     assert not touched.exists()
