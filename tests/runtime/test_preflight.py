@@ -119,14 +119,14 @@ def test_a_dry_run_finds_what_the_run_refuses(folder: Path, model_dir: Callable[
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"run.dir": "{folder}/file/runs"}, "run.dir: {folder}/file is no folder; give another"),
+        ({"run.dir": "{folder}/file/runs"}, "run.dir: {folder}/file is not a folder\. Use another\."),
         (
             {"track.with": ["tensorboard"], "track.kwargs": {"tensorboard": {"log_dir": "{folder}/file"}}},
-            "track.kwargs.tensorboard.log_dir: {folder}/file is no folder; give another",
+            "track.kwargs.tensorboard.log_dir: {folder}/file is not a folder\. Use another\.",
         ),
         (
             {"track.with": ["jsonl"], "track.kwargs": {"jsonl": {"path": "{folder}/file/lines"}}},
-            "track.kwargs.jsonl.path: {folder}/file is no folder; give another",
+            "track.kwargs.jsonl.path: {folder}/file is not a folder\. Use another\.",
         ),
     ],
 )

@@ -59,9 +59,9 @@ def test_an_unknown_variable_is_named():
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("algorithm.eps_clip_hihg=1", "algorithm.eps_clip_hihg: unknown setting (command line); did you mean "
+        ("algorithm.eps_clip_hihg=1", "algorithm.eps_clip_hihg: unknown setting (command line). Did you mean "
                                       "algorithm.eps_clip_high?"),
-        ("trian.lr=1", "trian.lr: unknown setting (command line); did you mean train.lr?"),
+        ("trian.lr=1", "trian.lr: unknown setting (command line). Did you mean train.lr?"),
         ("train.lr=abc", "train.lr: input should be a valid number, unable to parse string as a number, not 'abc' "
                          "(command line)"),
         ("rollout.temperature=0", "rollout.temperature: input should be greater than 0, not 0 (command line)"),
@@ -127,7 +127,7 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         ),
         (
             ["train.backend=megatron", "train.offload=optimizer", "train.optimizer_state_dtype=bfloat16"],
-            ["train.optimizer_state_dtype: bfloat16 and train.offload exclude each other"],
+            ["train.optimizer_state_dtype: bfloat16 and train.offload cannot be combined"],
         ),
         (["cluster.offload_train=false"], ["cluster.offload_train has no effect without cluster.colocate"]),
         (["run.max_staleness=1"], ["run.max_staleness", "run.async_level"]),
@@ -135,7 +135,7 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         (["cluster.actor_num_nodes=2"], ["cluster.actor_num_nodes", "cluster.executor"]),
         (
             ["engine.backend=sglang", "cluster.rollout_num_gpus=3", "cluster.rollout_num_gpus_per_engine=2"],
-            ["cluster.rollout_num_gpus: 3", "cluster.rollout_num_gpus_per_engine: 2; give 2"],
+            ["cluster.rollout_num_gpus: 3", "cluster.rollout_num_gpus_per_engine: 2. Use 2"],
         ),
         (["cluster.rollout_num_gpus_per_engine=2"], ["cluster.rollout_num_gpus_per_engine", "engine.backend"]),
         (["engine.url=http://a:1", "engine.num_engines=2"], ["engine.url", "engine.num_engines"]),

@@ -75,7 +75,7 @@ def test_a_run_replays_what_it_sampled(experts: Workshop):
         (["algorithm.name=sft"], "train.use_rollout_routing_replay: sft trains on no answers of an engine"),
         (
             ["train.backend=megatron", "megatron.use_routing_replay=true"],
-            "train.use_rollout_routing_replay and megatron.use_routing_replay exclude each other",
+            "train.use_rollout_routing_replay and megatron.use_routing_replay cannot be combined",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_the_nearest_word_decides_who_grades(tmp_path: Path):
     assert rewards(by_type, answered(**sample, **contains)) == [1.0]
     assert rewards(by_type, answered(**sample)) == [0.0]
     assert rewards(by_type, answered(response="4", label="4")) == [1.0]
-    with pytest.raises(SettingsError, match=r"sample 0: no reward is named\. Set score\.rm_type"):
+    with pytest.raises(SettingsError, match=r"sample 0: no reward is set\. Set score\.rm_type"):
         rewards(Settings(), answered(**sample))
 
 
@@ -169,7 +169,7 @@ def test_a_weighted_sum_takes_the_place_of_a_type(executor: LocalExecutor):
     assert worker_count(settings.score, Grader(settings)) == 0
     slow = Settings.model_validate({"score": {"rm": [{"type": "exact"}, {"type": "boxed_math"}]}})
     assert worker_count(slow.score, Grader(slow)) > 0
-    with pytest.raises(SettingsError, match=r"score\.rm and score\.rm_type exclude each other"):
+    with pytest.raises(SettingsError, match=r"score\.rm and score\.rm_type cannot be combined"):
         builders.reward(Settings.model_validate({"score": {"rm": parts, "rm_type": "exact"}}))
 
 

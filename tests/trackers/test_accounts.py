@@ -135,7 +135,7 @@ def test_the_mode_of_the_environment_needs_no_key_either(variable: str, monkeypa
 
 
 def test_one_key_for_two_accounts_is_refused():
-    with pytest.raises(SettingsError, match=r"wandb and mlflow are different accounts; give track\.kwargs\.wandb\.api"):
+    with pytest.raises(SettingsError, match=r"wandb and mlflow have different accounts\. Set track\.kwargs\.wandb\.api"):
         settings("track.with=['wandb', 'mlflow']", "track.api_key=env:MY_KEY")
 
 
@@ -146,7 +146,7 @@ def test_one_key_for_two_accounts_is_refused():
         ("swanlab", "set SWANLAB_API_KEY in the environment, or give env:NAME"),
         ("mlflow", "set MLFLOW_TRACKING_TOKEN in the environment, or give env:NAME"),
         ("trackio", "set HF_TOKEN in the environment, or give env:NAME"),
-        ("tensorboard", "written down; give env:NAME"),
+        ("tensorboard", "settings are written to files\. Use env:NAME"),
     ],
 )
 def test_a_literal_key_is_refused_with_what_works(tracker: str, advice: str):

@@ -150,5 +150,5 @@ def test_a_shared_run_offline_is_refused_in_a_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(SettingsError, match=words.format("WANDB_MODE", "WANDB_MODE")):
         builders.check_trackers(settings())
-    with pytest.raises(SettingsError, match=r"track\.mode: shared is a mode of wandb alone; add wandb to track\.with"):
+    with pytest.raises(SettingsError, match=r"track\.mode: shared works only with wandb\. Add wandb to track\.with"):
         resolve([from_assignments(["track.with=['swanlab']", "track.mode=shared"])])

@@ -39,8 +39,8 @@ def test_servers_get_the_adapter_alone_unless_something_is_in_the_way(values: di
     [
         ({"sync__transport": "disk"}, "sync.lora: adapter, but sync.transport = disk writes whole checkpoints"),
         ({"engine__backend": "sglang", "engine__load": "fp8"}, "sync.lora: adapter, but engine.load has other weights"),
-        ({"train__lora_rank": None}, "sync.lora has no effect without an adapter and servers that get it"),
-        ({"engine__num_engines": 1}, "sync.lora has no effect without an adapter and servers that get it"),
+        ({"train__lora_rank": None}, "sync.lora has no effect without an adapter and servers that receive it"),
+        ({"engine__num_engines": 1}, "sync.lora has no effect without an adapter and servers that receive it"),
     ],
     ids=str,
 )
