@@ -79,8 +79,11 @@ def test_a_run_on_megatron_saves_such_folders_and_goes_on_from_them():
             {"train.backend": "fsdp"},
             r'megatron.save_format has no effect with train.backend = "fsdp". Set train.backend =',
         ),
-        ({"train.lora_rank": 4}, "megatron.save_format: torch_dist cannot store adapters\. Set hf with train.lora_rank"),
-        ({"algorithm.name": "reward_model"}, "torch_dist cannot store the value head that reward_model trains in the same mod"),
+        ({"train.lora_rank": 4}, "megatron.save_format: torch_dist cannot store adapters. Set hf with train.lora_rank"),
+        (
+            {"algorithm.name": "reward_model"},
+            "torch_dist cannot store the value head that reward_model trains in the same mod",
+        ),
     ],
 )
 def test_what_torch_dist_cannot_hold_is_refused_before_anything_is_loaded(values: dict[str, Any], words: str):
@@ -99,9 +102,7 @@ def test_what_is_missing_in_one_is_a_line_that_says_how_to_get_it(folder: Path, 
     with pytest.raises(CheckpointError, match=r"vocab_size 300000 x hidden_size 64 is more than \d+ bytes of weights"):
         builders.model_folder(str(copy))
     (copy / "config.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"no config.json. This is a torch_dist checkpoint. Copy config.json, "
-    ):
+    with pytest.raises(CheckpointError, match=r"no config.json. This is a torch_dist checkpoint. Copy config.json, "):
         builders.model_folder(str(copy))
 
 

@@ -52,7 +52,7 @@ def test_a_model_that_cannot_be_cut_so_is_said_too():
 def test_batches_that_leave_ranks_idle_are_a_note():
     code, _, err = plan("run.rollout_batch_size=3", "rollout.n_samples_per_prompt=4")
     assert code == 0
-    assert "12 rollouts per step are not a multiple of 8 data-parallel ranks, so some ranks wait\. Use 8 or 16\." in err
+    assert "12 rollouts per step are not a multiple of 8 data-parallel ranks, so some ranks wait. Use 8 or 16." in err
 
 
 def test_on_a_cpu_ranks_are_processes():

@@ -179,7 +179,7 @@ def test_a_layout_that_does_not_fit_is_shown_all_the_same():
         (["--card", "tiny-vl", "--backend", "fsdp", "--simulate"], "--simulate: does not simulate a vision tower"),
         (
             ["--card", "tiny-vl", "--backend", "fsdp", "--images", "9", "--seq-len", "512"],
-            "--image-tokens 256: 9 images of this size need more than the 512 tokens of a sequence\. Raise --seq-len",
+            "--image-tokens 256: 9 images of this size need more than the 512 tokens of a sequence. Raise --seq-len",
         ),
         (
             ["--card", "tiny-vl", "--backend", "fsdp", "--lora-rank", "8", "--train-vision-tower"],

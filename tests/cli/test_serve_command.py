@@ -132,8 +132,8 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
     assert where == "the admin key (weights, pauses, aborts) is in"
     assert (file.parent, file.stat().st_mode & 0o777) == (tmp_path / ".cache/slimectl/keys", 0o600)
     assert exposed == (
-        "0.0.0.0: other machines reach this server, and anybody there may ask it (/generate, /v1); weights, pauses and "
-        "aborts take the admin key; set engine.api_key to close the rest\n"
+        "0.0.0.0: other machines can reach this server and sample from it without a key (/generate, /v1). Weights, "
+        "pauses and aborts need the admin key. Set engine.api_key to protect everything else.\n"
     )
     key = file.read_text().strip()
     assert len(key) > 40

@@ -11,7 +11,7 @@ from slimectl.settings.loading import resolve
 WRONG = [
     (["rollout.function_path=a:b", "rollout.partial_rollout=true"],
      "rollout.function_path and rollout.partial_rollout cannot be combined"),
-    (["rollout.function_path=a:b", "rollout.dynamic_sampling_filter_path=a:b"], "the function already fills rounds\. Drop one"),
+    (["rollout.function_path=a:b", "rollout.dynamic_sampling_filter_path=a:b"], "the function already fills rounds. Drop one"),
     (["rollout.data_source_path=a:b", "run.async_level=2"],
      "rollout.data_source_path and run.async_level: 2 cannot be combined"),
     (["train.custom_loss_function_path=a:b", "train.custom_tis_function_path=a:b"], "your own loss replaces it. Drop one"),

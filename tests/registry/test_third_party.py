@@ -179,9 +179,7 @@ def test_a_tracker_without_its_methods_is_refused(tmp_path: Path, monkeypatch: p
         "class Silent:\n    def __init__(self, run): ...\n    def close(self): ...\n"
     )
     add_package(tmp_path, "careless", "[slimectl.trackers]\nsilent = silent_module:Silent\n", monkeypatch)
-    with pytest.raises(
-        BackendError, match=r"careless 0.1: its tracker silent lacks the method log and table\. Fix or"
-    ):
+    with pytest.raises(BackendError, match=r"careless 0.1: its tracker silent lacks the method log and table\. Fix or"):
         builders.start_trackers(settings("track.with=['silent']"), tmp_path)
 
 
@@ -192,7 +190,9 @@ def test_an_engine_without_servers_is_refused_in_several(package: Path):
 
 def test_two_packages_with_one_name_are_named_both(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     add_package(tmp_path, "other", "[slimectl.trackers]\ncsv = other:Csv\nstdout = other:Stdout\n", monkeypatch)
-    with pytest.raises(BackendError, match=r"tracker csv: defined by both other 0.1 and slimectl-example 1.2. Uninstall"):
+    with pytest.raises(
+        BackendError, match=r"tracker csv: defined by both other 0.1 and slimectl-example 1.2. Uninstall"
+    ):
         TRACKERS.load("csv")
     assert TRACKERS.package("stdout") == "slimectl"  # a name of its own stays slimectl's
 

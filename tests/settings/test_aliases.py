@@ -209,5 +209,5 @@ def test_a_settings_file_takes_the_tracker_options_of_slime(tmp_path: Path):
 
 def test_another_key_above_the_sections_is_refused(tmp_path: Path):
     (tmp_path / "a.toml").write_text("temperature = 1")
-    with pytest.raises(SettingsError, match="temperature: settings stand in sections"):
+    with pytest.raises(SettingsError, match="temperature: settings belong in sections"):
         from_file(tmp_path / "a.toml")

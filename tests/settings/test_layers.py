@@ -52,7 +52,7 @@ def test_variables_of_a_kubernetes_service_named_slimectl_are_no_settings():
 def test_an_unknown_variable_is_named():
     with pytest.raises(SettingsError) as refused:
         resolve([from_environment({"SLIMECTL_TRAIN_LRR": "1"})])
-    unknown = "train.lrr: unknown setting (environment variable SLIMECTL_TRAIN_LRR); did you mean train.lr?"
+    unknown = "train.lrr: unknown setting (environment variable SLIMECTL_TRAIN_LRR). Did you mean train.lr?"
     assert str(refused.value) == unknown
 
 
@@ -65,8 +65,8 @@ def test_an_unknown_variable_is_named():
         ("train.lr=abc", "train.lr: input should be a valid number, unable to parse string as a number, not 'abc' "
                          "(command line)"),
         ("rollout.temperature=0", "rollout.temperature: input should be greater than 0, not 0 (command line)"),
-        ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'; known are " + ", ".join(ALGORITHMS)),
-        ("run.profile=[3,2]", "run.profile: give [first, last], the first round not after the last, not [3, 2] "
+        ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'. Choose one of " + ", ".join(ALGORITHMS)),
+        ("run.profile=[3,2]", "run.profile: must be [first, last], with the first round not after the last, not [3, 2] "
                               "(command line)"),
         ("lr=1", "-s lr=1: write it as section.key=value, e.g. -s train.lr=1"),
     ],
@@ -187,7 +187,7 @@ def test_a_file_that_is_missing_or_no_toml_or_has_no_sections_is_refused(tmp_pat
     with pytest.raises(SettingsError, match="not valid TOML"):
         from_file(tmp_path / "bad.toml")
     (tmp_path / "flat.toml").write_text("lr = 1\n")
-    with pytest.raises(SettingsError, match=r"settings stand in sections"):
+    with pytest.raises(SettingsError, match=r"settings belong in sections"):
         from_file(tmp_path / "flat.toml")
 
 

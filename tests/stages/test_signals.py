@@ -159,7 +159,7 @@ def test_so_is_the_warm_up(workshop: Workshop, grace: str, number: signal.Signal
 def test_so_is_the_evaluation_after_the_last_round_and_a_resume_makes_up_for_it(workshop: Workshop, whole: bytes):
     options = ("-s", "eval.before_train=false", "-s", "eval.interval=none", "-s", "run.grace_s=0")
     end, words = ended_while_waiting(workshop, "evaluation", signal.SIGTERM, "run", *ONE_ROUND, *options)
-    abandoned = "the evaluation after round 1 abandoned\. The last checkpoint is from round 1; go on with:"
+    abandoned = "the evaluation after round 1 abandoned. The last checkpoint is from round 1; go on with:"
     assert (end, abandoned in words) == (143, True)
     assert len(workshop.metrics("a")) == 1
     workshop.slimectl("run", "--resume", "runs/a")
