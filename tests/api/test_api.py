@@ -121,7 +121,7 @@ def test_a_new_model_replaces_a_new_one_but_no_trained_one(settings: Settings, t
     with Trainer(settings) as trainer:
         trainer.save(folder, force=True)
     trained = (folder / "model.safetensors").read_bytes()
-    with pytest.raises(SettingsError, match="model: contains a trained or converted model. Use another folder"):
+    with pytest.raises(SettingsError, match=r"model: contains a trained or converted model\. Use another folder"):
         create_model("tiny", folder)
     assert (folder / "model.safetensors").read_bytes() == trained
 

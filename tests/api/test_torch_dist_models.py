@@ -129,6 +129,6 @@ def test_engines_that_do_not_read_it_get_a_conversion():
     elsewhere = settings_of(
         "dist", **{"engine.backend": "vllm", "cluster.executor": "ray", "cluster.ray_address": "auto"}
     )
-    expected = pytest.raises(SettingsError, match="dist: vllm cannot read torch_dist. Convert it: slimectl")
+    expected = pytest.raises(SettingsError, match=r"dist: vllm cannot read torch_dist\. Convert it: slimectl")
     with expected, start_engines(elsewhere, Path("dist"), None):
         pass

@@ -89,8 +89,8 @@ def test_batches_that_do_not_divide_name_the_nearest_that_do():
         "train.global_batch_size: 24 does not divide the 64 rollouts of a round, so 16 wait for the next. Use 16 or 32."
     ]
     assert list(divisibility_warnings(30, 30, 4)) == [
-        "train.global_batch_size: 30 rollouts per step are not a multiple of 4 data-parallel ranks, so some ranks wait. "
-        "Use 28 or 32."
+        "train.global_batch_size: 30 rollouts per step are not a multiple of 4 data-parallel ranks, so some ranks "
+        "wait. Use 28 or 32."
     ]
 
 

@@ -66,7 +66,7 @@ def test_an_unknown_variable_is_named():
                          "(command line)"),
         ("rollout.temperature=0", "rollout.temperature: input should be greater than 0, not 0 (command line)"),
         ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'. Choose one of " + ", ".join(ALGORITHMS)),
-        ("run.profile=[3,2]", "run.profile: must be [first, last], with the first round not after the last, not [3, 2] "
+        ("run.profile=[3,2]", "run.profile: must be [first, last] with first <= last, not [3, 2] "
                               "(command line)"),
         ("lr=1", "-s lr=1: write it as section.key=value, e.g. -s train.lr=1"),
     ],

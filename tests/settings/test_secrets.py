@@ -115,7 +115,8 @@ def test_a_run_that_goes_on_says_which_secret_it_lacks_and_takes_it_from_anywher
     with pytest.raises(SettingsError) as lacking:
         check_complete(resolve([layer]).settings.model_dump(by_alias=True))
     assert str(lacking.value).splitlines() == [
-        "sglang.args.api_key: secrets are never written to files. Supply it again with -s sglang.args.api_key=env:VARIABLE",
+        "sglang.args.api_key: secrets are never written to files. Supply it again with "
+        "-s sglang.args.api_key=env:VARIABLE",
         "score.rm_url: secrets are never written to files. Supply it again with -s score.rm_url=env:VARIABLE or "
         "SLIMECTL_SCORE_RM_URL in the environment",
     ]
