@@ -99,7 +99,7 @@ def test_an_evaluation_file_takes_old_names(tmp_path: Path):
         (
             ["warmup.data=p", "warmup.until_accuracy=1", "sft_warmup.until_accuracy=1"],
             "warmup.until_accuracy and sft_warmup.until_accuracy are the same setting (command line). Set only "
-            "sft_warmup.target_accuracy alone",
+            "sft_warmup.target_accuracy.",
         ),
         (["run.ahead=-1"], "run.async_level: input should be greater than or equal to 0, not -1 (command line)"),
         (

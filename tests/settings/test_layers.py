@@ -65,7 +65,7 @@ def test_an_unknown_variable_is_named():
         ("train.lr=abc", "train.lr: input should be a valid number, unable to parse string as a number, not 'abc' "
                          "(command line)"),
         ("rollout.temperature=0", "rollout.temperature: input should be greater than 0, not 0 (command line)"),
-        ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'. Choose one of " + ", ".join(ALGORITHMS)),
+        ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'. Choose one of " + ", ".join(ALGORITHMS) + "."),
         ("run.profile=[3,2]", "run.profile: must be [first, last] with first <= last, not [3, 2] "
                               "(command line)"),
         ("lr=1", "-s lr=1: write it as section.key=value, e.g. -s train.lr=1"),
@@ -123,7 +123,7 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         ),
         (
             ["train.backend=megatron", "train.offload=parameters"],
-            ["train.offload: parameters, but Megatron-core", 'set "optimizer"'],
+            ["train.offload: parameters, but Megatron-core", 'Set "optimizer"'],
         ),
         (
             ["train.backend=megatron", "train.offload=optimizer", "train.optimizer_state_dtype=bfloat16"],
