@@ -137,7 +137,7 @@ def test_engines_that_share_gpus_may_give_back_memory():
 
 
 def test_sglang_keys_without_sglang_are_refused():
-    with pytest.raises(SettingsError, match=r'sglang.server_groups .* set engine.backend = "sglang"'):
+    with pytest.raises(SettingsError, match=r'sglang.server_groups .* Set engine.backend = "sglang"'):
         given(engine={"backend": "embedded"}, sglang={"server_groups": [{"name": "a"}]})
 
 
