@@ -163,7 +163,7 @@ def test_a_broken_package_is_one_line_with_its_name(tmp_path: Path, monkeypatch:
     with pytest.raises(BackendError, match=r"careless 0.1: its verifier partial lacks the method extract; repair or"):
         verifier("partial")
     with pytest.raises(
-        BackendError, match=r"careless 0.1: its engine faulty does not derive from .*EngineBackend; rep"
+        BackendError, match=r"careless 0.1: its engine faulty does not derive from .*EngineBackend\. Fix"
     ):
         builders.check_engine(settings("engine.backend=faulty"))
     assert "broken" in TRACKERS.names()  # and a list of names imports nothing
