@@ -5,7 +5,7 @@
 >>> for report in run(settings):                                                            # doctest: +SKIP
 ...     print(report.step, report.metrics["rollout/raw_reward"])
 
-The names are imported when they are first used. `__init__.pyi` has their types. See docs/python.md.
+Names are imported at first use. `__init__.pyi` has their types. See docs/python.md.
 """
 
 from importlib import import_module

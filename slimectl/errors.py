@@ -8,10 +8,10 @@
     ├── StorageError              exit 1   free space, or write elsewhere
     ├── DivergedError             exit 1   continue from the last checkpoint with other settings
     └── BackendError              exit 4   start, reach or install the backend
-        ├── DiedError             exit 4   restart from the last checkpoint (`run` does so by itself)
-        └── MissingExtraError     exit 4   run the `pip install` that the message names
+        ├── DiedError             exit 4   restart from the last checkpoint (`run` does this automatically)
+        └── MissingExtraError     exit 4   run the `pip install` command in the message
 
-A message says what is wrong, where, and what to do next, in one line. Other exit codes: 130 interrupted, 143 ended by
+A message is one line: what is wrong, where, and what to do next. Other exit codes: 130 interrupted, 143 ended by
 SIGTERM, 129 by SIGHUP, 141 the reader of stdout closed the pipe.
 """
 
@@ -31,7 +31,7 @@ def first_line(error: BaseException, longest: int | None = None) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal other than that of Ctrl-C ends the command."""
+    """A signal other than SIGINT (Ctrl-C) ends the command."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -90,11 +90,11 @@ class MissingExtraError(BackendError):
     """An optional dependency is not installed.
 
     >>> str(MissingExtraError("tensorboard", extra="tensorboard", wanted_by="track.with"))
-    "track.with needs tensorboard, which is not installed; run: pip install 'slimectl[tensorboard]'"
+    "track.with needs tensorboard, which is not installed. Run: pip install 'slimectl[tensorboard]'"
     """
 
     def __init__(self, package: str, *, extra: str, wanted_by: str) -> None:
-        super().__init__(f"{wanted_by} needs {package}, which is not installed. Run: pip install 'slimectl[{extra}]'.")
+        super().__init__(f"{wanted_by} needs {package}, which is not installed. Run: pip install 'slimectl[{extra}]'")
         self._arguments = (package, extra, wanted_by)
 
     def __reduce__(self) -> tuple[object, tuple[str, str, str]]:
@@ -102,7 +102,7 @@ class MissingExtraError(BackendError):
 
 
 LIBRARIES_OF_MODELS = ("torch", "transformers", "tokenizers", "safetensors")
-"""Packages of the extra `torch`: what reads, samples or trains a model needs them, nothing else does."""
+"""Packages of the extra `torch`, needed only to read, sample or train models."""
 
 
 def missing_library(error: ModuleNotFoundError, *, wanted_by: str) -> MissingExtraError | None:

@@ -68,7 +68,9 @@ def check_file(path: Path) -> os.stat_result:
         status = path.stat()
     except FileNotFoundError:
         if path.is_symlink():
-            raise CheckpointError(f"{path}: a link to nothing. Copy the folder again, with what it links to.") from None
+            raise CheckpointError(
+                f"{path}: a broken link. Copy the folder again, including the linked files."
+            ) from None
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Copy the folder again.") from error
@@ -99,7 +101,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     with open_file(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path}: over {max_bytes} bytes, which no genuine one has. Download it again.")
+        raise CheckpointError(f"{path}: over {max_bytes} bytes, which is too large for this file. Download it again.")
     try:
         value = json.loads(data)
     except RecursionError:
@@ -179,7 +181,7 @@ def _check_link(path: Path) -> None:
                 f"{path}: a link out of its folder, to {target}. Put a copy of the file there instead."
             )
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: a link that leads nowhere ({error}). Put the file itself there.") from error
+        raise CheckpointError(f"{path}: a broken link ({error}). Put the file itself there.") from error
 
 
 def _is_cached_blob(target: Path) -> bool:
@@ -199,21 +201,21 @@ def _check_bounds(path: Path, status: os.stat_result) -> None:
         return
     limit = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES
     if status.st_size > limit:
-        raise CheckpointError(f"{path}: {status.st_size} bytes, a genuine one has at most {limit}. Download it again.")
+        raise CheckpointError(f"{path}: {status.st_size} bytes, but at most {limit} are expected. Download it again.")
 
 
 def trainer_folder(model: Path) -> Path:
     """Return the folder with the trainer's state of a model folder: optimizer, steps, value head.
 
-    It is TRAINER_STATE in the model folder, or in the step of a run, beside the model. Earlier
-    versions wrote it into the model folder itself.
+    It is TRAINER_STATE in the model folder, or next to the model in a step of a run. Earlier versions wrote these files
+    into the model folder itself.
     """
     candidates = (model / TRAINER_STATE, model.parent / TRAINER_STATE / model.name)
     return next((folder for folder in candidates if folder.is_dir()), model)
 
 
 def policy_folder(path: Path) -> Path:
-    """Return the policy of a checkpoint of a run, or of the newest one if `path` is the run. Else `path` itself."""
+    """Return the policy of a run's checkpoint, or of the newest one if `path` is a run, else `path` itself."""
     path = follow_links(path)
     if (path / "policy" / "config.json").exists():
         return path / "policy"
@@ -222,7 +224,7 @@ def policy_folder(path: Path) -> Path:
 
 
 LINKS = ("latest", "best")
-"""Links of a run to its checkpoints. Files with their names on a file system without links."""
+"""Links of a run to its checkpoints. Without links, they are files that contain the checkpoint's name."""
 
 
 def linked_step(run: Path, link: str = "latest") -> str | None:
@@ -232,7 +234,7 @@ def linked_step(run: Path, link: str = "latest") -> str | None:
         name = os.readlink(file) if file.is_symlink() else _first_line(file)
     except OSError:
         return None
-    return name if re.fullmatch(r"step_\d+", name) else None  # no link leads out of the run
+    return name if re.fullmatch(r"step_\d+", name) else None  # a link must not leave the run
 
 
 def _first_line(file: Path) -> str:
@@ -243,7 +245,7 @@ def _first_line(file: Path) -> str:
 
 
 def follow_links(path: Path) -> Path:
-    """Return a path in which a link of a run that is a file is replaced by the checkpoint that it names.
+    """Return a path in which a run's link that is a file is replaced by the checkpoint that it points to.
 
     The system follows symbolic links itself.
     """

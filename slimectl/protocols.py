@@ -19,7 +19,7 @@ NamedTensors = Iterable[tuple[str, "Tensor"]]
 
 
 OnTokens = Callable[[int, list[int]], None]
-"""Called with the place of the first of some new tokens of an answer, and these tokens. Place 0 begins the answer anew.
+"""Called with the place of the first of some new tokens of an answer, and these tokens. Place 0 restarts the response.
 
 It is cheap, and may be called in any thread.
 """
@@ -224,7 +224,7 @@ class WeightUpdateClient(Protocol):
         ...
 
     def expect_adapter(self, adapter: Adapter) -> None:
-        """Announce that the tensors of this update are those of an adapter, to be merged into its base model."""
+        """Announce that the tensors of this update belong to an adapter, to be merged into its base model."""
         ...
 
     def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
@@ -372,7 +372,7 @@ class Executor(Protocol):
         """Apply `fn` in parallel, results in order. An exception or a timeout is returned as the result.
 
         In a worker, an item may take `timeout_s` seconds of CPU time and `wall_timeout_s` seconds of wall-clock time
-        (12 times as many where not given). Both begin when `prepare` has returned, which is called with the item first.
+        (default: 12 times as many). Both begin when `prepare` has returned, which is called with the item first.
         An item that exceeds a limit is tried once more while no other is worked on, then its result is a TimeoutError.
         """
         ...
@@ -397,34 +397,34 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Log a table of texts. All rows have the same keys. The step is that of the table's axis."""
+        """Log a table of texts. All rows have the same keys. `step` is the position on the table's axis."""
         ...
 
     def close(self) -> None: ...
 
 
 class Progress(Protocol):
-    """Shows how far work is: units that are done, the phase under way, figures of the last unit."""
+    """Shows progress: finished units, the current phase, and figures of the last unit."""
 
     @property
     def is_drawn(self) -> bool:
-        """Whether a terminal draws it, so that nobody needs a line for every unit."""
+        """Whether a terminal draws it, which makes a line for every unit unnecessary."""
         ...
 
     def expect(self, total: int | None, *, done: int = 0) -> None:
-        """Begin to count and to measure: `total` units, if it is known, of which so many are done."""
+        """Begin to count and measure `total` units, if known, of which `done` are finished."""
         ...
 
     def reach(self, done: int) -> None:
-        """Say how many units are done by now."""
+        """Report the number of finished units."""
         ...
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """Name what is done in the block. Of blocks inside one another the innermost one's name is shown."""
+        """Set the phase of the block. Within nested blocks, the innermost phase is shown."""
         ...
 
     def part(self, done: int, total: int) -> None:
-        """Say how much of the phase under way is done."""
+        """Report how much of the current phase is done."""
         ...
 
     def show(self, figures: Sequence[str]) -> None:
@@ -433,7 +433,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """The progress that nobody looks at: the default of every stage."""
+    """Progress that is not shown. The default of every stage."""
 
     is_drawn = False
 

@@ -20,7 +20,7 @@ ALWAYS = {
     "apikey", "authorization", "bearer", "cookie", "credential", "credentials", "passphrase", "passwd", "password",
     "pwd", "secret", "secrets",
 }  # fmt: skip
-"""Last words that make any name secret."""
+"""Last parts that make any name secret."""
 OF_KEYS = {"access", "account", "api", "auth", "encryption", "private", "secret", "signing"}
 OF_TOKENS = {"access", "api", "auth", "bearer", "hf", "id", "refresh", "security", "session"}
 """Words before `key` or `token` that make a name secret. `stop_token` and `reward_key` are not secret."""
@@ -31,7 +31,7 @@ USER = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<user>[^/\s?#\"'<
 SLASHED = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<user>[^/\s?#@:\[]+:(?!\d+(?:[/?#]|$))[^\s\"'<>]*)@")
 """Matches a password that contains a slash: no client could use it, but a message would show it."""
 ALONE = ("http://", "https://")
-"""Schemes of addresses whose user is secret even without a password. That of ssh://git@host is not."""
+"""Schemes of addresses whose user is secret even without a password. In ssh://git@host, it is not secret."""
 PARAMETER = re.compile(r"(?P<name>[?&;][A-Za-z0-9_.\-]+=)(?P<value>[^&#;\s\"'<>]+)")
 BEARER = re.compile(r"(?i)\b(?P<scheme>bearer)\s+[A-Za-z0-9+/=._~\-]{16,}")
 TABLES = ("data", "values")

@@ -111,7 +111,7 @@ def writes_to_pipe() -> bool:
 def output_error(error: OSError) -> StorageError:
     """Return the error for a stdout that cannot be written."""
     if error.errno == errno.EBADF:
-        return StorageError(f"{STDOUT}: is closed. Give --out FILE, or open it.")
+        return StorageError(f"{STDOUT}: is closed. Use --out FILE, or open it.")
     return StorageError(f"{STDOUT}: cannot be written: {error.strerror or error}. Free space or write elsewhere.")
 
 
@@ -283,7 +283,7 @@ def say(text: str) -> None:
 
 
 def note(text: str, *, level: str = "info") -> None:
-    """Write a line of a command that is no error to stderr, unless the level of messages hides it (--quiet)."""
+    """Write a command's informational line to stderr, unless the message level hides it (--quiet)."""
     if shows_notes(level):
         say(text)
 
@@ -321,11 +321,11 @@ POSITIONS = logging.Formatter("[%(asctime)s] %(filename)s:%(lineno)d - %(message
 
 
 FILES_ONLY = {"files_only": True}
-"""Argument `extra` of a message that a terminal shows in another form: it goes to files alone."""
+"""Argument `extra` of a message that a terminal shows in another form: it goes only to files."""
 
 
 class StderrHandler(logging.Handler):
-    """Writes messages to the present sys.stderr, a line each. Those that cannot be written are lost."""
+    """Writes each message as a line to the current sys.stderr. Messages that cannot be written are lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "files_only", False):
@@ -337,7 +337,7 @@ class StderrHandler(logging.Handler):
 def log_to_stderr(*, positions: bool = False) -> None:
     """Write messages from the level of SLIMECTL_LOG_LEVEL on to stderr, and to no other handler.
 
-    For a process that belongs to slimectl alone. With `positions`, and at level debug, a line begins with its time and
+    Only for slimectl's own processes. With `positions`, and at level debug, a line begins with its time and
     the place in the code. Files get messages from info on at any level. May be called again when the level has changed.
     """
     level = os.environ.get(LOG_LEVEL, "info").lower()
@@ -361,7 +361,7 @@ class WithLevel(logging.Formatter):
 
 
 class LogFile(logging.FileHandler):
-    """Appends messages to a file, which the first one creates. Those that cannot be written are lost."""
+    """Appends messages to a file, which the first one creates. Messages that cannot be written are lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):

@@ -45,7 +45,7 @@ SampleStatus = Status
 """Name of `Status` inside the class that has it as an attribute."""
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""Why an engine ended an answer, and the status of its sample."""
+"""Finish reasons of engines, with the status of the sample."""
 
 
 def text_of_label(label: Label) -> str:
@@ -66,7 +66,7 @@ def text_of_label(label: Label) -> str:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt for which answers are sampled.
+    """A prompt for which responses are sampled.
 
     >>> Prompt(text="1+1=", label="2", index=0).text
     '1+1='
@@ -333,7 +333,7 @@ class Sample:
     >>> sample.tokens, sample.response_length, sample.loss_mask
     ([5, 6, 7, 8], 2, [1, 1])
 
-    Functions of users may set further attributes, which stand in `extra` and so in the record:
+    User functions may set further attributes, which are stored in `extra` and in the record:
 
     >>> sample.tool_calls = 3
     >>> sample.tool_calls, sample.to_dict()["tool_calls"], Sample.from_dict(sample.to_dict()) == sample
@@ -378,7 +378,7 @@ class Sample:
     if not TYPE_CHECKING:  # the code of slimectl itself names fields, which mypy checks
 
         def __getattr__(self, name: str) -> Any:
-            """Return an attribute of the user's. Only names that are no field arrive here."""
+            """Return one of the user's attributes. Only called for names that are not fields."""
             if name != "extra" and not name.startswith("__"):  # `extra` is not set yet while a sample is unpickled
                 if name in self.extra:
                     return self.extra[name]
@@ -499,7 +499,7 @@ _SAMPLE_FIELDS = {sample_field.name: None for sample_field in fields(Sample)}
 
 
 def json_copy(value: Any) -> Any:
-    """Return a deep copy of a JSON value, several times as fast as copy.deepcopy. That copies what is none."""
+    """Return a deep copy of a JSON value, several times as fast as copy.deepcopy, which copies other values."""
     kind = type(value)
     if kind is dict:
         return {key: json_copy(member) for key, member in value.items()}
@@ -557,7 +557,7 @@ class TrainingSample:
 
     @property
     def images_digest(self) -> bytes:
-        """16 bytes that stand for the images, by their sources: none is read."""
+        """Return 16 bytes that identify the images by their sources, without reading them."""
         text = "\0".join(image if isinstance(image, str) else f"bytes {image['bytes']}" for image in self.images)
         return hashlib.sha256(f"{len(self.images)} {text}".encode()).digest()[:16]
 

@@ -80,8 +80,8 @@ def test_a_reward_that_closes_stdout_closes_its_own(folder: Path):
 @pytest.mark.parametrize(
     ("shell", "code", "words"),
     [
-        (">&-", 1, "slimectl: <stdout>: is closed; give --out FILE, or open it"),
-        (">/dev/full", 1, "slimectl: <stdout>: cannot be written: No space left on device; free space or write"),
+        (">&-", 1, "slimectl: <stdout>: is closed. Use --out FILE, or open it."),
+        (">/dev/full", 1, "slimectl: <stdout>: cannot be written: No space left on device. Free space or write"),
         ("2>&-", 0, ""),
         ("2>/dev/full", 0, ""),
     ],

@@ -1,1 +1,1 @@
-"""The stages as Python functions, re-exported by `slimectl`. Commands call the same ones."""
+"""The stages as Python functions. `slimectl` re-exports them, and the commands call them too."""

@@ -1,4 +1,4 @@
-"""Messages and metrics of a program of your own: `configure_logger`, `init_tracking` and `log`."""
+"""Logging and tracking for your own programs: `configure_logger`, `init_tracking` and `log`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Session:
     trackers: list[Tracker] | None = None
     """None before init_tracking."""
     joined = ExitStack()
-    """The run of another process that this one has joined."""
+    """Another process's run that this one has joined."""
 
 
 _session = _Session()
@@ -55,10 +55,10 @@ def init_tracking(args: Any, primary: bool = True) -> None:
 
     A secondary process (`primary` false) writes into the wandb run of the primary, if that is in the mode "shared" and
     `args.wandb_run_id` has its id, which the primary sets. Otherwise it logs nothing. Raises BackendError or
-    MissingExtraError if a tracker cannot start, and SettingsError if tracking has begun already.
+    MissingExtraError if a tracker cannot start, and SettingsError if tracking has already started.
     """
     if _session.trackers is not None:
-        raise SettingsError("init_tracking was called before in this process. Call finish_tracking first.")
+        raise SettingsError("init_tracking was already called in this process. Call finish_tracking first.")
     settings = _tracked_settings(args)
     folder = Path(settings.run.dir) / (settings.run.name or "run")
     if primary:
@@ -76,7 +76,7 @@ def init_tracking(args: Any, primary: bool = True) -> None:
 
 
 def _tracked_settings(args: Any) -> Settings:
-    """Return the settings of `args`. Tables for a terminal are for the commands, and a changed wandb_run_id counts."""
+    """Return the settings of `args`, without the terminal's tracker and with a changed wandb_run_id."""
     settings = settings_of(args)
     changes: dict[str, Any] = {"with_": [name for name in settings.track.with_ if name != "stdout"]}
     if isinstance(args, FlatSettings) and "wandb_run_id" in vars(args):
@@ -87,8 +87,8 @@ def _tracked_settings(args: Any) -> Settings:
 def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
     """Send metrics to the trackers, at the step `metrics[step_key]`.
 
-    Does nothing in a process without trackers. In a log or rollout function of a run the metrics are those of the run,
-    at its own step. Raises SettingsError without the step, for a metric that is no number, and before init_tracking.
+    Does nothing in a process without trackers. In a log or rollout function of a run, the metrics are logged to the run
+    at its own step. Raises SettingsError if the step is missing, if a metric is not a number, and before init_tracking.
     """
     step = plain_number(metrics.get(step_key))
     if step is None:
@@ -102,18 +102,18 @@ def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
     if collect({name: number for name, number in numbers.items() if name != step_key}):
         return
     if _session.trackers is None:
-        raise SettingsError("log: tracking has not begun. Call init_tracking(args) first.")
+        raise SettingsError("log: tracking has not started. Call init_tracking(args) first.")
     axes = {axis_of(name): step for name in numbers}
     for tracker in _session.trackers:
         tracker.log({**axes, **numbers}, step=int(step))
 
 
 def finish_tracking() -> None:
-    """Close the trackers, which have written everything then. It is called when the program ends, too."""
+    """Close the trackers after they have written everything. Also called when the program ends."""
     trackers, _session.trackers = _session.trackers or [], None
     for tracker in trackers:
         tracker.close()
     try:
         _session.joined.close()
     except Exception as error:
-        logger.warning(f"track.mode: the run at wandb could not be closed: {error}")
+        logger.warning(f"track.mode: the wandb run could not be closed: {error}")

@@ -24,13 +24,13 @@ from slimectl.stages.score import Grader
 from slimectl.stages.score import score as score_stage
 from slimectl.types import Metrics, Prompt, Sample, StepReport, TableRow
 
-if TYPE_CHECKING:  # with torch, which scoring does without
+if TYPE_CHECKING:  # imports torch, which scoring does not need
     from slimectl.api.models import Sampler
 
 MAKE_SAMPLES = "sample prompts with slimectl.rollout, or read a file with slimectl.data.jsonl.read_samples"
 
 QUIET: dict[str, Any] = {"track.with": [], "track.plot": False}
-"""Defaults of this interface that differ from the commands': nothing is printed."""
+"""Defaults of this interface that differ from the commands. Nothing is printed."""
 
 
 def load_settings(
@@ -39,13 +39,13 @@ def load_settings(
     *,
     files: Sequence[str | PathLike[str]] = (),
 ) -> Settings:
-    """Resolve settings: defaults < recipe < files < environment < `values`, which has dotted keys.
+    """Resolve settings: defaults < recipe < files < environment < `values` (by dotted key).
 
     >>> load_settings("quickstart", {"run.num_rollout": 20}).run.num_rollout
     20
 
-    `recipe` is a recipe's name or a TOML file. Metrics are not printed unless track.with says so. Raises SettingsError,
-    with one line for each wrong value.
+    `recipe` is a recipe's name or a TOML file. Metrics are not printed unless track.with is set. Raises SettingsError
+    with one line for each invalid value.
     """
     layer = None if recipe is None else recipes.find(str(recipe), instead=False, needed=False).layer
     layers = [Layer("default", nested(QUIET)), *([layer] if layer else []), *(from_file(Path(file)) for file in files)]
@@ -60,7 +60,7 @@ def prompts(settings: Settings, *sources: str, epochs: int | None = 1, shuffle: 
 
 
 def rollout(prompts: Iterable[Prompt], settings: Settings) -> Iterator[Sample]:
-    """Sample answers with the model at model.path, whose engine is up until the iterator ends. See `Sampler`."""
+    """Sample responses with the model at model.path. Its engine runs until the iterator ends. See `Sampler`."""
     from slimectl.api.models import Sampler
 
     with Sampler(settings) as sampler:
@@ -77,11 +77,11 @@ def score(
 ) -> Iterator[Sample]:
     """Attach a reward to every sample, from [score] or from `reward`, which is a function or a verifier.
 
-    The function may be async. It takes the parameters of score.custom_rm_path: a sample under any name, `samples`, or
-    parts of one sample or of many by name. A function of many samples gets at most score.batch_size of them, or all
-    siblings with score.group_rm. A `reference` also attaches its log-probabilities. A sample that cannot be graded (no
-    label) goes to `skip`. Without `skip`, RecordError is raised. It is also raised for a sample whose temperature
-    differs from the reference's.
+    The function may be async. It has the parameters of score.custom_rm_path: a sample under any name, `samples`, or
+    fields of one or of many samples by name. A function of many samples gets at most score.batch_size of them, or all
+    siblings with score.group_rm. With a `reference`, its log-probabilities are also attached. A sample that cannot be
+    graded (no label) goes to `skip`. Raises RecordError without `skip`, or if a sample's temperature differs from the
+    reference's.
     """
     samples = of_type(samples, Sample, MAKE_SAMPLES)
     if reference is not None:
@@ -105,7 +105,7 @@ def train(
 ) -> Iterator[StepReport]:
     """Train the model at model.path on scored samples. Yield a report for every step. See `Trainer`.
 
-    At the end the weights are written to the directory `save`. `force` replaces a checkpoint there.
+    At the end, the weights are written to the directory `save`. `force` replaces a checkpoint there.
     """
     from slimectl.api.models import Trainer
 
@@ -120,8 +120,8 @@ def train(
 def evaluate(settings: Settings, *, sampler: Sampler | None = None) -> Metrics:
     """Sample and grade every dataset of [eval]. Return accuracy, avg@n, pass@k and more by name.
 
-    Without a `sampler` the model at model.path is measured. The trackers of [track] get the metrics, at the training
-    step of the model. Raises SettingsError without datasets.
+    Without a `sampler`, the model at model.path is evaluated. The metrics are logged to the trackers of [track] at the
+    training step of the model. Raises SettingsError without datasets.
     """
     from slimectl.api.models import Sampler
 
@@ -132,9 +132,9 @@ def evaluate(settings: Settings, *, sampler: Sampler | None = None) -> Metrics:
 
 
 class Evaluation:
-    """An evaluation of all datasets, checked before any model is loaded. `metrics` is filled as samples are read.
+    """An evaluation of all datasets, checked before any model is loaded. `metrics` is filled while samples are read.
 
-    Its trackers run within a `with` block: one that cannot start is found before any model is loaded, too.
+    Its trackers run within a `with` block, so that errors in them are also reported before a model is loaded.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -170,7 +170,7 @@ class Evaluation:
             tracker.close()
 
     def samples(self, sampler: Sampler) -> Iterator[Sample]:
-        """Yield the graded samples of every dataset. Trackers get the metrics after the last."""
+        """Yield the graded samples of every dataset, then log the metrics to the trackers."""
         from slimectl.hooks.user_hooks import UserHooks
         from slimectl.stages.evaluate import answer_extractor, with_summary
         from slimectl.stages.evaluate import evaluate as evaluate_stage
@@ -223,10 +223,10 @@ def run(
 ) -> Iterator[StepReport]:
     """Run the loop of rollout, score and train in the folder run.dir/run.name. Yield a report for every step.
 
-    The folder has metrics, checkpoints and evaluations, as of the command. `resume` goes on from its last checkpoint,
-    `force` replaces a run. When `interrupted()` is true, the run is saved after the round and ends. A caller that
-    leaves the loop ends it at once, without saving. With files of `samples` nothing is sampled: the run trains on
-    them, as `slimectl train --name` does.
+    The folder gets metrics, checkpoints and evaluations, as with the command. `resume` continues from its last
+    checkpoint, and `force` replaces a run. If `interrupted()` is true, the run saves after the round and ends. Leaving
+    the loop ends the run at once, without saving. With files of `samples`, the run trains on them without sampling, as
+    `slimectl train --name` does.
     """
     from slimectl.runtime.rounds import RecordedRounds
     from slimectl.runtime.run import TrainingRun

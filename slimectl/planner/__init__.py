@@ -1,1 +1,1 @@
-"""Estimates memory, FLOPs and time of a run by formula. Pure functions."""
+"""Estimates memory, FLOPs and time of a run with pure functions."""

@@ -12,7 +12,7 @@ from slimectl.architectures.config import Architecture
 from slimectl.planner.workload import Run, counted
 
 DELTA_CHUNK = 64
-"""Chunk length of policies/megatron/delta_net.py. Tests/planner/test_figures.py checks that they are equal."""
+"""Chunk length of policies/megatron/delta_net.py. A test in tests/planner/test_figures.py checks this."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def fsdp_experts(architecture: Architecture, run: Run) -> list[SavedActivation]:
 
 
 def _attention(run: Run, heads: float, q: float, kv: float, out: float, formula: str) -> list[SavedActivation]:
-    """Query, key, value and output of the product. Also the attention weights, if they are in memory."""
+    """Saved by attention: query, key, value and output, and the attention weights if they are in memory."""
     if run.holds_scores(int(heads)):
         weights = SavedActivation(
             f"attention weights c x {counted(heads)} heads x {run.seq_len:,}", _weights(run, heads)
@@ -101,7 +101,7 @@ def _weights(run: Run, heads: float) -> float:
 
 
 def _norm(run: Run, width: float) -> float:
-    """Saved by torch's rms_norm: on a CPU input and normalised states, both float32. On a GPU the input."""
+    """Saved by torch's rms_norm: input and normalised states in float32 on a CPU, only the input on a GPU."""
     return (8 * width if run.device == "cpu" else run.bytes * width) + 4
 
 
@@ -170,7 +170,7 @@ def _latent(architecture: Architecture, run: Run) -> list[SavedActivation]:
     query_rank, latent = t.get("q_lora_rank") or 0, t["kv_lora_rank"]
     down = _norm(run, query_rank) + c * query_rank if query_rank else 0
     down += _norm(run, latent) + c * latent
-    # The latent is a view beside the rotary key and saved with it, unless the norm copies it to float32.
+    # The latent is a view of the same tensor as the rotary key and saved with it, unless the norm copies it to float32.
     copied = 0 if run.device == "cpu" and c == 2 else c * rotary
     saved = [SavedActivation("down-projections and their norms / t", (down + copied) / cut)]
     if c == 2:

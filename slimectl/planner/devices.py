@@ -21,7 +21,7 @@ PEAK_TFLOPS = {
     "H20": 148.0, "H100": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H800": 989.4, "H200": 989.4, "B200": 2250.0,
     "MI250X": 383.0, "MI300X": 1307.4,
 }  # fmt: skip
-"""Peak TFLOP/s of dense products in 16 bits, by the words of a device's name. From the vendors' data sheets."""
+"""Peak TFLOP/s of dense 16-bit products, by words in the device's name, from the vendors' data sheets."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ProcessMemory:
 
 
 def process_memory(*, reset_peak: bool = False) -> ProcessMemory:
-    """Return the memory of this process. With `reset_peak` the maxima of its GPU begin anew."""
+    """Return the memory of this process. `reset_peak` resets the maxima of its GPU."""
     rss = vms = 0
     with suppress(OSError):  # Linux only
         pages = Path("/proc/self/statm").read_bytes().split()
@@ -76,7 +76,7 @@ def peak_flops(name: str) -> float | None:
 
 
 def device_peak() -> float | None:
-    """Return the peak FLOP/s in 16 bits of this process's GPU, or None without one, and for an unknown one."""
+    """Return the 16-bit peak FLOP/s of this process's GPU, or None without a known GPU."""
     import torch
 
     return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
@@ -95,7 +95,7 @@ def measured_peak(device: str, dtype: str) -> float:
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    product_s()  # the first one loads kernels
+    product_s()  # the first call loads kernels
     deadline, fastest = time.perf_counter() + MEASURED_S, product_s()
     while time.perf_counter() < deadline:
         fastest = min(fastest, product_s())

@@ -61,7 +61,7 @@ def _forward(model: ResidentModel, seq_len: int) -> float:
 
 
 def _token(model: ResidentModel, seq_len: int) -> Figure:
-    """FLOPs per parameter: forward 2. Backward 2 for the gradient of the input, and 2 for that of a trained weight."""
+    """FLOPs per parameter: forward 2, backward 2 for the input's gradient and 2 for a trained weight's gradient."""
     architecture, critic = model.architecture, model.name == "critic"
     N, L = _multiplied(model), activated(model.trained, architecture)
     # Forward 2 per pair and column, backward twice that. A token attends to half of its sequence on average.
@@ -77,7 +77,7 @@ def _token(model: ResidentModel, seq_len: int) -> Figure:
 
 
 def _image(model: ResidentModel, tokens: int) -> Figure:
-    """FLOPs of an image of so many tokens in the vision tower. A critic computes values before training."""
+    """FLOPs of an image of `tokens` tokens in the vision tower. A critic computes values before training."""
     assert model.tower is not None
     figure = model.tower.image_flops(tokens, trained=model.trains_tower)
     if model.name == "critic":
@@ -111,7 +111,7 @@ class ModelFlops:
 
 @dataclass(frozen=True)
 class ImageFlops:
-    """FLOPs of the vision tower by the tokens of an image, of which each is `token` in a sequence."""
+    """FLOPs of the vision tower as functions of an image's tokens. `token` is the id of an image token."""
 
     token: int
     forward: Callable[[int], float]
@@ -131,7 +131,7 @@ def image_flops(model: ResidentModel, token: int) -> ImageFlops | None:
 
 
 def model_flops(model: ResidentModel) -> ModelFlops:
-    """Return the FLOPs of a model's passes by sequence, from those of a token in sequences of 0 and 2 tokens."""
+    """Return the FLOPs of a model's passes per sequence, derived from a token in sequences of 0 and 2 tokens."""
     forward, training = (
         SequenceFlops(at_0, at_2 - at_0)
         for at_0, at_2 in (
@@ -154,8 +154,9 @@ def flops_figures(
     images: int = 0,
     tokens_per_image: int = 0,
 ) -> list[Figure]:
-    """FLOPs of a token, of an image, and of a step of `batch` sequences with so many images each. The time of a step on
-    `world` GPUs of `tflops` at `mfu`.
+    """FLOPs of a token, an image, and a step of `batch` sequences with `images` images each, and the time of a step.
+
+    The time is for `world` GPUs of `tflops` at `mfu`.
     """
     tokens = [_token(model, seq_len) for model in models]
     pictures = [_image(model, tokens_per_image) for model in models if model.tower and images]
@@ -187,7 +188,7 @@ def flops_figures(
 
 
 def cache_per_token(architecture: Architecture, *, dtype_bytes: int, tensor: int) -> Figure:
-    """KV cache of one token on one rank. For latent attention the latent, replicated on every rank."""
+    """KV cache of one token on one rank. Latent attention caches the latent, replicated on every rank."""
     t, layers = architecture.transformer, attention_layers(architecture)
     if architecture.mla:
         width = t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]
@@ -227,7 +228,7 @@ def cache_figures(
 ) -> list[Figure]:
     """Weights, cache, and the number of tokens and sequences of `seq_len` in `share` of `memory_gib` on each rank.
 
-    With `fp8` a parameter of attention, MLPs and experts takes a byte. Its scales, 0.02 % of that, are not counted.
+    With `fp8`, a parameter of attention, MLPs and experts takes a byte. Its scales, 0.02 % of that, are not counted.
     """
     P, quantized = count(parts), count(parts, "attention", "mlp", "experts") if fp8 else 0
     formula = f"{dtype_bytes} x {P - quantized:,}" + (f" + fp8 1 x {quantized:,}" if fp8 else "")
@@ -244,7 +245,7 @@ def cache_figures(
         f"({share:g} x {memory_gib:g} GiB - {weights.text}) / {counted(per_token.value)} bytes",
     )  # fmt: skip
     result = [weights, per_token, *([state] if state else []), tokens]
-    result.append(Figure("sequences at once", fitting, "", f"of {seq_len:,} tokens, prompt and answer"))
+    result.append(Figure("sequences at once", fitting, "", f"of {seq_len:,} tokens, prompt and response"))
     if concurrency:
         size = concurrency * (per_token.value * seq_len + constant)
         formula = f"{concurrency:,} sequences x {seq_len:,} tokens x {counted(per_token.value)} bytes"

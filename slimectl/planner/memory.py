@@ -95,7 +95,7 @@ def _activations(architecture: Architecture, run: Run, stage: int, last: bool, *
         size += packs * run.tokens * inner
         layer_formula += f" + between the halves of adapters {counted(inner / len(layers))}"
     if packs != 1:
-        tokens_formula = f"{packs:g} packs under way x {tokens_formula}"
+        tokens_formula = f"{packs:g} packs in flight x {tokens_formula}"
     size += run.tokens * _outer(architecture, run, stage, last)
     return Figure("activations", size, "bytes", f"{tokens_formula} x {layer_formula} bytes, + embedding and last norm")
 
@@ -124,7 +124,7 @@ def _outer(architecture: Architecture, run: Run, stage: int, last: bool) -> floa
 
 
 def in_flight(run: Run, stage: int) -> float:
-    """Packs whose activations a stage keeps at once. For interleaved stages, chunks / chunks of a stage.
+    """Packs whose activations a stage keeps at once. Interleaved stages count chunks / chunks per stage.
 
     >>> from slimectl.architectures.parallel import ParallelLayout
     >>> in_flight(Run(4, ParallelLayout(pipeline=4)), 0), in_flight(Run(4, ParallelLayout(pipeline=4)), 3)
@@ -170,7 +170,7 @@ def _head(model: ResidentModel, run: Run) -> Figure:
         # Backward works in place in saved tensors. Forward has one chunk of logits in addition.
         formula += f" + the larger of a chunk of logits 4 x min(2^23, …) and {gradients_formula}"
         return Figure("head", hidden + 4 * R * V + max(4 * chunk, gradients), "bytes", formula)
-    # Logits and log-probabilities, and those of the chunk before, of which bfloat16 has a copy.
+    # Logits and log-probabilities of this chunk and the previous one, of which bfloat16 has a copy.
     bytes_per_element = 14 if c == 2 else 12
     formula += f" + chunks of logits {bytes_per_element} x 2^23 + {gradients_formula}"
     kept = 4 * min(KEPT_LOGITS, R * V)
@@ -178,20 +178,20 @@ def _head(model: ResidentModel, run: Run) -> Figure:
 
 
 def _backward(model: ResidentModel, run: Run, stage: int, head: float, gathered: float) -> Figure:
-    """Backward temporaries of one layer, as far as they exceed the memory that the head frees before."""
+    """Backward temporaries of one layer that exceed the memory that the head has freed before."""
     c, architecture = run.bytes, model.architecture
     size, formula = _layer_backward(model, run)
     if recomputed := _recomputed(architecture, run, stage):
         size += recomputed * run.tokens
-        formula = f"one layer anew {run.tokens:,} tokens x {counted(recomputed)} bytes + {formula}"
-    formula += ", as far as above the head's"
+        formula = f"one layer recomputed {run.tokens:,} tokens x {counted(recomputed)} bytes + {formula}"
+    formula += ", minus the head's"
     if gathered:
-        formula += f" + gradients of a whole layer before they are shared out (4 + c) x {parameters(gathered)}"
+        formula += f" + gradients of a whole layer before they are scattered (4 + c) x {parameters(gathered)}"
     return Figure("backward", max(0.0, size - head) + (4 + c) * gathered, "bytes", formula)
 
 
 def _recomputed(architecture: Architecture, run: Run, stage: int) -> float:
-    """Bytes per token that backward computes again in one layer, the largest of the stage."""
+    """Bytes per token that backward recomputes in one layer, for the largest layer of the stage."""
     if run.recompute == "none":
         return 0.0
     whole = map(activations.size, _stage_layers(architecture, replace(run, recompute="none"), stage))
@@ -210,7 +210,7 @@ def _layer_backward(model: ResidentModel, run: Run) -> tuple[float, str]:
     layer = layer // run.layout.expert // run.layout.expert_tensor
     rows = 3 * c * int(t["moe_ffn_hidden_size"]) * int(t["moe_router_topk"]) / _cut(run) * run.tokens
     if run.policy == "fsdp":
-        # Products of fused parameters. Sharded, their full gradients are those of the layer before it is reduced.
+        # Products of fused parameters. If sharded, their full gradients exist until the layer is reduced.
         whole = model.experts_learn and not run.sharded
         return max(mlp, (2 / 3 * c * layer * whole + rows, f"experts of a layer 2/3 c x {parameters(layer)}, + 3ckF"))
     # A grouped product reads gate and up of all experts stacked in one tensor, and returns gradients of that shape.
@@ -281,7 +281,7 @@ def _offloaded(model: ResidentModel, run: Run, stage: int) -> Figure:
 
 
 def shared_gpu_figures(training: Sequence[Figure], *, engine_bytes: float) -> list[Figure]:
-    """Memory where engines and trainer take turns: what sleeps in the host, and the peak while weights are pushed."""
+    """Memory if engines and trainer take turns: trainer state in host memory, and the peak during a weight push."""
     resident = [f for f in training if f.name.endswith(("weights", "optimizer"))]
     weights = next(figure for figure in training if figure.name == "weights")
     names = " + ".join(figure.name for figure in resident)
@@ -319,7 +319,7 @@ def _stage(policy: ResidentModel, other_models: Sequence[ResidentModel], run: Ru
         turns.append((turn_bytes, model.name))
     longest, name = max(turns)
     if name != policy.name:
-        formula = f"its activations and head, as far as above the policy's {parameters(turns[0][0])} bytes"
+        formula = f"its activations and head, minus the policy's {parameters(turns[0][0])} bytes"
         lines.append(Figure(f"{name}'s turn", longest - turns[0][0], "bytes", formula))
     return lines
 
@@ -396,7 +396,7 @@ def _layer_and_rest(parts: Sequence[Part], architecture: Architecture) -> tuple[
 
 
 def _optimizer_shares(run: Run) -> tuple[int, int]:
-    """Numbers of ranks that share the optimizer of dense parameters, and that of experts."""
+    """Numbers of ranks that share the optimizer state of dense parameters, and of experts."""
     if not run.distributed_optimizer:
         return 1, 1
     return run.data * run.layout.context, run.layout.expert_data(run.world)

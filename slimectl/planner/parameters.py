@@ -21,18 +21,18 @@ KINDS: tuple[Kind, ...] = ("embedding", "attention", "mlp", "experts", "norms", 
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one kind in one layer. `cut`: sharded by tensor (for experts, expert tensor) parallelism."""
+    """Parameters of one kind in one layer. `cut` means sharded by tensor (experts: expert tensor) parallelism."""
 
     kind: Kind
     layer: int | None
     count: int
     cut: bool
     rows: int = 0
-    """Rows that are padded to a multiple of the tensor-parallel size. 0 for none."""
+    """Rows that are padded to a multiple of the tensor-parallel size, or 0."""
     inner: int = 0
-    """Of adapters: elements per token between A and B."""
+    """For adapters: elements per token between A and B."""
     tower: VisionTower | None = None
-    """Of the part that is a vision tower: its shape."""
+    """Shape of the vision tower, if the part is one."""
     frozen: bool = False
 
 
@@ -152,10 +152,10 @@ def figures(
         formula = f"{dense:,} + experts {count(parts, 'experts'):,} x {k} chosen / {experts}"
         result.append(Figure("activated parameters", activated(parts, architecture), "parameters", formula))
     if adapters:
-        adapters_formula = f"adapters; {count(adapters) / count(parts):.2%} of the model, which stays as it is"
+        adapters_formula = f"adapters, {count(adapters) / count(parts):.2%} of the frozen model"
         result.append(Figure("trained parameters", count(adapters), "parameters", adapters_formula))
     elif frozen := count(parts) - count(_unfrozen(parts)):
-        formula = f"{count(parts):,} - {frozen:,} of the vision tower, which stays as it is"
+        formula = f"{count(parts):,} - {frozen:,} of the frozen vision tower"
         result.append(Figure("trained parameters", count(parts) - frozen, "parameters", formula))
     ranks = [local_params(parts, architecture, layout, stage) for stage in range(layout.pipeline)]
     largest = max(ranks, key=lambda rank: rank.all)
@@ -187,7 +187,7 @@ class ResidentModel:
 
     @property
     def head(self) -> Literal["learns", "stays", "values"]:
-        """Kind of the head, and whether its matrix is trained."""
+        """Kind of the head: a trained matrix (learns), a frozen one (stays), or a value head."""
         if self.name == "critic":
             return "values"
         kind = "embedding" if self.architecture.tied else "output"

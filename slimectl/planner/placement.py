@@ -1,4 +1,4 @@
-"""Placement of training ranks and engines on GPUs and machines. Plain integers, no library."""
+"""Places training ranks and engines on GPUs and machines, with plain integers and no library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 SHARED = 0.5
 """Fraction of a GPU that a rank and an engine each reserve if they share it."""
 ENGINE_SIZE = "cluster.rollout_num_gpus_per_engine"
-"""Setting of an engine's GPUs. `num_gpus_per_engine` of sglang.server_groups goes before it."""
+"""Setting for an engine's GPUs. `num_gpus_per_engine` of sglang.server_groups overrides it."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Bundle:
 
 
 class EnginePart(NamedTuple):
-    """What an engine has on one machine: so many GPUs from the bundle `first` on."""
+    """Part of an engine on one machine: `gpus` GPUs, starting at the bundle `first`."""
 
     engine: int
     first: int
@@ -40,8 +40,8 @@ class EnginePart(NamedTuple):
 class Placement:
     """Placement of training ranks, then engines, on machines of `gpus_per_node` GPUs, without gaps.
 
-    `actor_gpus_per_node` ranks on each of `actor_nodes` machines. Engines of `engine_gpus` GPUs each, on separate
-    GPUs or, colocated, on those of the ranks from the first on. On a CPU only ranks have bundles. Engines run anywhere.
+    There are `actor_gpus_per_node` ranks on each of `actor_nodes` machines. Engines of `engine_gpus` GPUs each use
+    separate GPUs, or if colocated, the GPUs of the ranks. On a CPU, only ranks have bundles, and engines run anywhere.
 
     >>> placement = Placement(actor_nodes=1, actor_gpus_per_node=2, engine_gpus=(2,))
     >>> [(bundle.gpu, bundle.rank, bundle.engine) for bundle in placement.bundles]
@@ -60,7 +60,7 @@ class Placement:
     @cached_property
     def parts(self) -> list[EnginePart]:
         """The parts of all engines, in the order of their GPUs."""
-        from slimectl.settings.cluster import nodes_of  # `plan` of a card imports no settings
+        from slimectl.settings.cluster import nodes_of  # `plan` with a card does not import settings
 
         parts: list[EnginePart] = []
         first = 0 if self.colocate else self.ranks
@@ -97,20 +97,20 @@ class Placement:
         return list(range(first, first + gpus))
 
     def problems(self) -> Iterator[str]:
-        """Yield why the placement is invalid, a line each, with the setting to change and the nearest valid sizes."""
+        """Yield each error of the placement as one line, with the setting to change and the nearest valid sizes."""
         if not self.on_gpu:
             return
         actor, machine = self.actor_gpus_per_node, self.gpus_per_node
         if actor > machine or (self.actor_nodes > 1 and actor != machine):
             yield (
                 f"cluster.actor_num_gpus_per_node: {actor} x cluster.actor_num_nodes: {self.actor_nodes} do not fill"
-                f" machines of {machine} GPUs (cluster.num_gpus_per_node) one after the other; {self._suggest_actors()}"
+                f" machines of {machine} GPUs (cluster.num_gpus_per_node) one after the other. {self._suggest_actors()}"
             )
         if (large := next((part.gpus for part in self.parts if part.gpus > machine), None)) is not None:
             whole = nearest_valid(large, range(machine, 2 * large + 1), lambda size: size % machine == 0)
             yield (
                 f"{ENGINE_SIZE}: {large}, but a machine has {machine} GPUs"
-                f" (cluster.num_gpus_per_node), and a larger engine takes whole ones. Give"
+                f" (cluster.num_gpus_per_node), and a larger engine needs whole machines. Use"
                 f" {' or '.join(map(str, whole))}."
             )
         elif (engine := self._first_spanning_engine()) is not None:
@@ -119,8 +119,8 @@ class Placement:
             machines = sum(part.engine == engine for part in self.parts)
             pieces = "two" if machines == 1 else str(1 + machines)
             yield (
-                f"{ENGINE_SIZE}: {size} cuts engine {engine} in {pieces} machines of {machine} GPUs;"
-                f" give {' or '.join(map(str, legal))}{self._suggest_ranks()}"
+                f"{ENGINE_SIZE}: {size} splits engine {engine} over {pieces} machines of {machine} GPUs."
+                f" Use {' or '.join(map(str, legal))}{self._suggest_ranks()}"
             )
 
     def _first_spanning_engine(self) -> int | None:
@@ -130,7 +130,7 @@ class Placement:
         return next(spanning, None)
 
     def _fits_with(self, size: int, other: int) -> bool:
-        """Return whether no engine would span machines if those of `size` GPUs had `other` of them."""
+        """Return whether no engine would span machines if engines of `size` GPUs had `other` GPUs."""
         sizes = tuple(other if gpus == size else gpus for gpus in self.engine_gpus)
         return replace(self, engine_gpus=sizes)._first_spanning_engine() is None
 
@@ -138,7 +138,7 @@ class Placement:
         machine, ranks = self.gpus_per_node, self.ranks
         sizes = nearest_valid(ranks, range(1, ranks + 2 * machine), lambda n: n <= machine or n % machine == 0)
         pairs = [(1, n) if n <= machine else (n // machine, machine) for n in sizes]
-        return "give " + " or ".join(f"{ranks_per_node} on {nodes}" for nodes, ranks_per_node in pairs)
+        return "Use " + " or ".join(f"{ranks_per_node} on {nodes}" for nodes, ranks_per_node in pairs)
 
     def _suggest_ranks(self) -> str:
         """Suggest numbers of ranks, on one machine, for which no engine of this size spans machines."""
@@ -170,8 +170,8 @@ def divisibility_warnings(rollouts_per_round: int, rollouts_per_step: int, data:
             rollouts_per_step, range(data, rollouts_per_step + data + 1), lambda size: size % data == 0
         )
         yield (
-            f"train.global_batch_size: {rollouts_per_step} rollouts a step are no multiple of {data} data-parallel"
-            f" ranks, of which some wait for others; {' or '.join(map(str, sizes))} would be"
+            f"train.global_batch_size: {rollouts_per_step} rollouts per step are not a multiple of {data} data-parallel"
+            f" ranks, so some ranks wait. Use {' or '.join(map(str, sizes))}."
         )
 
 

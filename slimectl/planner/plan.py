@@ -44,7 +44,7 @@ class Model:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What the planner takes: a model with its configuration, a training step, and an engine."""
+    """Input of the planner: a model with its configuration, a training step, and an engine."""
 
     config: Config
     shape: Model
@@ -80,8 +80,8 @@ def model_of(
 ) -> Model:
     """Build the model from the complete configurations of the policy and of a teacher.
 
-    Adapters leave experts out unless `adapts_experts`: the fsdp policy has them in fused parameters. A vision tower is
-    a part of the model where the family reads images.
+    Adapters exclude experts unless `adapts_experts`, because the fsdp policy has them in fused parameters. A vision
+    tower is part of the model if the family reads images.
 
     Raises CheckpointError for an unknown family, SettingsError for an adapter target that matches no layer.
     """
@@ -103,7 +103,7 @@ def model_of(
 
 
 def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
-    """Layout and recomputation of a card for that many GPUs. None if it has none."""
+    """Return the layout and recomputation of a card for this number of GPUs, or None if it has none."""
     layout = dict(card.get("layout", {}).get(f"gpus_{gpus}", {}))
     if not layout or "note" in layout:
         return None
@@ -123,10 +123,11 @@ def _memory(model: Model, run: Run) -> list[Figure]:
 
 
 def check(model: Model, run: Run) -> None:
-    """Raises SettingsError, one line, for a run that the trainer would refuse."""
+    """Raise SettingsError for a run that the trainer would reject."""
     if run.image_tokens > run.seq_len:
         raise SettingsError(
-            f"--image-tokens {run.tokens_per_image}: {run.images} images of that are more than the {run.seq_len} tokens"
+            f"--image-tokens {run.tokens_per_image}: {run.images} images of this size need more than the {run.seq_len} "
+            "tokens"
             " of a sequence. Raise --seq-len."
         )
     for standing in model.all:
@@ -139,14 +140,17 @@ def _check(architecture: Architecture, run: Run) -> None:
     if run.policy == "fsdp":
         if architecture.layer not in ("plain", "sandwich") or architecture.mla:
             raise SettingsError(
-                "--backend fsdp: there are formulas for grouped-query attention only, in dense layers and in those with"
-                " experts; plan it with --backend megatron"
+                "--backend fsdp: its formulas only cover grouped-query attention, in dense layers and layers with "
+                "experts."
+                " Use --backend megatron."
             )
         if run.layout != ParallelLayout():
-            raise SettingsError("--backend fsdp: takes no parallel sizes. Drop them, or plan with --backend megatron.")
+            raise SettingsError(
+                "--backend fsdp: does not support parallel sizes. Drop them, or use --backend megatron."
+            )
         return
     if run.recomputes("moe") and not architecture.experts:
-        raise SettingsError("--recompute-module moe: this model has no experts. Leave it out.")
+        raise SettingsError("--recompute-module moe: this model has no experts. Drop the option.")
     for problem in problems(run.layout, architecture.transformer, run.world):
         raise SettingsError(problem)
 
@@ -167,8 +171,9 @@ def with_layout(
             return replace(run, layout=choice.layout, recompute=choice.recompute)
     minimum = memory.least(model.all, run)
     raise SettingsError(
-        f"--gpus {run.world}: no layout fits {USABLE:.0%} of {memory_gib:g} GiB a GPU; weights, gradients and optimizer"
-        f" alone take {sized(minimum)} in all. Give more --gpus, shorter --seq-len, or a layout to see its figures."
+        f"--gpus {run.world}: no layout fits {USABLE:.0%} of {memory_gib:g} GiB per GPU. Weights, gradients and "
+        "optimizer"
+        f" alone take {sized(minimum)} in all. Use more --gpus, a shorter --seq-len, or a layout to see its figures."
     )
 
 

@@ -1,4 +1,4 @@
-"""Searches parallel layouts: the valid ones, those that fit in memory, and the fastest by estimate."""
+"""Searches parallel layouts that are valid and fit in memory, and ranks them by estimated speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slimectl.planner.workload import GIB, Recompute, Run
 USABLE = 0.9
 """Share of a GPU's memory that a plan may use. CUDA's context, NCCL's buffers and fragmentation need the rest."""
 NODE = 8
-"""GPUs of a node, joined by NVLink. Tensor parallelism stays within."""
+"""GPUs of a node, joined by NVLink. Tensor parallelism stays within a node."""
 
 # Only the order of layouts depends on these: attained rate, NVLink and share of the network of an H100.
 FLOPS_PER_SECOND = 4e14
@@ -64,9 +64,9 @@ def fitting(
     adapters: Sequence[Part] = (),
     other_models: Sequence[ResidentModel] = (),
 ) -> Iterator[Choice]:
-    """Yield layouts and recomputation that fit `run.world` GPUs, fastest by estimate first. `batch` sequences per step.
+    """Yield layouts and recomputation that fit `run.world` GPUs, fastest first, for `batch` sequences per step.
 
-    The time estimate is coarse: among those within about a tenth the simplest comes first.
+    The time estimate is coarse. Among layouts that differ by less than about 10 %, the simplest comes first.
     """
     models = [policy_of(architecture, parts, adapters), *other_models]
     if memory.least(models, run) > run.world * USABLE * memory_gib * GIB:

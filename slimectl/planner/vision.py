@@ -25,7 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
     },
 }  # fmt: skip
-"""Values of transformers for what a vision_config leaves out, by model_type of the whole."""
+"""Defaults of transformers for missing keys of a vision_config, by model_type of the whole model."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class VisionTower:
 
     blocks: int
     global_blocks: int
-    """Blocks whose patches attend to all of their image. Those of the others attend within a window."""
+    """Blocks whose patches attend to the whole image. In the other blocks, they attend within a window."""
     is_gated: bool
-    """Whether it has gated MLPs and RMSNorms. LayerNorms and the patch embedding of the others have biases."""
+    """Whether it has gated MLPs and RMSNorms. Otherwise LayerNorms and the patch embedding have biases."""
     width: int
     inner: int
     heads: int
@@ -48,7 +48,7 @@ class VisionTower:
     window_patches: int
     output: int
     positions: int
-    """Learned positions. 0 for none."""
+    """Number of learned positions, or 0."""
     deepstack: int
     """Further mergers, behind blocks before the last one, each with a norm over a whole cell."""
 
@@ -123,7 +123,7 @@ class VisionTower:
     def activations(self, run: Run, *, trained: bool) -> Figure:
         """Pixels of a pack's images, and what a trained tower saves for backward.
 
-        What a frozen tower computes with is freed before the decoder begins.
+        The tensors of a frozen tower are freed before the decoder begins.
         """
         E, c = self.width, run.bytes
         patches = run.image_tokens * (run.tokens // run.seq_len) * self.merge**2
@@ -132,7 +132,7 @@ class VisionTower:
             block = self._block_bytes(run) if run.recompute != "full" else c * E
             outer = 2 * 4 * E // self.heads + self._norm_bytes(run) + 2 * c * E
             name = "rotary angles and merger"
-            if self.positions:  # places of four neighbours in the table, and their shares
+            if self.positions:  # indices of four neighbours in the table, and their weights
                 outer += 4 * (8 + 4) + self.deepstack * 3 * c * E
                 name = "angles, positions and mergers"
             per_patch += self.blocks * block + outer

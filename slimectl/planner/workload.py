@@ -1,4 +1,4 @@
-"""Estimated quantities with their formulas, and their text form."""
+"""Figures with their formulas and text form, and the training step that they describe."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def counted(count: float) -> str:
 
 
 def total(name: str, figures: Iterable[Figure], suffix: str = "") -> Figure:
-    """Sum several figures in bytes. The formula has their names."""
+    """Sum several figures in bytes. The formula lists their names."""
     figures = list(figures)
     formula = " + ".join(figure.name for figure in figures) + suffix
     return Figure(name, sum(figure.value for figure in figures), "bytes", formula)
@@ -85,7 +85,7 @@ def total(name: str, figures: Iterable[Figure], suffix: str = "") -> Figure:
 
 Recompute = Literal["none", "selective", "full"]
 
-# Constants of the policies, which this floor cannot import. Tests/planner/test_run.py checks that they are equal.
+# Constants of the policies, which this layer cannot import. tests/planner/test_run.py checks that they are equal.
 DENSE_SCORES = 2**26
 """Largest number of attention scores in memory at once, on a CPU in bfloat16."""
 CHUNK_LOGITS = 2**23
@@ -121,7 +121,7 @@ class Run:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of images among those of a sequence."""
+        """Image tokens of a sequence."""
         return self.images * self.tokens_per_image
 
     @property
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def responses(self) -> int:
-        """Response tokens among them: those of the head."""
+        """Response tokens among them, for which the head computes logits."""
         return round(self.tokens * self.response_share)
 
     def holds_scores(self, heads: int) -> bool:

@@ -1,4 +1,4 @@
-"""Tables of engines, policies, trackers, verifiers, environments, executors. Other packages add by entry points."""
+"""Registries of engines, policies, trackers, verifiers, environments and executors, extensible by entry points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimectl.errors import BackendError
 
 
 class Part:
-    """A part of slimectl: the import path of its class or function, and facts that are known without importing it."""
+    """A part of slimectl: the import path of its class or function, and facts available without importing it."""
 
     def __init__(self, target: str, **facts: Any) -> None:
         self.target = target
@@ -28,13 +28,13 @@ class Part:
 class Registry:
     """All parts of one kind by name. An import happens when one is loaded.
 
-    Packages add parts by entry points in the group of the kind. A name of slimectl's own stays slimectl's.
+    Packages add parts by entry points in the group of the kind. They cannot replace slimectl's own names.
 
     >>> codecs = Registry("codec", "slimectl.codecs", {"json": Part("json:dumps", binary=False)})
     >>> codecs.load("json")([1]), codecs.fact("json", "binary"), "jsno" in codecs
     ('[1]', False, False)
     >>> codecs.unknown("jsno")
-    "no codec 'jsno'; did you mean json? there are json"
+    "no codec 'jsno'. Did you mean json? Available: json"
     """
 
     def __init__(self, kind: str, group: str, parts: Mapping[str, Part]) -> None:
@@ -54,10 +54,13 @@ class Registry:
         return sorted(self.parts.keys() | _third_party(self.group).keys())
 
     def unknown(self, name: str, *, spelling: str | None = None) -> str:
-        """The message for an unknown name, or the `spelling` that holds it: the nearest name, and all of them."""
+        """Return the message for an unknown name, with the most similar name and all names.
+
+        The message quotes `spelling` instead, if the name is only part of what the user wrote.
+        """
         near = get_close_matches(name, self.names(), n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return f"no {self.kind} {(spelling or name)!r}; {hint}there are {', '.join(self.names())}"
+        hint = f"Did you mean {near[0]}? " if near else ""
+        return f"no {self.kind} {(spelling or name)!r}. {hint}Available: {', '.join(self.names())}"
 
     def load(self, name: str) -> Any:
         """Import a part. Raises BackendError, with the package's name, if another package's cannot be imported."""
@@ -68,23 +71,23 @@ class Registry:
             raise BackendError(self.unknown(name))
         if len(entries) > 1:
             packages = " and ".join(_package(entry) for entry in entries)
-            raise BackendError(f"{self.kind} {name}: {packages} both have one; uninstall all but one of them")
+            raise BackendError(f"{self.kind} {name}: defined by both {packages}. Uninstall all but one of them.")
         try:
             return entries[0].load()
-        except Exception as error:  # whatever a stranger's module raises
+        except Exception as error:  # a third-party module may raise anything
             raise BackendError(
                 f"{_package(entries[0])}: its {self.kind} {name} ({entries[0].value}) cannot be imported: "
-                f"{type(error).__name__}: {_one_line(error)}; repair or uninstall that package"
+                f"{type(error).__name__}: {_one_line(error)}. Fix or uninstall that package."
             ) from error
 
     def fact(self, name: str, key: str, default: Any = None) -> Any:
-        """An attribute of a part: as the table says it, or for another package's part, of what it loads."""
+        """Return an attribute of a part: from the registry, or for a third-party part, from the loaded object."""
         if name in self.parts:
             return self.parts[name].facts.get(key, default)
         return getattr(self.load(name), key, default)
 
     def package(self, name: str) -> str:
-        """Name and version of the package that a part comes from."""
+        """Return name and version of the package that a part comes from."""
         entries = _third_party(self.group).get(name) if name not in self.parts else None
         return _package(entries[0]) if entries else "slimectl"
 

@@ -1,4 +1,4 @@
-"""Garbage collection around libraries, whose hundred thousands of objects live as long as the process."""
+"""Controls garbage collection around library imports, whose many objects live as long as the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Collect no garbage in the block: each import would have the objects of all earlier ones looked at again."""
+    """Collect no garbage in the block. Otherwise every import would scan the objects of all earlier ones again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -21,10 +21,10 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Collect no garbage in the block, and leave all objects that exist at its end out of later collections.
+    """Collect no garbage in the block, and exclude all objects that exist at its end from later collections.
 
-    A whole collection looks at every object of every module, 0.2 to 0.3 s, and comes several times a second where many
-    small samples are made. For what lives as long as the process, or until `gc.unfreeze()`: garbage among it stays.
+    A full collection scans every object of every module in 0.2 to 0.3 s, several times per second if many small samples
+    are created. Use this for objects that live as long as the process. Garbage among them stays until `gc.unfreeze()`.
     """
     with collection_paused():
         try:

@@ -110,7 +110,7 @@ class RunSettings(Section):
     def _order_rounds(cls, rounds: list[int] | None) -> list[int] | None:
         """Reject an interval of rounds that ends before it begins."""
         if rounds is not None and rounds[0] > rounds[1]:
-            raise PydanticCustomError("rounds", "must be [first, last], with the first round not after the last")
+            raise PydanticCustomError("rounds", "must be [first, last] with first <= last")
         return rounds
 
 

@@ -1,1 +1,1 @@
-"""One rank's training step with fake tensors and a fake process group: its memory, collectives and devices."""
+"""Simulates a rank's training step with fake tensors and a fake process group: memory, collectives, devices."""

@@ -1,7 +1,7 @@
 """CUDA devices in a process without a GPU, for fake tensors only: devices, streams, attention, meshes.
 
 torch (2.13) lets fake tensors of a CUDA device through autograd only in builds with CUDA: elsewhere autograd asks for a
-stream, and there is nobody to ask. Here fake tensors show C++ the meta device, as the tensors that they wrap, and
+stream, which does not exist. Here fake tensors show C++ the meta device, as the tensors that they wrap, and
 Python their own. Everything is patched for the life of the process, which does nothing else. Delete what a release of
 torch does itself.
 """
@@ -75,7 +75,7 @@ class CudaMode(FakeTensorMode):
     """Fake tensors of which some are on CUDA devices."""
 
     builds_on_meta = True
-    """Whether meta means meta: while a model is built, whose parameters are there at first."""
+    """Whether meta really means the meta device, as while a model is built on it."""
 
     @property
     def avoid_device_init(self) -> bool:
@@ -90,7 +90,7 @@ class CudaMode(FakeTensorMode):
         return super().dispatch(func, types, args, kwargs)
 
     def _device_of(self, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.device:
-        """Return the device that C++ means by meta: that of the operands, of a GPU where there are none."""
+        """Return the device that C++ means by meta: the device of the operands, or a GPU without operands."""
         devices = {leaf.fake_device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)}
         return next(iter(devices), torch.device("cuda", torch.cuda.current_device()))
 
@@ -160,9 +160,9 @@ def _is_on(tensor: Any, *, kind: str) -> bool:
 
 
 def _swap(first: Tensor, second: Tensor, *, swap: Callable[..., None] = torch.utils.swap_tensors) -> None:
-    """Give a parameter that Module.to moves its new tensor. Weak references to it and its attributes stay.
+    """Give a parameter that Module.to moves its new tensor. Keep weak references to it and its attributes.
 
-    torch's swap_tensors, by which it moves fake parameters, refuses the ones and loses the others.
+    torch uses swap_tensors for fake parameters, which fails with weak references and loses attributes.
     """
     if not isinstance(first, FakeTensor):
         swap(first, second)
@@ -213,9 +213,9 @@ def _to_current(self: FakeTensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _attention(attend: Any) -> Any:
-    """Let attention on a CUDA device take the kernel that a GPU takes for half precision: flash, without scores.
+    """Let attention on a CUDA device use the kernel that a GPU uses for half precision: flash, without scores.
 
-    In C++ the choice falls on the device that torch was built for.
+    In C++, the choice depends on the device that torch was built for.
     """
 
     def scaled_dot_product_attention(
@@ -252,7 +252,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _norm(normalize: Any) -> Any:
-    """Let RMSNorm on a CUDA device be one kernel. Torch without CUDA has only the operations that it replaces."""
+    """Make RMSNorm on a CUDA device one kernel. Without CUDA, torch has only the operations that it replaces."""
 
     def rms_norm(states: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         fused = states.is_cuda and weight is not None and weight.dtype == states.dtype

@@ -34,7 +34,7 @@ SCALAR = 2.0
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank simulates: `packs` packs for every data-parallel rank, of `seq_len` tokens a sequence."""
+    """Task of a rank: `packs` packs for every data-parallel rank, with sequences of `seq_len` tokens."""
 
     rank: int
     ranks: int
@@ -52,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank did: bytes on the GPU and the host, and what it exchanged, waited for and moved in the last step."""
+    """Result of a rank: bytes on GPU and host, and the collectives, waits and copies of the last step."""
 
     rank: int
     peak: int
@@ -91,7 +91,7 @@ class EmptyWeights:
         return torch.empty(self.shapes[name], dtype=torch.bfloat16)
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
-        raise NotImplementedError("a simulation writes no checkpoint")
+        raise NotImplementedError("a simulation does not write checkpoints")
 
 
 class SimulatedRank(RankTrace):
@@ -100,7 +100,7 @@ class SimulatedRank(RankTrace):
     def __init__(self, task: Task) -> None:
         super().__init__(FakeTensor)
         self.rows: dict[int, list[float]] = {}
-        """Values of the response tokens of every row of the step, which no rank has alone."""
+        """Values of the response tokens of every row of the step. No rank has all of them."""
         self.message = list(task.message)
         self.topk = int(task.config.get("num_experts_per_tok") or 1)
 
@@ -143,7 +143,7 @@ class SimulatedRank(RankTrace):
 
 
 def balance_routing(trace: SimulatedRank) -> None:
-    """Let the experts of megatron-core (0.16.1) get equally many tokens: their numbers are what its ranks wait for."""
+    """Give the experts of megatron-core (0.16.1) equal numbers of tokens, for which its ranks wait."""
     dispatcher: Any = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
     if dispatcher is None:
         return
@@ -166,7 +166,7 @@ def balance_routing(trace: SimulatedRank) -> None:
 
 
 def simulate(task: Task) -> Result:
-    """Run two steps, the first of which allocates what stays. The result is that of the second."""
+    """Run two steps and return the result of the second. The first allocates the persistent memory."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from slimectl import builders
@@ -203,8 +203,8 @@ def simulate(task: Task) -> Result:
 
 
 def rows_of(task: Task, packs: int) -> list[TrainingSample]:
-    """Rows that fill `packs` packs of every data-parallel rank. None shares a token with another."""
-    # One token more than is computed: the last predicts nothing.
+    """Return rows that fill `packs` packs of every data-parallel rank, without common tokens."""
+    # One token more than is computed, because the last token predicts nothing.
     count = task.data * packs * max(1, task.pack // task.seq_len)
     rest, ones = [0] * task.seq_len, [1.0] * task.response_len
     weights, old = [1.0 / (count * task.response_len)] * task.response_len, [-1.0] * task.response_len

@@ -28,7 +28,7 @@ INPUT_BYTES = 64
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of every simulated rank, and what is wrong, a line each."""
+    """Figures of every simulated rank, and one line for each problem."""
 
     figures: list[Figure]
     problems: list[str]
@@ -60,11 +60,11 @@ def simulation(
 def check(run: Run) -> None:
     """Raise SettingsError for a run that cannot be simulated."""
     if run.device != "cuda" or run.world < 2:
-        raise SettingsError("--simulate: simulates several ranks on GPUs. Drop --device cpu and give more --gpus.")
+        raise SettingsError("--simulate: needs several ranks on GPUs. Drop --device cpu and use more --gpus.")
     if run.offload is not None:
-        raise SettingsError("--simulate: has no pinned host memory. Drop --offload.")
+        raise SettingsError("--simulate: does not support pinned host memory. Drop --offload.")
     if run.policy == "megatron" and run.layout.virtual_pipeline:
-        raise SettingsError("--simulate: knows the messages of plain pipelines only. Drop --vpp.")
+        raise SettingsError("--simulate: supports only plain pipelines. Drop --vpp.")
 
 
 def tasks(
@@ -109,7 +109,7 @@ def representatives(run: Run) -> list[int]:
 
 
 def _settings(run: Run, lora: tuple[int, Sequence[str]] | None) -> dict[str, Any]:
-    """Return the settings of the planned run, by their keys. Its ranks are those of the task."""
+    """Return the settings of the planned run by key. The task determines the ranks."""
     values: dict[str, Any] = {
         "train.backend": run.policy, "train.device": "auto", "train.dtype": run.dtype,
         "train.max_tokens_per_gpu": run.max_tokens_per_gpu, "train.optimizer_state_dtype": run.state_dtype,
@@ -150,7 +150,7 @@ def _collectives(result: dict[str, Any]) -> list[Collective]:
 
 
 def wrong_devices(result: dict[str, Any], run: Run) -> Iterator[str]:
-    """Yield a line for everything that a rank leaves on the host, computes there, or moves without need."""
+    """Yield a line for all data that a rank keeps on the host, computes there, or moves unnecessarily."""
     rank = result["rank"]
     if result["host_resident"] > FEW_BYTES:
         yield f"rank {rank}: {sized(result['host_resident'])} stay in host memory between steps"
@@ -164,7 +164,7 @@ def wrong_devices(result: dict[str, Any], run: Run) -> Iterator[str]:
 def _figure(result: dict[str, Any], layout: ParallelLayout, planned: float) -> Figure:
     calls, waits = len(result["collectives"]), sum(result["reads"].values())
     formula = (
-        f"{result['peak'] / planned:.2f} of the plan; {sized(result['resident'])} between steps, {calls:,} collectives,"
+        f"{result['peak'] / planned:.2f} of the plan, {sized(result['resident'])} between steps, {calls:,} collectives,"
         f" {waits} waits for the GPU"
     )
     return Figure(f"simulated rank {result['rank']}", result["peak"], "bytes", formula)

@@ -1,4 +1,4 @@
-"""What a rank's program does, operation by operation: live memory, collectives, host reads, copies between devices."""
+"""Traces a rank's program by operation: live memory, collectives, host reads and copies between devices."""
 
 from __future__ import annotations
 

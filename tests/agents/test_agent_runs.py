@@ -86,9 +86,9 @@ def test_bad_agents_are_one_line_each(workshop: Workshop):
     assert not (workshop.folder / "runs").exists()
     both = ["--agent", "true", "-s", "rollout.custom_generate_function_path=a.py:f"]
     workshop.slimectl("rollout", "-c", "slimectl.toml", *both, code=2)
-    assert "rollout.agent and rollout.custom_generate_function_path exclude each other" in workshop.stderr
+    assert "rollout.agent and rollout.custom_generate_function_path cannot be combined" in workshop.stderr
     workshop.slimectl("rollout", "-c", "slimectl.toml", "-s", "rollout.agent_max_turns=3", code=2)
-    assert "rollout.agent_max_turns has no effect without a program that is the agent" in workshop.stderr
+    assert "rollout.agent_max_turns has no effect without an agent program" in workshop.stderr
     output = workshop.slimectl("rollout", "-c", "slimectl.toml", "--agent", "true", *NO_VERIFIER, "-n", "1", code=1)
     samples = [json.loads(line) for line in output.splitlines()]
     assert {sample["status"] for sample in samples} == {"failed"}

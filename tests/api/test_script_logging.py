@@ -73,8 +73,8 @@ def test_wandb_starts_once_and_a_secondary_process_logs_nothing_offline(tmp_path
     [
         ("log(args, {'a': 1.0}, 'step')", "log: metrics has no number under 'step', the key of the step. Add it."),
         ("log(args, {'a': 'b', 'step': 1}, 'step')", "log: the metric 'a' is 'b'. Metrics are numbers."),
-        ("log(args, {'step': 1}, 'step')", "log: tracking has not begun. Call init_tracking(args) first."),
-        ("init_tracking(args); init_tracking(args)", "init_tracking was called before in this process."),
+        ("log(args, {'step': 1}, 'step')", "log: tracking has not started. Call init_tracking(args) first."),
+        ("init_tracking(args); init_tracking(args)", "init_tracking was already called in this process."),
         ("range(args.num_rollout)", "args.num_rollout: the command line has no --num-rollout. Add --num-rollout N."),
     ],
 )

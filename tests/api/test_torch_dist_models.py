@@ -77,10 +77,13 @@ def test_a_run_on_megatron_saves_such_folders_and_goes_on_from_them():
     [
         (
             {"train.backend": "fsdp"},
-            r'megatron.save_format has no effect on train.backend = "fsdp"; set train.backend =',
+            r'megatron.save_format has no effect with train.backend = "fsdp". Set train.backend =',
         ),
-        ({"train.lora_rank": 4}, "megatron.save_format: torch_dist has no adapters; set hf with train.lora_rank"),
-        ({"algorithm.name": "reward_model"}, "torch_dist has no value head, which reward_model trains in the same mod"),
+        ({"train.lora_rank": 4}, "megatron.save_format: torch_dist cannot store adapters. Set hf with train.lora_rank"),
+        (
+            {"algorithm.name": "reward_model"},
+            "torch_dist cannot store the value head that reward_model trains in the same mod",
+        ),
     ],
 )
 def test_what_torch_dist_cannot_hold_is_refused_before_anything_is_loaded(values: dict[str, Any], words: str):
@@ -101,9 +104,7 @@ def test_what_is_missing_in_one_is_a_line_that_says_how_to_get_it(folder: Path, 
     ):
         builders.model_folder(str(copy))
     (copy / "config.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"no config.json; this is a torch_dist checkpoint; copy config.json and "
-    ):
+    with pytest.raises(CheckpointError, match=r"no config.json. This is a torch_dist checkpoint. Copy config.json, "):
         builders.model_folder(str(copy))
 
 
@@ -130,6 +131,6 @@ def test_engines_that_do_not_read_it_get_a_conversion():
     elsewhere = settings_of(
         "dist", **{"engine.backend": "vllm", "cluster.executor": "ray", "cluster.ray_address": "auto"}
     )
-    expected = pytest.raises(SettingsError, match="dist: torch_dist, which vllm does not read; convert it: slimectl")
+    expected = pytest.raises(SettingsError, match=r"dist: vllm cannot read torch_dist\. Convert it: slimectl")
     with expected, start_engines(elsewhere, Path("dist"), None):
         pass

@@ -47,7 +47,7 @@ def test_prefill_and_decode_are_servers_of_their_own():
         ({"engine": {"backend": "sglang", "num_engines": 2, "router": "none"}}, "engine.router: none, but"),
         (
             {"engine": {"backend": "sglang", "num_engines": 2}, "train": {"use_rollout_routing_replay": True}},
-            "train.use_rollout_routing_replay and sglang.prefill_num_servers exclude",
+            "train.use_rollout_routing_replay and sglang.prefill_num_servers cannot",
         ),
     ],
 )
@@ -72,18 +72,18 @@ TWO_MACHINES = {"rollout_num_gpus_per_engine": 2, "num_gpus_per_node": 1}
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        ({"engine": {"backend": "vllm"}}, 'an engine of vllm lives on one; set engine.backend = "sglang", or lower it'),
-        ({}, 'set cluster.executor = "ray", or engine.device = "cpu" for processes of this one'),
+        ({"engine": {"backend": "vllm"}}, 'an engine of vllm runs on one. Set engine.backend = "sglang", or lower it.'),
+        ({}, 'Set cluster.executor = "ray", or engine.device = "cpu" for processes on this one.'),
         (
             {"cluster": TWO_MACHINES | {"executor": "ray"}, "sync": {"transport": "tensor"}},
-            "sync.transport: tensor reaches the trainer's own; give distributed, disk or delta",
+            "sync.transport: tensor reaches only the trainer's. Use distributed, disk or delta.",
         ),
     ],
 )
 def test_an_engine_over_machines_is_refused_where_it_cannot_be(others: dict[str, Any], words: str):
     with pytest.raises(SettingsError) as refused:
         given(**({"cluster": TWO_MACHINES} | others))
-    size = "cluster.rollout_num_gpus_per_engine: 2 takes 2 machines of cluster.num_gpus_per_node: 1"
+    size = "cluster.rollout_num_gpus_per_engine: 2 needs 2 machines of cluster.num_gpus_per_node: 1"
     assert size in str(refused.value)
     assert words in str(refused.value)
 
@@ -137,7 +137,7 @@ def test_engines_that_share_gpus_may_give_back_memory():
 
 
 def test_sglang_keys_without_sglang_are_refused():
-    with pytest.raises(SettingsError, match=r'sglang.server_groups .* set engine.backend = "sglang"'):
+    with pytest.raises(SettingsError, match=r'sglang.server_groups .* Set engine.backend = "sglang"'):
         given(engine={"backend": "embedded"}, sglang={"server_groups": [{"name": "a"}]})
 
 

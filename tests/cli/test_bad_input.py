@@ -32,7 +32,7 @@ def samples_file(workshop: Workshop, *samples: dict) -> str:
 
 def test_an_unknown_key_names_the_nearest(workshop: Workshop):
     line = refused(workshop, "run", "-s", "algorithm.eps_clip_hihg=1", code=2)
-    assert line == "algorithm.eps_clip_hihg: unknown setting (command line); did you mean algorithm.eps_clip_high?"
+    assert line == "algorithm.eps_clip_hihg: unknown setting (command line). Did you mean algorithm.eps_clip_high?"
 
 
 def test_a_wrong_type_names_key_value_and_origin(workshop: Workshop):
@@ -43,7 +43,7 @@ def test_a_wrong_type_names_key_value_and_origin(workshop: Workshop):
 
 def test_a_missing_model(workshop: Workshop):
     line = refused(workshop, "rollout", "--data", "prompts.jsonl", "--model", "nowhere", code=1)
-    assert line == "nowhere: no such model directory; give a Hugging Face checkpoint directory"
+    assert line == "nowhere: no such model directory. Use a Hugging Face checkpoint directory"
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ BOGUS = ["-s", "track.with=['jsonl']", "-s", "track.kwargs={jsonl={bogus=1}}"]
         (["train", "prompts.jsonl", "--algorithm", "sft", "--name", "a", *BOGUS], 2, "jsonl.bogus: no such argument"),
         (["eval", *BOGUS], 2, "track.kwargs.jsonl.bogus: no such argument"),
         (["score", "prompts.jsonl", "--reference", "nowhere"], 1, "nowhere: no such model directory"),
-        (["serve", "-s", "engine.device=cuda"], 2, "device: cuda is asked for, but torch sees no GPU"),
+        (["serve", "-s", "engine.device=cuda"], 2, "device: cuda is requested, but torch sees no GPU"),
     ],
 )
 def test_dry_runs_of_every_stage_find_what_it_refuses(workshop: Workshop, words: list[str], code: int, problem: str):

@@ -67,7 +67,7 @@ def test_commands_that_run_no_model_work_without_its_libraries(answers: dict[str
 def test_others_name_the_extra_in_one_line(answers: dict[str, list], command: str):
     code, out, err, _ = answers[command]
     assert (code, out) == (4, "")
-    pattern = r"slimectl: `slimectl \w+` needs \w+, which is not installed; run: pip install 'slimectl\[torch\]'\n"
+    pattern = r"slimectl: `slimectl \w+` needs \w+, which is not installed\. Run: pip install 'slimectl\[torch\]'\n"
     assert re.fullmatch(pattern, err)
 
 

@@ -89,7 +89,7 @@ def test_a_run_says_which_pipe_it_would_read_again(workshop: Workshop):
     os.mkfifo(workshop.folder / "pipe")
     workshop.slimectl("run", "-s", "eval.data.a=pipe", code=2)
     assert workshop.stderr.endswith(
-        ": is a pipe, and evaluations and the warm-up read it again; write it to a file first\n"
+        ": is a pipe, but evaluations and the warm-up read it again. Write it to a file first.\n"
     )
     assert not (workshop.folder / "runs").exists()
 

@@ -40,7 +40,7 @@ def test_what_cannot_be_placed_is_shown_and_said_with_the_nearest_sizes():
     assert code == 1
     assert len(lines) == 1 + 17
     assert err.splitlines()[0] == (
-        "cluster.rollout_num_gpus_per_engine: 3 cuts engine 2 in two machines of 8 GPUs; give 2 or 4, or train on 5"
+        "cluster.rollout_num_gpus_per_engine: 3 splits engine 2 over two machines of 8 GPUs. Use 2 or 4, or train on 5"
     )
 
 
@@ -54,7 +54,7 @@ def test_a_model_that_cannot_be_cut_so_is_said_too():
 def test_batches_that_leave_ranks_idle_are_a_note():
     code, _, err = plan("run.rollout_batch_size=3", "rollout.n_samples_per_prompt=4")
     assert code == 0
-    assert "12 rollouts a step are no multiple of 8 data-parallel ranks, of which some wait for others; 8 or 16" in err
+    assert "12 rollouts per step are not a multiple of 8 data-parallel ranks, so some ranks wait. Use 8 or 16." in err
 
 
 def test_on_a_cpu_ranks_are_processes():

@@ -44,7 +44,7 @@ def test_a_sample_that_names_code_is_refused_with_its_line_and_the_way_out(works
 
 BAD = [
     ({"label": None}, "label: missing, and the exact verifier compares with it"),
-    ({"metadata": {"rm_type": "exakt"}}, "metadata.rm_type: score.rm_type: no verifier 'exakt'; did you mean exact?"),
+    ({"metadata": {"rm_type": "exakt"}}, "metadata.rm_type: score.rm_type: no verifier 'exakt'. Did you mean exact?"),
     ({"metadata": {"rm_type": "remote_rm"}}, "metadata.rm_type: score.rm_options.url: missing"),
     (json.dumps(SAMPLE)[:-1] + ', "note": 1e999}', "not JSON that can be read: 1e999 is too large for a float"),
     ({"custom_rm_path": "evil.py:reward"}, "Sample.custom_rm_path: 'evil.py:reward' refers to code"),

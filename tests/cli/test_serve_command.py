@@ -132,8 +132,8 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
     assert where == "the admin key (weights, pauses, aborts) is in"
     assert (file.parent, file.stat().st_mode & 0o777) == (tmp_path / ".cache/slimectl/keys", 0o600)
     assert exposed == (
-        "0.0.0.0: other machines reach this server, and anybody there may ask it (/generate, /v1); weights, pauses and "
-        "aborts take the admin key; set engine.api_key to close the rest\n"
+        "0.0.0.0: other machines can reach this server and sample from it without a key (/generate, /v1). Weights, "
+        "pauses and aborts need the admin key. Set engine.api_key to protect everything else.\n"
     )
     key = file.read_text().strip()
     assert len(key) > 40
@@ -154,7 +154,7 @@ def test_a_server_that_others_reach_says_what_is_open() -> None:
     assert serving.exposure(Settings(), "127.0.0.1") is serving.exposure(Settings(), "localhost") is None
     assert serving.exposure(Settings(), "::1") is None
     assert serving.exposure(closed, "10.0.0.5") == (
-        "10.0.0.5: other machines reach this server, in clear text; they need the API key or the admin key"
+        "10.0.0.5: other machines can reach this server, unencrypted, with the API key or the admin key."
     )
 
 
@@ -178,7 +178,7 @@ def test_a_taken_port_is_one_line_with_another_to_try(model_dir: Callable[[str],
     ("options", "code", "named"),
     [
         (["--model", "/nowhere"], 1, "/nowhere: no such model directory"),
-        ([], 2, "model.path: no model is given; add --model DIR"),
+        ([], 2, "model.path: no model is given. Add --model DIR"),
         (["--host", "no.such.host.invalid"], 2, "--host: no.such.host.invalid is no address"),
         (["--host", "192.0.2.1"], 4, "192.0.2.1:30000: cannot be listened on"),
     ],

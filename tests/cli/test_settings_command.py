@@ -151,7 +151,7 @@ def test_validate_names_every_error_of_keys_values_verifiers_and_files(tmp_path:
     assert (code, out) == (2, "")
     assert [line.split(": ")[1] for line in err.splitlines()] == [
         "-s lr=1", "train.learning_rate", "train.lr",
-        "run.num_rollout and run.num_epoch exclude each other; give one of them",
+        "run.num_rollout and run.num_epoch cannot be combined. Set only one.",
         "rollout.custom_generate_function_path", "nowhere", "score.rm_type", "none.jsonl", "aime.jsonl",
     ]  # fmt: skip
 

@@ -85,7 +85,10 @@ def test_a_schedule_of_samples_that_cannot_be_counted_is_refused_with_what_it_ne
     )
     constant = ("-s", "train.lr_decay_style=constant", "-s", "train.lr_warmup_fraction=0.1")
     workshop.slimectl("run", "-c", "slimectl.toml", "-s", "run.num_rollout=none", *constant, code=2)
-    assert "train.lr_warmup_fraction: 0.1 needs an end. Set run.num_rollout or train.lr_decay_iters" in workshop.stderr
+    assert (
+        "train.lr_warmup_fraction: 0.1 needs a number of steps. Set run.num_rollout or train.lr_decay_iters"
+        in workshop.stderr
+    )
 
 
 def test_a_killed_training_goes_on_to_the_bytes_of_an_undisturbed_one(workshop: Workshop) -> None:

@@ -232,7 +232,7 @@ def test_a_prompt_that_is_no_task_says_what_to_give(play: Play, guess: Environme
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("gymnasum:X", {}, "no environment 'gymnasum'; did you mean gymnasium"),
+        ("gymnasum:X", {}, "no environment 'gymnasum'. Did you mean gymnasium"),
         (f"python:{GAMES}:Troubled", {"first": "refuse"}, "ValueError: no such level"),
         (f"python:{GAMES}:Path", {}, "TypeError"),
         ("python:builtins:isinstance", {}, "TypeError"),
@@ -270,13 +270,15 @@ def test_tasks_are_a_source_of_prompts_that_can_be_sliced_and_begun_anywhere():
 
 
 def test_tasks_that_are_not_there_are_refused_in_one_line():
-    with pytest.raises(SettingsError, match=r"env@\[:5\].*|env: stands for the tasks of rollout.env, which is not set"):
+    with pytest.raises(
+        SettingsError, match=r"env@\[:5\].*|env: this source is the tasks of rollout.env, which is not set"
+    ):
         next(prompts(load_settings(None), ["env@[:5]"]))
     adder = load_settings(None, {"rollout.env": f"python:{GAMES}:Adder"})
     with pytest.raises(SettingsError, match="has no tasks of its own; give a file of prompts"):
         next(prompts(adder, ["env"]))
     for values, message in (
-        ({"rollout.env": "a:b", "rollout.agent": "true"}, "rollout.env and rollout.agent exclude each other"),
+        ({"rollout.env": "a:b", "rollout.agent": "true"}, "rollout.env and rollout.agent cannot be combined"),
         ({"rollout.env_max_turns": 3}, "rollout.env_max_turns has no effect without an environment"),
         ({"rollout.env": "frozen lake"}, "rollout.env: frozen lake: write it as KIND:ID"),
     ):

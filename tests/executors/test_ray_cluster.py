@@ -126,5 +126,5 @@ def test_a_cluster_that_is_too_small_says_what_is_there_and_what_is_asked_for(sh
 
 
 def test_an_impossible_placement_is_refused_before_anything_is_held(shared_cluster: Any):
-    with pytest.raises(BackendError, match="cuts engine 1 in two machines"):
+    with pytest.raises(BackendError, match="splits engine 1 over two machines"):
         RayExecutor(shared_cluster.address, placement=Placement(actor_gpus_per_node=2, engine_gpus=(4, 4)))

@@ -10,13 +10,15 @@ from slimectl.settings.loading import resolve
 
 WRONG = [
     (["rollout.function_path=a:b", "rollout.partial_rollout=true"],
-     "rollout.function_path and rollout.partial_rollout exclude each other"),
-    (["rollout.function_path=a:b", "rollout.dynamic_sampling_filter_path=a:b"], "the function fills rounds; drop one"),
+     "rollout.function_path and rollout.partial_rollout cannot be combined"),
+    (["rollout.function_path=a:b", "rollout.dynamic_sampling_filter_path=a:b"],
+     "the function already fills rounds. Drop one"),
     (["rollout.data_source_path=a:b", "run.async_level=2"],
-     "rollout.data_source_path and run.async_level: 2 exclude each other"),
-    (["train.custom_loss_function_path=a:b", "train.custom_tis_function_path=a:b"], "the loss is yours; drop one"),
+     "rollout.data_source_path and run.async_level: 2 cannot be combined"),
+    (["train.custom_loss_function_path=a:b", "train.custom_tis_function_path=a:b"],
+     "your own loss replaces it. Drop one"),
     (["sync.custom_post_write_path=a:b"], 'no effect with sync.transport = "auto", which writes no files'),
-    (["megatron.custom_init_path=a:b"], 'megatron.custom_init_path has no effect on train.backend = "fsdp"'),
+    (["megatron.custom_init_path=a:b"], 'megatron.custom_init_path has no effect with train.backend = "fsdp"'),
     (["algorithm.name=sft", "rollout.data_postprocess_path=a:b"], "has no effect with algorithm.name sft"),
     (["algorithm.name=dpo", "score.custom_reward_post_process_path=a:b"], "has no effect with algorithm.name dpo"),
 ]  # fmt: skip

@@ -70,7 +70,7 @@ def test_rewards_are_those_of_the_settings_or_of_the_samples_metadata() -> None:
     assert asyncio.run(grading.batched_async_rm(args, samples)) == [1.0, 0.0, 1.0]
     assert asyncio.run(grading.async_rm(args, samples[0])) == 1.0
     assert [sample.reward for sample in samples] == [None] * 3
-    with pytest.raises(SettingsError, match="no reward is named"):
+    with pytest.raises(SettingsError, match="no reward is set"):
         asyncio.run(grading.async_rm(arguments_of(), samples[0]))
     with pytest.raises(SettingsError, match=r"score.rm_url: no address is set"):
         asyncio.run(grading.remote_rm(args, samples[0]))

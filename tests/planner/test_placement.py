@@ -50,7 +50,7 @@ def test_engines_of_several_sizes_stand_one_after_the_other():
     assert [bundle.engine for bundle in placed.bundles[8:]] == [0] * 16 + [1] * 4 + [2, 3]
     cut = replace(placed, engine_gpus=(1, 8))
     assert next(cut.problems()) == (
-        "cluster.rollout_num_gpus_per_engine: 8 cuts engine 1 in two machines of 8 GPUs; give 7, or train on 7"
+        "cluster.rollout_num_gpus_per_engine: 8 splits engine 1 over two machines of 8 GPUs. Use 7, or train on 7"
     )
 
 
@@ -66,17 +66,17 @@ def test_on_a_cpu_only_ranks_have_places():
     ("changed", "problem"),
     [
         ({"actor_gpus_per_node": 12}, "cluster.actor_num_gpus_per_node: 12 x cluster.actor_num_nodes: 1 do not fill "
-         "machines of 8 GPUs (cluster.num_gpus_per_node) one after the other; give 8 on 1 or 8 on 2"),
+         "machines of 8 GPUs (cluster.num_gpus_per_node) one after the other. Use 8 on 1 or 8 on 2"),
         ({"actor_nodes": 3, "actor_gpus_per_node": 4}, "cluster.actor_num_gpus_per_node: 4 x cluster.actor_num_nodes: "
-         "3 do not fill machines of 8 GPUs (cluster.num_gpus_per_node) one after the other; give 8 on 1 or 8 on 2"),
+         "3 do not fill machines of 8 GPUs (cluster.num_gpus_per_node) one after the other. Use 8 on 1 or 8 on 2"),
         ({"engine_gpus": (12,) * 8}, "cluster.rollout_num_gpus_per_engine: 12, but a machine has 8 GPUs "
-         "(cluster.num_gpus_per_node), and a larger engine takes whole ones; give 8 or 16"),
+         "(cluster.num_gpus_per_node), and a larger engine needs whole machines. Use 8 or 16."),
         ({"actor_gpus_per_node": 4, "engine_gpus": (16,)},
-         "cluster.rollout_num_gpus_per_engine: 16 cuts engine 0 in 3 machines of 8 GPUs; give 4, or train on 8"),
-        ({"engine_gpus": (3, 3, 3)}, "cluster.rollout_num_gpus_per_engine: 3 cuts engine 2 in two machines "
-         "of 8 GPUs; give 2 or 4, or train on 5"),
-        ({"actor_gpus_per_node": 6, "engine_gpus": (4, 4)}, "cluster.rollout_num_gpus_per_engine: 4 cuts "
-         "engine 0 in two machines of 8 GPUs; give 2, or train on 4 or 8"),
+         "cluster.rollout_num_gpus_per_engine: 16 splits engine 0 over 3 machines of 8 GPUs. Use 4, or train on 8"),
+        ({"engine_gpus": (3, 3, 3)}, "cluster.rollout_num_gpus_per_engine: 3 splits engine 2 over two machines "
+         "of 8 GPUs. Use 2 or 4, or train on 5"),
+        ({"actor_gpus_per_node": 6, "engine_gpus": (4, 4)}, "cluster.rollout_num_gpus_per_engine: 4 splits "
+         "engine 0 over two machines of 8 GPUs. Use 2, or train on 4 or 8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_placed_names_the_nearest_sizes_that_can(changed: dict[str, Any], problem: str):
@@ -89,8 +89,8 @@ def test_batches_that_do_not_divide_name_the_nearest_that_do():
         "train.global_batch_size: 24 does not divide the 64 rollouts of a round, so 16 wait for the next. Use 16 or 32."
     ]
     assert list(divisibility_warnings(30, 30, 4)) == [
-        "train.global_batch_size: 30 rollouts a step are no multiple of 4 data-parallel ranks, of which some wait for "
-        "others; 28 or 32 would be"
+        "train.global_batch_size: 30 rollouts per step are not a multiple of 4 data-parallel ranks, so some ranks "
+        "wait. Use 28 or 32."
     ]
 
 

@@ -106,7 +106,7 @@ def settings(*assignments: str) -> Any:
 def test_megatrons_switch_is_the_same_one():
     assert settings("train.backend=megatron", "megatron.args={deterministic_mode = true}").deterministic
     assert not settings("train.backend=megatron").deterministic
-    with pytest.raises(SettingsError, match=r"contradicts megatron\.args\.deterministic_mode = false; drop one"):
+    with pytest.raises(SettingsError, match=r"contradicts megatron\.args\.deterministic_mode = false\. Drop one"):
         settings("train.backend=megatron", "megatron.args={deterministic_mode = false}", "train.deterministic=true")
 
 

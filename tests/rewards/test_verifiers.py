@@ -157,9 +157,9 @@ def test_the_coin_is_fair_seeded_and_its_own_for_every_sample():
 @pytest.mark.parametrize(
     ("rm_type", "options", "message"),
     [
-        ("maths", {}, r"no verifier 'maths'; did you mean math\? there are by_column, code, contains, dapo,"),
-        ("boxed_exat", {}, r"no verifier 'boxed_exat'; did you mean exact\?"),
-        ("zzz", {}, r"no verifier 'zzz'; there are by_column, code, .*; each also with boxed_"),
+        ("maths", {}, r"no verifier 'maths'\. Did you mean math\? Available: by_column, code, contains, dapo,"),
+        ("boxed_exat", {}, r"no verifier 'boxed_exat'. Did you mean exact\?"),
+        ("zzz", {}, r"no verifier 'zzz'\. Available: by_column, code, .*; each also with boxed_"),
         ("exact", {"sorce": "boxed"}, r"rm_options\.sorce: no option of exact; did you mean source\?"),
         ("math", {"x": 1}, r"no option of math \(it has: none\)"),
         ("exact", {"source": "box"}, r"rm_options\.source: 'box' is no source; did you mean boxed\?"),

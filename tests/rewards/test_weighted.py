@@ -48,7 +48,7 @@ def test_the_bounds_follow_from_weights_and_parts():
     [
         ([], r"score\.rm: no parts"),
         ([{"weight": 1}], r"score\.rm\[0\]\.type: missing\. Name a verifier"),
-        ([{"type": "math"}, {"type": "maths"}], r"score\.rm\[1\]: no verifier 'maths'; did you mean math\?"),
+        ([{"type": "math"}, {"type": "maths"}], r"score\.rm\[1\]: no verifier 'maths'\. Did you mean math\?"),
         ([{"type": "math", "weight": "1"}], r"score\.rm\[0\]\.weight: '1' is no finite number"),
         ([{"type": "math", "weight": float("nan")}], "no finite number"),
         ([{"type": "math"}, {"type": "math"}], r"score\.rm\[1\]\.name: 'math' is taken"),

@@ -120,5 +120,5 @@ def test_other_prompts_than_those_of_the_task_are_refused(workshop: Workshop, mo
     check_prompts(write_task(workshop))
     task = write_task(workshop)
     other = task.target.model_copy(update={"prompts_sha256": "0" * 64})
-    with pytest.raises(SettingsError, match=r"tiny 1: prompts\.jsonl@\[0:3\] has other prompts than the task"):
+    with pytest.raises(SettingsError, match=r"tiny 1: prompts\.jsonl@\[0:3\] has different prompts than the task"):
         check_prompts(benchmark.BenchmarkTask(other, task.layer))

@@ -119,14 +119,14 @@ def test_a_dry_run_finds_what_the_run_refuses(folder: Path, model_dir: Callable[
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"run.dir": "{folder}/file/runs"}, "run.dir: {folder}/file is no folder; give another"),
+        ({"run.dir": "{folder}/file/runs"}, "run.dir: {folder}/file is not a folder. Use another."),
         (
             {"track.with": ["tensorboard"], "track.kwargs": {"tensorboard": {"log_dir": "{folder}/file"}}},
-            "track.kwargs.tensorboard.log_dir: {folder}/file is no folder; give another",
+            "track.kwargs.tensorboard.log_dir: {folder}/file is not a folder. Use another.",
         ),
         (
             {"track.with": ["jsonl"], "track.kwargs": {"jsonl": {"path": "{folder}/file/lines"}}},
-            "track.kwargs.jsonl.path: {folder}/file is no folder; give another",
+            "track.kwargs.jsonl.path: {folder}/file is not a folder. Use another.",
         ),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_dry_run_says_that_the_prompts_name_another_verifier(folder: Path, mod
     (folder / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = settings_of(folder, model_dir("llama"), **{"rollout.data": ["{folder}/named.jsonl"]})
     [result] = preflight(settings, ["reward"])
-    assert result.detail == "contains, but metadata.rm_type of the prompts goes first: exact, regex"
+    assert result.detail == "contains, but metadata.rm_type of the prompts overrides it: exact, regex"
 
 
 def test_a_dry_run_takes_a_checkpoint_of_a_run_for_a_model(

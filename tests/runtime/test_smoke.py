@@ -49,7 +49,7 @@ def test_a_cluster_run_is_tried_here_with_its_own_reward_and_data(workshop: Work
     workshop.slimectl(
         "run", "-c", "cluster.toml", "--smoke", "-s", "rollout.max_response_len=6", "-s", "track.plot=false"
     )
-    assert "smoke run with a random qwen3 of 2 layers with one token a byte" in workshop.stderr
+    assert "smoke run with a random qwen3 of 2 layers with one token per byte" in workshop.stderr
     for line in (
         "run.num_rollout = 2 (was 3000)",
         'engine.backend = "embedded" (was "sglang")',
@@ -82,7 +82,7 @@ def test_the_tiny_model_has_the_family_of_the_large_one(
     words = smoke.create_model(settings)
     config = json.loads((tmp_path / "big-smoke-model/config.json").read_text())
     assert (config["model_type"], {key: config[key] for key in sizes}) == (model_type, sizes)
-    assert ("does not run glm_moe_dsa" in words) == (model_type == "llama")
+    assert ("does not support glm_moe_dsa" in words) == (model_type == "llama")
 
 
 def test_a_model_on_this_machine_lends_its_tokenizer(workshop: Workshop, tmp_path: Path):

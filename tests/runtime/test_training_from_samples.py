@@ -254,7 +254,7 @@ def test_another_command_does_not_go_on_with_it(training: Training) -> None:
     [
         ({"run.async_level": 1}, "run.async_level: has no effect on training from a file"),
         ({"sft_warmup.data": ["words.jsonl"]}, "sft_warmup.data: has no effect on training from a file"),
-        ({"algorithm.name": "reward_model"}, "eval.data.small: a model that reward_model trains gives values"),
+        ({"algorithm.name": "reward_model"}, "eval.data.small: reward_model trains a model of values"),
     ],
 )
 def test_what_a_training_from_a_file_cannot_do_is_refused(

@@ -65,7 +65,7 @@ def elsewhere(test: str, word: str = "") -> Row:
 
 
 HOOKS = "hooks/test_examples.py::test_what_a_hook_changes_in_a_run"
-NO_GPU = "device: cuda is asked for, but torch sees no GPU"
+NO_GPU = "device: cuda is requested, but torch sees no GPU"
 SERVERS = {"engine__num_engines": 2}
 SGLANG = {"engine__backend": "sglang"}
 ON_RAY = "stages/test_servers.py::test_local_equals_ray"

@@ -90,16 +90,16 @@ def test_an_evaluation_file_takes_old_names(tmp_path: Path):
     [
         (
             ["run.ahead=1", "run.async_level=1"],
-            "run.ahead and run.async_level are the same setting (command line); give run.async_level alone",
+            "run.ahead and run.async_level are the same setting (command line). Set only run.async_level.",
         ),
         (
             ["warmup.data=p", "warmup.lr=1", "sft_warmup.lr=2"],
-            "warmup.lr and sft_warmup.lr are the same setting (command line); give sft_warmup.lr alone",
+            "warmup.lr and sft_warmup.lr are the same setting (command line). Set only sft_warmup.lr.",
         ),
         (
             ["warmup.data=p", "warmup.until_accuracy=1", "sft_warmup.until_accuracy=1"],
-            "warmup.until_accuracy and sft_warmup.until_accuracy are the same setting (command line); give "
-            "sft_warmup.target_accuracy alone",
+            "warmup.until_accuracy and sft_warmup.until_accuracy are the same setting (command line). Set only "
+            "sft_warmup.target_accuracy.",
         ),
         (["run.ahead=-1"], "run.async_level: input should be greater than or equal to 0, not -1 (command line)"),
         (
@@ -107,10 +107,10 @@ def test_an_evaluation_file_takes_old_names(tmp_path: Path):
             "eval.before_train: input should be a valid boolean, unable to interpret input, not 'perhaps' "
             "(command line)",
         ),
-        (["run.ahed=1"], "run.ahed: unknown setting (command line); did you mean run.async_level?"),
-        (["warmup.max_step=1"], "warmup.max_step: unknown setting (command line); did you mean sft_warmup.max_steps?"),
+        (["run.ahed=1"], "run.ahed: unknown setting (command line). Did you mean run.async_level?"),
+        (["warmup.max_step=1"], "warmup.max_step: unknown setting (command line). Did you mean sft_warmup.max_steps?"),
         (["warmpu.until_accuracy=1"],
-         "warmpu.until_accuracy: unknown setting (command line); did you mean sft_warmup.target_accuracy?"),
+         "warmpu.until_accuracy: unknown setting (command line). Did you mean sft_warmup.target_accuracy?"),
     ],
 )  # fmt: skip
 def test_errors_name_the_new_key(assignments: list[str], message: str):
@@ -209,5 +209,5 @@ def test_a_settings_file_takes_the_tracker_options_of_slime(tmp_path: Path):
 
 def test_another_key_above_the_sections_is_refused(tmp_path: Path):
     (tmp_path / "a.toml").write_text("temperature = 1")
-    with pytest.raises(SettingsError, match="temperature: settings stand in sections"):
+    with pytest.raises(SettingsError, match="temperature: settings belong in sections"):
         from_file(tmp_path / "a.toml")

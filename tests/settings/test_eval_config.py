@@ -71,12 +71,12 @@ def test_tables_written_down_resolve_to_themselves(tmp_path: Path):
     ("text", "words"),
     [
         ("datasets: [", "not valid YAML"),
-        ("- a", "has `defaults` and `datasets`"),
-        ("eval: 3", "has `defaults` and `datasets`"),
+        ("- a", "needs `defaults` and `datasets`"),
+        ("eval: 3", "needs `defaults` and `datasets`"),
         ("defaults: {temperature: 1}", "no datasets"),
         ("default_: {}\ndatasets: [{name: a, path: b}]", "default_: unknown key"),
-        ("datasets: [{name: a}]", "each is a table with `name` and `path`"),
-        ("datasets: [aime.jsonl]", "each is a table with `name` and `path`"),
+        ("datasets: [{name: a}]", "each must be a table with `name` and `path`"),
+        ("datasets: [aime.jsonl]", "each must be a table with `name` and `path`"),
     ],
 )
 def test_what_is_no_evaluation_file_is_refused(tmp_path: Path, text: str, words: str):
@@ -94,7 +94,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("temprature: 1", r"eval\.data: a\.temprature: unknown setting; did you mean temperature\?"),
+        ("temprature: 1", r"eval\.data: a\.temprature: unknown setting\. Did you mean temperature\?"),
         ("temperature: hot", r"eval\.data: a\.temperature: .*number"),
         ("n_samples_per_prompt: 0", r"eval\.data: a\.n_samples_per_prompt: .*greater than or equal to 1"),
     ],

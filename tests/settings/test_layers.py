@@ -52,21 +52,21 @@ def test_variables_of_a_kubernetes_service_named_slimectl_are_no_settings():
 def test_an_unknown_variable_is_named():
     with pytest.raises(SettingsError) as refused:
         resolve([from_environment({"SLIMECTL_TRAIN_LRR": "1"})])
-    unknown = "train.lrr: unknown setting (environment variable SLIMECTL_TRAIN_LRR); did you mean train.lr?"
+    unknown = "train.lrr: unknown setting (environment variable SLIMECTL_TRAIN_LRR). Did you mean train.lr?"
     assert str(refused.value) == unknown
 
 
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("algorithm.eps_clip_hihg=1", "algorithm.eps_clip_hihg: unknown setting (command line); did you mean "
+        ("algorithm.eps_clip_hihg=1", "algorithm.eps_clip_hihg: unknown setting (command line). Did you mean "
                                       "algorithm.eps_clip_high?"),
-        ("trian.lr=1", "trian.lr: unknown setting (command line); did you mean train.lr?"),
+        ("trian.lr=1", "trian.lr: unknown setting (command line). Did you mean train.lr?"),
         ("train.lr=abc", "train.lr: input should be a valid number, unable to parse string as a number, not 'abc' "
                          "(command line)"),
         ("rollout.temperature=0", "rollout.temperature: input should be greater than 0, not 0 (command line)"),
-        ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'; known are " + ", ".join(ALGORITHMS)),
-        ("run.profile=[3,2]", "run.profile: give [first, last], the first round not after the last, not [3, 2] "
+        ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'. Choose one of " + ", ".join(ALGORITHMS) + "."),
+        ("run.profile=[3,2]", "run.profile: must be [first, last] with first <= last, not [3, 2] "
                               "(command line)"),
         ("lr=1", "-s lr=1: write it as section.key=value, e.g. -s train.lr=1"),
     ],
@@ -123,11 +123,11 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         ),
         (
             ["train.backend=megatron", "train.offload=parameters"],
-            ["train.offload: parameters, but Megatron-core", 'set "optimizer"'],
+            ["train.offload: parameters, but Megatron-core", 'Set "optimizer"'],
         ),
         (
             ["train.backend=megatron", "train.offload=optimizer", "train.optimizer_state_dtype=bfloat16"],
-            ["train.optimizer_state_dtype: bfloat16 and train.offload exclude each other"],
+            ["train.optimizer_state_dtype: bfloat16 and train.offload cannot be combined"],
         ),
         (["cluster.offload_train=false"], ["cluster.offload_train has no effect without cluster.colocate"]),
         (["run.max_staleness=1"], ["run.max_staleness", "run.async_level"]),
@@ -135,7 +135,7 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         (["cluster.actor_num_nodes=2"], ["cluster.actor_num_nodes", "cluster.executor"]),
         (
             ["engine.backend=sglang", "cluster.rollout_num_gpus=3", "cluster.rollout_num_gpus_per_engine=2"],
-            ["cluster.rollout_num_gpus: 3", "cluster.rollout_num_gpus_per_engine: 2; give 2"],
+            ["cluster.rollout_num_gpus: 3", "cluster.rollout_num_gpus_per_engine: 2. Use 2"],
         ),
         (["cluster.rollout_num_gpus_per_engine=2"], ["cluster.rollout_num_gpus_per_engine", "engine.backend"]),
         (["engine.url=http://a:1", "engine.num_engines=2"], ["engine.url", "engine.num_engines"]),
@@ -187,7 +187,7 @@ def test_a_file_that_is_missing_or_no_toml_or_has_no_sections_is_refused(tmp_pat
     with pytest.raises(SettingsError, match="not valid TOML"):
         from_file(tmp_path / "bad.toml")
     (tmp_path / "flat.toml").write_text("lr = 1\n")
-    with pytest.raises(SettingsError, match=r"settings stand in sections"):
+    with pytest.raises(SettingsError, match=r"settings belong in sections"):
         from_file(tmp_path / "flat.toml")
 
 

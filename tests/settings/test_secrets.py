@@ -75,7 +75,7 @@ def test_a_secret_is_in_nothing_that_is_written_or_printed(place: str, tmp_path:
         check_complete(tomllib.loads(written))
     lines = str(lacking.value).splitlines()
     assert all(line.startswith(assigned[-1].partition("=")[0]) for line in lines)
-    assert all("its secret is never written down; give it again, by -s " in line for line in lines)
+    assert all("secrets are never written to files. Supply it again with -s " in line for line in lines)
 
 
 def test_settings_without_secrets_are_written_as_ever():
@@ -115,8 +115,9 @@ def test_a_run_that_goes_on_says_which_secret_it_lacks_and_takes_it_from_anywher
     with pytest.raises(SettingsError) as lacking:
         check_complete(resolve([layer]).settings.model_dump(by_alias=True))
     assert str(lacking.value).splitlines() == [
-        "sglang.args.api_key: its secret is never written down; give it again, by -s sglang.args.api_key=env:VARIABLE",
-        "score.rm_url: its secret is never written down; give it again, by -s score.rm_url=env:VARIABLE or "
+        "sglang.args.api_key: secrets are never written to files. Supply it again with "
+        "-s sglang.args.api_key=env:VARIABLE",
+        "score.rm_url: secrets are never written to files. Supply it again with -s score.rm_url=env:VARIABLE or "
         "SLIMECTL_SCORE_RM_URL in the environment",
     ]
     again = from_assignments(["score.rm_url=http://u:hunter2@h/x", "sglang.args.api_key=env:KEY"])
@@ -132,7 +133,7 @@ def test_a_resumed_run_without_its_secret_ends_with_one_line(tmp_path: Path):
     resumed = CliRunner().invoke(app, ["run", "--resume", str(run)])
     assert resumed.exit_code == 2
     assert resumed.output == (
-        "slimectl: engine.url: its secret is never written down; give it again, by -s engine.url=env:VARIABLE or "
+        "slimectl: engine.url: secrets are never written to files. Supply it again with -s engine.url=env:VARIABLE or "
         "SLIMECTL_ENGINE_URL in the environment\n"
     )
 
@@ -149,9 +150,9 @@ def test_a_reference_is_followed_where_the_secret_is_used(tmp_path: Path, monkey
         assert keyed(settings).sglang.args == {"api_key": WORD}
         assert keyed(settings).score.rm_url == WORD
     for place, why in (
-        ("env:NO_SUCH", "env:NO_SUCH: the environment has no NO_SUCH; set it, or name another variable"),
-        ("file:/no/such", "file:/no/such: No such file or directory; give a file that holds the secret alone"),
-        (MASK, "its secret is never written down; give it again, by -s engine.api_key=env:VARIABLE or "
+        ("env:NO_SUCH", "env:NO_SUCH: the variable is not set. Set it, or use another one."),
+        ("file:/no/such", "file:/no/such: No such file or directory. Use a file that contains only the secret."),
+        (MASK, "secrets are never written to files. Supply it again with -s engine.api_key=env:VARIABLE or "
                "SLIMECTL_ENGINE_API_KEY in the environment"),
     ):  # fmt: skip
         with pytest.raises(SettingsError) as refused:
@@ -164,7 +165,7 @@ def test_what_fits_into_no_header_is_refused_without_being_shown(place: str):
     with pytest.raises(SettingsError) as refused:
         settle(place)
     assert str(refused.value) == (
-        "engine.api_key: value error, a key is printable ASCII without spaces, and not empty (command line)"
+        "engine.api_key: value error, a key must be printable ASCII without spaces, and not empty (command line)"
     )
 
 

@@ -179,9 +179,11 @@ def test_the_table_has_a_sample_of_each_prompt_before_a_second_of_any():
 
 def test_several_answers_that_would_be_alike_are_refused():
     greedy = ["eval.data.a=a.jsonl", "eval.temperature=0", "eval.n_samples_per_prompt=4"]
-    with pytest.raises(SettingsError, match=r"eval\.data\.a: temperature 0 gives all 4 answers to a prompt alike"):
+    with pytest.raises(
+        SettingsError, match=r"eval\.data\.a: at temperature 0, all 4 responses to a prompt are the same"
+    ):
         settings(*greedy)
-    with pytest.raises(SettingsError, match=r"eval\.data\.b: temperature 0 gives all 2"):
+    with pytest.raises(SettingsError, match=r"eval\.data\.b: at temperature 0, all 2"):
         settings('eval.data.b={path = "b.jsonl", temperature = 0, n_samples_per_prompt = 2}')
     settings('eval.data.b={path = "b.jsonl", temperature = 0}')
     settings(*greedy, "rollout.custom_generate_function_path=tools.py:generate")

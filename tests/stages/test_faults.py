@@ -139,7 +139,7 @@ def test_a_dead_rank_ends_the_step_and_the_run_goes_on_from_its_checkpoint(works
     fork_server.children()[-1].kill()
     permit(workshop, 4)
     assert process.wait(timeout=300) == 0, words(workshop)
-    assert "going on from the last checkpoint (3 restarts left)" in words(workshop)
+    assert "Continuing from the last checkpoint (3 restarts left)" in words(workshop)
     alike(undisturbed, workshop.metrics("shot-at"))
 
 
@@ -170,7 +170,7 @@ def test_a_lost_machine_is_survived(workshop: Workshop, ray_machines: Any, undis
             worker.kill()
     permit(workshop, 4)
     assert process.wait(timeout=300) == 0, words(workshop)
-    assert "going on from the last checkpoint (3 restarts left)" in words(workshop)
+    assert "Continuing from the last checkpoint (3 restarts left)" in words(workshop)
     alike(undisturbed, workshop.metrics("shot-at"))
 
 

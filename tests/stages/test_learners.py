@@ -83,7 +83,7 @@ def test_a_reference_follows_the_policy_and_is_found_again(workshop: Workshop):
 def test_a_run_of_distillation_needs_a_teacher_of_its_vocabulary(workshop: Workshop, model_dir: ModelDir):
     opd = [*STEADY, "-s", "algorithm.name=opd", "-s", "run.num_rollout=1", "--name", "opd"]
     workshop.slimectl("run", *opd, code=2)
-    assert "algorithm.opd_teacher_load: no model is given; name the teacher's, or its servers by" in workshop.stderr
+    assert "algorithm.opd_teacher_load: no model is given. Set the teacher's directory, or" in workshop.stderr
     workshop.slimectl("run", *opd, "--force", "-s", f"algorithm.opd_teacher_load={model_dir('llama_untied')}")
     (report,) = steps(workshop, "opd")
     assert report["metrics"]["train/opd_reverse_kl"] != 0
@@ -121,7 +121,7 @@ def test_a_preference_without_an_answer_is_refused_by_its_line(workshop: Worksho
 @pytest.mark.parametrize("name", ["dpo", "reward_model", "sft"])
 def test_what_needs_no_rollouts_is_no_run(workshop: Workshop, name: str):
     workshop.slimectl("run", "-s", f"algorithm.name={name}", "--name", name, code=2)
-    assert f"algorithm.name: {name} needs no rollouts; use `slimectl train`" in workshop.stderr
+    assert f"algorithm.name: {name} needs no rollouts. Use `slimectl train`" in workshop.stderr
 
 
 def test_a_run_with_adapters_pushes_merged_weights_and_goes_on_with_either_trainer(workshop: Workshop):

@@ -159,7 +159,7 @@ def test_without_a_baseline_a_prompt_needs_no_second_answer():
     alone = [sample for sample in attempts() if sample.index % 3 == 0]
     assert Need.GROUPS not in algorithm("reinforce_plus_plus").needs
     assert Need.GROUPS in algorithm("rloo").needs
-    with pytest.raises(RecordError, match="rloo compares the responses to a prompt"):
+    with pytest.raises(RecordError, match="rloo compares the responses to a prompt with one another"):
         build_training_batch(alone, Settings.model_validate({"algorithm": {"name": "rloo"}}), NO_HOOKS, version=0)
 
 
@@ -171,7 +171,7 @@ def test_a_divergence_without_a_reference_is_refused():
 @pytest.mark.parametrize(
     ("key", "changes"),
     [
-        ("kl_coef and algorithm.kl_loss_coef exclude", {"name": "rloo", "kl_coef": 0.1, "kl_loss_coef": 0.1}),
+        ("kl_coef and algorithm.kl_loss_coef cannot", {"name": "rloo", "kl_coef": 0.1, "kl_loss_coef": 0.1}),
         ("normalize_advantages", {"name": "reinforce_plus_plus", "normalize_advantages": False}),
         ("ref_update_interval has no effect without a divergence", {"ref_update_interval": 5}),
         ("kl_coef has no effect with algorithm.name opd", {"name": "opd", "kl_coef": 0.1}),

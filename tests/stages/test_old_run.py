@@ -62,7 +62,7 @@ def test_it_goes_on_by_its_old_run_toml(old: Workshop):
 def test_vllm_does_not_get_an_optimizer_beside_the_weights(old: Workshop):
     options = ("--engine", "vllm", "--model", "run", "--data", "prompts.jsonl", "--dry-run")
     shown = old.slimectl("rollout", *options, code=1).decode()
-    assert "step_000001/policy/optimizer.safetensors: an earlier version of slimectl wrote it beside" in shown
+    assert "step_000001/policy/optimizer.safetensors: written by an earlier version of slimectl next" in shown
 
 
 def test_inspect_and_score_read_its_samples(old: Workshop):

@@ -72,10 +72,10 @@ def test_a_run_replays_what_it_sampled(experts: Workshop):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["algorithm.name=sft"], "train.use_rollout_routing_replay: sft trains on no answers of an engine"),
+        (["algorithm.name=sft"], "train.use_rollout_routing_replay: sft does not train on sampled responses"),
         (
             ["train.backend=megatron", "megatron.use_routing_replay=true"],
-            "train.use_rollout_routing_replay and megatron.use_routing_replay exclude each other",
+            "train.use_rollout_routing_replay and megatron.use_routing_replay cannot be combined",
         ),
     ],
 )

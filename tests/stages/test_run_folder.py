@@ -115,7 +115,7 @@ def test_two_trainings_do_not_save_into_one_folder(workshop: Workshop, tmp_path:
 def test_a_first_run_that_fails_before_its_first_output_leaves_no_folder(workshop: Workshop):
     no_reward = ("run", "-s", "score.custom_rm_path=none", "-s", "eval.interval=none", "-s", "eval.before_train=false")
     workshop.slimectl(*no_reward, code=2)
-    assert "no reward is named" in workshop.stderr
+    assert "no reward is set" in workshop.stderr
     assert not (workshop.folder / "runs").exists()
     # What was there before stays, and so does what somebody else put there.
     folder = workshop.folder / "runs" / "a"

@@ -56,6 +56,7 @@ def test_a_run_shows_no_secret_and_says_which_one_a_resume_lacks(workshop: Works
     )
     assert (lacking.returncode, lacking.stderr.splitlines(keepends=True)[-1]) == (
         2,
-        "slimectl: score.rm_url: its secret is never written down; give it again, by -s score.rm_url=env:VARIABLE or "
+        "slimectl: score.rm_url: secrets are never written to files. Supply it again with "
+        "-s score.rm_url=env:VARIABLE or "
         "SLIMECTL_SCORE_RM_URL in the environment\n",
     )

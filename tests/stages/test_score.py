@@ -142,7 +142,7 @@ def test_the_nearest_word_decides_who_grades(tmp_path: Path):
     assert rewards(by_type, answered(**sample, **contains)) == [1.0]
     assert rewards(by_type, answered(**sample)) == [0.0]
     assert rewards(by_type, answered(response="4", label="4")) == [1.0]
-    with pytest.raises(SettingsError, match=r"sample 0: no reward is named\. Set score\.rm_type"):
+    with pytest.raises(SettingsError, match=r"sample 0: no reward is set\. Set score\.rm_type"):
         rewards(Settings(), answered(**sample))
 
 

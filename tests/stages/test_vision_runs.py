@@ -93,9 +93,9 @@ def test_images_for_servers_are_refused_before_a_server_starts(vision: Workshop,
         '{"prompt": "And without?", "label": "b"}\n{"prompt": "<image>What?", "images": ["images/0.png"]}\n'
     )
     message = (
-        "slimectl: prompts.jsonl:2: images: engines that are servers do not read images. "
-        'Take one embedded engine (engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), '
-        "or leave the row out.\n"
+        "slimectl: prompts.jsonl:2: images: engine servers do not read images. "
+        'Use one embedded engine (engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), '
+        "or drop the row.\n"
     )
     vision.slimectl("rollout", "-c", "slimectl.toml", "-s", engine, code=3)
     assert vision.stderr == message

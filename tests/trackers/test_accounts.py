@@ -130,23 +130,25 @@ def test_the_mode_of_the_environment_needs_no_key_either(variable: str, monkeypa
     given = settings(f"track.with=['{variable.partition('_')[0].lower()}']", "track.api_key=env:NOWHERE")
     builders.check_trackers(given)
     monkeypatch.setenv(variable, "online")
-    with pytest.raises(SettingsError, match=r"track\.api_key: env:NOWHERE: the environment has no NOWHERE"):
+    with pytest.raises(SettingsError, match=r"track\.api_key: env:NOWHERE: the variable is not set"):
         builders.check_trackers(given)
 
 
 def test_one_key_for_two_accounts_is_refused():
-    with pytest.raises(SettingsError, match=r"wandb and mlflow are different accounts; give track\.kwargs\.wandb\.api"):
+    with pytest.raises(
+        SettingsError, match=r"wandb and mlflow have different accounts\. Set track\.kwargs\.wandb\.api"
+    ):
         settings("track.with=['wandb', 'mlflow']", "track.api_key=env:MY_KEY")
 
 
 @pytest.mark.parametrize(
     ("tracker", "advice"),
     [
-        ("wandb", "set WANDB_API_KEY in the environment, or give env:NAME"),
-        ("swanlab", "set SWANLAB_API_KEY in the environment, or give env:NAME"),
-        ("mlflow", "set MLFLOW_TRACKING_TOKEN in the environment, or give env:NAME"),
-        ("trackio", "set HF_TOKEN in the environment, or give env:NAME"),
-        ("tensorboard", "written down; give env:NAME"),
+        ("wandb", "Set WANDB_API_KEY in the environment, or use env:NAME"),
+        ("swanlab", "Set SWANLAB_API_KEY in the environment, or use env:NAME"),
+        ("mlflow", "Set MLFLOW_TRACKING_TOKEN in the environment, or use env:NAME"),
+        ("trackio", "Set HF_TOKEN in the environment, or use env:NAME"),
+        ("tensorboard", "settings are written to files. Use env:NAME"),
     ],
 )
 def test_a_literal_key_is_refused_with_what_works(tracker: str, advice: str):
@@ -172,10 +174,10 @@ def test_settings_of_trackers_may_name_other_settings(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("${HOME}", r"track\.project: \$\{HOME\} names no setting. Write \$\{SECTION.KEY\}, for example"),
-        ("${train.learning}", "names no setting"),
-        ("${run.num_rollout}", r"has no text or number. Set run\.num_rollout, or write the value"),
-        ("${track.api_key}", "has no text or number"),
+        ("${HOME}", r"track\.project: \$\{HOME\} is not a setting. Write \$\{SECTION.KEY\}, for example"),
+        ("${train.learning}", "is not a setting"),
+        ("${run.num_rollout}", r"is not set to a string or a number. Set run\.num_rollout, or write the value"),
+        ("${track.api_key}", "is not set to a string or a number"),
     ],
 )
 def test_a_placeholder_that_means_nothing_is_refused(text: str, words: str, tmp_path: Path):

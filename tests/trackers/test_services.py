@@ -84,13 +84,13 @@ def test_all_metrics_may_stand_on_the_train_step(tmp_path: Path):
 @pytest.mark.parametrize(
     ("key", "tracker", "words"),
     [
-        ("api_key=env:X", "trackio", "without a tracker that has accounts; add wandb, swanlab or mlflow"),
-        ("host=http://a", "mlflow", "without wandb; add it"),
-        ("entity=team", "trackio", "without wandb or swanlab; add one"),
-        ("run_id=mine", "trackio", "without a tracker that knows runs by an id; add wandb, swanlab or mlflow"),
-        ("group=mine", "tensorboard", "without a tracker that shows it; add wandb, swanlab, mlflow or trackio"),
-        ("prometheus_host=0.0.0.0", "wandb", "without an endpoint; set track.prometheus_port"),
-        ("naming=roll", "stdout", "on the terminal, which has words of its own; add another"),
+        ("api_key=env:X", "trackio", "without a tracker that has accounts. Add wandb, swanlab or mlflow"),
+        ("host=http://a", "mlflow", "without wandb. Add it"),
+        ("entity=team", "trackio", "without wandb or swanlab. Add one"),
+        ("run_id=mine", "trackio", "without a tracker that identifies runs by an id. Add wandb, swanlab or mlflow"),
+        ("group=mine", "tensorboard", "without a tracker that uses it. Add wandb, swanlab, mlflow or trackio"),
+        ("prometheus_host=0.0.0.0", "wandb", "without an endpoint. Set track.prometheus_port"),
+        ("naming=roll", "stdout", "on the terminal, which has its own labels. Add another"),
     ],
 )
 def test_a_setting_of_a_tracker_that_is_not_chosen_is_refused(key: str, tracker: str, words: str):
@@ -242,7 +242,7 @@ def test_swanlab_keeps_the_console_to_the_user_beside_settings_of_the_users(tmp_
     "given", ['track.kwargs.wandb={api_key = "k"}', 'track.kwargs.wandb={settings = {api_key = "very-secret"}}']
 )
 def test_a_key_among_the_settings_is_refused_and_not_repeated(given: str):
-    with pytest.raises(SettingsError, match=r"track\.kwargs: wandb\.api_key does not belong.*WANDB_API_KEY") as refused:
+    with pytest.raises(SettingsError, match=r"track\.kwargs: wandb\.api_key is a secret.*WANDB_API_KEY") as refused:
         settings(given)
     assert "very-secret" not in str(refused.value)
 

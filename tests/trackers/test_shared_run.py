@@ -144,11 +144,11 @@ def test_other_modes_have_ranks_of_their_own(tmp_path: Path):
 def test_a_shared_run_offline_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     builders.check_trackers(settings())
-    words = r"^track\.mode: shared contradicts {} = offline: .* wandb has no such mode offline; drop {}, or set track"
+    words = r"^track\.mode: shared contradicts {} = offline: .* wandb has no offline shared mode. Drop {}, or set track"
     with pytest.raises(SettingsError, match=words.format("track.kwargs.wandb.mode", "track.kwargs.wandb.mode")):
         builders.check_trackers(settings("track.kwargs.wandb.mode=offline"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(SettingsError, match=words.format("WANDB_MODE", "WANDB_MODE")):
         builders.check_trackers(settings())
-    with pytest.raises(SettingsError, match=r"track\.mode: shared is a mode of wandb alone; add wandb to track\.with"):
+    with pytest.raises(SettingsError, match=r"track\.mode: shared works only with wandb\. Add wandb to track\.with"):
         resolve([from_assignments(["track.with=['swanlab']", "track.mode=shared"])])

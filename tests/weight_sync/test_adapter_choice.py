@@ -26,7 +26,7 @@ def settings(**values: Any) -> Settings:
         ({"sync__transport": "distributed"}, None),
         ({"sync__lora": "adapter"}, None),
         ({"sync__lora": "merged"}, 'sync.lora = "merged"'),
-        ({"sync__transport": "disk"}, "embedded takes adapters by sync.transport = tensor or distributed"),
+        ({"sync__transport": "disk"}, "embedded accepts adapters only through sync.transport = tensor or distributed"),
     ],
     ids=str,
 )
@@ -38,9 +38,9 @@ def test_servers_get_the_adapter_alone_unless_something_is_in_the_way(values: di
     ("values", "message"),
     [
         ({"sync__transport": "disk"}, "sync.lora: adapter, but sync.transport = disk writes whole checkpoints"),
-        ({"engine__backend": "sglang", "engine__load": "fp8"}, "sync.lora: adapter, but engine.load has other weights"),
-        ({"train__lora_rank": None}, "sync.lora has no effect without an adapter and servers that get it"),
-        ({"engine__num_engines": 1}, "sync.lora has no effect without an adapter and servers that get it"),
+        ({"engine__backend": "sglang", "engine__load": "fp8"}, "sync.lora: adapter, but the weights of engine.load"),
+        ({"train__lora_rank": None}, "sync.lora has no effect without an adapter and servers that receive it"),
+        ({"engine__num_engines": 1}, "sync.lora has no effect without an adapter and servers that receive it"),
     ],
     ids=str,
 )
@@ -53,6 +53,6 @@ def test_a_dry_run_says_what_a_push_has():
     def line(**values: Any) -> str:
         return next(iter(preflight(settings(**values), ["engine"]))).detail
 
-    assert line() == "embedded, 2 to start; a push has the adapter alone"
-    assert line(sync__lora="merged") == 'embedded, 2 to start; a push has merged weights (sync.lora = "merged")'
+    assert line() == "embedded, 2 to start, updates send only the adapter"
+    assert line(sync__lora="merged") == 'embedded, 2 to start, updates send merged weights (sync.lora = "merged")'
     assert line(train__lora_rank=None) == "embedded, 2 to start"

@@ -111,6 +111,6 @@ def test_a_run_passes_them_to_its_servers_or_refuses_them(workshop: Workshop):
     assert len([json.loads(line) for line in samples.splitlines()]) == 2
     assert (workshop.folder / "seen.txt").read_text().splitlines().count("/generate") == 2
     workshop.slimectl("rollout", *common, code=2)
-    assert "engine.middleware_paths: one embedded engine in this process gets no HTTP requests" in workshop.stderr
+    assert "engine.middleware_paths: a single embedded engine receives no HTTP requests" in workshop.stderr
     workshop.slimectl("rollout", *common, "-s", "engine.backend=sglang", code=2)
-    assert "engine.middleware_paths has no effect on servers of another program" in workshop.stderr
+    assert "engine.middleware_paths has no effect without servers of `slimectl serve`" in workshop.stderr

@@ -73,7 +73,7 @@ def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
 
 def test_on_a_cpu_it_reports_no_experts():
     settings = {"train": {"use_rollout_routing_replay": True}, "engine": {"backend": "vllm", "device": "cpu"}}
-    with pytest.raises(SettingsError, match="vLLM reports experts on a GPU alone"):
+    with pytest.raises(SettingsError, match="vLLM reports experts only on a GPU"):
         VllmBackend().check(Settings.model_validate(settings))
 
 

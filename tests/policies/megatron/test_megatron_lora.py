@@ -240,7 +240,7 @@ def test_what_cannot_be_is_refused(four_layers: ModelDir, tmp_path: Path):
         megatron(four_layers(), lora=lora("lm_head"))
     with pytest.raises(SettingsError, match=r"moe_router_bias_update_rate: is not possible with train.lora_rank \(it"):
         megatron(four_layers("latent"), lora=lora("o_proj"), args={"moe_router_bias_update_rate": 1e-3})
-    with pytest.raises(SettingsError, match=r"torch_dist has no adapters\. Set hf with train.lora_rank"):
+    with pytest.raises(SettingsError, match=r"torch_dist cannot store adapters\. Set hf with train.lora_rank"):
         megatron(four_layers(), lora=lora(), save_format="torch_dist")
     policy = megatron(four_layers(), lora=lora())
     policy.save(tmp_path)
