@@ -168,5 +168,5 @@ def test_unreadable_configs_are_refused(source: Path):
     (source / "config.json").write_text("[]")
     refused(r"config\.json: not a JSON object", source)
     (source / "config.json").unlink()
-    refused(r"no config\.json\. This is not a Hugging Face checkpoint", source)
+    refused(r"no config\.json: this is not a Hugging Face checkpoint", source)
     assert [name for name, _ in HFCheckpoint().read(source)]  # its weights are well

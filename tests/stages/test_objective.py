@@ -159,7 +159,7 @@ def test_without_a_baseline_a_prompt_needs_no_second_answer():
     alone = [sample for sample in attempts() if sample.index % 3 == 0]
     assert Need.GROUPS not in algorithm("reinforce_plus_plus").needs
     assert Need.GROUPS in algorithm("rloo").needs
-    with pytest.raises(RecordError, match="rloo compares the responses to a prompt with one another"):
+    with pytest.raises(RecordError, match="rloo compares the responses to a prompt"):
         build_training_batch(alone, Settings.model_validate({"algorithm": {"name": "rloo"}}), NO_HOOKS, version=0)
 
 
