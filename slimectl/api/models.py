@@ -132,8 +132,8 @@ class Trainer(_Closing):
     ) -> Iterator[StepReport]:
         """Train on scored samples, lazily. Yield a report for every optimizer step, and for a round without one.
 
-        Algorithm sft also accepts prompts with labels. Prompts that are too long go to `on_skipped`. `progress` receives
-        the current phase.
+        Algorithm sft also accepts prompts with labels. Prompts that are too long go to `on_skipped`. `progress`
+        receives the current phase.
         """
         stream = self._samples(samples, on_skipped)
         for field, model in self._models.asked.items():

@@ -234,7 +234,10 @@ def test_servers_get_no_weights_by_hand(settings: Settings):
             lambda settings: rollout(["say one"], settings),
             "item 0 is a str, not of type Prompt; create it with slimectl.P",
         ),
-        (lambda settings: rollout([{"prompt": "say one"}], settings), "item 0 is a dict, not of type Prompt; create it"),
+        (
+            lambda settings: rollout([{"prompt": "say one"}], settings),
+            "item 0 is a dict, not of type Prompt; create it",
+        ),
         (
             lambda settings: score([Sample(), "one"], settings, reward=lambda _: 1.0),
             "item 1 is a str, not of type Sample",
