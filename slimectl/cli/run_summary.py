@@ -39,8 +39,8 @@ PHASES = {
 ELAPSED = ("perf/total_time", "perf/eval_time", "perf/save_model_time")
 WARNING = re.compile(r"\[[^\]]*\] (?P<level>WARNING|ERROR|CRITICAL) (?P<place>\S+) - (?P<message>.*)")
 RESUMED = re.compile(r"\[[^\]]*\] \S+ - resuming .* after round \d+$")
-WAY_ON = "; go on with: slimectl "
-"""Part of the message of a run that was interrupted."""
+WAY_ON = re.compile(r"(?:\. Continue|; go on) with: slimectl ")
+"""Part of the message of an interrupted run. Version 0.1 wrote 'go on'."""
 MAX_WARNINGS, MAX_EVALUATIONS = 3, 3
 MARGIN = 13
 """Width of the names on the left, in columns."""
@@ -177,7 +177,7 @@ def warnings(log: Path) -> list[dict[str, Any]]:
         with log.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 if RESUMED.match(line):
-                    last = {key: message for key, message in last.items() if WAY_ON not in message}
+                    last = {key: message for key, message in last.items() if not WAY_ON.search(message)}
                     counts = Counter({key: counts[key] for key in last})
                 elif match := WARNING.match(line):
                     key = match["level"], match["place"]

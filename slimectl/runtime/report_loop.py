@@ -37,7 +37,7 @@ def abandonment(loss: str, folder: RunDir, resume_command: str) -> str:
     """Return the message about an abandoned round: the newest checkpoint, and the command to continue."""
     rounds = folder.checkpoints()
     after = f"The last checkpoint is from round {rounds[-1]}" if rounds else "No checkpoint was saved"
-    return f"{loss} abandoned. {after}; go on with: {resume_command}"
+    return f"{loss} abandoned. {after}. Continue with: {resume_command}"
 
 
 @dataclass
@@ -143,7 +143,7 @@ class ReportLoop:
             logger.warning(collapse)
         if self.interrupted():
             self._save(samples)
-            logger.warning(f"interrupted after round {number}; go on with: {self.resume_command}")
+            logger.warning(f"interrupted after round {number}. Continue with: {self.resume_command}")
             return True
         if fault := lasting_lack_of_signal(self.state.signal, run, self._remedy):
             self._save(samples)

@@ -159,11 +159,11 @@ def test_wide_letters_take_two_columns():
 
 def test_an_interruption_that_was_resumed_from_is_left_out(run: Path):
     at = "[2026-01-01 00:00:00]"
-    way_on = "go on with: slimectl run --resume runs/a"
+    way_on = "Continue with: slimectl run --resume runs/a"
     with (run / "log.txt").open("a") as log:
-        log.write(f"{at} WARNING report_loop.py:1 - interrupted after round 3; {way_on}\n")
+        log.write(f"{at} WARNING report_loop.py:1 - interrupted after round 3. {way_on}\n")
     messages = [warning["message"] for warning in warnings(run / "log.txt")]
-    assert f"interrupted after round 3; {way_on}" in messages
+    assert f"interrupted after round 3. {way_on}" in messages
     with (run / "log.txt").open("a") as log:
         log.write(f"{at} run.py:2 - resuming runs/a after round 3\n")
     assert [warning["message"] for warning in warnings(run / "log.txt")] == [

@@ -149,7 +149,7 @@ def test_a_run_stops_at_the_first_loss_that_is_nan_and_keeps_its_checkpoint(
     workshop.slimectl("run", *options, code=1)
     assert "Traceback" not in workshop.stderr
     assert workshop.stderr.splitlines()[-1].startswith("slimectl: round 2, step 2: the loss is nan (not finite: the ")
-    assert "the last checkpoint is runs/a/step_000001; go on with: slimectl run --resume runs/a" in workshop.stderr
+    assert "the last checkpoint is runs/a/step_000001. Continue with: slimectl run --resume runs/a" in workshop.stderr
     steps = [line["step"] for line in workshop.metrics("a") if "train/step" in line["metrics"]]
     assert steps == [1]
     workshop.slimectl("run", "--resume", "runs/a", "-s", "train.custom_loss_function_path=none")

@@ -156,7 +156,7 @@ def test_the_first_ctrl_c_finishes_the_round_and_saves(workshop: Workshop):
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=300)
     assert process.returncode == 130, words.decode()
-    assert b"go on with: slimectl run --resume runs/a" in words
+    assert b"Continue with: slimectl run --resume runs/a" in words
     workshop.slimectl("run", "--resume", "runs/a")
     assert workshop.metrics("a")[-1]["rollout_id"] == 6
 

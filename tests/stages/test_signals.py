@@ -74,7 +74,7 @@ def test_a_signal_to_all_processes_of_a_run_lets_the_round_end_and_saves(
     _, words = process.communicate(timeout=300)
     assert process.returncode == code, words.decode()
     assert f"{number.name}: finishing this round (at most 20 s, run.grace_s)" in words.decode()
-    assert "go on with: slimectl run --resume runs/a" in words.decode()
+    assert "Continue with: slimectl run --resume runs/a" in words.decode()
     assert "Traceback" not in words.decode()
     workshop.slimectl("run", "--resume", "runs/a", "-s", "score.workers=0")
     assert metrics_of(workshop).read_bytes() == whole
@@ -102,8 +102,8 @@ def test_what_does_not_end_in_time_is_abandoned_and_the_round_before_is_saved(
     process.send_signal(signal.SIGTERM)
     _, words = process.communicate(timeout=300)
     assert process.returncode == 143, words.decode()
-    abandoned = "round 3 abandoned. The last checkpoint is from round 2; go on with: slimectl run --resume runs/a\n"
-    between = "interrupted after round 2; go on with: slimectl run --resume runs/a\n"  # the second had not quite ended
+    abandoned = "round 3 abandoned. The last checkpoint is from round 2. Continue with: slimectl run --resume runs/a\n"
+    between = "interrupted after round 2. Continue with: slimectl run --resume runs/a\n"  # the second had not quite ended
     assert abandoned in words.decode() or (sampled_ahead and between in words.decode())
     assert "Traceback" not in words.decode()
     assert not list((workshop.folder / "runs" / "a").glob(".tmp-*"))
@@ -117,7 +117,7 @@ def test_what_does_not_end_in_time_is_abandoned_and_the_round_before_is_saved(
 
 ONE_ROUND = ("-s", "run.num_rollout=1", "-s", "train.lr_decay_iters=4", "-s", "run.save_interval=none")
 WARM_UP = ("-s", "sft_warmup.data=prompts.jsonl", "-s", "sft_warmup.max_steps=2", "-s", "sft_warmup.check_interval=1")
-NOTHING_YET = "round 1 abandoned. No checkpoint was saved; go on with: slimectl run --resume runs/a\n"
+NOTHING_YET = "round 1 abandoned. No checkpoint was saved. Continue with: slimectl run --resume runs/a\n"
 
 
 def ended_while_waiting(
@@ -159,7 +159,7 @@ def test_so_is_the_warm_up(workshop: Workshop, grace: str, number: signal.Signal
 def test_so_is_the_evaluation_after_the_last_round_and_a_resume_makes_up_for_it(workshop: Workshop, whole: bytes):
     options = ("-s", "eval.before_train=false", "-s", "eval.interval=none", "-s", "run.grace_s=0")
     end, words = ended_while_waiting(workshop, "evaluation", signal.SIGTERM, "run", *ONE_ROUND, *options)
-    abandoned = "the evaluation after round 1 abandoned. The last checkpoint is from round 1; go on with:"
+    abandoned = "the evaluation after round 1 abandoned. The last checkpoint is from round 1. Continue with:"
     assert (end, abandoned in words) == (143, True)
     assert len(workshop.metrics("a")) == 1
     workshop.slimectl("run", "--resume", "runs/a")
