@@ -170,7 +170,8 @@ class TrainingRun:
         except DivergedError as error:
             rounds = self.folder.checkpoints()
             advice = f"the last checkpoint is {self.folder.step(rounds[-1])}" if rounds else "no checkpoint was saved"
-            raise DivergedError(f"{error}; {advice}. Continue with: {self._resume_command} -s train.lr=LOWER") from error
+            command = f"{self._resume_command} -s train.lr=LOWER"
+            raise DivergedError(f"{error}; {advice}. Continue with: {command}") from error
 
     def _run_on_executor(self) -> Reports:
         """Run on the processes or machines of a new executor."""

@@ -103,7 +103,7 @@ def test_what_does_not_end_in_time_is_abandoned_and_the_round_before_is_saved(
     _, words = process.communicate(timeout=300)
     assert process.returncode == 143, words.decode()
     abandoned = "round 3 abandoned. The last checkpoint is from round 2. Continue with: slimectl run --resume runs/a\n"
-    between = "interrupted after round 2. Continue with: slimectl run --resume runs/a\n"  # the second had not quite ended
+    between = "interrupted after round 2. Continue with: slimectl run --resume runs/a\n"  # the second still ran
     assert abandoned in words.decode() or (sampled_ahead and between in words.decode())
     assert "Traceback" not in words.decode()
     assert not list((workshop.folder / "runs" / "a").glob(".tmp-*"))
