@@ -39,7 +39,7 @@ _STRING, _ARRAY = 8, 9
 
 
 def check_gguf(path: Path) -> None:
-    """Raise ValueError for a header that is truncated or larger than that of any model."""
+    """Raise ValueError for a header that is truncated or larger than any real header."""
     with open_file(path) as file:
         header = _Header(file)
         header.walk()

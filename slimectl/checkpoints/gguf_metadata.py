@@ -139,7 +139,7 @@ def _head_dim(config: Any, changes: Mapping[str, Any]) -> int:
 
 
 def _check_rotated_width(metadata: Mapping[str, Any], config: Any, changes: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the rotated part of each head differs from that of config.json."""
+    """Raise CheckpointError if the rotated part of each head does not match config.json."""
     rotated, width = metadata.get("rope.dimension_count"), _head_dim(config, changes)
     parameters = changes.get("rope_parameters") or getattr(config, "rope_parameters", None) or {}
     expected = int(width * (parameters.get("partial_rotary_factor") or 1))

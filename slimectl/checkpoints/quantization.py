@@ -34,13 +34,13 @@ class Fp8Blocks:
     parts = ("weight", "weight_scale_inv")
 
     def forms(self, form: TensorSpec) -> dict[str, TensorSpec]:
-        """Forms of the stored parts of a weight of `form`."""
+        """Return the forms of the stored parts of a weight of `form`."""
         (rows, columns), _ = form
         scales = (-(-rows // self.rows), -(-columns // self.columns))
         return {"weight": ((rows, columns), torch.float8_e4m3fn), "weight_scale_inv": (scales, torch.float32)}
 
     def refusal(self, form: TensorSpec) -> str | None:
-        """Reason why a weight of `form` cannot be stored in this scheme; None if it can."""
+        """Return why a weight of `form` cannot be stored in this scheme, or None if it can."""
         return None
 
     def quantized(self, weight: Tensor) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class Fp8Blocks:
         return expanded.mul_(small.float()).to(dtype)
 
     def config(self, untouched: Sequence[str]) -> dict[str, Any]:
-        """Build `quantization_config` of config.json; `untouched` are the linear layers that are not quantized."""
+        """Build `quantization_config` of config.json. `untouched` are the linear layers that are not quantized."""
         blocks = [self.rows, self.columns]
         config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
         return {**config, "modules_to_not_convert": list(untouched)} if untouched else config
@@ -85,13 +85,13 @@ class Fp8Scale:
     parts = ("weight", "weight_scale")
 
     def forms(self, form: TensorSpec) -> dict[str, TensorSpec]:
-        """Forms of the stored parts of a weight of `form`."""
+        """Return the forms of the stored parts of a weight of `form`."""
         (rows, columns), _ = form
         scale = (rows, 1) if self.per_row else (1,)
         return {"weight": ((rows, columns), torch.float8_e4m3fn), "weight_scale": (scale, torch.float32)}
 
     def refusal(self, form: TensorSpec) -> str | None:
-        """Reason why a weight of `form` cannot be stored in this scheme; None if it can."""
+        """Return why a weight of `form` cannot be stored in this scheme, or None if it can."""
         return None
 
     def quantized(self, weight: Tensor) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class Fp8Scale:
         return (small.float() * scale.view(-1, 1)).to(dtype)
 
     def config(self, untouched: Sequence[str]) -> dict[str, Any]:
-        """Build `quantization_config` of config.json; `untouched` are the linear layers that are not quantized."""
+        """Build `quantization_config` of config.json. `untouched` are the linear layers that are not quantized."""
         if not self.per_row:
             config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
             return {**config, "ignored_layers": list(untouched)} if untouched else config
@@ -141,7 +141,7 @@ class Int4Groups:
     parts = ("weight_packed", "weight_scale", "weight_shape")
 
     def forms(self, form: TensorSpec) -> dict[str, TensorSpec]:
-        """Forms of the stored parts of a weight of `form`."""
+        """Return the forms of the stored parts of a weight of `form`."""
         (rows, columns), dtype = form
         return {
             "weight_packed": ((rows, columns // PER_INT32), torch.int32),
@@ -150,7 +150,7 @@ class Int4Groups:
         }
 
     def refusal(self, form: TensorSpec) -> str | None:
-        """Reason why a weight of `form` cannot be stored in this scheme; None if it can."""
+        """Return why a weight of `form` cannot be stored in this scheme, or None if it can."""
         columns = form[0][1]
         return f"{columns} columns cannot be split into groups of {self.size}" if columns % self.size else None
 
@@ -184,7 +184,7 @@ class Int4Groups:
         return numbers.view(R, -1, self.size).mul_(scales.float()[..., None]).view(R, C).to(dtype)
 
     def config(self, untouched: Sequence[str]) -> dict[str, Any]:
-        """Build `quantization_config` of config.json; `untouched` are the linear layers that are not quantized."""
+        """Build `quantization_config` of config.json. `untouched` are the linear layers that are not quantized."""
         weights = {
             "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.size,
             "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},

@@ -22,7 +22,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class TensorInventory:
-    """Names of a checkpoint's tensors in file order: those of the model, and others that it does not use."""
+    """Names of a checkpoint's tensors in file order: the ones that the model uses, and the others."""
 
     names: tuple[str, ...]
     carried: tuple[str, ...]

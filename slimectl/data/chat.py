@@ -216,7 +216,7 @@ class Conversation:
     def tell(self, *messages: dict[str, Any]) -> None:
         """Add chat messages of other roles, rendered by the template, with the header of the next turn.
 
-        If the response keeps special tokens (rollout.skip_special_tokens), those of the template are added too.
+        If the response keeps special tokens (rollout.skip_special_tokens), the template's special tokens are added too.
         """
         cleaned = [{name: _replace_surrogates(value) for name, value in message.items()} for message in messages]
         self._add(following(self._tokenizer, cleaned, self._template_kwargs), strip_end=True)

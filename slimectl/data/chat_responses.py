@@ -97,5 +97,5 @@ def token_log_prob(text: str, log_prob: float | None, content: Sequence[int] | N
 
 
 def chat_log_probs(entries: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Return the `logprobs` of a chat choice: for each token its entry, and those of the likeliest alternatives."""
+    """Return the `logprobs` of a chat choice: the entry of each token and of its likeliest alternatives."""
     return {"content": [entry | {"top_logprobs": top} for entry, top in entries], "refusal": None}

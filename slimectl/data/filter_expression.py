@@ -54,7 +54,7 @@ class FilterExpression:
         """Dotted names of the fields that the expression reads."""
 
     def matches(self, record: Mapping[str, Any], known: Mapping[str, Any] = MappingProxyType({})) -> bool:
-        """Return whether the record meets the condition. Values in `known` override those of the record."""
+        """Return whether the record meets the condition. Values in `known` override the record's values."""
         return bool(self._evaluate(self._tree, lambda name: known[name] if name in known else field_of(record, name)))
 
     def _check(self, node: ast.AST) -> None:

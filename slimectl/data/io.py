@@ -70,7 +70,7 @@ def _open_input(path: str | Path) -> Any:
 
 
 def _lines(file: Any, name: str) -> Iterator[bytes]:
-    """Return the lines of a file. Decompress it if its suffix or its first bytes are those of a compressed file."""
+    """Return the lines of a file. Decompress it if its suffix or its first bytes indicate compression."""
     start = first_bytes(file)
     if start.startswith(GZIP) or name.lower().endswith(".gz"):
         return iter(gzip.GzipFile(fileobj=file))

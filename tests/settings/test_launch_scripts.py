@@ -362,7 +362,7 @@ def test_a_sourced_file_outside_the_folder_is_read_only_where_it_is_allowed(tmp_
     closed = reading(tmp_path, text, "examples/run.sh")
     assert "run.num_rollout" not in closed.conversion.values
     assert [str(note.place) for note in closed.notes] == [f"{tmp_path / 'examples' / 'run.sh'}:1"]
-    assert "is outside" in closed.notes[0].text
+    assert "lies outside" in closed.notes[0].text
     opened = reading(tmp_path, text, "examples/run.sh", root=tmp_path)
     assert opened.conversion.settings.run.num_rollout == 5
     assert opened.notes == []

@@ -127,7 +127,7 @@ def nothing() -> None:
     ("provider", "error", "message"),
     [
         (renamed, SettingsError, "has a parameter extra, which no weight of config.json's family is converted to"),
-        (narrow, SettingsError, r"linear_fc1.weight has shape \[160, 64\], but \[192, 64\] is expected"),
+        (narrow, SettingsError, r"linear_fc1.weight has shape \[160, 64\], config.json asks for \[192, 64\]"),
         (shallow, SettingsError, "config has num_layers = 2, but config.json and the settings have 4"),
         (without_norms, SettingsError, "has no parameter decoder.layers.0.self_attention.k_layernorm.weight"),
         (nothing, HookError, "Return the result of build.., or a GPTModel of megatron-core"),
