@@ -71,5 +71,5 @@ def test_an_interrupt_goes_through():
     ],
 )
 def test_what_cannot_start_says_what_to_do(error: Exception, kind: type[Exception], words: str):
-    with pytest.raises(kind, match=words), starting("wandb", way_out="set WANDB_API_KEY"):
+    with pytest.raises(kind, match=words), starting("wandb", way_out="Set WANDB_API_KEY"):
         raise error

@@ -262,7 +262,8 @@ def _per_parameter_steps(optimizer: Any, updates: int) -> Iterator[None]:
     """Set a separate step count for every parameter of torch's AdamW while states are loaded.
 
     megatron-core (0.16.1) has no count to copy into the parameters' states (KeyError: 'step'), and then shares one
-    tensor between them, so each would count all updates. Delete when DistributedOptimizer.load_state_dict does it.
+    tensor between them, so each would also count the others' updates. Delete when
+    DistributedOptimizer.load_state_dict does this itself.
     """
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     for part in (part for part in parts if isinstance(part.optimizer, torch.optim.AdamW)):

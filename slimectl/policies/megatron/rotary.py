@@ -65,7 +65,7 @@ class Rotary(nn.Module):
 
 
 def frequencies_of(rope: Rope, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Return radians per position [R/2] and the scale of cosine and sine. Raises CheckpointError."""
+    """Return radians per position [R/2], and the cosine and sine scale. Raises CheckpointError for unknown scaling."""
     width = int(head_dim * rope.percent)
     plain = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width))
     scaling = rope.scaling or {}
