@@ -99,7 +99,7 @@ def line(error: Exception) -> str:
 
 def _http_message(error: web.HTTPException, request: web.Request) -> str:
     if error.status == 404:
-        return f"{request.path[:LONGEST]}: no such endpoint; docs/serving.md lists them"
+        return f"{request.path[:LONGEST]}: no such endpoint; docs/reference/http-api.md lists them"
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{request.path[:LONGEST]}: {request.method} is not one of {', '.join(sorted(error.allowed_methods))}"
     return error.reason

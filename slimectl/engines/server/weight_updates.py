@@ -203,7 +203,7 @@ async def update_from_tensor(request: web.Request) -> web.Response:
     if "serialized_named_tensors" in fields or fields.text("load_format") != "shared_memory":
         raise RequestError(
             "serialized_named_tensors: pickles are not taken, because reading one runs whatever code is in it; "
-            'send load_format "shared_memory" with name and tensors (docs/serving.md)'
+            'send load_format "shared_memory" with name and tensors (docs/reference/weight-updates.md)'
         )
     version = _version(fields)
     alone = await _announced(service, fields)
