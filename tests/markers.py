@@ -12,6 +12,7 @@ HOSTILE_METADATA = (
 
 BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/checkpoints/test_convert.py": (PROCESSES,),
+    "tests/api/test_notebook.py": (PROCESSES, SLOW),
     "tests/api/test_python_examples.py": (SLOW,),
     "tests/checkpoints/test_convert.py::test_full_disk": (SLOW,),
     "tests/checkpoints/test_convert.py::test_killed_conversion": (SLOW,),
@@ -91,6 +92,7 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/test_house.py": (PROCESSES,),
     "tests/test_house.py::test_mypy": (SLOW,),
     "tests/test_manifest.py": (PROCESSES,),
+    "tests/test_site.py": (PROCESSES, SLOW),
     "tests/test_stdio.py": (PROCESSES,),
     "tests/trackers/test_services.py::test_a_killed_run": (PROCESSES, SLOW),
     "tests/trackers/test_shared_run.py::test_ranks": (PROCESSES, SLOW),

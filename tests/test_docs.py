@@ -11,7 +11,7 @@ from test_floors import FLOORS
 from slimectl.settings.reference import entries
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 LIVING = [page for page in PAGES if page.name not in ("CHANGELOG.md", "RESULTS.md", "reliability.md")]
 """Pages about the present; the others tell of earlier versions too."""
 
@@ -68,7 +68,14 @@ def test_readme_and_docs_name_settings_that_exist():
 
 def test_every_page_is_on_the_map_of_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"(docs/{page.name})" not in readme] == []
+    pages = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "index.md"]
+    assert [name for name in pages if f"(docs/{name})" not in readme] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=name_of)
+def test_a_page_has_at_most_250_lines_unless_it_is_generated(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 250 or "<!-- tables -->" in text
 
 
 def test_the_floors_of_the_architecture_page_are_those_of_the_test():

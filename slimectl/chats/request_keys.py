@@ -33,7 +33,7 @@ class Keys:
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     remedies: Mapping[str, str] = field(default_factory=dict)
     server: str = "by `slimectl serve`"
-    docs: str = "docs/serving.md"
+    docs: str = "docs/reference/http-api.md"
 
     def check(self, values: Mapping[str, Any], at: str = "") -> None:
         """Raise MessageError for the first key that would be ignored, with the path `at` of the object."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,14 +40,20 @@ def metrics(
     if not matches:
         raise SettingsError(f"{pattern}: no metric name contains this. `slimectl metrics` lists all")
     if markdown and not as_json:
-        print("| name | unit | axis | definition |\n|---|---|---|---|")
+        print(markdown_table(matches))
+        return
     for metric in matches:
-        print(json.dumps(asdict(metric)) if as_json else _row(metric) if markdown else _entry(metric))
+        print(json.dumps(asdict(metric)) if as_json else _entry(metric))
 
 
 def _entry(metric: Metric) -> str:
     unit = f" [{metric.unit}]" if metric.unit else ""
     return f"{metric.name}{unit}\n    {metric.definition}"
+
+
+def markdown_table(metrics: Iterable[Metric]) -> str:
+    """Return a Markdown table of metrics."""
+    return "\n".join(["| name | unit | axis | definition |", "|---|---|---|---|", *map(_row, metrics)])
 
 
 def _row(metric: Metric) -> str:

@@ -62,7 +62,7 @@ class SyncSettings(Section):
 
     lora: Literal["auto", "adapter", "merged"] = "auto"
     """How LoRA updates reach the servers. adapter: servers merge it into their base model. merged: the trainer sends
-    all weights. auto: the adapter, if servers and transport support it (docs/clusters.md)."""
+    all weights. auto: the adapter, if servers and transport support it (docs/guides/lora.md)."""
 
     update_weights_interval: PositiveInt = 1
     """Rounds between weight updates. Above 1, samples are staler."""

@@ -24,7 +24,7 @@ class RolloutSettings(Section):
 
     input_key: str = "prompt"
     """Column of the prompt: a string, or a chat as a list of {role, content}. A dotted key is a path into objects. If a
-    row has no `prompt`, the columns of other published formats are recognized (docs/records.md)."""
+    row has no `prompt`, the columns of other published formats are recognized (docs/reference/prompts.md)."""
 
     label_key: str = "label"
     """Column of the ground truth, e.g. reward_model.ground_truth. If a row has no `label`, its answer column is

@@ -13,7 +13,9 @@ from workshop import Workshop
 from slimectl.cli.app import app
 from slimectl.hooks import HOOKS
 
-TEXT = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "hooks.md").read_text()
+SLIME = (DOCS / "guides" / "slime-functions.md").read_text()
 
 
 SETTING = re.compile(r"\| `\w+\.\w+`")
@@ -32,10 +34,13 @@ def row(setting: str) -> str:
 
 
 def test_the_table_has_every_hook_with_its_shape():
-    before, _, after = TEXT.partition("### Imports of slime")[0].partition("## Functions written for slime")
-    rows = [line for line in before.splitlines() if SETTING.match(line)]
+    rows = [line for line in TEXT.splitlines() if SETTING.match(line)]
     assert rows == [row(setting) for setting in HOOKS]
-    tried = {line.split("`")[1]: line.split("|")[3].strip() for line in after.splitlines() if SETTING.match(line)}
+    tried = {
+        line.split("`")[1]: line.split("|")[3].strip()
+        for line in SLIME.partition("## Imports of slime")[0].splitlines()
+        if SETTING.match(line)
+    }
     assert list(tried) == list(HOOKS)  # and tests/hooks/test_slime_functions.py tries each
     assert [setting for setting, word in tried.items() if not word.startswith("yes")] == []
 

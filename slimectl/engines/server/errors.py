@@ -99,7 +99,7 @@ def line(error: Exception) -> str:
 
 def _http_message(error: web.HTTPException, request: web.Request) -> str:
     if error.status == 404:
-        return f"{request.path[:LONGEST]}: no such endpoint. See docs/serving.md for a list."
+        return f"{request.path[:LONGEST]}: no such endpoint. See docs/reference/http-api.md for a list."
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{request.path[:LONGEST]}: {request.method} is not one of {', '.join(sorted(error.allowed_methods))}"
     return error.reason

@@ -206,7 +206,7 @@ async def update_from_tensor(request: web.Request) -> web.Response:
     if "serialized_named_tensors" in fields or fields.text("load_format") != "shared_memory":
         raise RequestError(
             "serialized_named_tensors: pickles are not supported, because reading one runs the code in it. "
-            'Send load_format "shared_memory" with name and tensors (docs/serving.md)'
+            'Send load_format "shared_memory" with name and tensors (docs/reference/weight-updates.md)'
         )
     version = _version(fields)
     alone = await _announced(service, fields)

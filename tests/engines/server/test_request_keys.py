@@ -72,7 +72,7 @@ def test_values_that_ask_for_nothing_pass_on_every_endpoint(path: str, server: A
 CALL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 REFUSED = [
     ("/v1/chat/completions", {"max_token": 2}, "max_token: unknown key. Did you mean max_tokens?"),
-    ("/v1/chat/completions", {"no_such_key": False}, "no_such_key: unknown key. docs/serving.md"),
+    ("/v1/chat/completions", {"no_such_key": False}, "no_such_key: unknown key. docs/reference/http-api.md"),
     ("/v1/chat/completions", {"chat_template": "{{ 'x' }}"}, "chat_template: is not supported. Put"),
     ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "functions: .* Use tools"),
     ("/v1/chat/completions", {"modalities": ["audio"]}, r'modalities: .* except as \["text"\]'),
@@ -151,7 +151,7 @@ def test_every_endpoint_with_a_body_has_a_table_and_every_key_of_openai_is_in_it
 
 
 def test_the_documentation_lists_the_keys_that_each_endpoint_acts_on() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "http-api.md").read_text()
     rows = dict(re.findall(r"^\| ([^|]*) \| (`[^|]*`) \|$", text[text.index("## Keys of requests") :], re.MULTILINE))
     shared = COMPLETIONS.acts & CHAT.acts
     for row, names in {
