@@ -17,7 +17,7 @@ from slimectl.user_code import ENDING, handle_here
 
 @contextmanager
 def blocked_in_helpers() -> Iterator[None]:
-    """Block the signals while multiprocessing starts its helpers, which inherit the mask, and deliver them here afterwards.
+    """Block the signals while multiprocessing starts its helpers, which inherit the mask. Deliver them here afterwards.
 
     Python 3.11 and 3.12 end the tracker of semaphores by SIGHUP, and the fork server by both.
     """

@@ -54,7 +54,7 @@ class RankGroupBase:
     def send(self, *request: Any) -> None:
         """Send one request to every rank. Raises DiedError if the group has ended."""
         if self.ended:
-            raise DiedError("the rank processes have ended; build the policy again")
+            raise DiedError("the rank processes have ended. Build the policy again.")
         data = pickle.dumps(request)
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -171,9 +171,9 @@ class LocalRanks(RankGroupBase):
     def _death_error(self, rank: int) -> DiedError:
         process = self._processes[rank]
         process.join(GRACE_S)
-        hint = "; out of memory?" if process.exitcode == -signal.SIGKILL else ""
+        hint = ", out of memory?" if process.exitcode == -signal.SIGKILL else ""
         location = "its messages above" if self._logs is None else self._logs[rank]
-        return DiedError(f"rank {rank} of {self.ranks} died (exit code {process.exitcode}{hint}); see {location}")
+        return DiedError(f"rank {rank} of {self.ranks} died (exit code {process.exitcode}{hint}). See {location}.")
 
     def _tail(self, rank: int) -> str:
         return "" if self._logs is None else tail(self._logs[rank])

@@ -1,4 +1,4 @@
-"""Modules that all ranks import, which takes 3 s of CPU. Their fork server imports this file. None initializes a GPU."""
+"""Modules that all ranks import, in 3 s of CPU. Their fork server imports this file. None initializes a GPU."""
 
 import gc
 

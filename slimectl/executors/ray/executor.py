@@ -187,7 +187,7 @@ class RayExecutor:
                 if part.gpus == gpus and self._parts.setdefault(index, name) == name:
                     return index
         engines = len({part.engine for part in parts if part.gpus == gpus})
-        raise BackendError(f"the placement has {engines} engines with {gpus:g} GPUs, all in use: none is left for {name}")
+        raise BackendError(f"the placement has {engines} engines with {gpus:g} GPUs, all in use: none left for {name}")
 
 
 def _identity(make: Callable[[], Any]) -> Callable[[], Any]:
