@@ -110,7 +110,7 @@ def _count_tasks(uid: int) -> int:
 
 
 def fork_supervisor(job: dict[str, Any], action: Callable[[], None]) -> int:
-    """Start a supervisor, in its own process namespace if there are namespaces, and return the process id to wait for."""
+    """Start a supervisor, in its own process namespace if there are namespaces. Return the process id to wait for."""
     parent = os.getpid()
     child = os.fork()
     if child:

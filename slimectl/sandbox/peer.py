@@ -194,7 +194,7 @@ _classes: dict[tuple[str, ...], Any] = {}
 
 
 def exception_class(names: list[str], module: str) -> Any:
-    """Return the exception class of these names: a builtin, one of the standard library, or a new one with them as bases."""
+    """Return the exception class of these names: a builtin, a standard one, or a new one with these bases."""
     at, base = len(names), None
     for at, name in enumerate(names):  # noqa: B007
         base = getattr(builtins, name, None) or getattr(sys.modules.get(module), name, None)

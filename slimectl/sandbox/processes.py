@@ -32,7 +32,7 @@ class Usage:
 class ProcessTree:
     """All descendants of this process, read from a /proc that was opened before the jail closed.
 
-    A process whose parent has ended becomes a child of the nearest subreaper or the namespace's first process, which is us.
+    A process whose parent has ended becomes a child of this one: the subreaper or first of its namespace.
     """
 
     def __init__(self, proc: int) -> None:
@@ -52,7 +52,7 @@ class ProcessTree:
         return tasks
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of all descendants since `reset_cpu`. For one that has ended, use the last known value."""
+        """Return the CPU seconds of all descendants since `reset_cpu`. For ended ones, use the last value."""
         for pid in self.pids():
             # The name of a process, in parentheses, may hold anything.
             fields = self._read(f"{pid}/stat").rpartition(")")[2].split()
@@ -116,7 +116,7 @@ class ProcessTree:
         return int(fields[1]) * PAGE if fields else 0
 
     def _proportional(self, pid: str, resident: int) -> int:
-        """Return memory in bytes, with each page divided by the processes that map it, or all bytes if that is unknown."""
+        """Return the bytes of memory, each page divided by the processes that map it, or all bytes if unknown."""
         for line in self._read(f"{pid}/smaps_rollup").splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) << 10
@@ -148,7 +148,7 @@ class ProcessTree:
             os.close(file)
 
     def kill_all(self, *, isolated: bool) -> None:
-        """Kill and reap every descendant. The first process of a namespace reaches all of them at once."""
+        """Kill and reap every descendant. The first process of a namespace reaches them all at once."""
         while True:
             for pid in [-1] if isolated else self._stop_all():
                 _send_signal(pid, signal.SIGKILL)

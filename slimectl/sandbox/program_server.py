@@ -30,7 +30,7 @@ class ProgramServer(Peer):
         self._output = io.StringIO()
 
     def serve(self) -> None:
-        """Answer requests until the judge kills this process. Output of the program during that time goes to the judge."""
+        """Answer requests until the judge kills this process. The program's output goes to the judge."""
         sys.stdout = self._output
         self._send({"ready": True})
         while True:
