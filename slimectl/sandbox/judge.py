@@ -112,7 +112,7 @@ class Judge(Peer):
         return _awaitable(self, remote) if kind == "coroutine" else remote
 
     def perform(self, operation: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """Call functions that the test passed to the program, or use public attributes of its objects. Refuse the rest."""
+        """Call functions that the test passed to the program, or use public attributes of its objects. No others."""
         target = arguments[0]
         if not any(target is value for value in self.objects):
             raise TypeError("the test passed no such value")

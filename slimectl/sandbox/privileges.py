@@ -161,7 +161,7 @@ def _unreadable(readable: list[str]) -> str:
 def unprivileged_uid() -> int | None:
     """Return a user for root to become. Nothing else runs as this user, so that limits on processes do not add up.
 
-    In user namespaces that map fewer ids it is NOBODY, and None if they map only root.
+    In user namespaces that map fewer ids it is user 65534, and None if they map only root.
     """
     if os.getuid():
         return None

@@ -111,7 +111,7 @@ def plain_value(value: Any) -> Any:
     for kind in PLAIN:
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def run_coroutine(coroutine: Any) -> Any:

@@ -39,7 +39,7 @@ class RemoteObject:
             return self._ask("plain")
         except TypeError:
             judge = object.__getattribute__(self, "_judge")
-            judge.note = f"{object.__getattribute__(self, '_type_name')} of the program is no plain data"
+            judge.note = f"{object.__getattribute__(self, '_type_name')} of the program is not plain data"
             return NotImplemented
 
     def __getattr__(self, name: str) -> Any:

@@ -30,7 +30,7 @@ SO_SNDBUF, SO_RCVBUF = 7, 8
 F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETPIPE_SZ = 8, 10, 15, 1031
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 CLONE3, FIRST_UNKNOWN = 435, 470
-"""Numbers above 423 are the same on both processors. Calls from the second number on are newer than this file."""
+"""Numbers above 423 are the same on both processors. From the second number on they are unknown here."""
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
