@@ -125,8 +125,8 @@ class AnswerReader:
     def grammar(self, request: ChatRequest, prompt: Sequence[int]) -> AnyGrammar | JsonGrammar | None:
         """Return the grammar of the answer that a request asks for, or None.
 
-        A call is forced only if the model writes calls as JSON objects. Nothing is forced if the template has opened the
-        reasoning. A schema applies to the content, so a forced call takes precedence. Raises RequestRefused or
+        A call is forced only if the model writes calls as JSON objects. Nothing is forced if the template has opened
+        the reasoning. A schema applies to the content, so a forced call takes precedence. Raises RequestRefused or
         MessageError for a schema that cannot be followed.
         """
         opened, notation = self._prompt_end(prompt).rstrip().endswith(THINK), self._format.notation

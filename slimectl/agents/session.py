@@ -194,7 +194,7 @@ class Session:
     async def _completion(
         self, request: ChatRequest, tokens: list[int], params: SamplingParams, stream: AnswerStream | None
     ) -> Completion:
-        """Return a completion. If the engine cannot force a call, the policy decides. That is counted."""
+        """Return a completion. If the engine cannot force a call, that is counted."""
         generate = self.generate if stream is None else partial(self.generate, on_tokens=stream.add)
         grammar = self.reader.grammar(request, tokens)
         if grammar is not None:
