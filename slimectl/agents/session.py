@@ -186,8 +186,8 @@ class Session:
             return dataclasses.replace(reply, echo=text)
         if self.score is None:
             raise RequestRefused(
-                "echo: this endpoint cannot return log-probabilities of prompts. Leave out logprobs, or send the request to "
-                "`slimectl serve`."
+                "echo: this endpoint cannot return log-probabilities of prompts. Leave out logprobs, or send the "
+                "request to `slimectl serve`."
             )
         return dataclasses.replace(reply, echo=text, echo_log_probs=await self.score(prompt, request.top_log_probs))
 

@@ -171,7 +171,7 @@ class LocalRanks(RankGroupBase):
     def _death_error(self, rank: int) -> DiedError:
         process = self._processes[rank]
         process.join(GRACE_S)
-        hint = ", out of memory?" if process.exitcode == -signal.SIGKILL else ""
+        hint = "; out of memory?" if process.exitcode == -signal.SIGKILL else ""
         location = "its messages above" if self._logs is None else self._logs[rank]
         return DiedError(f"rank {rank} of {self.ranks} died (exit code {process.exitcode}{hint}). See {location}.")
 

@@ -129,7 +129,8 @@ def _choices(sample: Sample) -> dict[str, str]:
         or not all(map(_is_letter, [*choices, *valid]))
     ):
         raise RecordError(
-            f"sample {sample.index}: metadata.choices: give a list of texts or {{letter: text}}, and letters as valid_letters"
+            f"sample {sample.index}: metadata.choices: give a list of texts or {{letter: text}}, and valid_letters as "
+            f"letters"
         )
     return {letter.upper(): str(choices.get(letter, choices.get(letter.upper(), ""))) for letter in valid}
 

@@ -184,7 +184,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 class _Scorer(NamedTuple):
-    """A task's scorer, with two flags: whether its module evaluates text as code, and whether it parses exact numbers."""
+    """A task's scorer, with flags: whether its module evaluates text as code, and whether it parses exact numbers."""
 
     score: Callable[[str, dict[str, Any]], float]
     evaluates: bool

@@ -334,7 +334,9 @@ def _validate_options(name: str, verifier_type: Any, options: dict[str, Any]) ->
             raise SettingsError(f"{location}: no option of {name}{_hint(option, list(kinds))} (it has: {option_names})")
         if get_origin(kinds[option]) is Literal:
             if value not in (allowed := get_args(kinds[option])):
-                raise SettingsError(f"{location}: {value!r} is not a valid {option}{_hint(str(value), list(allowed))} {allowed}")
+                raise SettingsError(
+                    f"{location}: {value!r} is not a {option}{_hint(str(value), list(allowed))} {allowed}"
+                )
         elif not isinstance(value, _accepted_types(kinds[option])):
             raise SettingsError(f"{location}: {value!r} has the wrong type ({_kind(kinds[option])} expected)")
     for field in fields(verifier_type):

@@ -30,8 +30,7 @@ class LengthPenalty(Verifier):
     def __post_init__(self) -> None:
         if not 0 <= self.free_tokens < self.limit:
             raise SettingsError(
-                f"score.rm_options.free_tokens: {self.free_tokens} must be at least 0 and below limit: "
-                f"{self.limit}"
+                f"score.rm_options.free_tokens: {self.free_tokens} must be at least 0 and below limit: {self.limit}"
             )
 
     def explain(self, sample: Sample) -> Grade:
@@ -62,9 +61,7 @@ class Overlong(Verifier):
 
     def __post_init__(self) -> None:
         if not 0 < self.buffer <= self.limit:
-            raise SettingsError(
-                f"score.rm_options.buffer: {self.buffer} must be from 1 to limit: {self.limit}"
-            )
+            raise SettingsError(f"score.rm_options.buffer: {self.buffer} must be from 1 to limit: {self.limit}")
 
     def explain(self, sample: Sample) -> Grade:
         length, start = sample.response_length, self.limit - self.buffer

@@ -75,7 +75,7 @@ def test_types_that_name_no_verifier_are_refused(options: dict[str, object], mes
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("pattern", "message"), [("####.*", "has no group"), ("(", "no regular expression")])
+@pytest.mark.parametrize(("pattern", "message"), [("####.*", "has no group"), ("(", "not a regular expression")])
 def test_a_pattern_of_numeric_captures_the_number(pattern: str, message: str):
     with pytest.raises(SettingsError) as error:
         verifier("numeric", pattern=pattern)

@@ -65,11 +65,11 @@ def test_an_explanation_has_the_figures():
     ("rm_type", "options", "message"),
     [
         ("length_penalty", {}, r"rm_options\.limit: missing, and length_penalty needs it"),
-        ("length_penalty", {"limit": 5, "free_tokens": 5}, "free_tokens: 5 is not from 0 to below limit: 5"),
-        ("overlong", {"limit": 5, "buffer": 6}, "buffer: 6 is not from 1 to limit: 5"),
+        ("length_penalty", {"limit": 5, "free_tokens": 5}, "free_tokens: 5 must be at least 0 and below limit: 5"),
+        ("overlong", {"limit": 5, "buffer": 6}, "buffer: 6 must be from 1 to limit: 5"),
         ("overlong", {"limit": 5}, r"rm_options\.buffer: missing"),
         ("overlong", {"limit": "5", "buffer": 1}, "wrong kind"),
-        ("repetition", {"n": 0}, "no length of an n-gram"),
+        ("repetition", {"n": 0}, "n: 0 must be 1 or more"),
         ("repetition", {"unit": "bytes"}, r"'bytes' is no unit .*\('words', 'tokens'\)"),
     ],
 )

@@ -69,7 +69,7 @@ def _same_residue(first: Tree, second: Tree) -> bool:
 
 
 def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
-    """Whether two expressions are constant multiples of each other, neither of them zero. With `positive`, only positive multiples."""
+    """Whether two nonzero expressions are constant multiples of each other. `positive` allows only positive factors."""
     ratios: list[Any] = []
     for point in range(POINTS):
         values = value_at(first, point, False), value_at(second, point, False)
