@@ -188,15 +188,15 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
             "tools[0]: is not a client tool",
         ),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 404, "is not a response of this session"),
-        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, 400, "'web_search_call' is not known here"),
+        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, 400, "items of type 'web_search_call' are not supported"),
         (
             "/v1/responses",
             {"input": "x", "tools": [{"type": "file_search"}]},
             400,
             "Only functions of the client are supported",
         ),
-        ("/v1/completions", {"prompt": ["a", {}]}, 400, "prompt: must be a text, a list of token ids, or a list of"),
-        ("/v1/completions", {"prompt": [["a"]]}, 400, "prompt: must be a text"),
+        ("/v1/completions", {"prompt": ["a", {}]}, 400, "prompt: must be a string, a list of token ids, or a list of"),
+        ("/v1/completions", {"prompt": [["a"]]}, 400, "prompt: must be a string"),
         ("/v1/completions", {"prompt": ["a"] * 40, "n": 2}, 400, "n: 80 responses to one request are too many"),
     ],
 )

@@ -60,7 +60,7 @@ def test_the_reason_names_the_label_that_decided():
         ("math", ["1", None], "contains something other than strings and numbers"),
         ("f1", [["a"]], "contains something other than strings and numbers"),
         ("gpqa", ["A", "B"], "a list, but the gpqa verifier needs a string or a number"),
-        ("exact", {"target": ["a"]}, "an object, and the exact verifier"),
+        ("exact", {"target": ["a"]}, "an object, but the exact verifier"),
     ],
 )
 def test_labels_without_a_meaning_are_refused(rm_type: str, label: Any, message: str):

@@ -116,7 +116,7 @@ def test_a_fault_that_passes_is_tried_again_with_a_pause(monkeypatch: pytest.Mon
         (web.Response(text="<html>"), 1, "the answer is no JSON: <html>"),
         (web.Response(text="[" * 100_000), 1, "the answer is no JSON"),
         (web.Response(text="NaN"), 1, "answered 'nan' for sample 3. Expected a number or an object."),
-        (web.Response(text="1" * 400), 1, r"answered '1{60}' for sample 3; a number"),
+        (web.Response(text="1" * 400), 1, r"answered '1{60}' for sample 3. Expected a number"),
         (web.Response(text="null"), 1, "answered 'None' for sample 3"),
         (web.Response(text="[1.0]"), 1, r"answered '\[1\.0\]' for sample 3"),
         (web.Response(body=b"1" * 20_000_000), 1, "the answer is longer than 16 MiB"),

@@ -128,7 +128,7 @@ def test_a_classifier_from_elsewhere_gives_what_transformers_gives(
     # With other tokens than its own it is asked by text.
     foreign = Sample(prompt=chat, response="yes", tokens=[9000, 4], response_length=1)
     assert graded(tmp_path, [foreign], input="text") == pytest.approx([model(tokens).logits.item()])
-    with pytest.raises(SettingsError, match=r'token 9000 of sample 0 is outside the vocabulary .* set input = "text"'):
+    with pytest.raises(SettingsError, match=r'token 9000 of sample 0 is outside the vocabulary .* Set input = "text"'):
         graded(tmp_path, [foreign])
 
 

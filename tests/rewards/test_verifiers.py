@@ -165,7 +165,7 @@ def test_the_coin_is_fair_seeded_and_its_own_for_every_sample():
         ("exact", {"source": "box"}, r"rm_options\.source: 'box' is not a source; did you mean boxed\?"),
         ("exact", {"ignore_case": "yes"}, r"rm_options\.ignore_case: 'yes' has the wrong type"),
         ("regex", {"pattern": "("}, r"rm_options\.pattern: '\(' is not a regular expression"),
-        ("random", {"p": 2.0}, "no probability"),
+        ("random", {"p": 2.0}, "p: 2.0 must be from 0 to 1"),
     ],
 )
 def test_what_cannot_be_made_is_a_settings_error_that_names_the_way_out(rm_type, options, message):
