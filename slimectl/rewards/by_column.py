@@ -58,7 +58,9 @@ class ByColumn(Verifier):
             options = dict(entry) if isinstance(entry, dict) else {"type": entry}
             rm_type = options.pop("type", None)
             if not isinstance(rm_type, str) or rm_type.endswith("by_column"):
-                raise SettingsError(f"score.rm_options.types.{pattern}: {entry!r} does not name a verifier. Give its type.")
+                raise SettingsError(
+                    f"score.rm_options.types.{pattern}: {entry!r} does not name a verifier. Give a type"
+                )
             built[pattern] = verifier(rm_type, **options)
         return built
 

@@ -188,7 +188,7 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
             "tools[0]: is not a client tool",
         ),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 404, "is not a response of this session"),
-        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, 400, "items of type 'web_search_call' are not supported"),
+        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, 400, "type 'web_search_call' are not supported"),
         (
             "/v1/responses",
             {"input": "x", "tools": [{"type": "file_search"}]},

@@ -275,7 +275,7 @@ def test_tasks_that_are_not_there_are_refused_in_one_line():
     with pytest.raises(SettingsError, match=r"env@\[:5\].*|env: stands for the tasks of rollout.env, which is not set"):
         next(prompts(load_settings(None), ["env@[:5]"]))
     adder = load_settings(None, {"rollout.env": f"python:{GAMES}:Adder"})
-    with pytest.raises(SettingsError, match="has no tasks of its own. Give a file of prompts"):
+    with pytest.raises(SettingsError, match=r"has no tasks of its own\. Give a file of prompts"):
         next(prompts(adder, ["env"]))
     for values, message in (
         ({"rollout.env": "a:b", "rollout.agent": "true"}, "rollout.env and rollout.agent exclude each other"),
