@@ -1,1 +1,1 @@
-"""Agents as programs: an endpoint that records what they ask the policy, and processes that ask it."""
+"""Agents as programs: processes that send requests to the policy, and an endpoint that records them."""

@@ -1,4 +1,4 @@
-"""An answer of the policy, divided into its parts, for whichever API sends it."""
+"""Divides an answer of the policy into its parts, for any API that sends it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slimectl.types import AnyGrammar, Completion, JsonGrammar, TopTokens
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Parts of one completion; `call_ids` names its tool calls, `stop` is the stop string that ended it."""
+    """Parts of one completion. `call_ids` are the ids of its tool calls. `stop` is the stop string that ended it."""
 
     completion: Completion
     parts: ParsedAnswer
@@ -28,18 +28,18 @@ class Answer:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it ended because there was no room for more."""
+        """Whether it ended at the token limit."""
         return self.completion.finish_reason == "length"
 
     @property
     def matched(self) -> str | int | None:
-        """Stop string, or token, that ended it, as SGLang reports it."""
+        """Stop string or token that ended it, in SGLang's form."""
         ended = self.completion.finish_reason == "stop" and self.completion.tokens
         return self.stop if self.stop is not None or not ended else self.completion.tokens[-1]
 
     @property
     def log_probs(self) -> list[TokenLogProb]:
-        """Log-probabilities of all tokens, with the likeliest ones in their place if they were asked for."""
+        """Log-probabilities of all tokens, with the likeliest alternatives if they were requested."""
         completion = self.completion
         tops: Sequence[TopTokens | None] = completion.top_log_probs or [None] * len(completion.tokens)
         return list(map(TokenLogProb, completion.log_probs, completion.tokens, tops))
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to one request. There is none while it is sampled."""
+    """The reply to one request. Its answer is missing while it is being sampled."""
 
     request: ChatRequest
     model: str
@@ -70,7 +70,7 @@ class Reply:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of the prompt's tokens that the engine had computed before, as far as it is known."""
+        """Number of prompt tokens that were in the engine's cache, if known."""
         return 0 if self.sampled is None else min(self.prompt_tokens, self.sampled.completion.cached_tokens)
 
     @property
@@ -79,7 +79,7 @@ class Reply:
 
 
 class AnswerReader:
-    """Divides completions into reasoning, content and calls, in the notation of one model's chat template."""
+    """Divides completions into reasoning, content and calls, by the format of one model's chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -92,21 +92,21 @@ class AnswerReader:
     def read(
         self, completion: Completion, request: ChatRequest, prompt: Sequence[int], stop: Sequence[str]
     ) -> ParsedAnswer:
-        """Divide a completion of these prompt tokens; calls are looked for if the request has tools."""
+        """Divide a completion of these prompt tokens. Look for calls only if the request has tools."""
         if request.prompt is not None:
             return ParsedAnswer(completion.text)
         parts = self._format.parse(self._text(completion, stop), request.tools, prompt=self._prompt_end(prompt))
         return _shown(parts, request)
 
     def stop_string(self, completion: Completion, stop: Sequence[str]) -> str | None:
-        """Return the stop string that ended a completion, None where it ended otherwise."""
+        """Return the stop string that ended a completion, or None if it ended otherwise."""
         if completion.finish_reason != "stop":
             return None
         text = str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
         return next((string for string in stop if text.startswith(completion.text + string)), None)
 
     def growing(self, request: ChatRequest, prompt: Sequence[int], stop: Sequence[str]) -> GrowingAnswer:
-        """Return the answer to a request that is about to be sampled, and ends at a stop string."""
+        """Return the growing answer to a request that is about to be sampled, and ends at a stop string."""
         backend = self.tokenizer.backend_tokenizer
         if request.prompt is not None:
             return GrowingAnswer(GrowingText(backend), stop, ParsedAnswer)
@@ -119,15 +119,15 @@ class AnswerReader:
         return GrowingAnswer(GrowingText(backend, keep_special=with_marks), stop, parse)
 
     def _prompt_end(self, prompt: Sequence[int]) -> str:
-        """Return the end of the prompt, where a template may have opened the reasoning."""
+        """Return the end of the prompt, in which a template may have opened the reasoning."""
         return str(self.tokenizer.decode(prompt[-16:], skip_special_tokens=False))
 
     def grammar(self, request: ChatRequest, prompt: Sequence[int]) -> AnyGrammar | JsonGrammar | None:
-        """Return the grammar of the answer that a request asks for; None without one.
+        """Return the grammar of the answer that a request asks for, or None.
 
-        A call is forced only where it is a JSON object in the model's notation, and no answer where the template has
-        opened the reasoning. A schema is about content, so a forced call comes first. Raises RequestRefused or
-        MessageError for a schema that cannot be kept.
+        A call is forced only if the model writes calls as JSON objects. Nothing is forced if the template has opened
+        the reasoning. A schema applies to the content, so a forced call takes precedence. Raises RequestRefused or
+        MessageError for a schema that cannot be followed.
         """
         opened, notation = self._prompt_end(prompt).rstrip().endswith(THINK), self._format.notation
         call, name = None, request.forced_tool
@@ -137,21 +137,21 @@ class AnswerReader:
             return call
         if opened:
             raise RequestRefused(
-                "a schema excludes reasoning, which the chat template has opened; it may have a switch, as "
-                '"chat_template_kwargs": {"enable_thinking": false}'
+                "a schema excludes reasoning, but the chat template has opened it. The template may have a switch, "
+                'e.g. "chat_template_kwargs": {"enable_thinking": false}'
             )
         schema = JsonGrammar(request.json_schema)
         return schema_or_call(schema, notation, request.tools) if request.tools else schema
 
     def _text(self, completion: Completion, stop: Sequence[str]) -> str:
-        """Return the text of a completion, with the special tokens that its notation needs."""
+        """Return the text of a completion, with the special tokens that its format needs."""
         if not self._marks_are_special:
             return completion.text
         decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
         return self._without_end(marked_text(decode, completion.tokens, completion.text, stop))
 
     def _without_end(self, text: str) -> str:
-        """Return a text without the special tokens at its end that mark nothing in an answer."""
+        """Remove the special tokens at the end of a text that have no meaning in an answer."""
         while end := next((token for token in self._unmarked if text.endswith(token)), ""):
             text = text.removesuffix(end)
         return text
@@ -170,5 +170,5 @@ class GrowingAnswer:
     parse: Callable[[str], ParsedAnswer]
 
     def parts(self, tokens: Sequence[int]) -> ParsedAnswer:
-        """Return the parts of the tokens so far that can no longer change: more tokens only add to each."""
+        """Return the parts of the tokens so far that can no longer change. More tokens can only extend them."""
         return self.parse(before_stop(self.text.read(tokens), self.stop))

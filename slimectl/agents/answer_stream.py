@@ -1,4 +1,4 @@
-"""An answer on its way to a client: what is sampled in the engine's thread is sent by a task of the endpoint."""
+"""Streams an answer to a client. The engine's thread samples tokens, and a task of the endpoint sends them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from slimectl.data.chat_responses import call_ids
 from slimectl.data.tool_calls import ToolCall
 
 Event = tuple[str | None, str]
-"""Name and data of an event of a stream."""
+"""Name and data of a stream event."""
 NO_PARTS = ParsedAnswer("")
 
 
 class AnswerStream:
-    """The parts of an answer that can no longer change, while it is sampled.
+    """The parts of an answer that can no longer change, while the rest is sampled.
 
-    `add` is the engine's OnTokens; the other methods belong to the event loop of the request. A reader that is slower
-    than the engine gets several tokens at once. `interval` is the least number of tokens between two readings.
+    `add` is the engine's OnTokens. The other methods belong to the event loop of the request. A reader that is slower
+    than the engine gets several tokens at once. `interval` is the minimum number of tokens between two readings.
     """
 
     def __init__(self, interval: int = 1) -> None:
         self.reply: Reply | None = None
         """The reply without its answer, once the request is admitted."""
         self.parts = NO_PARTS
-        """Parts as they were read last."""
+        """Parts at the last reading."""
         self.call_ids: tuple[str, ...] = ()
-        """Ids of the calls of tools in `parts`."""
+        """Ids of the tool calls in `parts`."""
         self._interval = interval
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
@@ -41,14 +41,14 @@ class AnswerStream:
         self._count_read = 0
         self._new_answer: Callable[[], GrowingAnswer] | None = None
         self._growing: tuple[list[int], GrowingAnswer] | None = None
-        """The answer that is read, and the tokens whose answer it is."""
+        """The answer that is being read, and its tokens."""
 
     def begin(self, reply: Reply, new_answer: Callable[[], GrowingAnswer]) -> None:
-        """Take the answer without its content, and what reads the tokens of each try of the engine."""
+        """Set the reply without its content, and the function that reads the tokens of each try of the engine."""
         self.reply, self._new_answer = reply, new_answer
 
     def add(self, start: int, tokens: list[int]) -> None:
-        """Add tokens of the answer from a place on; place 0 begins it anew. May be called in any thread."""
+        """Add tokens of the answer from position `start` on. Position 0 restarts it. Can be called from any thread."""
         if start == 0:
             self._tokens, self._count_read = [], 0
         self._tokens += tokens
@@ -58,7 +58,7 @@ class AnswerStream:
                 self._loop.call_soon_threadsafe(self._changed.set)
 
     async def readings(self, answering: asyncio.Future[Any]) -> AsyncIterator[ParsedAnswer]:
-        """Yield the parts each time that there are new tokens, until the answer is there, or will not come."""
+        """Yield the parts whenever there are new tokens, until the answer is complete or has failed."""
         answering.add_done_callback(lambda _: self._changed.set())
         while True:
             await self._changed.wait()
@@ -76,13 +76,13 @@ class AnswerStream:
             self._growing = tokens, self._new_answer()
         self._count_read = len(tokens)
         parts = self._growing[1].parts(tokens[: self._count_read])
-        if extends(parts, self.parts):  # else another server has begun the answer anew, and is not as far
+        if extends(parts, self.parts):  # else another server has restarted the answer, and is behind
             self._take(parts)
 
     def finish(self, parts: ParsedAnswer) -> None:
-        """Take the parts of the whole answer. Raises RequestRefused if it is another one than has been sent."""
+        """Set the parts of the whole answer. Raises RequestRefused if it differs from what has been sent."""
         if not extends(parts, self.parts):
-            message = "the engine failed within the answer, and another one has written a different one; ask again"
+            message = "the engine failed during the response, and another engine wrote a different one. Retry."
             raise RequestRefused(message, status=503, code="answer_lost")
         self._take(parts)
 
@@ -92,7 +92,7 @@ class AnswerStream:
 
 
 def extends(parts: ParsedAnswer, earlier: ParsedAnswer) -> bool:
-    """Return whether an answer only adds to the parts of an earlier reading."""
+    """Return whether an answer only extends the parts of an earlier reading."""
     is_longer = parts.content.startswith(earlier.content) and (
         earlier.reasoning is None or (parts.reasoning or "").startswith(earlier.reasoning)
     )
@@ -100,7 +100,7 @@ def extends(parts: ParsedAnswer, earlier: ParsedAnswer) -> bool:
 
 
 class EventWriter(ABC):
-    """Writes one response as the events of its API; `reply` has no answer yet."""
+    """Writes one response as the events of its API. `reply` has no answer yet."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
@@ -111,7 +111,7 @@ class EventWriter(ABC):
         yield from ()
 
     def add(self, parts: ParsedAnswer, ids: Sequence[str]) -> Iterator[Event]:
-        """Yield what is new of an answer whose calls have these ids."""
+        """Yield the events for the new parts of an answer, whose calls have these ids."""
         sent, self._sent = self._sent, parts
         reasoning = None if parts.reasoning is None else parts.reasoning[len(sent.reasoning or "") :]
         first = len(sent.tool_calls)
@@ -121,7 +121,7 @@ class EventWriter(ABC):
     def _new_parts(
         self, reasoning: str | None, content: str, calls: Sequence[ToolCall], ids: Sequence[str]
     ) -> Iterator[Event]:
-        """Yield the events of new reasoning (None without any so far), new content and new calls."""
+        """Yield the events of new reasoning (None if there is none so far), new content and new calls."""
 
     @abstractmethod
     def end(self, reply: Reply) -> Iterator[Event]:
@@ -133,18 +133,18 @@ class EventWriter(ABC):
 
     @abstractmethod
     def fail(self, status: int, message: str, code: str | None, param: str | None = None) -> Iterator[Event]:
-        """Yield the event of an error within the stream."""
+        """Yield the event of an error in the stream."""
 
 
 class BlockEventWriter(EventWriter):
-    """Writes an answer as blocks, one after another: reasoning, text, and every call when the answer is there."""
+    """Writes an answer as consecutive blocks: reasoning, text, and all calls once the answer is complete."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply)
         self._index = 0
-        """Number of blocks that are closed."""
+        """Number of closed blocks."""
         self._block = ""
-        """The open block: "reasoning", "text" or none."""
+        """The open block: "reasoning", "text" or "" for none."""
         self._has_text = False
 
     def _new_parts(
@@ -191,11 +191,11 @@ class BlockEventWriter(EventWriter):
 
     @abstractmethod
     def _close(self, kind: str, text: str) -> Iterator[Event]:
-        """Yield the events that close the open block, which has this text."""
+        """Yield the events that close the open block with this text."""
 
     @abstractmethod
     def _call(self, number: int, call: ToolCall, call_id: str) -> Iterator[Event]:
-        """Yield the events of the call of this number."""
+        """Yield the events of the call with this number."""
 
     @abstractmethod
     def _end(self, reply: Reply) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: requests, responses, and streams of events."""
+"""Anthropic's Messages API: requests, responses and event streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimectl.chats.request_options import forced_tool, read_schema, refuse_empt
 from slimectl.data.tool_calls import ToolCall
 
 BLOCK_TYPES = {"reasoning": "thinking", "text": "text"}
-"""Types of the blocks of an answer's text, and their fields of it."""
+"""Type and text field of each kind of block in an answer."""
 
 
 def read_messages(values: Any) -> ChatRequest:
@@ -43,7 +43,7 @@ def read_messages(values: Any) -> ChatRequest:
 
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
-    """Return a tool in OpenAI's form, which chat templates take."""
+    """Return a tool in OpenAI's form, which chat templates expect."""
     if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
         raise MessageError(at, "is not a client tool with name and input_schema")
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
@@ -51,13 +51,13 @@ def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a chat template that one of Anthropic's is: each tool's result is one of its own."""
+    """Convert one of Anthropic's messages to messages for a chat template. Each tool result becomes its own message."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise MessageError(f"{at}.role", f"must be user or assistant, not {role!r}")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        raise MessageError(f"{at}.content", "is neither a text nor a list of blocks")
+        raise MessageError(f"{at}.content", "is neither a string nor a list of blocks")
     calls, texts, thoughts = [], [], []
     for i, block in enumerate(blocks):
         kind = block.get("type")
@@ -83,7 +83,7 @@ def response(replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def _opening(reply: Reply) -> dict[str, Any]:
-    """Return a message that has no content yet."""
+    """Return a message without content."""
     return {
         "id": f"msg_{reply.identity}", "type": "message", "role": "assistant", "model": reply.model,
         "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(reply),
@@ -160,7 +160,7 @@ def _event(name: str, /, **values: Any) -> Event:
 
 
 def error_body(status: int, message: str, code: str | None, param: str | None = None) -> dict[str, Any]:
-    """Return the body of an error response, which has no place for the key `param`."""
+    """Return the body of an error response. This API has no field for `param`."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 413: "request_too_large"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,4 +1,4 @@
-"""One request to the policy, whichever API it came by: messages and tools in the form that chat templates take."""
+"""One request to the policy, from any API, with messages and tools in the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slimectl.errors import RecordError, SettingsError
 
 
 class RequestRefused(Exception):
-    """Raised for a request that gets an error of HTTP, with its status and OpenAI's code for it."""
+    """Raised for a request that gets an HTTP error, with its status and OpenAI's error code."""
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """Messages and tools of one turn, with the limits that the client set; `prompt` replaces them in a completion."""
+    """Messages and tools of one turn, with the client's limits. `prompt` replaces them in a completion."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -34,38 +34,38 @@ class ChatRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The request's own temperature, top_p, top_k, min_p and seed, as far as it names them."""
+    """The request's temperature, top_p, top_k, min_p and seed, if given."""
     n: int = 1
     index: int = 0
-    """Number of the response among those to one HTTP request."""
+    """Index of the response within one HTTP request."""
     stream: bool = False
     stream_usage: bool = False
-    """Whether a stream of OpenAI's chats and completions ends with the token counts."""
+    """Whether a stream of OpenAI's chats or completions ends with the token counts."""
     log_probs: bool = False
     top_log_probs: int = 0
     echo: bool = False
     """Whether a completion starts with its prompt."""
     single_call: bool = False
-    """Whether the client takes only the first call of a response."""
+    """Whether the client uses only the first call of a response."""
     forced_tool: str | None = None
-    """Name of the tool that has to be called, "" for any of them; None where the policy decides."""
+    """Name of the tool that must be called, "" for any of them, or None if the policy decides."""
     json_schema: str | None = None
-    """JSON Schema that the answer has to follow, as JSON."""
+    """JSON Schema that the answer must follow, as JSON."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | list[int] | None = None
     unapplied: tuple[str, ...] = ()
-    """Keys of the request that cannot be obeyed, and are counted."""
+    """Keys of the request that cannot be applied. They are counted."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the request that its response repeats."""
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 MOST_RESPONSES = 64
-"""Responses to one HTTP request: prompts times n."""
+"""Maximum number of responses to one HTTP request: prompts times n."""
 
 
 def numbered(requests: Sequence[ChatRequest]) -> list[ChatRequest]:
-    """Return a request for each response to one HTTP request: n to each prompt, with seeds that count up."""
+    """Return one request per response to an HTTP request: n for each prompt, with increasing seeds."""
     if len(requests) * requests[0].n > MOST_RESPONSES:
         total = len(requests) * requests[0].n
         raise MessageError("n", f"{total} responses to one request are too many. The maximum is {MOST_RESPONSES}.")
@@ -81,7 +81,7 @@ def _seeded(sampling: Mapping[str, Any], i: int) -> Mapping[str, Any]:
 
 
 def shared_fields(body: RequestBody) -> dict[str, Any]:
-    """Return what all APIs name alike: the model, the sampling parameters, and whether to stream."""
+    """Return the fields with the same name in all APIs: the model, the sampling parameters, and whether to stream."""
     values = {
         "temperature": body.number("temperature", 1.0, low=0, high=1e4),
         "top_p": body.number("top_p", 1.0, low=1e-6, high=1),
@@ -108,7 +108,7 @@ def answer_message(parts: ParsedAnswer, call_ids: Sequence[str]) -> dict[str, An
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise a refusal by the chat template as one of the request: RequestRefused, or MessageError with its argument."""
+    """Turn an error of the chat template into RequestRefused, or into MessageError if it is about an argument."""
     try:
         yield
     except RecordError as error:

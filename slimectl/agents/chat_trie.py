@@ -1,7 +1,7 @@
-"""Chats of a session as a trie of messages, in which the beginning of a request is found again.
+"""Stores the chats of a session as a trie of messages, to find the longest known beginning of a request.
 
-A message that equals the one seen last in its place is compared only, not serialised and hashed, so that the cost of a
-turn grows with its new messages.
+A message that equals the last one at its position is only compared, not serialised and hashed. So the cost of a turn
+depends only on its new messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True, eq=False)
 class ChatNode(Generic[Value]):
-    """A beginning of chats: `message` is its last one, `value` belongs to it."""
+    """A beginning of chats. `message` is its last message, and `value` is stored for it."""
 
     message: dict[str, Any]
     value: Value | None = None
@@ -27,7 +27,7 @@ class ChatNode(Generic[Value]):
     _latest: ChatNode[Value] | None = None
 
     def find(self, message: dict[str, Any]) -> ChatNode[Value] | None:
-        """Return the beginning that a message makes of this one; None if it is unknown."""
+        """Return this beginning extended by a message, or None if that is unknown."""
         if self._latest is not None and _is_same(self._latest.message, message):
             return self._latest
         child = self._children.get(message_key(message))
@@ -38,16 +38,16 @@ class ChatNode(Generic[Value]):
         return child
 
     def add(self, message: dict[str, Any]) -> ChatNode[Value]:
-        """Return the beginning that a message makes of this one."""
+        """Add and return this beginning extended by a message."""
         child = self._latest = self._children.setdefault(message_key(message), ChatNode(message))
         return child
 
 
 @dataclass(frozen=True, slots=True)
 class KnownChat(Generic[Value]):
-    """A request's messages after its head, and the nodes of its longest known beginning, the empty one first.
+    """A request's messages after its head, and the nodes of its longest known beginning, starting with the empty one.
 
-    Messages that are equal to those of an earlier request are the same objects. The head stands for the tools and the
+    Messages that equal messages of an earlier request are the same objects. The head represents the tools and the
     arguments of the template.
     """
 
@@ -59,7 +59,7 @@ class KnownChat(Generic[Value]):
         return self._chat[1:]
 
     def beginning(self) -> tuple[int, Value] | None:
-        """Return the number of messages and the value of the longest shorter beginning that has one."""
+        """Return the number of messages and the value of the longest proper beginning that has a value."""
         for count in range(min(len(self._nodes), len(self._chat)) - 1, 0, -1):
             value = self._nodes[count].value
             if value is not None:
@@ -67,9 +67,9 @@ class KnownChat(Generic[Value]):
         return None
 
     def add(self, answer: dict[str, Any], value: Value) -> None:
-        """Make the chat known up to an answer to it, with its value.
+        """Add the chat with an answer to it, and store its value.
 
-        An answer that continues a message of the assistant is known behind it, and as one message with it.
+        An answer that continues an assistant message is stored both after it and as one message with it.
         """
         self._add([*self._chat, answer], value)
         if (last := self._chat[-1]).get("role") == "assistant":
@@ -86,7 +86,7 @@ class KnownChat(Generic[Value]):
 
 @dataclass(slots=True)
 class ChatTrie(Generic[Value]):
-    """All beginnings of chats that were made known."""
+    """All known beginnings of chats."""
 
     _root: ChatNode[Value] = field(default_factory=lambda: ChatNode({}))
 
@@ -105,10 +105,9 @@ class ChatTrie(Generic[Value]):
 
 
 def message_key(message: Mapping[str, Any]) -> bytes:
-    """Return what makes a message the same as another one.
+    """Return the key by which two messages count as the same.
 
-    The reasoning of an answer is no part of it, nor are blanks around it and the ids of its calls: clients leave them
-    out or write their own.
+    It excludes reasoning, surrounding blanks and the ids of calls, because clients omit them or write their own.
     """
     calls = [
         [call["function"].get("name"), call["function"].get("arguments")]
@@ -121,7 +120,7 @@ def message_key(message: Mapping[str, Any]) -> bytes:
 
 
 def _is_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether two messages are equal; in calls of tools 1 is neither 1.0 nor true."""
+    """Return whether two messages are equal. In tool calls, 1 does not equal 1.0 or true."""
     return a == b and ("tool_calls" not in a or _is_equal_json(a["tool_calls"], b["tool_calls"]))
 
 

@@ -1,4 +1,4 @@
-"""An agent that is a program: it is started once for each attempt, and asks the policy over HTTP."""
+"""An agent that is a program. It is started once per attempt, and calls the policy over HTTP."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from slimectl.transport.loopback import without_proxy
 from slimectl.types import Sample, SamplingParams, Status
 
 TICK_S = 0.05
-"""Seconds between looks at a running attempt."""
+"""Seconds between checks of a running attempt."""
 TEMPORARY_FAILURE = 75
 """Exit status with which a program asks to be tried again (EX_TEMPFAIL of sysexits.h)."""
 INTERPRETERS = ("python", "pypy", "bash", "sh", "zsh", "node", "ruby", "perl")
-"""Programs whose first argument is the file of a script."""
+"""Programs whose first argument is a script file."""
 TAIL = 4000
 """Characters of each output that a sample keeps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandOptions:
-    """Limits and manners of an agent's command; `timeout_s` leaves out the time in which the policy answers."""
+    """Options of an agent's command. `timeout_s` does not count the time in which the policy answers."""
 
     command: str
     timeout_s: float = 600.0
@@ -46,19 +46,19 @@ class CommandOptions:
     concurrency: int = 16
     model: str = "*"
     gives_reward: bool = True
-    """Whether its reward counts, since no verifier is named."""
+    """Whether the program's reward counts, because no verifier is set."""
     template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of the chat template. A request may add more."""
 
 
 class CommandAgent:
-    """Runs the command for an attempt and returns a sample for each branch of what it asked."""
+    """Runs the command for an attempt, and returns a sample for each branch of its requests."""
 
     name = "rollout.agent"
     resumes = False
     per_group = False
     limits_time = True
-    """The attempt's time is limited here, and not as the time of tools."""
+    """This agent limits the time of its attempts, so the limit on tool time does not apply."""
     renders_chats = True
     """Every request goes through the chat template, including string prompts."""
 
@@ -73,7 +73,7 @@ class CommandAgent:
         self._hosts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Host] = weakref.WeakKeyDictionary()
 
     async def __call__(self, arguments: Mapping[str, Any]) -> list[Sample]:
-        """Return the samples of one attempt. Raises RuntimeError for one without an answer, whose sample says how."""
+        """Return the samples of one attempt. Raises RuntimeError if the program ended before it got an answer."""
         host = await self._host(arguments["tokenizer"])
         async with host.places:
             for remaining in reversed(range(self.options.retries + 1)):
@@ -84,7 +84,7 @@ class CommandAgent:
         raise AssertionError("unreachable")
 
     async def _host(self, tokenizer: Any) -> _Host:
-        """Return the endpoint of this event loop, started with the first attempt."""
+        """Return the endpoint of this event loop, which starts with the first attempt."""
         loop = asyncio.get_running_loop()
         host = self._hosts.get(loop)
         if host is None:
@@ -153,7 +153,7 @@ class CommandAgent:
 
 
 def script_of(argv: Sequence[str]) -> str | None:
-    """Return the script of a command line that starts with an interpreter. Return None if it names no script.
+    """Return the script of a command line that starts with an interpreter, or None if there is no script.
 
     The script is the first argument after `-u`. A module (`python -m agent`) is not one, and neither is code
     (`bash -c "..."`).
@@ -167,7 +167,7 @@ def script_of(argv: Sequence[str]) -> str | None:
 
 
 class _Host:
-    """Holds the endpoint and the places that the attempts of one event loop share."""
+    """The endpoint and the slots that the attempts of one event loop share."""
 
     def __init__(self, concurrency: int, reader: AnswerReader) -> None:
         self.server = SessionServer()
@@ -177,7 +177,7 @@ class _Host:
 
 
 def task_of(sample: Sample) -> dict[str, Any]:
-    """Return the task as the program reads it: the row, its label included, since the program may be the judge."""
+    """Return the task for the program: the row with its label, because the program may grade itself."""
     return {
         "prompt": sample.prompt,
         "messages": chat_of(sample),
@@ -190,7 +190,7 @@ def task_of(sample: Sample) -> dict[str, Any]:
 
 
 def agent_environment(address: str, folder: Path, model: str) -> dict[str, str]:
-    """Return the environment of the command: that of this process without settings of ours, and where the policy is."""
+    """Return the command's environment: this process's without our settings, and with the address of the policy."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLIMECTL_")}
     key = address.rpartition("/")[2]
     name = "policy" if model == "*" else model
@@ -204,14 +204,14 @@ def agent_environment(address: str, folder: Path, model: str) -> dict[str, str]:
 
 
 def _was_accident(ending: Ending, session: Session) -> bool:
-    """Return whether the program died through no fault of the model: killed, asking for it, or before any answer."""
+    """Return whether the attempt failed for reasons other than the model: killed, exit 75, or before any answer."""
     if ending.timed_out or ending.exit_code == 0:
         return False
     return ending.exit_code < 0 or ending.exit_code == TEMPORARY_FAILURE or not session.tree.turns
 
 
 def _reward(session: Session, ending: Ending) -> Any:
-    """Return the reward that was posted, or of the last line of stdout, or 1 for exit status 0 and 0 for any other."""
+    """Return the posted reward, else the one on stdout's last line, else 1 for exit status 0 and 0 for others."""
     if session.reward is not None:
         return session.reward
     lines = [line for line in ending.stdout.splitlines() if line.strip()]
@@ -222,7 +222,7 @@ def _reward(session: Session, ending: Ending) -> Any:
 
 
 def reward_line(line: str) -> Any:
-    """Return the reward of a line of JSON: a number, or an object with a `reward`; None for any other line."""
+    """Return the reward in a line of JSON: a number, or an object with a `reward`. None for any other line."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

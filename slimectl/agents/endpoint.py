@@ -1,6 +1,6 @@
-"""HTTP endpoint of the policy for agents: the APIs of OpenAI and Anthropic over recorded sessions.
+"""HTTP endpoint of the policy for agents, with the APIs of OpenAI and Anthropic. Sessions are recorded.
 
-A session is a path, `/s/NAME/v1/…`, whose name is secret where the endpoint drew it.
+A session has a path, `/s/NAME/v1/…`. Its name is secret if the endpoint generated it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from slimectl.chats.request_body import RequestBody
 from slimectl.errors import RecordError, SettingsError, SlimectlError
 
 LONGEST_BODY = 64 << 20
-"""Bytes of a request."""
+"""Maximum bytes of a request."""
 SEND_S = 60.0
-"""Seconds that a client may read nothing of a stream."""
+"""Seconds for which a client may read nothing from a stream."""
 
 Route = tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]
 """Method, path and handler."""
 FindSession = Callable[[web.Request], Session]
 """Returns the session of a request. Raises RequestRefused for an unknown one."""
 ErrorBody = Callable[[int, str, str | None, str | None], dict[str, Any]]
-"""Returns the body of an error: its status, message, OpenAI's code, and the key that is wrong."""
+"""Returns an error body from the status, the message, OpenAI's code and the invalid key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One way to ask: how its requests are read, and its responses, streams and errors written."""
+    """One API: how to read its requests, and how to write its responses, streams and errors."""
 
     path: str
     keys: ApiKeys
@@ -52,7 +52,7 @@ class Api:
     error_body: ErrorBody = openai_chat.error_body
 
     def requests(self, values: Any, session: Session) -> list[ChatRequest]:
-        """Read a body: a request for each response. Raises RequestRefused or MessageError."""
+        """Read a body and return a request for each response. Raises RequestRefused or MessageError."""
         RequestBody.of(values)
         counted = self.keys.check(values, counts=session.is_recorded)
         requests = numbered(self.read(values, session))
@@ -92,20 +92,20 @@ APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 
 
 class Endpoint:
-    """Handlers of all routes; `find` names the session of a request."""
+    """Handlers of all routes. `find` returns the session of a request."""
 
     def __init__(self, find: FindSession) -> None:
         self._find = find
 
     def routes(self, prefix: str = "", *, apis: Iterable[Api] = APIS) -> Iterator[Route]:
-        """Yield the routes of these APIs below a prefix, which may have variables for `find`."""
+        """Yield the routes of these APIs below a prefix, which may contain variables for `find`."""
         for api in apis:
             yield "POST", f"{prefix}{api.path}", partial(self._ask, api)
             if api is MESSAGES:
                 yield "POST", f"{prefix}{api.path}/count_tokens", self.count
 
     def session_routes(self, prefix: str) -> Iterator[Route]:
-        """Yield the further routes of a session: its model and its reward."""
+        """Yield the other routes of a session: its model and its reward."""
         yield "GET", f"{prefix}/v1/models", self.models
         yield "GET", f"{prefix}/v1/models/{{name:.+}}", self.model
         yield "POST", f"{prefix}/reward", self.reward
@@ -157,7 +157,7 @@ class Endpoint:
         answer: Callable[[Session], Any],
         error_body: ErrorBody = openai_chat.error_body,
     ) -> web.StreamResponse:
-        """Answer a request; a refusal becomes an error body of its API."""
+        """Answer a request. A refusal becomes an error body of its API."""
         session = None
         try:
             session = self._find(request)
@@ -171,7 +171,7 @@ class Endpoint:
 
 
 def _refusal(error: Exception) -> tuple[int, str, str | None, str | None]:
-    """Return the status, message, code and key of an error of HTTP."""
+    """Return the status, message, code and key of an HTTP error."""
     if isinstance(error, RequestRefused):
         return error.status, str(error), error.code, None
     is_refused = isinstance(error, (MessageError, RecordError, SettingsError))
@@ -199,7 +199,7 @@ async def _stream(
     requests: Sequence[ChatRequest],
     new_writer: Callable[[Reply], EventWriter],
 ) -> web.StreamResponse:
-    """Send answers while they are sampled; they end, unrecorded, with a client that leaves."""
+    """Send answers while they are sampled. If the client disconnects, they are cancelled and not recorded."""
     streams = [AnswerStream(session.stream_interval) for _ in requests]
     answering = asyncio.ensure_future(session.answers(requests, streams))
     output = _StreamOutput(request, new_writer)
@@ -214,7 +214,7 @@ async def _stream(
         session.counts["refused_requests"] += isinstance(error, (RequestRefused, MessageError))
         await output.send(next(iter(output.writers.values())).fail(*_refusal(error)))
         if not isinstance(error, (RequestRefused, MessageError, SlimectlError)) and not hasattr(error, "status"):
-            raise  # a defect: it belongs into the log
+            raise  # a bug, which belongs in the log
     finally:
         answering.cancel()
         await asyncio.gather(answering, return_exceptions=True)
@@ -225,7 +225,7 @@ async def _stream(
 class _StreamOutput:
     """The response to a streamed request.
 
-    Nothing is sent before the first token: until then a refusal still has a status of HTTP.
+    Nothing is sent before the first token, so that a refusal until then still has an HTTP status.
     """
 
     def __init__(self, request: web.Request, new_writer: Callable[[Reply], EventWriter]) -> None:
@@ -235,21 +235,21 @@ class _StreamOutput:
         self._sending = asyncio.Lock()
 
     async def follow(self, stream: AnswerStream, answering: asyncio.Future[Any]) -> None:
-        """Send what is new of one answer until all are there."""
+        """Send the new parts of one answer until all answers are complete."""
         async for parts in stream.readings(answering):
             assert stream.reply is not None
             writer = await self._begun(stream, stream.reply)
             await self.send(writer.add(parts, stream.call_ids))
 
     async def finish(self, streams: Sequence[AnswerStream], replies: Sequence[Reply]) -> None:
-        """Send the rest of all answers, and their ends."""
+        """Send the rest and the end of every answer."""
         for stream, reply in zip(streams, replies, strict=True):
             writer = await self._begun(stream, reply)
             await self.send([*writer.add(stream.parts, stream.call_ids), *writer.end(reply)])
         await self.send(writer.close(replies))
 
     async def _begun(self, stream: AnswerStream, reply: Reply) -> EventWriter:
-        """Return the writer of an answer, which has sent the events before the first token."""
+        """Return the writer of an answer, after sending the events before the first token."""
         if stream not in self.writers:
             self.writers[stream] = writer = self._new_writer(replace(reply, sampled=None))
             await self.send(writer.begin())
@@ -276,7 +276,7 @@ async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
 
 
 class SessionServer:
-    """An endpoint on 127.0.0.1 whose sessions are opened from within this process."""
+    """An endpoint on 127.0.0.1 whose sessions are opened by this process."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -288,7 +288,7 @@ class SessionServer:
         endpoint, prefix = Endpoint(self._find), "/s/{session}"
         for method, path, handler in (*endpoint.routes(prefix), *endpoint.session_routes(prefix)):
             app.router.add_route(method, path, handler)
-        # A client that disconnects cancels its handler, and its answer ends unrecorded.
+        # A client that disconnects cancels its handler, and its answer is not recorded.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -301,7 +301,7 @@ class SessionServer:
 
     @asynccontextmanager
     async def open(self, session: Session) -> AsyncIterator[str]:
-        """Serve a session within the block, under the address that is given; its name is secret."""
+        """Serve a session within the block, and yield its address, whose name is secret."""
         name = secrets.token_urlsafe(18)
         self._sessions[name] = session
         try:

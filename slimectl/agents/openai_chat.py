@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions: requests, responses, and streams of chunks."""
+"""OpenAI's chat completions and completions: requests, responses and chunk streams."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _check_continuation(body: RequestBody, *, is_continued: bool) -> None:
 
 
 def read_completions(values: Any) -> list[ChatRequest]:
-    """Read the body of /completions: one prompt or several, as texts or as token ids. Raises MessageError."""
+    """Read the body of /completions: one or several prompts, as strings or token ids. Raises MessageError."""
     body = RequestBody.of(values)
     prompt = body.raw("prompt")
     is_list = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
@@ -82,12 +82,12 @@ def _prompt(prompt: Any) -> str | list[int]:
         return checked_text(prompt, "prompt")
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
         return prompt
-    raise MessageError("prompt", "must be a text, a list of token ids, or a list of either")
+    raise MessageError("prompt", "must be a string, a list of token ids, or a list of either")
 
 
 def _shared(body: RequestBody) -> dict[str, Any]:
     if body.object("stream_options") and not body.flag("stream"):
-        raise body.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
+        raise body.refuse("stream_options", "applies only to streams. Add stream: true, or leave it out.")
     return {
         **shared_fields(body),
         "stop": stop_strings(body),
@@ -120,7 +120,7 @@ def _choice(reply: Reply, content: Mapping[str, Any], end: Mapping[str, Any]) ->
 
 
 def _chat_end(reply: Reply) -> dict[str, Any]:
-    """Return how a response to a chat ended, with the log-probabilities of all tokens if they were asked for."""
+    """Return how a response to a chat ended, with the log-probabilities of all tokens if requested."""
     vocabulary = reply.vocabulary
     scores = chat_scores(reply.answer.log_probs, vocabulary, name=vocabulary.text) if reply.request.log_probs else None
     return {**_end(reply.answer), "logprobs": scores}
@@ -134,7 +134,7 @@ def _completion_end(reply: Reply, scores: Sequence[TokenLogProb], *, offset: int
 
 
 RUNNING = MappingProxyType({"finish_reason": None, "logprobs": None})
-"""End of the choice of a chunk that is not the last one."""
+"""End of a choice in a chunk that is not the last one."""
 
 
 class ChunkWriter(EventWriter):

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: requests, responses, and streams of events."""
+"""OpenAI's Responses API: requests, responses and event streams."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from slimectl.data.token_log_probs import chat_scores
 from slimectl.data.tool_calls import ToolCall
 
 TEXT_EVENTS = {"reasoning": "reasoning_text", "text": "output_text"}
-"""Names of the events of a block's text."""
+"""Event names for the text of each kind of block."""
 LOG_PROBS = "message.output_text.logprobs"
-"""Value of `include` that asks for the log-probabilities of the text."""
+"""Value of `include` that requests the log-probabilities of the text."""
 ECHOED = names(
     "instructions tools tool_choice parallel_tool_calls max_output_tokens previous_response_id text metadata "
     "top_logprobs"
 )
 History = Callable[[str], list[dict[str, Any]]]
-"""Returns the messages up to a response of this id, the answer included. Raises RequestRefused for an unknown one."""
+"""Returns the messages up to and including the response with this id. Raises RequestRefused if it is unknown."""
 
 
 def read_response(values: Any, history: History) -> ChatRequest:
@@ -60,7 +60,7 @@ def read_response(values: Any, history: History) -> ChatRequest:
 
 
 def _log_probs(body: RequestBody) -> tuple[bool, int]:
-    """Return whether the text has log-probabilities, and how many of the likeliest tokens. Raises MessageError."""
+    """Return whether to send log-probabilities, and for how many of the likeliest tokens. Raises MessageError."""
     included = body.texts("include", max_count=1024)
     if unknown := sorted({*included} - INCLUDES):
         raise body.refuse("include", f"{unknown[0]!r} is not available here. Use {', '.join(sorted(INCLUDES))}.")
@@ -78,7 +78,7 @@ def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat template; what the assistant said and called in a row is one message."""
+    """Return the messages for a chat template. Consecutive texts and calls of the assistant form one message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         at = f"input[{i}]"
@@ -97,12 +97,12 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if thought := plain_text(item.get("content"), f"{at}.content"):
                 _append(messages, {"role": "assistant", "content": "", REASONING: thought})
         else:
-            raise MessageError(at, f"an item of type {kind!r} is not known here")
+            raise MessageError(at, f"items of type {kind!r} are not supported")
     return messages
 
 
 def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message; one of the assistant's goes on with the one before it."""
+    """Append a message. An assistant message is merged into a preceding one."""
     last = messages[-1] if messages else None
     if last is None or message["role"] != "assistant" or last["role"] != "assistant":
         messages.append(message)
@@ -135,7 +135,7 @@ def response(replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def _opening(reply: Reply) -> dict[str, Any]:
-    """Return a response that is under way."""
+    """Return a response that is in progress."""
     return {
         "id": response_id(reply), "object": "response", "created_at": reply.created, "model": reply.model,
         "status": "in_progress", "incomplete_details": None,
@@ -166,7 +166,7 @@ def _text_item(reply: Reply, kind: str, text: str) -> dict[str, Any]:
 
 
 def _text_log_probs(reply: Reply, text: str) -> list[dict[str, Any]]:
-    """Return the log-probabilities of the tokens of a text, which is a part of the answer."""
+    """Return the log-probabilities of the tokens of a text that is a part of the answer."""
     if not text or reply.sampled is None or not reply.request.log_probs:
         return []
     vocabulary, scores = reply.vocabulary, reply.sampled.log_probs

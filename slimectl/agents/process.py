@@ -1,4 +1,4 @@
-"""The process of an agent: its input and outputs, and its end with all that it started."""
+"""The process of an agent: its input, its outputs, and its end with everything that it started."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KEPT = 1 << 16
-"""Bytes of each output that are kept, the last ones."""
+"""Number of last bytes of each output that are kept."""
 GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 DRAIN_S = 0.5
-"""Seconds for outputs to end when all processes have."""
+"""Seconds to wait for the outputs to close after all processes have ended."""
 START = (
     "import sys, types; package = types.ModuleType('slimectl'); package.__path__ = [sys.argv[1]]; "
     "sys.modules['slimectl'] = package; from slimectl.agents.process_supervisor import start_from; "
@@ -26,7 +26,7 @@ START = (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of an attempt: the exit status (below 0: the signal), its duration, and the ends of its outputs."""
+    """End of an attempt: the exit status (negative for a signal), the duration, and the last part of its outputs."""
 
     exit_code: int
     seconds: float
@@ -36,7 +36,7 @@ class Ending:
 
 
 class AgentProcess(asyncio.SubprocessProtocol):
-    """A running agent, on Linux below a process that supervises it."""
+    """A running agent. On Linux a supervising process is its parent."""
 
     def __init__(self) -> None:
         self._transport: asyncio.SubprocessTransport
@@ -45,7 +45,7 @@ class AgentProcess(asyncio.SubprocessProtocol):
 
     @classmethod
     async def start(cls, argv: Sequence[str], task: str, environment: Mapping[str, str]) -> AgentProcess:
-        """Start the program in a session of its own, with the task as a line on its stdin."""
+        """Start the program in its own session, with the task as a line on stdin."""
         if sys.platform == "linux":
             package = str(Path(__file__).parent.parent)
             python = [sys.executable, "-I", "-S", "-c", START]
@@ -63,7 +63,7 @@ class AgentProcess(asyncio.SubprocessProtocol):
         self._transport = transport
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Keep the last bytes of an output; its writer never waits."""
+        """Keep the last bytes of an output. Its writer never waits."""
         self._outputs[fd] += data
         del self._outputs[fd][:-KEPT]
 
@@ -74,24 +74,24 @@ class AgentProcess(asyncio.SubprocessProtocol):
         self._closed.set()
 
     async def ended_within(self, seconds: float) -> bool:
-        """Return whether the program ends within so many seconds, even if others hold its outputs open."""
+        """Return whether the program ends within `seconds`, even if other processes keep its outputs open."""
         return await _is_set_within(self._ended, seconds)
 
     def ending(self, seconds: float) -> Ending:
-        """Return how the program ended, which it has; its outputs are complete after `kill`."""
+        """Return how the program ended. Call this after its end. Its outputs are complete after `kill`."""
         code = self._transport.get_returncode()
         stdout, stderr = (bytes(output).decode(errors="replace") for output in self._outputs.values())
         return Ending(-signal.SIGKILL if code is None else code, seconds, stdout, stderr)
 
     async def kill(self) -> None:
-        """End the program and all that it started, SIGTERM first; it is safe to call it again."""
+        """End the program and everything that it started, first with SIGTERM. Can be called again."""
         try:
             if not self._ended.is_set():
                 self._signal_group(signal.SIGTERM)
-                await self.ended_within(2 * GRACE_S)  # GRACE_S is the supervising process's
+                await self.ended_within(2 * GRACE_S)  # the supervising process itself waits GRACE_S
             self._signal_group(signal.SIGKILL)
             await self.ended_within(GRACE_S)
-            # A process that escaped may hold the pipes open; what it writes is nobody's.
+            # A process that escaped may keep the pipes open. Its output is dropped.
             await _is_set_within(self._closed, DRAIN_S)
         finally:
             self._transport.close()

@@ -1,7 +1,7 @@
-"""Supervising process of an agent on Linux: descendants of the program whose parents end become its children.
+"""Supervising process of an agent on Linux. Descendants of the program whose parents end become its children.
 
-So it ends all of them, whatever their session and environment, when the program ends, at SIGTERM, and when its own
-parent ends. process.py starts it, without what slimectl's packages import; it ends as the program did.
+So it can end all of them, in any session and environment, when the program ends, on SIGTERM, and when its own parent
+ends. process.py starts it without the imports of slimectl's packages. It exits with the program's status.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from slimectl.sandbox.namespaces import adopt_orphans, kill_with_parent
 from slimectl.sandbox.processes import ProcessTree
 
 TICK_S = 0.5
-"""Seconds between looks at the clock; signals are seen at once."""
+"""Seconds between checks of the clock. Signals are handled at once."""
 AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def supervise(parent: int, grace_s: float, argv: list[str]) -> None:
-    """Run a program, end with its exit status, and kill what it leaves; SIGTERM gives it `grace_s` seconds to end."""
+    """Run a program, kill what it leaves, and exit with its status. On SIGTERM it gets `grace_s` seconds to end."""
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     adopt_orphans()
     kill_with_parent(parent, signal.SIGTERM)
@@ -31,21 +31,21 @@ def supervise(parent: int, grace_s: float, argv: list[str]) -> None:
     if program == 0:
         _execute(supervisor, argv)
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):  # the program's alone: whoever reads them sees their end with its own
+    for fd in range(3):  # only the program keeps them, so that they close when it ends
         os.dup2(null, fd)
     status = _wait(program, grace_s)
-    with suppress(PermissionError):  # another user's process, as of sudo
+    with suppress(PermissionError):  # another user's process, such as sudo
         tree.kill_all(isolated=False)
     _end_as(status)
 
 
 def _execute(supervisor: int, argv: list[str]) -> None:
-    """Become the program, in a session of its own."""
+    """Become the program, in its own session."""
     try:
         os.setsid()
         kill_with_parent(supervisor)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
             signal.signal(ignored, signal.SIG_DFL)
         os.execvp(argv[0], argv)
     except OSError as error:
@@ -55,7 +55,7 @@ def _execute(supervisor: int, argv: list[str]) -> None:
 
 
 def _wait(program: int, grace_s: float) -> int:
-    """Return the wait status of the program; of one that outlives SIGTERM too long, that of SIGKILL."""
+    """Return the wait status of the program. If it outlives SIGTERM for too long, kill it."""
     deadline = float("inf")
     while time.monotonic() < deadline:
         got = signal.sigtimedwait(AWAITED, TICK_S)
@@ -82,6 +82,6 @@ def _end_as(status: int) -> None:
 
 
 def start_from(arguments: list[str]) -> None:
-    """Run `supervise` with the parent, the seconds of grace and the program that are the arguments."""
+    """Run `supervise` with these arguments: parent, grace seconds, program."""
     parent, grace_s, *argv = arguments
     supervise(int(parent), float(grace_s), argv)

@@ -1,4 +1,4 @@
-"""The APIs for agents over one engine: with recorded sessions, which become samples when they end, or without."""
+"""APIs for agents over one engine, without recording or with sessions that become samples when they end."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from slimectl.chats.request_body import RequestBody
 from slimectl.types import Sample, SamplingParams
 
 MOST_TURNS = 100_000
-"""Turns of one session, so that a client in a loop does not fill the memory."""
+"""Maximum turns of one session, so that a client in a loop does not fill the memory."""
 MOST_SESSIONS = 10_000
-"""Sessions that are open at the same time."""
+"""Maximum number of open sessions."""
 
 
 @dataclass(slots=True)
 class UnrecordedApis:
     """The Responses and Messages APIs over an engine. Each request has its own session, which is not recorded.
 
-    `params` are the defaults for what a request leaves out.
+    `params` are the defaults for parameters that a request leaves out.
     """
 
     tokenizer: Any
@@ -100,13 +100,13 @@ class SessionRecorder(UnrecordedApis):
                 self._end(idle)
         if name not in self._sessions:
             if len(self._sessions) >= MOST_SESSIONS:
-                raise RequestRefused(f"{MOST_SESSIONS} sessions are open; end some: POST /s/NAME/end", status=429)
+                raise RequestRefused(f"{MOST_SESSIONS} sessions are open. End some with POST /s/NAME/end.", status=429)
             self._sessions[name] = self._session(is_recorded=True)
         self._used[name] = now
         return self._sessions[name]
 
     async def end(self, request: web.Request) -> web.Response:
-        """End a session, with the reward that the body may have, and answer with the number of its samples."""
+        """End a session with the reward in the body, if any. Answer with the number of its samples."""
         name = session_name(request)
         if name not in self._sessions:
             return web.json_response({"error": {"message": "no such session"}}, status=404)
@@ -138,7 +138,7 @@ class SessionRecorder(UnrecordedApis):
 
 
 def session_name(request: web.Request) -> str:
-    """Return the name in the path, else one for the key that the client sends, which itself appears nowhere."""
+    """Return the name in the path, else a name from the hash of the client's key, so that the key is not stored."""
     if name := request.match_info.get("session"):
         return str(name)
     key = request.headers.get("Authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")

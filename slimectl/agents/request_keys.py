@@ -1,6 +1,6 @@
-"""Keys of the requests of agents: acted on, counted, without effect on a response, or refused by name.
+"""Keys of agents' requests: applied, counted, without effect on a response, or refused.
 
-docs/agents.md has this table for readers.
+docs/agents.md has this table for users.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slimectl.chats.request_keys import LABELS, Keys, is_neutral, names, unset
 from slimectl.chats.shared_keys import CHAT_NEUTRAL, CHAT_REMEDIES, COMPLETION_REMEDIES, OPENAI_NEUTRAL, OPENAI_REMEDIES
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Keys that replace settings of [rollout] where a session obeys its requests. Elsewhere other values are counted."""
+"""Keys that replace settings of [rollout] if a session obeys its requests. Otherwise other values are counted."""
 _LEARNED = "would change the distribution that the policy learns from. Leave it out"
 _GRAMMAR = f"{_LEARNED}, or use response_format."
 UNCOUNTED = "cannot be applied here. Leave it out. If the chat template has a switch, set it in chat_template_kwargs."
@@ -23,10 +23,10 @@ UNCOUNTED = "cannot be applied here. Leave it out. If the chat template has a sw
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """Keys of an API's body, and of the objects in it by their names.
+    """Keys of an API's body, and of the objects in it.
 
-    `counted` has dotted names of keys that ask for another way to respond, with their values that change nothing. A
-    recorded session counts such requests, because agents send these keys by default. Other servers refuse them.
+    `counted` maps dotted names of keys that ask for another kind of response to their values without effect. A recorded
+    session counts such requests, because agents send these keys by default. Other servers refuse them.
     """
 
     body: Keys

@@ -1,4 +1,4 @@
-"""One attempt of an agent: it answers requests with the policy, within limits, and records every turn."""
+"""One attempt of an agent. It answers requests with the policy, within limits, and records every turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slimectl.types import Completion, Sample, SamplingParams
 
 
 class Generate(Protocol):
-    """Continues tokens; `on_tokens` is given only for an answer that is streamed."""
+    """Continues tokens. `on_tokens` is given only for a streamed answer."""
 
     def __call__(
         self, tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None
@@ -33,10 +33,10 @@ class Generate(Protocol):
 
 
 Score = Callable[[list[int], int], Awaitable[Sequence[TokenLogProb]]]
-"""Returns the log-probabilities of a prompt's tokens, with so many of the likeliest ones in the place of each."""
+"""Returns the log-probabilities of a prompt's tokens, and a number of the likeliest tokens at each position."""
 
 MOST_IN_FLIGHT = 64
-"""Requests of one session at the same time."""
+"""Maximum number of concurrent requests of one session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class SessionLimits:
 class Session:
     """Records the turns of one attempt in a tree.
 
-    `params` are the sampling parameters of the rollout. Only where `obeys_requests` is set do a request's own
-    parameters (request_keys.SAMPLING) replace them: a policy learns from what its own distribution sampled.
+    `params` are the sampling parameters of the rollout. A request's own parameters (request_keys.SAMPLING) replace them
+    only with `obeys_requests`, because a policy must be trained on samples of its own distribution.
     """
 
     tokenizer: Any
@@ -66,22 +66,22 @@ class Session:
     """Arguments of the chat template. A request may add more."""
     obeys_requests: bool = False
     is_recorded: bool = True
-    """Whether somebody reads the samples and the counts. Else a request that cannot be obeyed in full is refused."""
+    """Whether the samples and counts are used. If not, a request that cannot be applied in full is refused."""
     score: Score | None = None
     stream_interval: int = 1
-    """Least number of tokens between two chunks of a stream."""
+    """Minimum number of tokens between two chunks of a stream."""
     tree: TrajectoryTree = field(init=False)
     is_closed: bool = False
     is_aborted: bool = False
-    """Whether the engine broke off an answer, for a later round to begin the attempt again."""
+    """Whether the engine aborted an answer, so that a later round repeats the attempt."""
     is_cut: bool = False
     """Whether a limit of turns or tokens was reached."""
     reward: Any = None
     """Reward that the agent posted."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Requests, refusals and calls of tools, for the sample's metadata."""
+    """Counts of requests, refusals and tool calls, for the sample's metadata."""
     answering_s: float = 0.0
-    """Seconds in which the policy was at work for this attempt."""
+    """Seconds in which the policy worked for this attempt."""
     _in_flight: int = 0
     _answering_since: float = 0.0
     _responses: dict[str, Turn] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Session:
 
     @property
     def is_answering(self) -> bool:
-        """Whether the policy is at work for this attempt."""
+        """Whether the policy is working for this attempt."""
         return self._in_flight > 0
 
     async def answer(self, request: ChatRequest) -> Reply:
@@ -134,7 +134,7 @@ class Session:
         return dataclasses.replace(request, template_kwargs={**self.template_kwargs, **request.template_kwargs})
 
     def count_unapplied(self, request: ChatRequest) -> None:
-        """Count the keys of a request that ask for another way to sample, and are not obeyed."""
+        """Count the keys of a request that ask for other sampling and are not applied."""
         count = len(request.unapplied)
         if not self.obeys_requests:
             count += sum(value != getattr(self.params, name) for name, value in request.sampling.items())
@@ -146,14 +146,14 @@ class Session:
         if self.is_closed:
             raise RequestRefused("this session has ended", status=404, code="session_ended")
         if self.model not in ("*", request.model):
-            message = f"model {request.model[:100]!r} is not served here; ask for {self.model!r}"
+            message = f"model {request.model[:100]!r} is not served here. Use {self.model!r}."
             raise RequestRefused(message, status=404, code="model_not_found")
         if self._in_flight + len(requests) > MOST_IN_FLIGHT:
-            message = f"{MOST_IN_FLIGHT} requests of this session are in flight; await one of them"
+            message = f"{MOST_IN_FLIGHT} requests of this session are in flight. Wait for one of them."
             raise RequestRefused(message, status=429, code="too_many_requests")
         if len(self.tree.turns) + self._in_flight + len(requests) > self.limits.turns:
             self.is_cut = True
-            raise RequestRefused(f"the attempt has had its {self.limits.turns} turns", code="turn_limit")
+            raise RequestRefused(f"the attempt has used its {self.limits.turns} turns", code="turn_limit")
 
     async def _answer(
         self, request: ChatRequest, continuation: Continuation, params: SamplingParams, stream: AnswerStream | None
@@ -167,7 +167,7 @@ class Session:
         completion = await self._completion(request, prompt, params, stream)
         if completion.finish_reason == "abort":
             self.is_aborted = True
-            raise RequestRefused("the round ended before the response did", status=503, code="aborted")
+            raise RequestRefused("the round ended before the response was complete", status=503, code="aborted")
         parts = self.reader.read(completion, request, prompt, params.stop)
         if stream is not None:
             stream.finish(parts)
@@ -186,15 +186,15 @@ class Session:
             return dataclasses.replace(reply, echo=text)
         if self.score is None:
             raise RequestRefused(
-                "echo: this endpoint has no log-probabilities of prompts. Leave out logprobs, or send the request to "
-                "`slimectl serve`."
+                "echo: this endpoint cannot return log-probabilities of prompts. Leave out logprobs, or send the "
+                "request to `slimectl serve`."
             )
         return dataclasses.replace(reply, echo=text, echo_log_probs=await self.score(prompt, request.top_log_probs))
 
     async def _completion(
         self, request: ChatRequest, tokens: list[int], params: SamplingParams, stream: AnswerStream | None
     ) -> Completion:
-        """Return a completion; a call that the engine cannot force is left to the policy, and counted."""
+        """Return a completion. If the engine cannot force a call, that is counted."""
         generate = self.generate if stream is None else partial(self.generate, on_tokens=stream.add)
         grammar = self.reader.grammar(request, tokens)
         if grammar is not None:
@@ -229,7 +229,7 @@ class Session:
             message = (
                 f"{count} tokens leave no room for a response in a context of {self.limits.context}"
                 if is_full
-                else f"the attempt has had its {self.limits.response_tokens} response tokens"
+                else f"the attempt has used its {self.limits.response_tokens} response tokens"
             )
             raise RequestRefused(message, code="context_length_exceeded")
         return room
@@ -246,7 +246,7 @@ class Session:
         return dataclasses.replace(self.params, **changes)
 
     def history(self, identity: str) -> list[dict[str, Any]]:
-        """Return the messages up to a response, its answer included. Raises RequestRefused for an unknown one."""
+        """Return the messages up to and including a response. Raises RequestRefused if it is unknown."""
         turn = self._responses.get(identity.removeprefix("resp_"))
         if not self.is_recorded:
             raise MessageError("previous_response_id", "this server keeps no responses. Send all messages in input.")
@@ -261,14 +261,14 @@ class Session:
         return len(self.tree.continuation(self._with_template_kwargs(request)).tokens)
 
     def samples(self, template: Sample) -> list[Sample]:
-        """Return a sample for each branch; `metadata.agent` has the spans of its turns and what was counted."""
+        """Return a sample for each branch. `metadata.agent` has the spans of its turns and the counts."""
         samples = self.tree.samples(template)
         for sample in samples:
             sample.metadata["agent"] |= self.report()
         return samples
 
     def report(self) -> dict[str, int]:
-        """Return the counts of turns, requests, refusals and calls of tools; the last three where there are any."""
+        """Return the counts of turns, requests, refusals and tool calls. The last three are omitted if 0."""
         return {"turn_count": len(self.tree.turns), **{name: count for name, count in self.counts.items() if count}}
 
 
@@ -284,7 +284,7 @@ async def gathered(coroutines: Sequence[Coroutine[Any, Any, Reply]]) -> list[Rep
 
 
 def reward_value(value: Any) -> Any:
-    """Return a reward: a finite number, a truth value as 0 or 1, or an object; None for anything else."""
+    """Return a reward: a finite number, a boolean as 0 or 1, or an object. None for anything else."""
     if isinstance(value, bool):
         return float(value)
     if isinstance(value, int | float):

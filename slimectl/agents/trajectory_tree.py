@@ -1,8 +1,8 @@
-"""The turns of one session as a tree: what the policy sampled is kept as token ids, and never tokenised again.
+"""Turns of one session as a tree. The policy's output is kept as token ids and never tokenised again.
 
-A request whose messages go on from a recorded answer extends that branch: its prompt is the branch's tokens, and the
-new messages rendered as the difference that they make after an answer. A request that goes on from none, since its
-history was rewritten or it is another agent's, begins a tree of its own. Two answers to the same messages are siblings.
+A request that continues a recorded answer extends that branch. Its prompt is the branch's tokens, followed by the
+tokens that the new messages add after an answer. A request that continues no answer, because its history was rewritten
+or it comes from another agent, starts a new tree. Two answers to the same messages are siblings.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One answer of the policy; `new_tokens` are the tokens of its prompt after the tokens of its parent.
+    """One answer of the policy. `new_tokens` are the tokens of its prompt after the tokens of its parent.
 
-    Tools, `max_tokens` and `stop` are those that the request named.
+    Tools, `max_tokens` and `stop` are the request's own.
     """
 
     parent: Turn | None
@@ -36,7 +36,7 @@ class Turn:
     children: int = 0
 
     def path(self) -> Iterator[Turn]:
-        """Yield this turn and those before it, the last first."""
+        """Yield this turn and its ancestors, the last one first."""
         turn: Turn | None = self
         while turn is not None:
             yield turn
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A prompt: `new_tokens` after those of `parent`, all of it in `tokens`; `chat` is its messages."""
+    """A prompt: `tokens` in total, of which `new_tokens` follow the tokens of `parent`. `chat` has its messages."""
 
     parent: Turn | None
     new_tokens: list[int]
@@ -69,7 +69,7 @@ class Continuation:
 
 @dataclass(slots=True)
 class TrajectoryTree:
-    """All turns of a session, found again by the messages that a client sends.
+    """All turns of a session, found by the messages that a client sends.
 
     With `keep_special` the texts of samples have special tokens. The `stop` strings end every response.
     """
@@ -79,10 +79,10 @@ class TrajectoryTree:
     stop: tuple[str, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     _chats: ChatTrie[Turn] = field(default_factory=ChatTrie)
-    """Turns by the chat up to their answer."""
+    """Turns by their chat, including the answer."""
 
     def continuation(self, request: ChatRequest) -> Continuation:
-        """Return the prompt of a request, with recorded tokens where it goes on. Raises RequestRefused."""
+        """Return the prompt of a request, with recorded tokens if it continues an answer. Raises RequestRefused."""
         if request.prompt is not None:
             return self._text_continuation(request.prompt)
         chat = self._chats.find(request)
@@ -96,7 +96,7 @@ class TrajectoryTree:
         return Continuation(None, tokens, tokens, chat)
 
     def _render_following(self, parent: Turn, request: ChatRequest, count: int) -> list[int]:
-        """Tokenise the messages after the first `count`; the end token of the answer stands once."""
+        """Tokenise the messages after the first `count`, without repeating the end token of the answer."""
         with refusing():
             tokens = following(
                 self.tokenizer,
@@ -109,7 +109,7 @@ class TrajectoryTree:
         return tokens[1:] if tokens and sampled and sampled[-1] == tokens[0] else tokens
 
     def _text_continuation(self, prompt: str | list[int]) -> Continuation:
-        """Return the prompt of a completion; a text goes on from the longest recorded text with which it begins."""
+        """Return the prompt of a completion. A text continues the longest recorded text that it starts with."""
         if isinstance(prompt, list):
             return Continuation(None, prompt, prompt)
         parent, length = None, 0
@@ -129,7 +129,7 @@ class TrajectoryTree:
         answer: dict[str, Any],
         temperature: float,
     ) -> Turn:
-        """Record an answer; `answer` is the message that the client gets."""
+        """Record an answer. `answer` is the message that the client gets."""
         if isinstance(request.prompt, str):
             messages = [{"text": request.prompt + completion.text}]
         else:
@@ -155,7 +155,7 @@ class TrajectoryTree:
         """Return a sample for each branch, starting with the branch of the last response.
 
         Each sampled token is trained on once. A sample has one temperature, so turns with another temperature than the
-        last turn of the branch have loss mask 0. So do tokens that a grammar forced.
+        last turn of the branch get loss mask 0. So do tokens that a grammar forced.
         """
         leaves = [turn for turn in self.turns if not turn.children]
         taught: set[int] = set()
@@ -211,9 +211,9 @@ class TrajectoryTree:
 
 
 def _requests(path: Sequence[Turn]) -> dict[str, Any]:
-    """Return what the requests of a branch asked for, and why their answers ended: a value for each turn.
+    """Return what the requests of a branch asked for, and why their answers ended, as one value per turn.
 
-    The tools are those of all of them; of tools and limits, only what a request named is there.
+    All requests have the same tools. Tools and limits are omitted if no request has any.
     """
     values: dict[str, Any] = {"finish_reasons": [turn.completion.finish_reason for turn in path]}
     if path[0].tools:

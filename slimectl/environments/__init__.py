@@ -1,1 +1,1 @@
-"""Environments by name: one adapter for each ecosystem behind one port, each episode in a process of its own."""
+"""Environments by name: one adapter per ecosystem, all with the same interface. Each episode has its own process."""

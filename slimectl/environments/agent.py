@@ -1,4 +1,4 @@
-"""The agent of an environment: it lets the policy play an episode for each sample, and records every turn."""
+"""The agent of an environment: the policy plays one episode per sample, and every turn is recorded."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from slimectl.types import Sample, SamplingParams, Status
 
 SingleTurn = Callable[..., Awaitable[Sample]]
 LIMITS = ("turn_limit", "context_length_exceeded")
-"""Codes of refusals that end an episode early, with the rewards so far."""
+"""Codes of refusals that end an episode early. It keeps the rewards so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentOptions:
-    """Limits of an episode; `timeout_s` is the environment's time alone."""
+    """Limits of an episode. `timeout_s` limits only the environment's time."""
 
     specification: Specification
     timeout_s: float = 120.0
@@ -44,13 +44,13 @@ class EnvironmentOptions:
     retries: int = 1
     concurrency: int = 64
     gives_reward: bool = True
-    """Whether its reward counts, since no verifier is named."""
+    """Whether the environment's reward counts, because no verifier is set."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Transcript:
-    """What happened in one episode; `players` has the player of each turn."""
+    """What happened in one episode. `players` has the player of each turn."""
 
     session: Session
     chats: dict[int, Messages] = field(default_factory=lambda: defaultdict(list))
@@ -62,7 +62,7 @@ class Transcript:
     info: dict[str, Any] = field(default_factory=dict)
 
     def add(self, observation: Observation) -> None:
-        """Take what the environment says after an action, or at the beginning."""
+        """Add what the environment returned at the beginning or after an action."""
         if self.players:
             self.rewards.append(observation.rewards)
             self.errors += observation.is_error
@@ -73,33 +73,33 @@ class Transcript:
             self.chats[observation.player] = [*chat, *observation.messages]
 
     def add_ending(self, observation: Observation) -> None:
-        """Add what was still due after the last action, as an episode ended early."""
+        """Add the rewards that were still due when an episode ended early."""
         self.info |= observation.info
         self.rewards[-1] = self.rewards[-1] | observation.rewards
 
     def reward(self, player: int) -> Any:
-        """Return a player's reward: the sum of numbers, or the last object; None where there was none."""
+        """Return a player's reward: the sum of numbers, or the last object. None if there was no reward."""
         rewards = [rewards[player] for rewards in self.rewards if rewards.get(player) is not None]
         objects = [reward for reward in rewards if isinstance(reward, dict)]
         return objects[-1] if objects else sum(rewards) if rewards else None
 
 
 class EnvironmentAgent:
-    """Plays an episode with the policy for an attempt, and returns a sample for each of its branches.
+    """Plays an episode with the policy for each attempt, and returns a sample for each of its branches.
 
-    A branch is a player's chat; environments that rewrite a chat begin further ones.
+    A branch is a player's chat. An environment that rewrites a chat starts another branch.
     """
 
     name = "rollout.env"
     resumes = False
     per_group = False
     limits_time = True
-    """The attempt's time is limited here, and not as the time of tools."""
+    """This agent limits the time of its attempts, so the limit on tool time does not apply."""
     renders_chats = True
     """Every request goes through the chat template, including string prompts."""
 
     def __init__(self, options: EnvironmentOptions, single_turn: SingleTurn | None = None) -> None:
-        """`single_turn` answers prompts of evaluations that are no tasks of the environment."""
+        """`single_turn` answers evaluation prompts that are not tasks of the environment."""
         self.options = options
         self._single_turn = single_turn
         self._host = shared_host(options.specification)
@@ -108,8 +108,8 @@ class EnvironmentAgent:
     async def __call__(self, arguments: Mapping[str, Any]) -> list[Sample]:
         """Return the samples of one attempt.
 
-        An episode that its environment breaks off is played again. Raises RuntimeError after the last try, RecordError
-        for a prompt that is no task of the environment.
+        An episode that its environment aborts is played again. Raises RuntimeError after the last try, and RecordError
+        for a prompt that is not a task of the environment.
         """
         sample: Sample = arguments["sample"]
         description = await asyncio.to_thread(self._host.description)
@@ -176,11 +176,11 @@ class EnvironmentAgent:
         if transcript.is_cut:
             transcript.add_ending(await episode.close())
             return
-        with suppress(EpisodeError):  # its rewards are there; its process ends in any case
+        with suppress(EpisodeError):  # its rewards are known, and its process ends in any case
             await episode.close()
 
     async def _answer(self, transcript: Transcript, player: int) -> Answer:
-        """Return the policy's answer to the chat of a player, and add it there. Raises RequestRefused."""
+        """Return the policy's answer to a player's chat, and append it to the chat. Raises RequestRefused."""
         request = self._request(transcript.chats[player], transcript.tools)
         reply = await transcript.session.answer(request)
         answer = reply.answer
@@ -225,21 +225,21 @@ class _Shared:
 
 
 def task_of(sample: Sample, kind: str, name: str) -> Task:
-    """Return the task of a sample, for an environment whose tasks are "seeds", "rows" or "data".
+    """Return the task of a sample for an environment whose tasks are "seeds", "rows" or "data".
 
-    Raises RecordError for a prompt that is none of its tasks.
+    Raises RecordError for a prompt that is not one of its tasks.
     """
     drawn = sample.metadata.get("env")
     if isinstance(drawn, dict) and type(drawn.get("task")) is int:
         return Task(drawn["task"], str(drawn.get("split", "train")))
     if kind != "data":
-        raise RecordError(f"prompt {sample.group_index}: is no task of {name}; give env, or env@[a:b], as data")
+        raise RecordError(f"prompt {sample.group_index}: not a task of {name}. Give env, or env@[a:b], as data.")
     metadata = {key: value for key, value in sample.metadata.items() if key != "env"}
     return Task(messages=chat_of(sample), label=sample.label, metadata=metadata | sample.extra)
 
 
 def action_of(answer: Answer, player: int) -> Action:
-    """Return an answer of the policy as an environment takes it."""
+    """Return an answer of the policy in the form that an environment expects."""
     calls = [
         {"id": call_id, "name": call.name, "arguments": call.arguments}
         for call, call_id in zip(answer.parts.tool_calls, answer.call_ids, strict=True)

@@ -1,4 +1,4 @@
-"""Episodes of an environment, as processes that its host forks: calls with a deadline, and an end in any case."""
+"""Episodes of an environment, in processes that its host forks. Calls have a deadline, and every process ends."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ START = (
     "import sys, types; package = types.ModuleType('slimectl'); package.__path__ = [sys.argv[1]]; "
     "sys.modules['slimectl'] = package; from slimectl.environments.host import main; main(sys.argv[2])"
 )
-"""Starts the host from its own files, without what slimectl's packages import."""
+"""Starts the host from its own files, without the imports of slimectl's packages."""
 LOADING_S = 600.0
-"""Seconds in which an environment must be loaded; it may fetch its data set."""
-LAST_WORDS = 4000
-"""Bytes of what a host printed that are kept for a message."""
+"""Seconds to load an environment, which may download its data set."""
+TAIL_BYTES = 4000
+"""Bytes of a host's output that are kept for an error message."""
 
 
 class EpisodeError(Exception):
-    """An episode broke off through no fault of the policy: its environment raised, died or exceeded its deadline."""
+    """An episode failed, and not because of the policy: its environment raised, died or exceeded its deadline."""
 
 
 class EpisodeTimeoutError(EpisodeError):
@@ -50,7 +50,7 @@ class EpisodeTimeoutError(EpisodeError):
 
 @dataclass(frozen=True)
 class Specification:
-    """An environment by name, with its arguments as JSON, and the Python that has its packages."""
+    """An environment's name, its arguments as JSON, and the Python that has its packages."""
 
     kind: str
     target: str
@@ -63,7 +63,7 @@ class Specification:
 
 
 class EnvironmentHost:
-    """The process that has loaded an environment; it is started with the first use, and again if it died."""
+    """The process that has loaded an environment. It starts with the first use, and again if it died."""
 
     def __init__(self, specification: Specification) -> None:
         self.specification = specification
@@ -74,14 +74,14 @@ class EnvironmentHost:
         self._output: OutputTail | None = None
 
     def description(self) -> dict[str, Any]:
-        """Start the host where it does not run, and return its description: tasks, counts and whether it rewards.
+        """Start the host if it is not running, and return its description: tasks, counts and whether it gives rewards.
 
         Raises SlimectlError if the environment cannot be loaded.
         """
         with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            if "error" in self._description:  # also while a host that could not load it is still ending
+            if "error" in self._description:  # also while a host that failed to load it is exiting
                 raise getattr(errors, self._description["class"], BackendError)(self._description["error"])
             return self._description
 
@@ -97,12 +97,12 @@ class EnvironmentHost:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=os.environ | {"TMPDIR": str(self._folder)},  # what a killed episode leaves goes with the host
+                env=os.environ | {"TMPDIR": str(self._folder)},  # files of a killed episode are removed with the host's
                 start_new_session=True,
             )
         except OSError as error:
             shutil.rmtree(self._folder)
-            raise BackendError(f"rollout.env_python: {python} cannot be started: {error.strerror}") from None
+            raise BackendError(f"rollout.env_python: cannot start {python}: {error.strerror}") from None
         self._process = process
         weakref.finalize(self, _stop, process, self._folder, os.getpid())
         assert process.stdin is not None
@@ -137,7 +137,7 @@ class EnvironmentHost:
 
     @asynccontextmanager
     async def episode(self, deadline_s: float) -> AsyncIterator[Episode]:
-        """Open an episode; its process is gone at the end. Raises EpisodeError, SlimectlError."""
+        """Open an episode, whose process has ended afterwards. Raises EpisodeError, SlimectlError."""
         await asyncio.to_thread(self.description)
         assert self._folder is not None
         try:
@@ -164,12 +164,12 @@ class EnvironmentHost:
 
 @lru_cache(maxsize=4)
 def shared_host(specification: Specification) -> EnvironmentHost:
-    """Return the host of these arguments in this process: the tasks and agents of a run load an environment once."""
+    """Return this process's host of an environment, so that the tasks and agents of a run load it only once."""
     return EnvironmentHost(specification)
 
 
 class Episode:
-    """One episode: its calls take at most `deadline_s` seconds together, in which the policy's answers do not count."""
+    """One episode. Its calls may take `deadline_s` seconds in total, not counting the policy's answers."""
 
     def __init__(
         self, host: EnvironmentHost, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, deadline_s: float
@@ -179,18 +179,18 @@ class Episode:
         self.spent_s = 0.0
         self.pid: int | None = None
         self.is_over = False
-        """Whether the process has answered its last call; it then ends with its connection."""
+        """Whether the process has answered its last call. It then ends when its connection closes."""
 
     async def reset(self, task: Task) -> Observation:
-        """Begin the episode. Raises EpisodeError."""
+        """Start the episode. Raises EpisodeError."""
         return await self._call("reset", dataclasses.asdict(task))
 
     async def step(self, action: Action) -> Observation:
-        """Take an answer of the policy. Raises EpisodeError."""
+        """Apply an answer of the policy. Raises EpisodeError."""
         return await self._call("step", dataclasses.asdict(action))
 
     async def close(self) -> Observation:
-        """End the episode and return what is still due. Raises EpisodeError."""
+        """End the episode and return the rewards that are still due. Raises EpisodeError."""
         observation = await self._call("close", {})
         self.is_over = True
         return observation
@@ -224,7 +224,7 @@ class Episode:
 
 
 class OutputTail:
-    """Reads a pipe in a thread, so that its writer never waits, and keeps the end of what was written."""
+    """Reads a pipe in a thread, so that its writer never waits, and keeps the end of the output."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -234,7 +234,7 @@ class OutputTail:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def text(self) -> str:
-        """Return the last LAST_WORDS bytes that have been written by now, read by the thread or not."""
+        """Return the last TAIL_BYTES bytes written so far, including those that the thread has not read yet."""
         self._read()
         return bytes(self._tail).decode(errors="replace")
 
@@ -245,17 +245,17 @@ class OutputTail:
                 selector.select()
 
     def _read(self) -> bool:
-        """Read what is there; return whether more can come."""
+        """Read the available output, and return whether more can follow."""
         with self._lock, suppress(BlockingIOError):
             while chunk := os.read(self._stream.fileno(), 1 << 16):
                 self._tail += chunk
-                del self._tail[:-LAST_WORDS]
+                del self._tail[:-TAIL_BYTES]
             return False
         return True
 
 
 def _stop(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
-    """End a host with its episodes: the end of its stdin tells it to. A fork of its owner leaves it alone."""
+    """End a host with its episodes by closing its stdin. A fork of its owner leaves it running."""
     if os.getpid() != owner:
         return
     assert process.stdin is not None

@@ -16,11 +16,11 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Gymnasium(Environment):
-    """An environment of `gymnasium.make(ID, **arguments)`; its seeds are its tasks, its return is the reward.
+    """An environment of `gymnasium.make(ID, **arguments)`. Its tasks are seeds, and its return is the reward.
 
-    Arguments of the adapter itself: `actions` (names of the actions of a Discrete space, in their order),
-    `instruction` (text before the first observation, instead of one about the actions), `render` (show what
-    render_mode "ansi" draws below the observation; where the environment has that mode it is the default).
+    Arguments of the adapter: `actions` (names of the actions of a Discrete space, in order), `instruction` (text before
+    the first observation, by default a description of the actions), `render` (show the drawing of render_mode "ansi"
+    below the observation, which is the default if the environment has that mode).
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class Gymnasium(Environment):
         return f"{text}\n\n{drawn(str(self._env.render()))}" if self._renders else text
 
     def _form(self, space: Any) -> str:
-        """Return a sentence about how an action is written."""
+        """Return a sentence on how to write an action."""
         if self._names:
             return f"Answer with one action: {', '.join(self._names)}."
         if isinstance(space, self._spaces.Discrete):
@@ -73,7 +73,7 @@ class Gymnasium(Environment):
         return f"Answer with one action, as JSON: an element of {space}."
 
     def _action(self, text: str) -> Any:
-        """Return the action that a text names, the last one if there are several; None if it names none."""
+        """Return the last action that a text names, or None if it names none."""
         space = self._env.action_space
         if tags := TAG.findall(text):
             text = tags[-1].strip()
@@ -94,7 +94,7 @@ class Gymnasium(Environment):
 
 
 def _render_modes(gymnasium: Any, target: str, arguments: Mapping[str, Any]) -> Sequence[str]:
-    """Return the render modes of an environment, which only an instance knows."""
+    """Return the render modes of an environment, which are known only for an instance."""
     env = gymnasium.make(target, **arguments)
     modes: Sequence[str] = env.metadata.get("render_modes", ())
     env.close()
@@ -102,7 +102,7 @@ def _render_modes(gymnasium: Any, target: str, arguments: Mapping[str, Any]) -> 
 
 
 def drawn(text: str) -> str:
-    """Return a drawing without colours; what is highlighted, as the player's place, stands in brackets.
+    """Return a drawing without colours. Highlighted text, such as the player's position, is put in brackets.
 
     >>> drawn("S\\x1b[41mF\\x1b[0mF")
     'S[F]F'

@@ -1,4 +1,4 @@
-"""Harbor task folders, in our own sandbox: an instruction, files, a shell for the policy, and a test that rewards."""
+"""Harbor task folders in our own sandbox: an instruction, files, a shell for the policy, and a test with a reward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slimectl.sandbox.runner import Limits
 from slimectl.sandbox.shell import Result, Shell
 
 BASES = ("debian", "ubuntu", "python")
-"""Base images whose programs are those of this machine: a shell, the usual tools, Python."""
+"""Base images that this machine's own programs can replace: a shell, the usual tools, Python."""
 NETWORK = re.compile(
     r"\b(apt-get|apt|apk|dnf|yum|curl|wget|npm|npx|uv|uvx|git clone|pip3? install|conda|cargo|go get)\b"
 )
@@ -35,7 +35,7 @@ SHELL_TOOL = {
     },
 }  # fmt: skip
 SHOWN = 8000
-"""Characters of a command's output that the policy reads: of its beginning and its end."""
+"""Characters of a command's output that the policy reads, half from its start and half from its end."""
 
 
 class Refused(Exception):
@@ -44,20 +44,20 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Image:
-    """What a Dockerfile asks for, as far as it can be had without Docker."""
+    """The contents of a Dockerfile that are possible without Docker."""
 
     folder: str = "/app"
     environment: dict[str, str] = field(default_factory=dict)
     copies: list[tuple[Path, str]] = field(default_factory=list)
     commands: list[tuple[str, str]] = field(default_factory=list)
-    """Commands of RUN, with the folders in which they run."""
+    """Commands of RUN with their folders."""
 
 
 class Harbor(Environment):
-    """A task folder of Harbor, or a folder of them: its tasks are those that need no more than their base image.
+    """A task folder of Harbor, or a folder of them. Only tasks that need nothing beyond their base image are used.
 
-    The policy has the tool `bash`, or writes a fenced bash block where its template knows no tools; the first answer
-    without either ends the episode. Then tests/test.sh runs and writes /logs/verifier/reward.txt or reward.json.
+    The policy calls the tool `bash`, or writes a fenced bash block if its template has no tools. The first answer with
+    neither ends the episode. Then tests/test.sh runs and writes /logs/verifier/reward.txt or reward.json.
     Arguments: `command_timeout_s` (60), `memory_mib` (2048), `disk_mib` (512).
     """
 
@@ -66,7 +66,7 @@ class Harbor(Environment):
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
         defaults = {"command_timeout_s": 60.0, "memory_mib": 2048, "disk_mib": 512}
         if unknown := set(arguments) - set(defaults):
-            raise ValueError(f"env_args: {', '.join(sorted(unknown))} is none of {', '.join(defaults)}")
+            raise ValueError(f"env_args: {', '.join(sorted(unknown))} not among {', '.join(defaults)}")
         options = defaults | dict(arguments)
         self._seconds = float(options["command_timeout_s"])
         self._limits = Limits(memory_mib=int(options["memory_mib"]), disk_mib=int(options["disk_mib"]), processes=64)
@@ -113,7 +113,7 @@ class Harbor(Environment):
         return observation
 
     def _call(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return the message of a call's result, and whether it was no call of the tool."""
+        """Return the message with a call's result, and whether the call was invalid."""
         try:
             command = json.loads(call["arguments"])["command"]
             is_valid = call["name"] == "bash" and isinstance(command, str)
@@ -136,13 +136,13 @@ class Harbor(Environment):
         } | self._image.environment
 
     def _begin(self, folder: Path) -> Shell:
-        """Open a shell with what the task's image has. Raises Refused, or OSError without a sandbox."""
+        """Open a shell with the files of the task's image. Raises Refused, or OSError without a sandbox."""
         self._image = image = read_dockerfile(folder / "environment" / "Dockerfile")
         _check(folder)
         tops = {"/" + path.lstrip("/").partition("/")[0] for path in (image.folder, *(to for _, to in image.copies))}
         tops |= {"/app", "/tests", "/logs", "/root"}
         if system := tops & {"/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", "/sys", "/", "/sbin"}:
-            raise Refused(f"its image writes into {min(system)}")
+            raise Refused(f"the image writes to {min(system)}")
         shell = Shell(sorted(tops - {"/tmp"}), self._limits)
         try:
             shell.clear(image.folder)
@@ -159,7 +159,7 @@ class Harbor(Environment):
         return shell
 
     def _judged(self) -> Observation:
-        """Run the task's test, and return the reward that it writes."""
+        """Run the task's test and return the reward that it writes."""
         self._is_judged = True
         config = _config(self._folder)
         for place in ("/tests", "/logs"):
@@ -172,7 +172,7 @@ class Harbor(Environment):
         return Observation(rewards={0: self._reward()}, is_done=True, info=info)
 
     def _reward(self) -> Any:
-        """Return the number of reward.txt or the object of reward.json; 0 where the test wrote neither."""
+        """Return the number in reward.txt or the object in reward.json, or 0 if the test wrote neither."""
         try:
             if content := self._shell.read("/logs/verifier/reward.json"):
                 values = json.loads(content)
@@ -183,7 +183,7 @@ class Harbor(Environment):
 
 
 def read_dockerfile(path: Path) -> Image:
-    """Return what a Dockerfile asks for. Raises Refused for more than files and commands on a base image."""
+    """Read a Dockerfile. Raises Refused for anything but files and commands on a base image."""
     image, has_base = Image(), False
     for line in _instructions(path):
         word, _, arguments = line.partition(" ")
@@ -191,7 +191,7 @@ def read_dockerfile(path: Path) -> Image:
         if word == "FROM":
             name = arguments.split()[0].rpartition("/")[2].partition(":")[0]
             if has_base or name not in BASES:
-                raise Refused(f"FROM {arguments}: no image can be had here but {', '.join(BASES)}, once")
+                raise Refused(f"FROM {arguments}: only one FROM is supported, with one of {', '.join(BASES)}")
             has_base = True
         elif word == "WORKDIR":
             image.folder = os.path.normpath(os.path.join(image.folder if has_base else "/", arguments))
@@ -200,7 +200,7 @@ def read_dockerfile(path: Path) -> Image:
         elif word in ("COPY", "ADD"):
             *sources, to = [part for part in shlex.split(arguments) if not part.startswith("--chmod")]
             if any(part.startswith(("--", "http")) for part in sources) or not sources:
-                raise Refused(f"{line[:80]}: only files of the folder can be copied")
+                raise Refused(f"{line[:80]}: can only copy files of the folder")
             image.copies += [
                 _placed(path.parent, source, to, image.folder, many=len(sources) > 1) for source in sources
             ]
@@ -211,14 +211,14 @@ def read_dockerfile(path: Path) -> Image:
         elif word not in IGNORED:
             raise Refused(f"{line[:80]}: {word} needs Docker")
     if not has_base:
-        raise Refused("environment/Dockerfile: names no base image")
+        raise Refused("environment/Dockerfile: no FROM line")
     return image
 
 
 def _instructions(path: Path) -> Iterator[str]:
-    """Yield the instructions of a Dockerfile, continued lines joined."""
+    """Yield the instructions of a Dockerfile, with continued lines joined."""
     if not path.exists():
-        raise Refused("environment/Dockerfile: is not there")
+        raise Refused("environment/Dockerfile: no such file")
     text = "\n".join(
         line for line in path.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")
     )
@@ -228,7 +228,7 @@ def _instructions(path: Path) -> Iterator[str]:
 
 
 def _variables(text: str) -> dict[str, str]:
-    """Return the variables of ENV, in either of its forms."""
+    """Return the variables of ENV in either form."""
     if "=" in text.split()[0]:
         return dict(part.split("=", 1) for part in shlex.split(text) if "=" in part)
     name, _, value = text.partition(" ")
@@ -236,10 +236,10 @@ def _variables(text: str) -> dict[str, str]:
 
 
 def _placed(context: Path, source: str, to: str, folder: str, *, many: bool) -> tuple[Path, str]:
-    """Return a source of COPY with its place. Raises Refused for a path outside of the folder or a pattern."""
+    """Return a source of COPY with its target. Raises Refused for a pattern or a path outside the folder."""
     path = (context / source.lstrip("/")).resolve()
     if not path.is_relative_to(context.resolve()) or not path.exists():
-        raise Refused(f"COPY {source}: is no file of {context.name}/")
+        raise Refused(f"COPY {source}: not a file in {context.name}/")
     place = os.path.join(folder, to)
     is_folder = to.endswith(("/", ".")) or many
     return path, os.path.normpath(os.path.join(place, path.name) if path.is_file() and is_folder else place)
@@ -259,21 +259,21 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _check(folder: Path) -> None:
-    """Raise Refused for a task that names an image of its own, several containers, or a test that needs the network."""
+    """Raise Refused for a task with its own image, several containers, or a test that needs the network."""
     if image := _config(folder).get("environment", {}).get("docker_image"):
         raise Refused(f"task.toml: needs the image {image}")
     if list((folder / "environment").glob("*compose*.y*ml")):
         raise Refused("environment: needs Docker Compose")
     test = folder / "tests" / "test.sh"
     if not test.exists():
-        raise Refused("tests/test.sh: is not there")
+        raise Refused("tests/test.sh: no such file")
     script = re.sub(r"#.*", "", test.read_text(encoding="utf-8"))
     if need := NETWORK.search(script):
         raise Refused(f"tests/test.sh: needs {need[0]}, and there is no network")
 
 
 def shown(result: Result) -> str:
-    """Return a command's output as the policy reads it: how it ended, and not the middle of a long one."""
+    """Return a command's output as the policy reads it, with its status and without the middle of a long output."""
     text = result.output
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]}\n… {len(text) - SHOWN} characters left out …\n{text[-SHOWN // 2 :]}"

@@ -1,8 +1,8 @@
-"""The process of an environment: it loads the adapter once, then forks a process for every episode.
+"""The process of an environment. It loads the adapter once, then forks a process for every episode.
 
 Forks are cheap, share the memory of what was loaded, and separate what libraries keep in global state, such as the
-random numbers of `random`. The host listens on a socket; each connection is an episode, JSON lines of calls and
-results. On stdin come the specification, then process ids to be killed; its end ends the host with all episodes.
+random numbers of `random`. The host listens on a socket. Each connection is an episode, with calls and results as JSON
+lines. Stdin carries the specification, then ids of processes to kill. When it closes, the host and all episodes end.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from slimectl.registry import ENVIRONMENTS
 
 PR_SET_PDEATHSIG = 1
 PARENT_CHECK_S = 5.0
-"""Seconds between looks at whether the process that started this one is still there."""
+"""Seconds between checks that the parent process still exists."""
 LINE = 1 << 26
-"""Bytes of a line at most."""
+"""Maximum number of bytes in a line."""
 
 
 def main(path: str) -> NoReturn:
     """Serve episodes on a socket at `path` until stdin ends."""
     results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an environment prints is no result
+    os.dup2(2, 1)  # keep an environment's output apart from results
     commands = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     specification = json.loads(_line(commands))
@@ -67,8 +67,8 @@ def load(kind: str, target: str, arguments: dict[str, Any]) -> Environment:
         if (error.name or "").partition(".")[0] != ENVIRONMENTS.fact(kind, "library", kind):
             raise
         raise BackendError(
-            f"rollout.env = {kind}:{target} needs {package}, which {sys.executable} does not have; run: pip install "
-            f"'slimectl[{extra}]', or name the Python that has it in rollout.env_python"
+            f"rollout.env = {kind}:{target} needs {package}, which {sys.executable} does not have. Run: pip install "
+            f"'slimectl[{extra}]', or set rollout.env_python to a Python that has it."
         ) from None
     return environment
 
@@ -96,7 +96,7 @@ def _line(fd: int) -> bytes:
 
 
 def _serve(listener: socket.socket, commands: int, environment: Environment) -> NoReturn:
-    """Fork an episode for every connection; kill the ones that stdin names, and all when it ends."""
+    """Fork an episode for every connection. Kill those listed on stdin, and all of them when it closes."""
     ended, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -132,14 +132,14 @@ def _serve(listener: socket.socket, commands: int, environment: Environment) -> 
 
 
 def _leave(episodes: set[int], listener: socket.socket) -> NoReturn:
-    """End this process with all episodes and the folder of their files."""
+    """End this process with all episodes, and remove the folder of their files."""
     _kill(episodes)
     shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
     os._exit(0)
 
 
 def _reap(episodes: set[int]) -> None:
-    """Collect episodes that have ended, and what they left running."""
+    """Reap episodes that have ended, and kill the processes that they left running."""
     for pid in list(episodes):
         with suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == pid:
@@ -157,7 +157,7 @@ def _kill(pids: set[int]) -> None:
 
 
 def _run_episode(connection: socket.socket, environment: Environment) -> NoReturn:
-    """Serve the calls of one episode in this process, a fresh fork, and end it with all that it started."""
+    """Serve the calls of one episode in this process, a fresh fork, then end it with all its processes."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Tools of an MCP server: those of a command or an address are the tools of the chat template."""
+"""Tools of an MCP server, given by a command or an address. They become the tools of the chat template."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from slimectl.transport.event_loop import run_coroutine
 
 
 class Mcp(Environment):
-    """The tools of a server: a command that speaks on stdin and stdout, or an address (streamable HTTP; SSE if it ends
-    in /sse).
+    """The tools of a server: a command that uses stdin and stdout, or an address (SSE if it ends in /sse, else
+    streamable HTTP).
 
-    The tasks are rows of the user's data; an answer without calls ends the episode, and a verifier judges it. Each
-    episode has a session of its own, and with a command a process. Arguments: `env` and `cwd` of the command, `headers`
-    for an address (both may have values env:NAME, which are variables of the environment), `tools` (names of those that
-    the policy gets; all where not given).
+    The tasks are rows of the user's data. An answer without calls ends the episode, and a verifier grades it. Each
+    episode has its own session, and its own process for a command. Arguments: `env` and `cwd` of the command,
+    `headers` for an address, and `tools` (names of the tools that the policy gets, all by default). The values of `env`
+    and `headers` may be env:NAME, to read an environment variable.
     """
 
     tasks = "data"
@@ -31,13 +31,13 @@ class Mcp(Environment):
 
         names = {"env", "cwd", "headers", "tools"}
         if unknown := set(arguments) - names:
-            raise ValueError(f"env_args: {', '.join(sorted(unknown))} is none of {', '.join(sorted(names))}")
+            raise ValueError(f"env_args: {', '.join(sorted(unknown))} not among {', '.join(sorted(names))}")
         self._target, self._arguments = target, arguments
         self._error_class: Any = getattr(mcp, "MCPError", None) or mcp.McpError  # the latter until mcp 2
         run_coroutine(self._check())
 
     async def _check(self) -> None:
-        """Connect once, so that a server that does not answer is told before the first episode."""
+        """Connect once, so that a server that does not answer is reported before the first episode."""
         await self.reset(Task())
         await self.close()
 
@@ -96,7 +96,7 @@ class Mcp(Environment):
         return streamable_http.streamable_http_client(self._target, http_client=client)
 
     async def _result(self, call: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the words of a tool's result, and whether it is an error."""
+        """Return the text of a tool's result, and whether it is an error."""
         try:
             values = json.loads(call["arguments"] or "{}")
         except ValueError as error:
@@ -105,27 +105,27 @@ class Mcp(Environment):
             return "error: the arguments are no JSON object", True
         try:
             result = await self._session.call_tool(call["name"], values)
-        except self._error_class as error:  # an unknown tool, or arguments that do not fit: the policy may do better
+        except self._error_class as error:  # an unknown tool or wrong arguments, which the policy may correct
             return f"error: {error}", True
         texts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
         return "\n".join(texts), bool(_either(result, "is_error", "isError"))
 
 
 def _values(texts: Mapping[str, str]) -> dict[str, str]:
-    """Return values, read from the environment where they are env:NAME, so that no settings file has a secret."""
+    """Replace values env:NAME by environment variables, so that no settings file contains a secret."""
     named = {key: text.removeprefix("env:") for key, text in texts.items() if text.startswith("env:")}
     if missing := {name for name in named.values() if name not in os.environ}:
-        raise ValueError(f"env_args: the environment has no variable {', '.join(sorted(missing))}")
+        raise ValueError(f"env_args: environment variable not set: {', '.join(sorted(missing))}")
     return {key: os.environ[named[key]] if key in named else text for key, text in texts.items()}
 
 
 def _declared(tool: Any) -> dict[str, Any]:
-    """Return a tool in the form of chat templates."""
+    """Return a tool in the form that chat templates expect."""
     schema = _either(tool, "input_schema", "inputSchema") or {"type": "object", "properties": {}}
     function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
     return {"type": "function", "function": function}
 
 
 def _either(value: Any, name: str, earlier: str) -> Any:
-    """Return an attribute that mcp 2 names in snake case."""
+    """Return an attribute that is in snake case from mcp 2 on."""
     return getattr(value, name, None) if hasattr(value, name) else getattr(value, earlier, None)

@@ -1,4 +1,4 @@
-"""OpenEnv servers: the sessions of their WebSocket, whose actions and observations have declared fields."""
+"""OpenEnv servers, used over WebSocket sessions. Their actions and observations have declared fields."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from slimectl.transport.event_loop import run_coroutine
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 BESIDE = ("done", "reward", "metadata")
-"""Fields of every observation that are no words for the policy."""
+"""Fields of every observation that the policy does not read."""
 LARGEST = 1 << 27
-"""Bytes of a message at most."""
+"""Maximum number of bytes in a message."""
 
 
 class OpenEnv(Environment):
-    """A server of OpenEnv by its address; its seeds are its tasks, the sum of its rewards is the reward.
+    """An OpenEnv server at an address. Its tasks are seeds, and the sum of its rewards is the reward.
 
-    An action with one field is the answer itself, one with several is a JSON object in the answer. Servers of tools
-    (whose action has `tool_name` and `arguments`) get the calls of tools. Arguments of the adapter: `instruction`
-    (text before the first observation), `action` (name of the field that an answer is), `observation` (name of the
-    field that is shown); all others go to the server's reset.
+    If an action has one field, it is the whole answer. If it has several, it is a JSON object in the answer. Servers of
+    tools (whose action has `tool_name` and `arguments`) receive the tool calls. Arguments of the adapter: `instruction`
+    (text before the first observation), `action` (name of the field that the answer fills), `observation` (name of the
+    field to show). All other arguments go to the server's reset.
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class OpenEnv(Environment):
         names = required if len(required) == 1 else list(self._fields)
         self._field = field or (names[0] if len(names) == 1 else None)
         if self._field is not None and self._field not in self._fields:
-            raise ValueError(f"action: its actions have no field {self._field!r}; they have {', '.join(self._fields)}")
+            raise ValueError(f"action: no field {self._field!r} in the actions, only {', '.join(self._fields)}")
 
     async def _schema(self) -> dict[str, Any]:
         """Return the JSON schema of the server's actions."""
@@ -86,7 +86,7 @@ class OpenEnv(Environment):
         return Observation(is_done=True)
 
     async def _call_tools(self, action: Action) -> Observation:
-        """Call the tools that an answer names; one without calls ends the episode."""
+        """Run the tool calls of an answer. An answer without calls ends the episode."""
         messages: Messages = []
         reward, is_done, is_error = 0.0, not action.tool_calls, False
         for call in action.tool_calls:
@@ -120,7 +120,7 @@ class OpenEnv(Environment):
         return result
 
     def _action(self, text: str) -> dict[str, Any] | None:
-        """Return the fields of an answer; None if it does not have them."""
+        """Return the fields of an answer, or None if it does not have them."""
         if self._field is None:
             try:
                 value = json.loads(text[text.index("{") : text.rindex("}") + 1])
@@ -140,7 +140,7 @@ class OpenEnv(Environment):
         return Observation([message], {0: 0.0}, is_error=True)
 
     def _text(self, observation: dict[str, Any]) -> str:
-        """Return the words of an observation: the field to be shown, the only one, or all as JSON."""
+        """Return the text of an observation: the field to show, the only field, or all fields as JSON."""
         fields = {name: value for name, value in observation.items() if name not in BESIDE and value is not None}
         if self._shown_field is not None:
             value = observation.get(self._shown_field, "")
@@ -150,7 +150,7 @@ class OpenEnv(Environment):
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool of a server in the form of chat templates."""
+    """Return a server's tool in the form that chat templates expect."""
     schema = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
     return {"type": "function", "function": function}

@@ -11,11 +11,10 @@ from slimectl.types import Sample
 
 
 class ReasoningGymTasks(Environment):
-    """The data set `reasoning_gym.create_dataset(NAME, **arguments)`; the split `eval` has another seed.
+    """The data set `reasoning_gym.create_dataset(NAME, **arguments)`. The split `eval` has another seed.
 
-    The task's own scorer gives the reward, of the last <answer> tag or of the whole answer, with the guards of the
-    verifier reasoning_gym, since some scorers evaluate what they are given. `instruction` stands before the
-    question.
+    The task's own scorer grades the last <answer> tag, or else the whole answer. The guards of the verifier
+    reasoning_gym apply, because some scorers evaluate their input. `instruction` is put before the question.
     """
 
     tasks = "rows"

@@ -1,4 +1,4 @@
-"""The tasks of an environment as a source of prompts: `env`, `env:eval`, and slices of them."""
+"""Tasks of an environment as a source of prompts: `env`, `env:eval`, and slices of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from slimectl.errors import SettingsError
 from slimectl.types import Prompt
 
 EPOCH = {"train": 1000, "eval": 100}
-"""Tasks of `env` and `env:eval` where any number is one; a slice names others."""
+"""Number of tasks of `env` and `env:eval` if every seed is a task. A slice can select others."""
 SEEDS = 1_000_000_000
 """Seeds of a split."""
 
 
 class TaskTable:
-    """Tasks by number; an episode begins with its environment's own words, so that their prompts are empty."""
+    """Tasks by number. Their prompts are empty, because the environment writes the first message of an episode."""
 
     def __init__(self, name: str, split: str, size: int) -> None:
         self._name, self._split, self._size = name, split, size
@@ -32,13 +32,13 @@ class TaskTable:
 
 
 def task_table(specification: Specification, split: str, *, unbounded: bool) -> Table:
-    """Return the tasks of a split, `unbounded` for slices of it. Raises SlimectlError if it cannot be loaded."""
+    """Return the tasks of a split, `unbounded` for its slices. Raises SlimectlError if it cannot be loaded."""
     description, name = shared_host(specification).description(), specification.name
     if description["tasks"] == "data":
-        raise SettingsError(f"{name}: has no tasks of its own; give a file of prompts as data, e.g. --data tasks.jsonl")
+        raise SettingsError(f"{name}: has no tasks of its own. Give a file of prompts as data: --data tasks.jsonl.")
     if description["tasks"] == "seeds":
         table = TaskTable(name, split, SEEDS)
         return table if unbounded else Sliced(name, table, 0, EPOCH[split])
     if not description["counts"][split]:
-        raise SettingsError(f"{name}: has no tasks for {split}; give slices of env, as env@[0:100]")
+        raise SettingsError(f"{name}: has no tasks for {split}. Give slices of env, such as env@[0:100].")
     return TaskTable(name, split, description["counts"][split])

@@ -1,4 +1,4 @@
-"""TextArena games: the policy plays every player, each in a chat of its own."""
+"""TextArena games: the policy plays every player, each in its own chat."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MOST_PLAYERS = 15
 
 
 class TextArena(Environment):
-    """A game of `textarena.make(ID, **arguments)`; its seeds are its tasks.
+    """A game of `textarena.make(ID, **arguments)`. Its tasks are seeds.
 
-    The wrappers of actions apply; of those of observations, which repeat the whole game at every turn, the chat takes
-    the place. `num_players` is the number of players, by default the fewest with which the game begins.
+    Action wrappers apply. Observation wrappers do not, because they repeat the whole game at every turn, and the chat
+    already has it. `num_players` is the number of players, by default the fewest that the game allows.
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ class TextArena(Environment):
         self._env = self._make()
 
     def _fewest_players(self) -> int:
-        """Return the fewest players with which the game begins: games say no by any exception."""
+        """Return the fewest players with which the game starts. Games may refuse with any exception."""
         problem: Exception | None = None
         for players in range(1, MOST_PLAYERS + 1):
             try:
@@ -53,7 +53,7 @@ class TextArena(Environment):
         return self._ending()
 
     def _observation(self, *, is_error: bool = False) -> Observation:
-        """Return what the next player has not read yet, without this player's own moves, which are in the chat."""
+        """Return what the next player has not read yet, without the player's own moves, which are in the chat."""
         base = self._env
         while hasattr(base, "env"):
             base = base.env
@@ -77,5 +77,5 @@ class TextArena(Environment):
         return Observation(rewards=final, is_done=True, is_error=is_error, info=info)
 
     def _is_refused(self) -> bool:
-        """Return whether the last move was refused, where the game's state counts that."""
+        """Return whether the last move was refused, if the game's state counts that."""
         return bool(getattr(self._env.state, "error_count", 0))

@@ -1,4 +1,4 @@
-"""An environment of the user's own: a class by its path."""
+"""Loads a user's environment from the path of its class."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slimectl.user_code import load_callable
 
 
 def user_environment(target: str, arguments: Mapping[str, Any]) -> Environment:
-    """Return the environment that `package.module:Class` or `path/to/file.py:Class` makes of the arguments.
+    """Make an environment of the class `package.module:Class` or `path/to/file.py:Class` with these arguments.
 
-    Raises HookError if it is no Environment.
+    Raises HookError if it is not an Environment.
     """
     environment = load_callable(target, setting="rollout.env")(target, arguments)
     if not isinstance(environment, Environment):
-        raise HookError(f"rollout.env: {target} is no subclass of slimectl.environments.port.Environment")
+        raise HookError(f"rollout.env: {target} is not a subclass of slimectl.environments.port.Environment")
     return environment

@@ -1,4 +1,4 @@
-"""Environments of the package verifiers: its own rollout runs, and asks for answers through a client of ours."""
+"""Environments of the package verifiers. Its own rollout runs, and gets its answers through our client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimectl.environments.port import Action, Environment, Observation, Task
 from slimectl.errors import BackendError
 
 CONTEXT_FULL = "This model's maximum context length is used up."
-"""The words by which the library recognises that a chat is too long; it then scores what there is."""
+"""The message by which the library recognises that a chat is too long. It then scores the chat so far."""
 
 
 class Verifiers(Environment):
@@ -32,7 +32,7 @@ class Verifiers(Environment):
         _check_version(version("verifiers"))
         self._env = verifiers.load_environment(target, **arguments)
         if self._env.requires_group_rollouts:
-            raise ValueError("its rubric compares rollouts of a group, and episodes are scored one by one")
+            raise ValueError("the rubric compares rollouts of a group, but episodes are scored one by one")
         self._rows: dict[str, Any] = {"train": self._env.get_dataset()}
         if self._env.eval_dataset is not None or self._env.eval_dataset_source is not None:
             self._rows["eval"] = self._env.get_eval_dataset()
@@ -65,7 +65,7 @@ class Verifiers(Environment):
         return self._ending()
 
     async def _next(self) -> Observation:
-        """Return the next chat that the rollout asks about, or its end."""
+        """Return the next chat that needs an answer, or the end of the rollout."""
         waiting = asyncio.ensure_future(self._requests.get())
         await asyncio.wait({waiting, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
@@ -79,25 +79,25 @@ class Verifiers(Environment):
     def _ending(self) -> Observation:
         output = self._rollout.result()
         if output.get("error"):
-            raise RuntimeError(f"its rollout ended with {output['error']}")
+            raise RuntimeError(f"the rollout ended with {output['error']}")
         metrics = {name: value for name, value in (output.get("metrics") or {}).items() if value is not None}
         info = {"metrics": metrics, "stop_condition": output.get("stop_condition")}
         return Observation(rewards={0: float(output["reward"])}, is_done=True, info=info)
 
 
 def _check_version(installed: str) -> None:
-    """Raise BackendError unless this adapter fits the package: 0.4 has other environments, and 0.2 no clients."""
+    """Raise BackendError for an unsupported version: 0.4 has other environments, and 0.2 has no clients."""
     parts = [int(part) for part in re.findall(r"\d+", installed)[:2]]
     if parts != [0, 3]:
         other = " Its environments (verifiers.v1) start a program for every task." if parts > [0, 3] else ""
         raise BackendError(
             f"rollout.env: verifiers {installed} in {sys.executable}: slimectl runs environments of verifiers 0.3."
-            f"{other} Run: pip install 'verifiers>=0.3.1,<0.4', or name a Python that has it in rollout.env_python"
+            f"{other} Run: pip install 'verifiers>=0.3.1,<0.4', or set rollout.env_python to a Python that has it."
         )
 
 
 class _Request:
-    """A chat that awaits its answer."""
+    """A chat that waits for its answer."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
@@ -109,7 +109,7 @@ class _Refused(Exception):
 
 
 def _openai_client(requests: asyncio.Queue[_Request]) -> Any:
-    """Return OpenAI's client over a transport that puts requests into a queue."""
+    """Return OpenAI's client with a transport that puts requests into a queue."""
     import httpx
     import openai
 

@@ -1,4 +1,4 @@
-"""Child processes: the signals that reach them, and their output, to stderr or to a log that explains a failure."""
+"""Signals and output of child processes. Output goes to stderr or to a log, whose end explains a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimectl.user_code import ENDING, handle_here
 
 @contextmanager
 def blocked_in_helpers() -> Iterator[None]:
-    """Block the signals while helpers of multiprocessing are started, which inherit that; here they come afterwards.
+    """Block the signals while multiprocessing starts its helpers, which inherit the mask. Deliver them here afterwards.
 
     Python 3.11 and 3.12 end the tracker of semaphores by SIGHUP, and the fork server by both.
     """
@@ -30,7 +30,7 @@ def blocked_in_helpers() -> Iterator[None]:
 
 
 def leave_to_parent() -> None:
-    """Let the signals, and Ctrl-C, pass in a worker or a rank; processes that it starts get their defaults."""
+    """Ignore the signals and Ctrl-C in a worker or a rank. Processes that it starts get the defaults."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in ENDING:
         handle_here(number, lambda received, frame: None)
@@ -45,7 +45,7 @@ TAIL_BYTES = 16_384
 
 
 def redirect(log: Path | None) -> None:
-    """Redirect the output of this process and its children to `log`, or to stderr without one: stdout is for data."""
+    """Redirect the output of this process and its children to `log`, or to stderr without one. Stdout is for data."""
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -58,7 +58,7 @@ def redirect(log: Path | None) -> None:
 
 
 def tail(log: Path) -> str:
-    """Return the last lines of a log under its name; empty if it cannot be read."""
+    """Return the last lines of a log below its name, or "" if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -76,7 +76,7 @@ def attach_log_tail(error: Failure, tail: str) -> Failure:
 
 
 def log_files(logs: Path | None, ranks: int, living: int) -> list[Path] | None:
-    """Return a log file per rank: rank-0.log; a group beside `living` others gets other files, rank-0.group-1.log."""
+    """Return a log file per rank: rank-0.log, or rank-0.group-1.log while `living` 1 other group runs."""
     if logs is None:
         return None
     group = f".group-{living}" if living else ""

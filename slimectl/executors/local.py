@@ -1,4 +1,4 @@
-"""Executor of one machine: threads that prefetch, processes that work in parallel."""
+"""Executor for one machine: threads that prefetch, and processes that work in parallel."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 
 
 class LocalExecutor:
-    """Runs ranks, hosted objects, streams and worker pools on one machine; their processes live until `close`.
+    """Runs ranks, hosted objects, streams and worker pools on one machine. Their processes live until `close`.
 
-    Output of ranks goes to rank-0.log, … in `logs`; to stderr without it.
+    Output of ranks goes to rank-0.log, … in `logs`, or to stderr without it.
     """
 
     def __init__(self, *, logs: Path | None = None) -> None:
@@ -49,7 +49,7 @@ class LocalExecutor:
         return rank_group
 
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
-        """Build the object in this process and return it; `close` closes it."""
+        """Build the object in this process and return it. `close` closes it."""
         instance = build()
         self._hosted.callback(close_hosted, instance)
         return instance
@@ -70,7 +70,7 @@ class LocalExecutor:
         wall_timeout_s: float | None = None,
         prepare: Callable[[Item], Any] | None = None,
     ) -> Iterator[Result | BaseException]:
-        """Yield results in order; `workers` 0 calls `fn` in this process, lazily, one item at a time.
+        """Yield results in order. With `workers` 0, call `fn` in this process, lazily, one item at a time.
 
         A worker that overruns a limit (see protocols.Executor) is killed and replaced. At most 4 items per worker are
         in flight, so an endless input is fine.
@@ -83,7 +83,7 @@ class LocalExecutor:
         window: deque[tuple[Item, Future[Any]]] = deque()
 
         def submit(item: Item) -> Future[Any]:
-            # This limit is for a worker that is stuck in preparing, or blocked without letting threads run.
+            # This limit is for a worker that is stuck while it prepares, or that blocks without letting threads run.
             return pool.submit(limited, item, timeout_s=None if wall_s is None else wall_s + WARM_UP_S)
 
         def next_result() -> Result | BaseException:
@@ -114,7 +114,7 @@ class LocalExecutor:
         return self._pool
 
     def close(self) -> None:
-        """Close the hosted objects, end every process."""
+        """Close the hosted objects and end every process."""
         try:
             self._hosted.close()
         finally:
@@ -129,7 +129,7 @@ class LocalExecutor:
 
 
 def map_here(fn: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result | BaseException]:
-    """Call `fn` in this process, lazily, one item at a time; an exception is the item's result."""
+    """Call `fn` in this process, lazily, one item at a time. An exception becomes the item's result."""
     for item in items:
         try:
             result: Result | BaseException = fn(item)
@@ -156,7 +156,7 @@ def _outcome(future: Future[Any], limited: Limited) -> Any | BaseException:
 
 
 def close_hosted(hosted: Any) -> None:
-    """Call the object's `close`, if it has one; a coroutine is awaited."""
+    """Call the object's `close`, if it has one, and await it if it is a coroutine."""
     close = getattr(hosted, "close", None)
     if close is not None and inspect.isawaitable(awaitable := close()):
         run_coroutine(_await(awaitable))

@@ -1,6 +1,6 @@
-"""Rank group that is driven over one pipe per rank: requests go to every rank, each rank answers.
+"""Drives a rank group over one pipe per rank. Requests go to every rank, and each rank answers.
 
-A rank answers a request with ("part", …)* and then ("done", …) or ("error", …); parts and results of rank 0 are kept.
+A rank answers a request with ("part", …)* and then ("done", …) or ("error", …). Only those of rank 0 are kept.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from slimectl.protocols import Serve
 from slimectl.transport.loopback import short_temporary_folders
 
 GRACE_S = 10.0
-"""Seconds that ranks get to answer after another has failed, or to exit after a request to."""
+"""Seconds that ranks get to answer after another rank has failed, or to exit after a request to exit."""
 LOOK_S = 2.0
-"""Seconds between checks for dead ranks whose pipes do not report the end of their process."""
+"""Seconds between checks for dead ranks, because a pipe does not always report the end of its process."""
 PRELOAD = ["slimectl.executors.rank_imports"]
-"""Imported by the fork server of ranks, once for all of them."""
+"""Module that the fork server imports once for all ranks."""
 
 
 class RankGroupBase:
-    """Driver side of protocols.RankGroup; a subclass starts the processes and explains how they ended.
+    """Driver side of protocols.RankGroup. A subclass starts the processes and explains how they ended.
 
     After a failure that leaves some rank waiting for another, the processes are ended.
     """
@@ -54,7 +54,7 @@ class RankGroupBase:
     def send(self, *request: Any) -> None:
         """Send one request to every rank. Raises DiedError if the group has ended."""
         if self.ended:
-            raise DiedError("the rank processes have ended; build the policy again")
+            raise DiedError("the rank processes have ended. Build the policy again.")
         data = pickle.dumps(request)
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -63,7 +63,7 @@ class RankGroupBase:
                 raise self._with_log_tail(self._death_error(rank), rank) from error
 
     def answers(self) -> Iterator[Any]:
-        """Yield the parts that rank 0 sends, then its result; every rank has answered once this is exhausted.
+        """Yield the parts that rank 0 sends, then its result. Every rank has answered once this is exhausted.
 
         Raises what a rank raised, with its traceback as a note, or DiedError if one died: a death is the cause of
         what other ranks raise.
@@ -89,7 +89,7 @@ class RankGroupBase:
             raise failure
 
     def end(self, *, polite: bool = True) -> None:
-        """Close the pipes, so that every rank exits; without `polite`, kill the processes at once."""
+        """Close the pipes, so that every rank exits. Without `polite`, kill the processes at once."""
         if self.ended:
             return
         self.ended = True
@@ -100,7 +100,7 @@ class RankGroupBase:
         self._reap(time.monotonic() + (GRACE_S if polite else 0.0))
 
     def _receive(self, pending: dict[int, Connection], deadline: float) -> Iterator[tuple[int, str, Any]]:
-        """Wait for messages; yields (rank, kind, value) of each."""
+        """Wait for messages and yield (rank, kind, value) of each."""
         ready = wait(list(pending.values()), timeout=min(LOOK_S, max(0.0, deadline - time.monotonic())))
         ready_ranks = [rank for rank, pipe in pending.items() if pipe in ready]
         for rank in ready_ranks:
@@ -116,7 +116,7 @@ class RankGroupBase:
         return attach_log_tail(error, self._tail(rank))
 
     def _tail(self, rank: int) -> str:
-        """Return the last lines of a rank's log, with its name; empty without logs."""
+        """Return the last lines of a rank's log below its name, or "" without logs."""
         raise NotImplementedError
 
     def _ended_ranks(self) -> Iterator[int]:
@@ -133,7 +133,7 @@ class RankGroupBase:
 
 
 class LocalRanks(RankGroupBase):
-    """N processes that each call `build()` and serve requests; rank i reads them from its pipe.
+    """N processes that each call `build()` and serve requests. Rank i reads its requests from its pipe.
 
     A rank ignores Ctrl-C, SIGTERM and SIGHUP (its parent decides), writes to stderr (or its file in `logs`) only, and
     exits when its parent is gone, however the parent died.
@@ -143,9 +143,9 @@ class LocalRanks(RankGroupBase):
         self, serve: Serve, build: Callable[[], Any], *, ranks: int, logs: Path | None = None, living: int = 0
     ) -> None:
         super().__init__(ranks, log_files(logs, ranks, living))
-        # The parent holds the store, so that its port is taken before any rank asks for it.
+        # The parent hosts the store, so that its port is bound before any rank connects.
         self._store = host_store(LOCALHOST)
-        # A server that has imported and nothing else: forking this process, with torch's threads, can deadlock.
+        # A server that has only imported modules: forking this process, with torch's threads, can deadlock.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._processes = []
@@ -173,7 +173,7 @@ class LocalRanks(RankGroupBase):
         process.join(GRACE_S)
         hint = "; out of memory?" if process.exitcode == -signal.SIGKILL else ""
         location = "its messages above" if self._logs is None else self._logs[rank]
-        return DiedError(f"rank {rank} of {self.ranks} died (exit code {process.exitcode}{hint}); see {location}")
+        return DiedError(f"rank {rank} of {self.ranks} died (exit code {process.exitcode}{hint}). See {location}.")
 
     def _tail(self, rank: int) -> str:
         return "" if self._logs is None else tail(self._logs[rank])
@@ -190,7 +190,7 @@ class LocalRanks(RankGroupBase):
 def _no_main_without_file() -> Iterator[None]:
     """Hide the file name of a main module that was read from stdin.
 
-    New processes import the main module again; this one has a name but no file to import.
+    New processes import the main module again, and this one has a name but no file to import.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -212,19 +212,19 @@ def _rank(
     log: Path | None,
     environment: Mapping[str, str],
 ) -> None:
-    """Run one rank process; `environment` is that of the driver now, the fork server still has an earlier one."""
+    """Run one rank process with the driver's current `environment`. The fork server still has an earlier one."""
     os.environ.clear()
     os.environ.update(environment)
     leave_to_parent()
     redirect(log)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     run_rank(serve, build, ConnectionPipe(pipe, seat.rank), seat)
-    # At once: destroying a group whose other ranks are stuck or gone would wait for them.
+    # Exit at once: destroying a group whose other ranks are stuck or gone would wait for them.
     os._exit(0)
 
 
 def _leave_with_parent() -> None:
-    """Exit when the parent does, even in the middle of a collective call, where no pipe is read."""
+    """Exit when the parent does, even during a collective call, when nothing reads the pipe."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

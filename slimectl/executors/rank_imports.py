@@ -1,9 +1,9 @@
-"""Imports of all ranks, 3 s of CPU: their fork server imports this module. None of them initializes a GPU."""
+"""Modules that all ranks import, in 3 s of CPU. Their fork server imports this file. None initializes a GPU."""
 
 import gc
 
-# Garbage collections would look at the objects of some thousand modules again and again, here and in every rank, which
-# would copy the memory that it shares with the fork server.
+# Garbage collections would visit the objects of some thousand modules again and again, here and in every rank. That
+# would copy the memory that the ranks share with the fork server.
 gc.disable()
 
 import torch.distributed.fsdp  # noqa: E402, F401

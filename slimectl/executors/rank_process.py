@@ -1,4 +1,4 @@
-"""Rank side of a rank group: its pipe, its torch.distributed initialization, its main loop."""
+"""Rank side of a rank group: the pipe, the torch.distributed initialization and the main loop."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LOCALHOST = "127.0.0.1"
 class RankInfo:
     """Position of a rank: its index among `ranks`, the store for the rendezvous, and its machine.
 
-    `neighbours` of the ranks are on the same machine, this one is number `local` of them; `device` is its GPU among
-    those that it sees; `address` is the machine's own.
+    `neighbours` ranks are on the same machine, and this one is number `local` of them. `device` is the index of its GPU
+    among the visible ones. `address` is the machine's own.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class RankInfo:
 
 
 class ConnectionPipe:
-    """protocols.RankPipe over a connection. Ends the rank, quietly, when the driver is gone."""
+    """protocols.RankPipe over a connection. Ends the rank without an error when the driver is gone."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection, self._rank = connection, rank
@@ -60,11 +60,11 @@ class ConnectionPipe:
         self._connection.send(("part", value))
 
     def done(self, value: Any) -> None:
-        """Send the result of a request, or of building."""
+        """Send the result of a request or of the build."""
         self._connection.send(("done", value))
 
     def failed(self, error: BaseException) -> None:
-        """Send the exception of a request, or of building."""
+        """Send the exception of a request or of the build."""
         self._connection.send(("error", picklable_error(error, f"rank {self._rank}")))
 
 
@@ -73,7 +73,7 @@ class _DriverGone(Exception):
 
 
 def run_rank(serve: Serve, build: Callable[[], Any], pipe: RankPipe, seat: RankInfo) -> None:
-    """Join the group and serve until the pipe closes; an exception is sent to the driver."""
+    """Join the group and serve until the pipe closes. An exception is sent to the driver."""
     faulthandler.enable()  # a crash in native code prints the Python stack into the rank's log
     try:
         _join(seat)
@@ -98,7 +98,7 @@ def _join(seat: RankInfo) -> None:
         "MASTER_ADDR": seat.host,
         "MASTER_PORT": str(seat.port),
     }
-    # Explicitly: a forked rank has the OpenMP library of the fork server, which read an earlier environment.
+    # Set explicitly: a forked rank has the fork server's OpenMP library, which read an earlier environment.
     torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", ""), torch.get_num_threads(), seat.neighbours))
     # gloo would look up the host's own name, which containers often cannot resolve.
     if name := interface("127.0.0.1" if seat.neighbours == seat.ranks else seat.address):
@@ -112,38 +112,38 @@ def _join(seat: RankInfo) -> None:
 
 
 def _threads(variable: str, available: int, neighbours: int) -> int:
-    """Return the threads of a rank: those of OMP_NUM_THREADS, else its part of those that torch takes alone.
+    """Return the number of threads of a rank: OMP_NUM_THREADS, else its share of what torch would use.
 
-    The number of threads decides how sums are split, and so the last digits of every metric: a rank alone must take as
+    The number of threads decides how sums are split, and so the last digits of every metric. A single rank must use as
     many as the same policy in this process.
 
     >>> _threads("", 8, neighbours=2), _threads("3", 8, neighbours=2), _threads("4,2", 8, neighbours=1)
     (4, 3, 4)
     """
-    outermost = variable.partition(",")[0].strip()  # the others are those of nested parallel regions
+    outermost = variable.partition(",")[0].strip()  # the rest is for nested parallel regions
     return int(outermost) if outermost.isdecimal() and int(outermost) else max(1, available // neighbours)
 
 
 def host_store(host: str) -> TCPStore:
-    """Return a store that listens on `host` alone, at a free port.
+    """Return a store that listens only on `host`, at a free port.
 
-    By itself torch (2.13) listens on every address of the machine, and whoever reaches a store may read, change and
-    stop what the ranks agree on.
+    By default torch (2.13) listens on every address of the machine, and any client that reaches a store can read,
+    change and stop what the ranks agree on.
     """
     from torch.distributed import TCPStore
 
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
-    # Only the libuv backend takes a descriptor; the store closes it.
+    # Only the libuv backend accepts a descriptor. The store closes it.
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, use_libuv=True, master_listen_fd=listener.detach()
     )
 
 
 def picklable_error(error: BaseException, source: str) -> BaseException:
-    """Return the exception in picklable form: of its own type where that can be pickled, its traceback as a note.
+    """Return the exception in picklable form, of its own type if that can be pickled, with its traceback as a note.
 
-    `remote_frames` lists file and line of every frame, which a traceback would have here (user_code.error_location).
+    `remote_frames` lists the file and line of every frame, as a local traceback would (user_code.error_location).
     """
     text = "".join(traceback.format_exception(error)).rstrip()
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]

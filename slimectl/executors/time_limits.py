@@ -1,4 +1,4 @@
-"""Limits on the time of one item in a worker process: CPU time, and wall-clock time behind it."""
+"""Limits on the CPU time and the wall-clock time of one item in a worker process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 WALL_FACTOR = 12.0
-"""Wall-clock limit, in multiples of the CPU limit, where none is given: a process may wait for a core that long."""
+"""Default wall-clock limit as a multiple of the CPU limit, because a process may wait for a core."""
 WARM_UP_S = 300.0
 """Seconds that preparing a worker may take beyond the wall-clock limit."""
 
-# The kernel ends the process by these signals: no handler of Python runs while a call of C computes a huge power.
+# The kernel ends the process by these signals, because no Python handler runs while C code computes a huge power.
 CPU_SIGNAL = signal.SIGPROF
 WALL_SIGNAL = signal.SIGVTALRM
 
@@ -27,7 +27,7 @@ def wall_limit(timeout_s: float | None, wall_timeout_s: float | None) -> float |
 
 @dataclass(frozen=True)
 class Limited:
-    """Calls a function within limits on its time, after preparing the process for the item; picklable.
+    """Calls a function within time limits, after preparing the process for the item. It is picklable.
 
     A process that exceeds `cpu_s` seconds of CPU time, or `wall_s` seconds of wall-clock time, is ended by a signal.
     """
@@ -45,7 +45,7 @@ class Limited:
 
 
 def overrun(signal_number: int, cpu_s: float | None, wall_s: float | None) -> TimeoutError | None:
-    """Return the error of an item whose process was ended by this signal; None for a signal of something else."""
+    """Return the error of an item whose process was ended by this signal, or None if the signal is not a limit's."""
     if signal_number == CPU_SIGNAL and cpu_s is not None:
         return TimeoutError(f"took more than {cpu_s:g} s of CPU time")
     if signal_number == WALL_SIGNAL and wall_s is not None:
@@ -55,8 +55,8 @@ def overrun(signal_number: int, cpu_s: float | None, wall_s: float | None) -> Ti
 
 @contextmanager
 def _end_process_after(cpu_s: float | None, wall_s: float | None) -> Iterator[None]:
-    # A thread suffices for wall-clock time: what waits without using the CPU lets other threads run. An alarm would not
-    # do, because libraries that limit their own time set and clear the only one of the process.
+    # A thread is enough for wall-clock time, because code that waits without using the CPU lets other threads run. An
+    # alarm would not work: libraries that limit their own time set and clear the only alarm of the process.
     watch = threading.Timer(wall_s, os.kill, (os.getpid(), WALL_SIGNAL)) if wall_s is not None else None
     if watch is not None:
         watch.daemon = True
@@ -72,6 +72,6 @@ def _end_process_after(cpu_s: float | None, wall_s: float | None) -> Iterator[No
 
 
 def reset_signals() -> None:
-    """Let the signals of the limits end this process, whatever its parent ignored."""
+    """Let the signals of the limits end this process, even if its parent ignored them."""
     signal.signal(CPU_SIGNAL, signal.SIG_DFL)
     signal.signal(WALL_SIGNAL, signal.SIG_DFL)

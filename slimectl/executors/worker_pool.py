@@ -1,4 +1,4 @@
-"""Pool of worker processes. A thread serves each process, and so knows the call that its process died of."""
+"""Pool of worker processes. A thread serves each process, so it knows which call the process died in."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from slimectl.user_code import ENDING
 from slimectl.user_code.containment import exit_at_once
 
 STOP_SIGNAL = signal.SIGUSR2
-"""Signal by which the parent ends a worker: a scheduler sends SIGTERM to all processes of a job."""
+"""Signal with which the parent ends a worker. It is not SIGTERM, which a scheduler sends to all processes of a job."""
 GRACE_S = 3.0
-"""Seconds that a worker gets for its clean-up before it is killed."""
+"""Seconds for a worker's clean-up before it is killed."""
 LOOK_S = 0.5
 """Seconds between checks for a dead worker whose pipe is held open by a process that it started."""
 
 
 class WorkerDiedError(Exception):
-    """The process of a call ended; `exit_code` is negative for a signal."""
+    """The process of a call ended. `exit_code` is negative for a signal."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"the worker process ended with exit code {exit_code}")
@@ -57,37 +57,37 @@ class _Call:
 
 
 class WorkerPool:
-    """Processes that call functions, one call at a time each; a process is started when it is first needed."""
+    """Processes that call functions, one call at a time each. A process is started when it is first needed."""
 
     def __init__(self, size: int) -> None:
         self._owner = os.getpid()
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         with blocked_in_helpers():
             self._workers = [_Worker(self._calls) for _ in range(size)]
-        # A program that ends without `close` would wait for its workers, and these for their next call.
+        # A program that ends without `close` would wait for its workers, which wait for their next call.
         atexit.register(self.close)
 
     def submit(self, function: Callable[[Any], Any], item: Any, *, timeout_s: float | None) -> Future[Any]:
-        """Call `function(item)` in a worker; both are pickled, and so is the result.
+        """Call `function(item)` in a worker. The function, the item and the result are pickled.
 
         The future raises what the function raised, WorkerDiedError if the process ended, and WorkerStuckError if it did
-        not answer within `timeout_s` seconds, which include the start of a process.
+        not answer within `timeout_s` seconds. The start of a process counts towards that time.
         """
         call = _Call(function, item, timeout_s)
         self._calls.put(call)
         return call.future
 
     def cancel(self, future: Future[Any]) -> None:
-        """Cancel a call, and end the process that is in the middle of it."""
+        """Cancel a call, and end the process that is working on it."""
         if not future.cancel():
             for worker in self._workers:
                 worker.stop(future)
 
     def close(self) -> None:
-        """End the processes. Calls that wait are cancelled; those under way raise WorkerDiedError."""
+        """End the processes. Waiting calls are cancelled, and running ones raise WorkerDiedError."""
         atexit.unregister(self.close)
         if os.getpid() != self._owner:
-            return  # at the end of a process that was forked from this one, which still has the workers
+            return  # a forked child is exiting, and the workers still belong to its parent
         for worker in self._workers:
             worker.close()
         for _ in self._workers:
@@ -106,29 +106,29 @@ class _Worker:
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
         self._kill_at = float("inf")
-        """When the process, which was told to stop, is to be killed (time.monotonic)."""
+        """When to kill the process after it was told to stop (time.monotonic)."""
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="slimectl-worker", daemon=True)
         self._thread.start()
 
     def stop(self, future: Future[Any]) -> None:
-        """End the process if it is in the middle of this call."""
+        """End the process if it is working on this call."""
         with self._lock:
             if self._future is future:
                 self._stop()
 
     def close(self) -> None:
-        """Begin no further call, and end the process."""
+        """Start no more calls, and end the process."""
         with self._lock:
             self._closed = True
             self._stop()
 
     def join(self) -> None:
-        """Wait for the end of the process and of the thread."""
+        """Wait until the process and the thread have ended."""
         self._thread.join()
 
     def _stop(self) -> None:
-        """Tell the process to stop, now or as soon as it has been started."""
+        """Tell the process to stop, now or as soon as it has started."""
         self._kill_at = time.monotonic() + GRACE_S
         self._signal(STOP_SIGNAL)
 
@@ -139,7 +139,7 @@ class _Worker:
                 os.kill(process.pid, number)
 
     def _serve(self) -> None:
-        # Processes inherit this: a signal to all of them that comes before `_set_up` has set its handlers waits.
+        # Processes inherit this mask, so a signal that arrives before `_set_up` has set its handlers waits.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
         while (call := self._calls.get()) is not None:
             with self._lock:
@@ -160,7 +160,7 @@ class _Worker:
             self._reap()
 
     def _finish(self) -> None:
-        """End the call; the process serves no other one if it was stopped while it answered this one."""
+        """End the call. A process that was stopped while it answered serves no other call."""
         with self._lock:
             self._future = None
         if self._kill_at < float("inf") and self._process is not None:
@@ -199,7 +199,7 @@ class _Worker:
         assert self._pipe is not None
         while (remaining_s := min(deadline, self._kill_at) - time.monotonic()) > 0:
             wait([self._pipe, self._process.sentinel], min(LOOK_S, remaining_s))
-            ended = self._process.exitcode is not None  # looked up before the pipe, into which it may have put a result
+            ended = self._process.exitcode is not None  # checked before the pipe, which may still hold a result
             if self._pipe.poll():
                 return
             if ended:
@@ -218,7 +218,7 @@ class _Worker:
                 self._signal(STOP_SIGNAL)
 
     def _reap(self) -> int:
-        """Wait for the end of the process, kill it if it does not come, and return its exit code."""
+        """Wait until the process ends, kill it if it does not, and return its exit code."""
         assert self._process is not None
         assert self._pipe is not None
         self._pipe.close()
@@ -232,7 +232,7 @@ class _Worker:
         return process.exitcode or 0
 
     def _wait_for_end(self, deadline: float) -> None:
-        # The exit code: a thread that starts another process may be the one to which the system reports the end.
+        # Poll the exit code: the system may report the end to a thread that starts another process.
         while self._process is not None and self._process.exitcode is None:
             if (remaining_s := deadline - time.monotonic()) <= 0:
                 return
@@ -261,9 +261,9 @@ def _answer(request: bytes) -> Any:
 
 
 def _set_up() -> None:
-    """Send messages to stderr, and leave to the parent what ends a command.
+    """Send messages to stderr, and ignore the signals that end a command, which the parent handles.
 
-    Ctrl-C and a closed terminal reach the whole process group, and a scheduler's SIGTERM all processes of a job.
+    Ctrl-C and a closed terminal reach the whole process group. A scheduler's SIGTERM reaches all processes of a job.
     """
     log_to_stderr()
     reset_signals()
@@ -275,7 +275,7 @@ def _set_up() -> None:
 def _exit(*_: Any) -> NoReturn:
     """End the process with the clean-up of multiprocessing, but without freeing every module.
 
-    As a signal handler it may interrupt a user's function, which could catch whatever were raised here.
+    As a signal handler it may interrupt a user's function, which could catch any exception raised here.
     """
     try:
         util._exit_function()  # type: ignore[attr-defined]

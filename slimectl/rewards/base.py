@@ -1,4 +1,4 @@
-"""Base classes of verifiers, and grades: a reward together with its explanation, so that the two cannot disagree."""
+"""Base classes of verifiers, and grades, which hold a reward with its explanation so that they cannot disagree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slimectl.transport.client import HttpClient
 
 SHOWN = 60
-"""Length in characters to which explanations shorten quoted text."""
+"""Maximum length of quoted text in explanations, in characters."""
 
 
 class Span(NamedTuple):
@@ -48,28 +48,28 @@ class Grade:
     span: tuple[int, int] | None = None
 
     def moved(self, start: int, source: str) -> Grade:
-        """The same grade with its span shifted by `start`, for a grade of the part of a response called `source`."""
+        """Return the grade with its span shifted by `start`, for a grade of the part `source` of a response."""
         span = (start + self.span[0], start + self.span[1]) if self.span else None
         return replace(self, source=f"{self.source} of the {source}", span=span)
 
     def to_json(self) -> dict[str, Any]:
-        """The explanation as `score --explain` writes it to metadata.explanation; the reward is in the sample."""
+        """Return the explanation for metadata.explanation (`score --explain`). The reward is already in the sample."""
         span = list(self.span) if self.span else None
         return {"extracted": self.extracted, "from": self.source, "span": span, "why": self.why}
 
 
 class Verifier(ABC):
-    """Grades samples; a picklable value. Raises on a bad label or metadata, never on model output."""
+    """Grades samples. It is picklable. It raises on a bad label or bad metadata, never on model output."""
 
     ALIASES: ClassVar[dict[str, str]] = {}
     """Older names of options."""
 
     BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = None
-    """Options with which it reads the last box itself; None if the prefix `boxed_` cuts the box out for it."""
+    """Options with which it reads the last box itself, or None if the prefix `boxed_` passes it only the box."""
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Lowest and highest possible reward; for a dict, of the number under "score"."""
+        """Lowest and highest possible reward, or for a dict of its "score"."""
         return 0.0, 1.0
 
     @abstractmethod
@@ -78,10 +78,10 @@ class Verifier(ABC):
 
     @abstractmethod
     def extract(self, sample: Sample) -> str | None:
-        """The part of the response that is graded; None if there is none."""
+        """Return the part of the response that is graded, or None."""
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
-        """Whether two answers to the prompt of `sample` are one to a majority vote; by default, in spelling."""
+        """Whether a majority vote counts two answers to a prompt as the same. By default their spelling must match."""
         return first == second
 
     def __call__(self, sample: Sample) -> float | dict[str, Any] | None:
@@ -92,16 +92,16 @@ class Verifier(ABC):
 
     @property
     def slow(self) -> bool:
-        """Whether an adversarial answer can cost seconds; then samples are graded in worker processes by default."""
+        """Whether grading an adversarial answer can take seconds. If so, worker processes grade by default."""
         return False
 
     def prepare(self) -> None:
-        """Import what grading needs; called once in a worker process, before the time of the first sample begins."""
+        """Import what grading needs. Called once per worker process, before the first sample's time starts."""
         return
 
     @property
     def is_async(self) -> bool:
-        """Whether grading mostly waits for a server; then many samples are graded at once by `grade_async`."""
+        """Whether grading mostly waits for a server. If so, `grade_async` grades many samples at once."""
         return False
 
     @property
@@ -130,35 +130,35 @@ class Verifier(ABC):
             return [self.explain(samples[0])]
         from slimectl.transport.client import run_sync
 
-        return run_sync(lambda asker: self.grade_async(samples, asker))
+        return run_sync(lambda http: self.grade_async(samples, http))
 
-    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
-        """Grade several samples asynchronously; by default, `explain` for each."""
+    async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]:
+        """Grade several samples asynchronously. By default, call `explain` for each."""
         return [self.explain(sample) for sample in samples]
 
 
 class Remote(Verifier):
-    """Grades through a server. Raises BackendError if the request fails; model output never raises."""
+    """Grades through a server. Raises BackendError if the request fails, but never on model output."""
 
     is_async = True
 
     @abstractmethod
-    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]: ...
+    async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]: ...
 
     def explain(self, sample: Sample) -> Grade:
         from slimectl.transport.client import run_sync
 
-        return run_sync(lambda asker: self.grade_async([sample], asker))[0]
+        return run_sync(lambda http: self.grade_async([sample], http))[0]
 
 
 def check_url(url: str) -> None:
     """Raise SettingsError if `url` is not an HTTP address."""
     if not url.startswith(("http://", "https://")):
-        raise SettingsError(f"score.rm_options.url: {url!r} is no address; write http://HOST:PORT/PATH")
+        raise SettingsError(f"score.rm_options.url: {url!r} is not an address. Write http://HOST:PORT/PATH.")
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether the value is a finite number that fits a float; JSON also has NaN, and integers of any length."""
+    """Whether the value is a finite number that fits a float. JSON also allows NaN and integers of any length."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:
@@ -166,7 +166,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def quote(text: str) -> str:
-    """Quote a text for an explanation: in quotes, on one line, its middle elided if it is long."""
+    """Quote a text for an explanation, on one line, without the middle of a long text."""
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]}…{text[-(SHOWN // 2) :]}"
     return repr(text)
@@ -175,11 +175,11 @@ def quote(text: str) -> str:
 def binary_grade(
     right: bool, source: str, answer: Span, label: str, relations: tuple[str, str] = ("is", "is not"), note: str = ""
 ) -> Grade:
-    """Binary grade of an extracted answer: 1.0 or 0.0; `relations` are the phrases for a right and a wrong answer."""
+    """Grade an extracted answer with 1.0 or 0.0. `relations` are the phrases for a right and a wrong answer."""
     reason = f"{relations[not right]} the label {quote(label)}{note}"
     return Grade(float(right), source, reason, answer.text, answer.span)
 
 
 def no_answer(source: str, reason: str, reward: float | dict[str, Any] = 0.0) -> Grade:
-    """The grade of a response without an answer."""
+    """Return the grade of a response without an answer."""
     return Grade(reward, source, reason)

@@ -1,4 +1,4 @@
-"""Grading by a column of the row: each value of the column has its own verifier, as verl's data_source does."""
+"""Grades by a column of the row. Each value of the column has its own verifier, as with verl's data_source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATA_SOURCES: dict[str, Any] = {
     "hiyouga/geometry3k": "math",
     "searchR1_*": SEARCH,
 }
-"""The verifier of each data_source that verl 0.9.1 grades without a function of the user's."""
+"""Verifier of each data_source that verl 0.9.1 grades without a user's function."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class ByColumn(Verifier):
     >>> [by_tag(Sample(response=r"\boxed{4}", label="4", extra={"tag": tag})) for tag in ("math_500", "trivia")]
     [1.0, 0.0]
 
-    A key of `types` is a value, or a pattern with `*`. The first that matches counts. An entry is the name of a
-    verifier, or a table of its `type` and options. Without `types` the values are those of verl's data_source. Metadata
-    may have the column too. A label that holds tests is `metadata.tests` of a `code` entry. The `target` of a label is
+    A key of `types` is a value, or a pattern with `*`. The first match counts. An entry is the name of a verifier, or a
+    table of its `type` and options. Without `types`, the values of verl's data_source apply. The column may also be in
+    the metadata. For a `code` entry, a label with tests becomes `metadata.tests`. If the label has a `target`, that is
     the label. Raises RecordError for a row without the column, or with a value that has no verifier.
     """
 
@@ -58,12 +58,14 @@ class ByColumn(Verifier):
             options = dict(entry) if isinstance(entry, dict) else {"type": entry}
             rm_type = options.pop("type", None)
             if not isinstance(rm_type, str) or rm_type.endswith("by_column"):
-                raise SettingsError(f"score.rm_options.types.{pattern}: {entry!r} names no verifier. Give its type")
+                raise SettingsError(
+                    f"score.rm_options.types.{pattern}: {entry!r} does not name a verifier. Give a type"
+                )
             built[pattern] = verifier(rm_type, **options)
         return built
 
     def _choose(self, sample: Sample) -> tuple[Verifier, Sample]:
-        """The verifier of a sample, and the sample as that verifier reads it."""
+        """Return the verifier of a sample, and the sample in the form for that verifier."""
         row = {**sample.metadata, **sample.extra}
         if self.column not in row:
             raise RecordError(
@@ -108,11 +110,11 @@ class ByColumn(Verifier):
         grader, own_sample = self._choose(sample)
         return grader.explain(own_sample)
 
-    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]:
         grades = []
         for sample in samples:
             grader, own_sample = self._choose(sample)
-            grades += await grader.grade_async([own_sample], asker)
+            grades += await grader.grade_async([own_sample], http)
         return grades
 
     def extract(self, sample: Sample) -> str | None:
@@ -125,7 +127,7 @@ class ByColumn(Verifier):
 
 
 def _with_label_of(sample: Sample, rm_type: str) -> Sample:
-    """The sample with its tests in metadata, and with the target of its label as the label."""
+    """Return the sample with its tests in the metadata, and the target of its label as the label."""
     if rm_type == "code" and "tests" not in sample.metadata and sample.label is not None:
         return replace(sample, metadata={**sample.metadata, "tests": sample.label})
     if isinstance(sample.label, dict) and "target" in sample.label:

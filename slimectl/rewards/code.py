@@ -24,7 +24,7 @@ MAX_SET = 1000
 SOURCE = "last fenced program"
 
 Test = tuple[dict[str, Any], Any]
-"""A case for the sandbox and its expected result: stdout, a value, or None where the case itself asserts."""
+"""A case for the sandbox and its expected result: stdout, a value, or None if the case itself asserts."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,24 @@ class Code(Verifier):
     >>> Code()(Sample(response="```python\nprint(2 * int(input()))\n```", metadata={"tests": tests}))
     0.5
 
-    The last block named Python counts, or else the last unnamed block that is a program (`fences`). Tests have one of
-    these forms, or are its JSON as a string:
+    The last block marked as Python counts, or else the last unmarked block that is a program (`fences`). Tests have one
+    of these forms, or are its JSON as a string:
     - [{input, output}, …]: text for stdin, and the lines expected on stdout
-    - {inputs: […], outputs: […]}: the same by columns. With fn_name, each of inputs is a list of arguments for that
-      function (or the method of a class Solution), and each of outputs is its value. A set equals a list of its members
-    - [statements, …], such as "assert f(2) == 4": run after the program. A test that raises fails
+    - {inputs: […], outputs: […]}: the same by columns. With fn_name, each input is a list of arguments for that
+      function (or a method of a class Solution), and each output is its value. A set equals a list of its members
+    - [statements, …], such as "assert f(2) == 4": run after the program. A test fails if it raises
 
-    Lines are compared without blanks around them and around the whole output. With `compare` "numbers" two lines are
+    Lines are compared without surrounding blanks, and so is the whole output. With `compare` "numbers" two lines are
     also equal if they have the same numbers (3.0 is 3), as in LiveCodeBench (Jain et al. 2024, arXiv:2403.07974). With
     "text" they are not. `imports` gives the program the names of the standard library that LeetCode gives its programs
     (List, gcd, heappush, …). Names that the program defines take precedence.
 
-    A program that ends before its test has run fails it. Expected outputs and values never enter the sandbox.
+    A program that ends before its test has run fails the test. Expected outputs and values never enter the sandbox.
     Statements run in a process that the program cannot reach. Values of the program cross to that process as plain
     data, or as a proxy that the program answers for, and are compared there. A value that cannot cross fails the test.
 
-    `timeout_s` and `test_timeout_s` are CPU seconds of all tests together and of one test. By the wall clock ten times
-    as long may pass, which is added to score.wall_timeout_s.
+    `timeout_s` and `test_timeout_s` are CPU seconds of all tests together and of one test. The wall-clock limit is ten
+    times as long, and is added to score.wall_timeout_s.
     Raises RecordError for malformed tests, and BackendError if no sandbox is available.
     """
 
@@ -71,7 +71,7 @@ class Code(Verifier):
     def __post_init__(self) -> None:
         for name in ("timeout_s", "test_timeout_s", "memory_mib", "processes"):
             if not getattr(self, name) > 0:
-                raise SettingsError(f"score.rm_options.{name}: {getattr(self, name)} is not above 0")
+                raise SettingsError(f"score.rm_options.{name}: {getattr(self, name)} must be above 0")
 
     @property
     def patience_s(self) -> float:
@@ -84,7 +84,7 @@ class Code(Verifier):
             return no_answer(SOURCE, block)
         text, program = block.text, block.program
         if block.language and not is_python(block.language):
-            return Grade(0.0, SOURCE, f"is {block.language}, and only Python runs", text.text, text.span)
+            return Grade(0.0, SOURCE, f"is {block.language}, but only Python can run", text.text, text.span)
         if len(program) > MAX_PROGRAM:
             reason = f"{len(program)} characters, over the limit of {MAX_PROGRAM}"
             return Grade(0.0, SOURCE, reason, text.text, text.span)
@@ -108,7 +108,7 @@ class Code(Verifier):
 
 
 def _find(sample: Sample) -> Block | str:
-    """The graded block, or the reason why there is none."""
+    """Return the graded block, or the reason why there is none."""
     start = answer_start(sample)
     if start < 0:
         return UNCLOSED
@@ -116,7 +116,7 @@ def _find(sample: Sample) -> Block | str:
 
 
 def _failure_reason(expected: Any, outcome: Outcome, *, as_numbers: bool) -> str:
-    """The reason why a test failed; "" if it passed."""
+    """Return why a test failed, or "" if it passed."""
     if outcome.status != "ended":
         return outcome.error[:120] or outcome.status
     if isinstance(expected, _Output):
@@ -152,7 +152,7 @@ def _same_numbers(first: str, second: str) -> bool:
 def _as_json(value: Any) -> str:
     try:
         return json.dumps(value)
-    except (ValueError, RecursionError) as error:  # nested as deep as can be, or an integer too long to print
+    except (ValueError, RecursionError) as error:  # nested too deeply, or an integer too long to print
         return type(error).__name__
 
 
@@ -195,7 +195,7 @@ def _same_members(members: list[Any], expected: list[Any]) -> bool:
 def _close(actual: float, expected: float) -> bool:
     try:
         return isinstance(actual + expected, float) and math.isclose(actual, expected, rel_tol=1e-9)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -207,7 +207,7 @@ def _parse_tests(sample: Sample) -> list[Test]:
             raw = json.loads(raw)
         except json.JSONDecodeError:
             raw = [raw]
-        except ValueError as error:  # an integer with more digits than Python reads
+        except ValueError as error:  # an integer with too many digits for Python
             raise RecordError(f"sample {sample.index}: metadata.tests: {error}") from None
     tests: list[Test] | None = None
     if isinstance(raw, dict):
@@ -238,6 +238,6 @@ def _tests_from_columns(columns: dict[str, Any]) -> list[Test] | None:
 
 
 def _stdin_test(stdin: Any, output: Any) -> Test:
-    """Text, or a list of lines; other values as they print."""
+    """Make a test of text, or of a list of lines. Other values are converted to text."""
     first, second = ("\n".join(map(str, value)) if isinstance(value, list) else str(value) for value in (stdin, output))
     return {"input": first}, _Output(second)

@@ -1,4 +1,4 @@
-"""Extracts answers from responses and labels as text, and makes equal spellings the same."""
+"""Extracts answers from responses and labels as text, and normalises their spelling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimectl.types import Sample, text_of_label
 
 V = TypeVar("V", bound=Verifier)
 Source = Literal["response", "last_line", "boxed", "answer_tag", "with_thought"]
-SOURCE_WORDS: dict[Source, str] = {
+SOURCE_NAMES: dict[Source, str] = {
     "response": "response",
     "last_line": "last line",
     "boxed": r"last \boxed{}",
@@ -26,7 +26,7 @@ SOURCE_WORDS: dict[Source, str] = {
 }
 """Names of the sources in explanations."""
 
-UNCLOSED = "the thought never closes, so nothing was answered"
+UNCLOSED = "the thought never closes, so there is no answer"
 """The reason for a reward of 0 if the last thought never closes."""
 
 FULL_STOPS = ".。．｡।॥۔։።"
@@ -45,7 +45,7 @@ def trimmed(text: str, start: int = 0, end: int | None = None) -> Span:
 
 
 def find_boxed(text: str) -> Span | None:
-    r"""Content of the last \boxed{} or \fbox{}, nested braces included; None if there is none or it never closes.
+    r"""Return the content of the last \boxed{} or \fbox{}, or None if there is no box or it never closes.
 
     >>> find_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     Span(text='\\frac{1}{2}', start=25)
@@ -71,20 +71,20 @@ def find_boxed(text: str) -> Span | None:
 
 
 def find_last_line(text: str) -> Span | None:
-    """The last line that is not blank, stripped; None if there is none."""
+    """Return the last line that is not blank, stripped, or None."""
     stripped = text.rstrip()
     return trimmed(stripped, stripped.rfind("\n") + 1) if stripped else None
 
 
 def find_tagged(text: str, tag: str = "answer") -> Span | None:
-    """Text between the last closed <tag> and its </tag>, stripped; None if there is none."""
+    """Return the text between the last closed <tag> and its </tag>, stripped, or None."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if start < 0 else trimmed(text, start + len(tag) + 2, end)
 
 
 def find(sample: Sample, source: Source) -> Span | None:
-    """The part of the response that `source` names, or None if it is absent.
+    """Return the part of the response that `source` selects, or None if it is absent.
 
     Only `with_thought` includes the reasoning. The others search the answer, which begins at `answer_start`.
     """
@@ -107,7 +107,7 @@ def with_response(sample: Sample, response: str) -> Sample:
 
 
 def last_boxed(text: str) -> str | None:
-    """The text of `find_boxed`."""
+    """Return the text of `find_boxed`."""
     return text_of(find_boxed(text))
 
 
@@ -116,35 +116,35 @@ def text_of(span: Span | None) -> str | None:
 
 
 def missing(sample: Sample, source: Source) -> str:
-    """The reason why extraction from `source` found no answer."""
+    """Return why no answer was found in `source`."""
     if source != "with_thought" and answer_start(sample) < 0:
         return UNCLOSED
     return {
         "response": "the response is empty",
-        "last_line": "the response has no line that is not blank",
+        "last_line": "the response has only blank lines",
         "boxed": r"no \boxed{} or \fbox{}, or the last one never closes",
-        "answer_tag": "no <answer> tag that is closed",
+        "answer_tag": "no closed <answer> tag",
         "with_thought": "the response is empty",
     }[source]
 
 
 def label_text(sample: Sample, wanted_by: str) -> str:
-    """The label as composed text: 72.0 becomes "72". Raises RecordError if there is none, or a list or an object."""
+    """Return the label as composed text: 72.0 becomes "72". Raises RecordError if missing, a list or an object."""
     label = sample.label
     if isinstance(label, list | dict):
         kind = "a list" if isinstance(label, list) else "an object"
         raise RecordError(
-            f"sample {sample.index}: label: {kind}, and the {wanted_by} verifier "
-            f"compares with a string or a number; name a part of it by rollout.label_key, or grade by "
-            f"score.custom_rm_path"
+            f"sample {sample.index}: label: {kind}, but the {wanted_by} verifier "
+            f"needs a string or a number. Select a part of it with rollout.label_key, or set "
+            f"score.custom_rm_path."
         )
     if label is None:
-        raise RecordError(f"sample {sample.index}: label: missing, and the {wanted_by} verifier compares with it")
+        raise RecordError(f"sample {sample.index}: label: missing, but the {wanted_by} verifier needs it")
     return composed(text_of_label(label).strip())
 
 
 def any_label(explain: Callable[[V, Sample], Grade]) -> Callable[[V, Sample], Grade]:
-    """Let a verifier accept any of the labels where the label is a list: the best grade counts, the first of equals.
+    """Let a verifier accept any label of a list. The best grade counts, and the first of equal grades.
 
     Raises RecordError for an empty list, and for an entry that is not a string or a number.
     """
@@ -155,14 +155,14 @@ def any_label(explain: Callable[[V, Sample], Grade]) -> Callable[[V, Sample], Gr
         if not isinstance(labels, list):
             return explain(self, sample)
         if not labels or not all(isinstance(label, str | int | float) for label in labels):
-            fault = "holds something other than strings and numbers" if labels else "is empty"
+            fault = "contains something other than strings and numbers" if labels else "is empty"
             raise RecordError(f"sample {sample.index}: label: the list of accepted answers {fault}")
         grades = [explain(self, replace(sample, label=label)) for label in labels]
         place = max(range(len(grades)), key=lambda i: _score(grades[i]))
         best = grades[place]
         if best.extracted is None:
             return best
-        return replace(best, why=f"{best.why}; label {place + 1} of {len(labels)}")
+        return replace(best, why=f"{best.why} (label {place + 1} of {len(labels)})")
 
     return explain_best
 

@@ -1,4 +1,4 @@
-"""Finds the program in a response: the last fenced block that is Python."""
+"""Finds the program in a response, which is the last fenced block of Python."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slimectl.rewards.base import Span
 from slimectl.rewards.extraction import trimmed
 
 MAX_CLOSINGS = 8
-"""Fences of a kind that are tried as the end of one block. Each takes a parse of the text before it."""
+"""Maximum number of fences of a kind that are tried as the end of a block. Each try parses the text before it."""
 
 MAX_AHEAD = 64
-"""Fences that are considered as the end of a block."""
+"""Maximum number of fences that are considered as the end of a block."""
 
 MAX_PARSED = 500_000
-"""Characters of one response that are parsed in all, which limits the time for hostile responses."""
+"""Total number of parsed characters per response, which limits the time for adversarial responses."""
 
 _PYTHON = re.compile(r"(?:i?python|py|pypy)[-\d.]*")
 _FENCE = re.compile(
@@ -27,10 +27,10 @@ _FENCE = re.compile(
     r"(?<![`~])(?P<behind>`{3,}+|~{3,}+)[ \t]*+(?P<python>(?:i?python|py|pypy)[-\d.]*(?![\w`])[^`\n]*|\r?)$",
     re.MULTILINE | re.IGNORECASE,
 )
-"""A fence on its own line or after text. After text, one that names Python opens a block, and a bare one closes it."""
+"""A fence on its own line or after text. After text, a Python fence opens a block, and a bare fence closes it."""
 
 _NOT_CODE = re.compile(r">>>|(?:\s*(?:#[^\n]*)?(?:\n|$))*+$")
-"""A transcript of an interpreter, or nothing but comments."""
+"""An interpreter transcript, or only comments."""
 
 _LANGUAGE = re.compile(r"\{?\s*\.?([\w+#.-]*)")
 
@@ -64,10 +64,10 @@ def is_python(language: str) -> bool:
 
 
 def find_program(response: str, start: int = 0) -> Block | None:
-    """Return the last block named Python, else the last unnamed program, or None if no block is closed.
+    """Return the last block marked as Python, else the last unmarked program, or None if no block is closed.
 
-    Only the response from `start` on is searched. Where there is neither, the last block, preferably an unnamed one, is
-    returned: its language or its syntax error is the reason why nothing runs. A transcript of an interpreter (>>>) and
+    Only the response from `start` on is searched. If there is neither, the last block is returned, preferably an
+    unmarked one. Its language or syntax error then explains why nothing runs. Interpreter transcripts (>>>) and
     comments without code do not count.
     """
     blocks = [
@@ -82,7 +82,7 @@ def find_program(response: str, start: int = 0) -> Block | None:
 
 
 class _Blocks:
-    """Return the closed blocks of a response, in order.
+    """Finds the closed blocks of a response, in order.
 
     A Python block ends at the first fence that leaves valid Python before it, or else at the first fence. So a fence
     inside a string, such as an example in a docstring, closes nothing. A fence may directly follow code.
@@ -127,7 +127,7 @@ class _Blocks:
         return None if any(fence.info and fence.opens for fence in self._fences[at + 1 : first]) else first
 
     def _closings(self, at: int, *, behind: bool | None = None) -> Iterator[int]:
-        """Yield the fences that may close a block: the first ones, behind text, on their own lines, or both (None)."""
+        """Yield the first fences that may close a block: after text, on their own lines, or both (None)."""
         opening, count = self._fences[at], 0
         for number in range(at + 1, min(at + 1 + MAX_AHEAD, len(self._fences))):
             fence = self._fences[number]
@@ -152,7 +152,7 @@ def _fence(match: re.Match[str]) -> _Fence:
 
 
 def _is_program(text: str) -> bool:
-    """Whether a text is Python that does more than name values, as printed output may."""
+    """Whether a text is Python that does more than list values, unlike printed output."""
     tree = parsed(text)
     return tree is not None and not all(map(_does_nothing, tree.body))
 

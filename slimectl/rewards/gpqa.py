@@ -38,7 +38,7 @@ class Gpqa(Verifier):
     7. a standalone capital, except "A" and "I" before a lower-case word
 
     The letters of a list of choices, "not X", "X is wrong" and letters of a formula (E = mc^2) do not count. Several
-    letters in the deciding match ("A and C") are no answer.
+    letters in the deciding match ("A and C") count as no answer.
 
     Valid letters are metadata.valid_letters, else one for each of metadata.choices (a list of texts, or letter: text),
     else A to J. The label is metadata.correct_letter or the sample's: a letter, the text of a choice, or an index from
@@ -53,7 +53,7 @@ class Gpqa(Verifier):
             return no_answer("response", UNCLOSED)
         match = _find(answer, choices)
         if match is None:
-            return no_answer("response", f"names none of the choices {''.join(choices)}, or several")
+            return no_answer("response", f"states none of the choices {''.join(choices)}, or several")
         letter, place, source = match
         right = letter == expected
         reason = f"the choice {letter} {'is' if right else 'is not'} the label's, {expected}"
@@ -71,7 +71,7 @@ class Gpqa(Verifier):
 
 
 def _find(answer: Span, choices: dict[str, str]) -> tuple[str, Span, str] | None:
-    """(letter, its span in the response, name of the pattern that matched)."""
+    """Return (letter, its span in the response, name of the pattern that matched)."""
     cut = max(0, len(answer.text) - MAX_SEARCHED)
     original = answer.text[cut:]
     text = letters.plain(original)
@@ -105,20 +105,20 @@ def _stated_choices(text: str, choices: dict[str, str]) -> list[tuple[str, Span]
 
 
 def _choices_of(places: list[Span | None], choices: dict[str, str]) -> list[tuple[str, Span]]:
-    """The places with the text of a choice, and its letter. A text of one character counts as a letter."""
+    """Return the places with the text of a choice, with its letter. A text of one character counts as a letter."""
     by_text = {_folded(choice): letter for letter, choice in choices.items()}
     pairs = [(by_text.get(_folded(place.text)), place) for place in places if place]
     return [(letter, place) for letter, place in pairs if letter and len(place.text.strip()) > 1]
 
 
 def _folded(text: str) -> str:
-    """Normalise for comparison: composed, without case, spaces, emphasis, quotation marks around it and full stop."""
+    """Normalise for comparison: compose accents, and remove case, spaces, emphasis, quotation marks and full stop."""
     text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}|\\(?:[,;:! ]|q?quad\b)", r"\1", composed(text))
     return bare(re.sub(r"[\s*_$]+", "", text)).casefold()
 
 
 def _choices(sample: Sample) -> dict[str, str]:
-    """The text of each valid letter, "" where unknown. Raises RecordError."""
+    """Return the text of each valid letter, "" if unknown. Raises RecordError."""
     choices: Any = sample.metadata.get("choices") or {}
     if isinstance(choices, list):
         choices = dict(zip(ascii_uppercase, choices, strict=False)) if len(choices) <= len(ascii_uppercase) else None
@@ -129,7 +129,8 @@ def _choices(sample: Sample) -> dict[str, str]:
         or not all(map(_is_letter, [*choices, *valid]))
     ):
         raise RecordError(
-            f"sample {sample.index}: metadata.choices: give a list of texts or {{letter: text}}; valid_letters: letters"
+            f"sample {sample.index}: metadata.choices: give a list of texts or {{letter: text}}, and valid_letters as "
+            f"letters"
         )
     return {letter.upper(): str(choices.get(letter, choices.get(letter.upper(), ""))) for letter in valid}
 
@@ -146,7 +147,7 @@ def _label(sample: Sample, choices: dict[str, str]) -> str:
     if isinstance(label, int | float):
         if label == int(label) and 0 <= label < len(choices):
             return list(choices)[int(label)]
-        raise RecordError(f"sample {sample.index}: label: {label} is no index of {len(choices)} choices, from 0")
+        raise RecordError(f"sample {sample.index}: label: {label} is not an index of {len(choices)} choices, from 0")
     if (letter := _letter_of(text, choices)) is not None:
         return letter
     raise RecordError(
@@ -155,7 +156,7 @@ def _label(sample: Sample, choices: dict[str, str]) -> str:
 
 
 def _letter_of(text: str, choices: dict[str, str]) -> str | None:
-    """The letter that is written, or whose choice is; None for any other text."""
+    """Return the letter that the text is, or the letter of the choice that it is, or None."""
     letter = letters.plain(text).strip("()[]. ").upper()
     if letter in choices:
         return letter

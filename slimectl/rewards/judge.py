@@ -36,7 +36,7 @@ Score: N
 where N is from 0 (wrong or useless) to 10 (entirely right)."""
 
 READ = 4_000
-"""Characters at the end of a reply that are searched for a score: a pattern may take quadratic time."""
+"""Characters at the end of a reply that are searched for a score, because a pattern may take quadratic time."""
 
 _NUMBER = r"-?\d++(?:\.\d++|,\d{1,2}(?!\d))?+"
 _RANGE = r"\s*(?:-|–|—|to\b|\.\.)\s*\d"
@@ -65,11 +65,11 @@ class Judge(Remote):
 
     {prompt}, {response} and {label} in `template` are replaced. {response} is the text after the last closed thought,
     and {whole_response} includes the thoughts. If a thought never closes and the template has no {whole_response}, the
-    judge is not asked, and the reward is the lowest one.
+    judge is not called, and the reward is the lowest one.
 
     The last match of `pattern` in the judge's reply, after its own thoughts, captures the score. It is a number from
-    `low` to `high`, scaled to 0 to 1, or a key of `values` ({CORRECT = 1.0, INCORRECT = 0.0}), which are rewards
-    without scaling. A number on another scale than `high` is not read. A reply without a score is requested again, up
+    `low` to `high`, scaled to 0 to 1, or a key of `values` ({CORRECT = 1.0, INCORRECT = 0.0}), which are not scaled.
+    A number on another scale than `high` is not read. A reply without a score is requested again, up
     to `max_attempts` replies. Then the reward is `default_score`.
 
     `body` is merged into the request. `api_key_env` names the environment variable with the API key. At most
@@ -107,21 +107,21 @@ class Judge(Remote):
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise SettingsError(f"{section}.pattern: {self.pattern!r} is no regular expression: {error}") from None
+            raise SettingsError(f"{section}.pattern: {self.pattern!r} is not a regular expression: {error}") from None
         if groups != 1:
-            raise SettingsError(f"{section}.pattern: {self.pattern!r} has {groups} groups; one must capture the score")
+            raise SettingsError(f"{section}.pattern: {self.pattern!r} has {groups} groups. One must capture the score.")
         if "{response}" not in self.template and WHOLE not in self.template:
-            raise SettingsError(f"{section}.template: has no {{response}}; the judge would grade nothing")
+            raise SettingsError(f"{section}.template: has no {{response}} for the judge to grade")
         if not self.low < self.high:
             raise SettingsError(f"{section}.low: {self.low:g} is not below {section}.high: {self.high:g}")
         if self.api_key_env and not self.api_key_env.isidentifier():
-            raise SettingsError(f"{section}.api_key_env: is no name of a variable; name the one that holds the key")
+            raise SettingsError(f"{section}.api_key_env: not a variable name. Give the variable that holds the key.")
         if not all(map(is_number, self.values.values())):
             raise SettingsError(f"{section}.values: not every value is a finite number")
         if self.max_attempts < 1 or self.timeout_s <= 0:
-            raise SettingsError(f"{section}: max_attempts and timeout_s of judge are above 0")
+            raise SettingsError(f"{section}: max_attempts and timeout_s of judge must be above 0")
         if self.max_retries < 0:
-            raise SettingsError(f"{section}.max_retries: {self.max_retries} is below 0")
+            raise SettingsError(f"{section}.max_retries: {self.max_retries} must not be below 0")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -133,7 +133,7 @@ class Judge(Remote):
         return self.timeout_s * self.max_attempts
 
     def question(self, sample: Sample) -> str:
-        """Fill in the template, in one pass: braces in the model's text are not placeholders."""
+        """Fill in the template in one pass, because braces in the model's text are not placeholders."""
         answer = find(sample, "response")
         parts = {
             "prompt": _as_text(sample.prompt),
@@ -144,7 +144,7 @@ class Judge(Remote):
         return _NAMES.sub(lambda name: parts[name[1]], self.template)
 
     def read(self, reply: str) -> float | None:
-        """Parse the reward from a judge's reply; None if there is none or it is outside the scale."""
+        """Parse the reward from a judge's reply. None if it is missing or outside the scale."""
         start = after_thought(reply)
         searched = reply[start:][-READ:].replace("−", "-") if start >= 0 else ""
         matches = deque(re.finditer(self.pattern, searched), maxlen=1)
@@ -162,8 +162,8 @@ class Judge(Remote):
             return None
         return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else None
 
-    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
-        return [await self._grade_sample(sample, asker) for sample in samples]
+    async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]:
+        return [await self._grade_sample(sample, http) for sample in samples]
 
     def extract(self, sample: Sample) -> str | None:
         return text_of(self._find(sample))
@@ -171,24 +171,24 @@ class Judge(Remote):
     def _find(self, sample: Sample) -> Span | None:
         return Span(sample.response, 0) if WHOLE in self.template else find(sample, "response")
 
-    async def _grade_sample(self, sample: Sample, asker: HttpClient) -> Grade:
+    async def _grade_sample(self, sample: Sample, http: HttpClient) -> Grade:
         answer = self._find(sample)
         if answer is None:
             return no_answer("response", UNCLOSED, min(self.values.values(), default=0.0))
         reward, reply = None, ""
         for _ in range(self.max_attempts):
-            reply = await self._request_reply(sample, asker)
+            reply = await self._request_reply(sample, http)
             if (reward := self.read(reply)) is not None:
                 break
         reason = redact_text(f"the judge says {quote(reply[-60:])}")
         reason = reason if reward is not None else f"no score in the judge's reply: {reason}"
         return Grade(self.default_score if reward is None else reward, "response", reason, answer.text, answer.span)
 
-    async def _request_reply(self, sample: Sample, asker: HttpClient) -> str:
+    async def _request_reply(self, sample: Sample, http: HttpClient) -> str:
         messages = [{"role": "user", "content": self.question(sample)}]
         body = {"model": self.model, "messages": messages, "temperature": self.temperature,
                 "max_tokens": self.max_tokens, **self.body}  # fmt: skip
-        answer = await asker.post(
+        answer = await http.post(
             f"{self.url.rstrip('/')}/chat/completions",
             body,
             patience=RetryPolicy(self.timeout_s, 1 + self.max_retries),
@@ -200,7 +200,7 @@ class Judge(Remote):
             return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError):
             raise BackendError(
-                f"the judge at {self.url}: answered {str(answer)[:60]!r}; is it OpenAI-compatible, with /v1 in its url?"
+                f"the judge at {self.url}: answered {str(answer)[:60]!r}. Is it OpenAI-compatible, with /v1 in its url?"
             ) from None
 
 

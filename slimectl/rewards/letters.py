@@ -10,14 +10,14 @@ from slimectl.rewards.base import Span
 from slimectl.rewards.extraction import find_boxed
 
 Found = Iterator[tuple[str, Span]]
-"""(letter, its place). The letter is "" if there are several, so the text has no answer."""
+"""(letter, its place). The letter is "" if there are several, which means no answer."""
 
 _TABLE: dict[int, int | str | None] = {
     **{code + 0xFEE0: chr(code) for code in range(0x21, 0x7F)},  # full-width forms
     **{0x24B6 + at: letter for at, letter in enumerate(ascii_uppercase + ascii_lowercase)},  # in circles
     **str.maketrans("“”„«»「」『』‘’‚【】\u3000\xa0、，", '"""""""""\'\'\'[]  ,,'),
 }
-"""Replaces one character by one, so places in the text stay."""
+"""Replaces single characters by single characters, so that positions in the text stay the same."""
 
 _WORD = r"[0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0300-\u052f\u1e00-\u1fff]"
 """Characters that form a word with a Latin letter: Latin, Greek and Cyrillic, but not Han, kana and Hangul."""
@@ -76,7 +76,7 @@ _NAMERS = (
     "option|choice|letter|only|mak(?:es|ing)|opción|opção|opzione|réponse|variante|вариант|alternativa|letra|đúng|chọn|"
     + "|".join(_ASCII_NOUNS[3:])
 )
-"""Words behind which a letter is a choice, whatever follows it."""
+"""Words after which a letter is always a choice."""
 
 _LEADS = (
     r"is|are|was|were|(?:would|must|should|will|to) be|it's|and|or|but|not|than|with|for|as|by|so|thus|hence|therefore|"
@@ -85,7 +85,7 @@ _LEADS = (
     r"(?:pick|select|leave|mean|give|indicate|yield|match|suggest|favou?r|prefer|support)(?:s|es|ing)?|"
     r"es|est|ist|è|é|la|donc|daher|also|somit|quindi|luego|portanto|adalah|là|er|är|án|[A-Z]"
 )
-"""Words behind which a letter is a choice if what follows it does not make it a name."""
+"""Words after which a letter is a choice, unless the text after it makes it a name."""
 
 _BEFORE = re.compile(
     rf"(?:^|[.,:;!?)\]\"'*>=•—–]|(?<![A-Z]\s)[→⇒]|(?<!{_WORD})(?<!\])[(\[]|\s-|[\u0590-\u1dff\u25a0-\U0010ffff]|"
@@ -131,12 +131,12 @@ _MORE_BEFORE = re.compile(rf"(?<!{_WORD})[A-Z]{_CLOSERS}(?:,|(?:,\s*)?{_AND}){_O
 
 
 def plain(text: str) -> str:
-    """Write full-width and circled letters, quotation marks and brackets in ASCII, each at its place."""
+    """Write full-width and circled letters, quotation marks and brackets in ASCII, at the same positions."""
     return text if text.isascii() else text.translate(_TABLE)
 
 
 def stated(text: str) -> list[tuple[str, Span]]:
-    """Letters that a statement or the last box names."""
+    """Letters in a statement or in the last box."""
     return [*_letters(_STATED, text, _first_noun(text)), *_letters(_IT_IS, text), *_boxed(text)]
 
 
@@ -164,7 +164,7 @@ def parenthesised(text: str) -> Found:
 
 
 def standalone(text: str) -> Found:
-    """Capitals where a sentence names its choice, without names (vitamin C), units and parts of a formula."""
+    """Capitals where a sentence can state its choice, without names (vitamin C), units and parts of a formula."""
     letters = _without_items(_letters(_STANDALONE, text), _items(text))
     return (pair for pair in letters if _is_choice(text, *pair[1].span))
 
@@ -190,14 +190,14 @@ def _begun_with(line: re.Match[str]) -> str:
 
 
 def _without_items(letters: Found, items: list[re.Match[str]]) -> Found:
-    """Leave out the letters that begin the items of a list, which are the choices and not an answer."""
+    """Drop the letters that start list items, because those are the choices and not an answer."""
     starts = {match.start(_group(match)) for match in items}
     several = len(set(map(_begun_with, items))) > 1
     return (pair for pair in letters if not several or pair[1].start not in starts)
 
 
 def _is_choice(text: str, start: int, end: int) -> bool:
-    """Whether what stands around the letter at this place may stand around a choice, and not only around a name."""
+    """Whether the text around the letter at this place fits a choice, and not only a name."""
     before = _BEFORE.search(text, max(0, start - 40), start)
     return before is not None and (before["named"] is not None or _AFTER.match(text, end) is not None)
 
@@ -212,7 +212,7 @@ def _boxed(text: str) -> Found:
 
 
 def _first_noun(text: str) -> int:
-    """Return the place of the first noun for an answer, or the end of the text. Starting there saves time."""
+    """Return the position of the first noun for an answer, or the end of the text, to start the search there."""
     if not text.isascii():
         return 0
     lower = text.lower()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from slimectl.errors import MissingExtraError, RecordError
 from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
-from slimectl.rewards.extraction import SOURCE_WORDS, UNCLOSED, find, text_of
+from slimectl.rewards.extraction import SOURCE_NAMES, UNCLOSED, find, text_of
 from slimectl.types import Sample, json_copy, text_of_label
 
 MAX_ANSWER = 20_000
@@ -27,7 +27,7 @@ _TUPLE_TASKS = ("arc_agi", "rearc")
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _COUNTS = re.compile(r"\b(?:Fraction|Decimal|compute_decimal_reward)\(")
 _EXPONENT = re.compile(r"\d[\d_.,]*[eE][+-]?[\d_,]{4}")
-"""As in 1e999999999, a number of a billion digits; it contains no blanks, and commas are removed."""
+"""As in 1e999999999, a number of a billion digits. It contains no blanks, and commas are removed."""
 
 _NOT_FINITE = re.compile(r"(?<!\w)s?nan\d*j?(?!\w)|^\W*(?:inf|infinity|infty|infj)(?!\w)|∞", re.IGNORECASE)
 """An answer that contains NaN, or starts with an infinity: a scorer's `min(abs(a - b), 1)` would accept it."""
@@ -38,7 +38,7 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Po
 
 @dataclass(frozen=True)
 class ReasoningGym(Verifier):
-    """The task's own score, 0 to 1, of the last <answer> tag, or of the whole response without one.
+    """The task's own score, 0 to 1, of the last <answer> tag, or else of the whole response.
 
     `metadata.source_dataset` names the task and `metadata.entry` is its entry. Without an entry, it is built from
     prompt, label and metadata. Some scorers `eval` the answer. They get only literals and arithmetic, and anything else
@@ -55,14 +55,14 @@ class ReasoningGym(Verifier):
         if len(answer.text) > MAX_ANSWER:
             reason = f"{len(answer.text)} characters, over the limit of {MAX_ANSWER}"
         elif _NOT_FINITE.search(answer.text) and answer.text != text_of_label(sample.label):  # but `nan` is also a word
-            reason = "not a finite number, which compares with nothing"
+            reason = "not a finite number, which cannot be compared"
         elif (scorer.counts or scorer.evaluates) and _EXPONENT.search(answer.text):
             reason = f"an exponent of more than three digits, which the scorer of {task} would write out"
         elif scorer.evaluates and not is_safe_to_eval(answer.text):
-            reason = f"neither a literal nor small arithmetic, and the scorer of {task} evaluates what it is given"
+            reason = f"neither a literal nor small arithmetic, and the scorer of {task} evaluates its input"
         else:
             try:
-                with warnings.catch_warnings():  # numpy's would quote the answer on stderr
+                with warnings.catch_warnings():  # numpy's warnings would print the answer to stderr
                     warnings.simplefilter("ignore")
                     score = float(scorer.score(answer.text, entry))
                 reward = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
@@ -79,19 +79,19 @@ def _find(sample: Sample) -> tuple[Span | None, str]:
     """The answer (None if the thought never closes) and the name of its source."""
     tagged = find(sample, "answer_tag")
     if tagged is None:
-        return find(sample, "response"), SOURCE_WORDS["response"]
-    return tagged, SOURCE_WORDS["answer_tag"]
+        return find(sample, "response"), SOURCE_NAMES["response"]
+    return tagged, SOURCE_NAMES["answer_tag"]
 
 
 def is_safe_to_eval(text: str) -> bool:
-    """Whether the text is safe to evaluate: it can only do small arithmetic or build a literal.
+    """Whether the text is safe to evaluate, because it can only do small arithmetic or build a literal.
 
     >>> is_safe_to_eval("(3 + 4)*x**2"), is_safe_to_eval("[['Q', '_']]")
     (True, True)
     >>> is_safe_to_eval("open('x', 'w')"), is_safe_to_eval("9**9**9")
     (False, False)
 
-    Strings and calls exclude each other: sympy parses, and so evaluates, a string argument of a function.
+    It cannot contain both strings and calls, because sympy parses and so evaluates a string argument of a function.
     """
     plain = text.strip()
     if re.fullmatch(r"[\w\s]*", plain) and "__" not in plain:
@@ -155,14 +155,14 @@ def _task(sample: Sample) -> str:
     task = sample.metadata.get("source_dataset") or (inner or {}).get("source_dataset")
     if not isinstance(task, str):
         raise RecordError(
-            f"sample {sample.index}: metadata.source_dataset: missing; it names the reasoning-gym "
+            f"sample {sample.index}: metadata.source_dataset: missing. It identifies the reasoning-gym "
             f"task. Use prompts of reasoning_gym:TASK, or another verifier: --rm-type NAME"
         )
     return task
 
 
 def _entry(sample: Sample) -> dict[str, Any]:
-    """A copy of the task's entry: some scorers modify their argument."""
+    """Return a copy of the task's entry, because some scorers modify their argument."""
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict):
         if sample.label is None or isinstance(sample.label, list | dict):
@@ -184,7 +184,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 class _Scorer(NamedTuple):
-    """A task's scorer, with flags: its module evaluates text as code; it parses numbers exactly."""
+    """A task's scorer, with flags: whether its module evaluates text as code, and whether it parses exact numbers."""
 
     score: Callable[[str, dict[str, Any]], float]
     evaluates: bool
@@ -200,6 +200,6 @@ def _scorer(task: str) -> _Scorer:
     try:
         scorer = reasoning_gym.get_score_answer_fn(task)
     except Exception as error:
-        raise RecordError(f"metadata.source_dataset: {task!r} is no reasoning-gym task: {error}") from None
+        raise RecordError(f"metadata.source_dataset: {task!r} is not a reasoning-gym task: {error}") from None
     source = inspect.getsource(sys.modules[type(scorer.__self__).__module__])
     return _Scorer(scorer, _EVALUATES.search(source) is not None, _COUNTS.search(source) is not None)

@@ -1,4 +1,4 @@
-"""Makes verifiers by type: with options, on a box, or in a weighted sum with users' functions."""
+"""Creates verifiers by type, with options, for a box, or in a weighted sum with users' functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from slimectl.errors import BackendError, HookError, SettingsError
 from slimectl.registry import VERIFIERS
 from slimectl.rewards.base import Grade, Remote, Verifier, is_number, no_answer
-from slimectl.rewards.extraction import SOURCE_WORDS, find, missing, with_response
+from slimectl.rewards.extraction import SOURCE_NAMES, find, missing, with_response
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 LoadPart = Callable[[str, str], Verifier]
-"""Loads the function at a path that a setting names. Raises HookError if it does not fit."""
+"""Loads the function at a setting's path. Raises HookError if its signature is wrong."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One verifier or function of a sum. `key` selects the number of a dict reward."""
+    """One verifier or function of a sum. `key` selects the number in a dict reward."""
 
     name: str
     weight: float
@@ -82,7 +82,7 @@ class WeightedSum(Verifier):
 
     @property
     def together(self) -> int:
-        """The most that a part takes; 1 with a slow part, whose samples have a time limit each."""
+        """The largest number that a part accepts, or 1 with a slow part, which limits the time of each sample."""
         return 1 if self.slow else max(part.verifier.together for part in self.parts)
 
     @property
@@ -105,8 +105,8 @@ class WeightedSum(Verifier):
         ]
         return [self._combine(verdicts) for verdicts in zip(*by_part, strict=True)]
 
-    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
-        by_part = await asyncio.gather(*(_grade_in_batches(part.verifier, samples, asker) for part in self.parts))
+    async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]:
+        by_part = await asyncio.gather(*(_grade_in_batches(part.verifier, samples, http) for part in self.parts))
         return [self._combine(verdicts) for verdicts in zip(*by_part, strict=True)]
 
     def _combine(self, verdicts: Sequence[Grade]) -> Grade:
@@ -132,13 +132,13 @@ class WeightedSum(Verifier):
 
     @property
     def _answering(self) -> int:
-        """Position of the first part that can extract an answer, which users' functions cannot."""
+        """Index of the first part that can extract an answer. Users' functions cannot."""
         return next((i for i, part in enumerate(self.parts) if not part.verifier.runs_user_code), 0)
 
 
-async def _grade_in_batches(verifier: Verifier, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
-    """Grade samples in batches of the size that the verifier takes."""
-    return [grade for batch in _batches(verifier, samples) for grade in await verifier.grade_async(batch, asker)]
+async def _grade_in_batches(verifier: Verifier, samples: Sequence[Sample], http: HttpClient) -> list[Grade]:
+    """Grade samples in batches of the size that the verifier accepts."""
+    return [grade for batch in _batches(verifier, samples) for grade in await verifier.grade_async(batch, http)]
 
 
 def _batches(verifier: Verifier, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
@@ -179,22 +179,22 @@ class Boxed(Verifier):
         boxed = find(sample, "boxed")
         if boxed is None:
             return self._grade_without_box(sample)
-        return self.inner.explain(with_response(sample, boxed.text)).moved(boxed.start, SOURCE_WORDS["boxed"])
+        return self.inner.explain(with_response(sample, boxed.text)).moved(boxed.start, SOURCE_NAMES["boxed"])
 
-    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
-        return [await self._grade_sample(sample, asker) for sample in samples]
+    async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]:
+        return [await self._grade_sample(sample, http) for sample in samples]
 
-    async def _grade_sample(self, sample: Sample, asker: HttpClient) -> Grade:
+    async def _grade_sample(self, sample: Sample, http: HttpClient) -> Grade:
         boxed = find(sample, "boxed")
         if boxed is None:
             return self._grade_without_box(sample)
-        (inner,) = await self.inner.grade_async([with_response(sample, boxed.text)], asker)
-        return inner.moved(boxed.start, SOURCE_WORDS["boxed"])
+        (inner,) = await self.inner.grade_async([with_response(sample, boxed.text)], http)
+        return inner.moved(boxed.start, SOURCE_NAMES["boxed"])
 
     def _grade_without_box(self, sample: Sample) -> Grade:
-        """Grade of a response without a box: 0.0, or for a verifier that returns dicts, that of an empty response."""
+        """Grade a response without a box with 0.0, or like an empty response if the verifier returns dicts."""
         empty = 0.0 if self.inner.is_async else self.inner.explain(with_response(sample, "")).reward
-        return no_answer(SOURCE_WORDS["boxed"], missing(sample, "boxed"), empty if isinstance(empty, dict) else 0.0)
+        return no_answer(SOURCE_NAMES["boxed"], missing(sample, "boxed"), empty if isinstance(empty, dict) else 0.0)
 
     def extract(self, sample: Sample) -> str | None:
         boxed = find(sample, "boxed")
@@ -205,7 +205,7 @@ class Boxed(Verifier):
 
 
 def known_types() -> list[str]:
-    """Every `rm_type`, sorted; each also works with the prefix `boxed_`."""
+    """Return every `rm_type`, sorted. Each also works with the prefix `boxed_`."""
     return VERIFIERS.names()
 
 
@@ -231,15 +231,15 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
                 f"own function: path = 'file.py:name'"
             )
         if isinstance(weight, bool) or not is_number(weight):
-            raise SettingsError(f"{location}.weight: {weight!r} is no finite number")
+            raise SettingsError(f"{location}.weight: {weight!r} is not a finite number")
         options.pop("name", None)
         key = str(options.pop("key", "score"))
         if name == "score" or name in names[:index]:
-            raise SettingsError(f"{location}.name: {name!r} is taken; give each part a name of its own")
+            raise SettingsError(f"{location}.name: {name!r} is taken. Give each part its own name.")
         part = _own_function(location, options, load) if rm_type is None else _typed(location, rm_type, options)
         built.append(Part(name, float(weight), part, key))
     if not built:
-        raise SettingsError("score.rm: no parts; give [{type = ..., weight = ...}, ...]")
+        raise SettingsError("score.rm: no parts. Give [{type = ..., weight = ...}, ...].")
     return WeightedSum(tuple(built), skip_none)
 
 
@@ -289,7 +289,7 @@ def verifier(rm_type: str, **options: Any) -> Verifier:
     >>> verifier("boxed_exact", ignore_case=True)(Sample(response=r"It is \\boxed{Paris}.", label="paris"))
     1.0
 
-    `boxed_math` and `boxed_deepscaler` equal the types without the prefix, which read only a box already;
+    `boxed_math` and `boxed_deepscaler` equal the types without the prefix, which already read only a box.
     `boxed_dapo` reads a box instead of the Answer: line. Raises SettingsError for an unknown type or option.
     """
     boxed, name = rm_type.startswith(BOXED), rm_type.removeprefix(BOXED)
@@ -313,11 +313,11 @@ def _verifier_class(name: str, rm_type: str) -> type[Verifier]:
         lack = f"lacks the method {' and '.join(sorted(cls.__abstractmethods__))}"
     else:
         return cls
-    raise BackendError(f"{VERIFIERS.package(name)}: its verifier {name} {lack}; repair or uninstall that package")
+    raise BackendError(f"{VERIFIERS.package(name)}: its verifier {name} {lack}. Repair or uninstall that package.")
 
 
 def takes_url(rm_type: str) -> bool:
-    """Whether a type asks a server at its option `url`; an unknown type does not."""
+    """Whether a type calls a server at its option `url`. An unknown type does not."""
     name = rm_type.removeprefix(BOXED)
     cls: Any = _verifier_class(name, rm_type) if name in VERIFIERS else Verifier
     return issubclass(cls, Remote) and "url" in {field.name for field in fields(cls)}
@@ -334,9 +334,11 @@ def _validate_options(name: str, verifier_type: Any, options: dict[str, Any]) ->
             raise SettingsError(f"{location}: no option of {name}{_hint(option, list(kinds))} (it has: {option_names})")
         if get_origin(kinds[option]) is Literal:
             if value not in (allowed := get_args(kinds[option])):
-                raise SettingsError(f"{location}: {value!r} is no {option}{_hint(str(value), list(allowed))} {allowed}")
+                raise SettingsError(
+                    f"{location}: {value!r} is not a {option}{_hint(str(value), list(allowed))} {allowed}"
+                )
         elif not isinstance(value, _accepted_types(kinds[option])):
-            raise SettingsError(f"{location}: {value!r} is of the wrong kind ({_kind(kinds[option])} expected)")
+            raise SettingsError(f"{location}: {value!r} has the wrong type ({_kind(kinds[option])} expected)")
     for field in fields(verifier_type):
         if field.name not in options and field.default is MISSING and field.default_factory is MISSING:
             raise SettingsError(f"score.rm_options.{field.name}: missing, and {name} needs it")
@@ -349,14 +351,14 @@ def _kind(annotation: Any) -> str:
 
 
 def _with_current_names(verifier_type: type[Verifier], options: dict[str, Any]) -> dict[str, Any]:
-    """Options by their present names. Raises SettingsError for two names of one option."""
+    """Options by their current names. Raises SettingsError for two names of one option."""
     renamed: dict[str, Any] = {}
     for old, value in options.items():
         option = verifier_type.ALIASES.get(old, old)
         if option in renamed:
             both = " and ".join(name for name in options if verifier_type.ALIASES.get(name, name) == option)
-            raise SettingsError(f"score.rm_options: {both} are the same option; give {option} alone")
-        # `tries` counted the first request too.
+            raise SettingsError(f"score.rm_options: {both} are the same option. Give only {option}.")
+        # `tries` also counted the first request.
         renamed[option] = value - 1 if (old, option) == ("tries", "max_retries") and isinstance(value, int) else value
     return renamed
 

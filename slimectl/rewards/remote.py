@@ -37,9 +37,9 @@ class RemoteRm(Remote):
     def __post_init__(self) -> None:
         check_url(self.url)
         if self.batch_size < 1 or self.timeout_s <= 0:
-            raise SettingsError("score.rm_options: batch_size and timeout_s of remote_rm are above 0")
+            raise SettingsError("score.rm_options: batch_size and timeout_s of remote_rm must be above 0")
         if self.max_retries < 0:
-            raise SettingsError(f"score.rm_options.max_retries: {self.max_retries} is below 0")
+            raise SettingsError(f"score.rm_options.max_retries: {self.max_retries} must not be below 0")
 
     @property
     def together(self) -> int:
@@ -49,10 +49,10 @@ class RemoteRm(Remote):
     def patience_s(self) -> float:
         return self.timeout_s
 
-    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]:
         bodies = [{"prompt": s.prompt, "response": s.response, "label": s.label} for s in samples]
         listed = self.batch_size > 1 or len(samples) > 1
-        answer = await asker.post(
+        answer = await http.post(
             self.url,
             bodies if listed else bodies[0],
             patience=RetryPolicy(self.timeout_s, 1 + self.max_retries),
@@ -70,15 +70,15 @@ class RemoteRm(Remote):
         content = f"{len(answer)} rewards" if isinstance(answer, list) else f"{str(answer)[:60]!r}"
         first, last = samples[0].index, samples[-1].index
         raise BackendError(
-            f"the reward model at {self.url}: answered {content} for {len(samples)} samples ({first} to {last}); "
-            f"a list of as many is expected"
+            f"the reward model at {self.url}: answered {content} for {len(samples)} samples ({first} to {last}). "
+            f"Expected a list of {len(samples)}."
         )
 
     def _verdict(self, reward: Any, sample: Sample) -> Grade:
         if not is_number(reward) and not isinstance(reward, dict):
             raise BackendError(
-                f"the reward model at {self.url}: answered {str(reward)[:60]!r} for sample {sample.index}; "
-                f"a number or an object is expected"
+                f"the reward model at {self.url}: answered {str(reward)[:60]!r} for sample {sample.index}. "
+                f"Expected a number or an object."
             )
         explanation = redact_text(f"{self.url} answered {str(reward)[:200]}")
         return Grade(reward, "whole response", explanation, sample.response, (0, len(sample.response)))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WHERE = "score.rm_options"
 LOADING_S = 120.0
-"""Time that a worker process may take to load the model, not charged to its first sample."""
+"""Seconds for a worker process to load the model, which do not count for its first sample."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RewardModel(Verifier):
     """Score of the reward model in the folder `path` for a prompt and its response: one unbounded number.
 
     The model was saved by `slimectl train --algorithm reward_model`, or is any Hugging Face sequence classifier with
-    one output. `input` "tokens" passes the sample's tokens unchanged, which requires the policy's vocabulary; with
+    one output. `input` "tokens" passes the sample's tokens unchanged, which requires the policy's vocabulary. With
     "text" (or for a sample without tokens) the model's own tokenizer and chat template encode prompt and response.
     Sequences longer than the context are truncated at the start. `device` is a torch device.
     """
@@ -49,7 +49,7 @@ class RewardModel(Verifier):
     def __post_init__(self) -> None:
         if not (Path(self.path) / "config.json").exists():
             raise SettingsError(
-                f"{WHERE}.path: {self.path} is no model directory; make one with "
+                f"{WHERE}.path: {self.path} is not a model directory. Make one with "
                 f"`slimectl train --algorithm reward_model --save DIR`"
             )
         if self.batch_size < 1:
@@ -60,13 +60,13 @@ class RewardModel(Verifier):
         return self.batch_size
 
     def prepare(self) -> None:
-        """Load the model, before any limit on the time of a sample."""
+        """Load the model before the time limit of a sample starts."""
         _load_model(self.path, self.device)
 
     def explain(self, sample: Sample) -> Grade:
         return self._verdicts([sample])[0]
 
-    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]:
         return self._verdicts(samples)
 
     def extract(self, sample: Sample) -> str | None:
@@ -87,7 +87,7 @@ class RewardModel(Verifier):
         if max(sample.tokens) >= model.vocabulary:
             raise SettingsError(
                 f"{WHERE}.input: token {max(sample.tokens)} of sample {sample.index} is outside the vocabulary of "
-                f'{self.path} ({model.vocabulary} tokens); set input = "text"'
+                f'{self.path} ({model.vocabulary} tokens). Set input = "text".'
             )
         return sample.tokens
 
@@ -102,7 +102,7 @@ class _Model:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        # Code that ships with a model is never run, without a prompt to allow it.
+        # Never run code that ships with a model, and do not ask for permission.
         local = {"local_files_only": True, "trust_remote_code": False}
         try:
             check_model_files(Path(path))
@@ -116,8 +116,8 @@ class _Model:
             raise SettingsError(f"{WHERE}.path: {path} cannot be loaded as a reward model: {message}") from error
         if loading_info["missing_keys"]:
             raise SettingsError(
-                f"{WHERE}.path: {path} has no {min(loading_info['missing_keys'])}, so it is no reward model; "
-                f"make one with `slimectl train --algorithm reward_model --save DIR`"
+                f"{WHERE}.path: {path} has no {min(loading_info['missing_keys'])}, so it is not a reward model. "
+                f"Make one with `slimectl train --algorithm reward_model --save DIR`"
             )
         self.device = device
         self.vocabulary = int(model.config.get_text_config().vocab_size)
@@ -125,7 +125,7 @@ class _Model:
 
     def encode_sample(self, sample: Sample) -> list[int]:
         """Encode prompt and response with the model's own tokenizer and chat template."""
-        response = sample.response.encode(errors="replace").decode()  # half a surrogate pair is no text
+        response = sample.response.encode(errors="replace").decode()  # half a surrogate pair is not valid text
         if not self.tokenizer.chat_template:
             prompt = sample.prompt
             if not isinstance(prompt, str):
@@ -152,7 +152,7 @@ class _Model:
             if not hasattr(self.model, "score"):  # an encoder with its own pooling
                 values_B1 = self.model(input_ids=tokens_BT, attention_mask=mask_BT).logits
             else:
-                # Not the classifier's own pooling: it mistakes an end token that is also the pad token for padding.
+                # The classifier's own pooling would treat an end token that is also the pad token as padding.
                 hidden_BTE = self.model.base_model(input_ids=tokens_BT, attention_mask=mask_BT).last_hidden_state
                 values_B1 = self.model.score(hidden_BTE[torch.arange(len(truncated)), ends_B - 1])
         rewards: list[float] = values_B1[:, 0].float().tolist()

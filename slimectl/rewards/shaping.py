@@ -1,4 +1,4 @@
-"""Penalties on response length."""
+"""Penalties on response length and repetition, and a random reward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class LengthPenalty(Verifier):
-    """0.0 up to `free_tokens` of the response, rising linearly to 1.0 at `limit` and beyond; use a negative weight.
+    """0.0 up to `free_tokens` of the response, rising linearly to 1.0 at `limit` and beyond. Use a negative weight.
 
     >>> LengthPenalty(limit=1000, free_tokens=200)(Sample(response_length=600))
     0.5
@@ -30,8 +30,7 @@ class LengthPenalty(Verifier):
     def __post_init__(self) -> None:
         if not 0 <= self.free_tokens < self.limit:
             raise SettingsError(
-                f"score.rm_options.free_tokens: {self.free_tokens} is not from 0 to below limit: {self.limit}; "
-                f"change one"
+                f"score.rm_options.free_tokens: {self.free_tokens} must be at least 0 and below limit: {self.limit}"
             )
 
     def explain(self, sample: Sample) -> Grade:
@@ -62,9 +61,7 @@ class Overlong(Verifier):
 
     def __post_init__(self) -> None:
         if not 0 < self.buffer <= self.limit:
-            raise SettingsError(
-                f"score.rm_options.buffer: {self.buffer} is not from 1 to limit: {self.limit}; change one"
-            )
+            raise SettingsError(f"score.rm_options.buffer: {self.buffer} must be from 1 to limit: {self.limit}")
 
     def explain(self, sample: Sample) -> Grade:
         length, start = sample.response_length, self.limit - self.buffer
@@ -77,14 +74,15 @@ class Overlong(Verifier):
 
 @dataclass(frozen=True)
 class Repetition(Verifier):
-    """The share of n-grams that occurred before, 0.0 (none) to below 1.0; use a negative weight.
+    """The share of n-grams that occurred before, 0.0 (none) to below 1.0. Use a negative weight.
 
     >>> Repetition(n=2)(Sample(response="up down up down up"))  # four pairs, two of them again
     0.5
 
-    One minus the distinct-n of Li et al. 2016, arXiv:1510.03055; as a penalty on reasoning: Yeo et al. 2025,
-    arXiv:2502.03373. `unit` words: runs of letters and digits, in lower case, any other character a separate word;
-    `unit` tokens: the policy's tokens, which suits scripts without spaces. Fewer than n units count as no repetition.
+    One minus the distinct-n of Li et al. 2016, arXiv:1510.03055. As a penalty on reasoning: Yeo et al. 2025,
+    arXiv:2502.03373. With `unit` "words" the units are runs of letters and digits in lower case, and all other single
+    characters. With "tokens" they are the policy's tokens, which suits scripts without spaces. Fewer than n units count
+    as no repetition.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {"of": "unit"}
@@ -94,7 +92,7 @@ class Repetition(Verifier):
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise SettingsError(f"score.rm_options.n: {self.n} is no length of an n-gram; give 1 or more")
+            raise SettingsError(f"score.rm_options.n: {self.n} must be 1 or more")
 
     def explain(self, sample: Sample) -> Grade:
         if self.unit == "tokens":
@@ -112,14 +110,14 @@ class Repetition(Verifier):
 
 @dataclass(frozen=True)
 class Random(Verifier):
-    """1.0 with probability `p`, else 0.0; deterministic for a sample (index and response) and `seed`."""
+    """1.0 with probability `p`, else 0.0. Deterministic for a sample (index and response) and `seed`."""
 
     seed: int = 0
     p: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.p <= 1:
-            raise SettingsError(f"score.rm_options.p: {self.p} is no probability; give 0 to 1")
+            raise SettingsError(f"score.rm_options.p: {self.p} must be from 0 to 1")
 
     def explain(self, sample: Sample) -> Grade:
         key = f"{self.seed}\0{sample.index}\0{sample.response}".encode("utf-8", "surrogatepass")

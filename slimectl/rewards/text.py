@@ -1,4 +1,4 @@
-"""Compares the answer with the label: as text, by shared words, and as a number."""
+"""Compares the answer with the label as text, by shared words, or as a number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fractions import Fraction
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer, quote
 from slimectl.rewards.extraction import (
-    SOURCE_WORDS,
+    SOURCE_NAMES,
     Source,
     any_label,
     composed,
@@ -40,8 +40,8 @@ class Regex(Verifier):
     'B'
 
     The captured answer is the group `answer`, else the first group, else the whole match. It is compared without outer
-    blanks. Raises SettingsError for an invalid pattern, and for one that names a tag of reasoning which its `source`
-    leaves out. Raises RecordError for a label that is an invalid pattern. Some patterns, such as (a+)+$, take
+    blanks. Raises SettingsError for an invalid pattern, and for one with a reasoning tag that its `source` excludes.
+    Raises RecordError for a label that is an invalid pattern. Some patterns, such as (a+)+$, take
     exponential time on some texts. The time limit holds for them only in worker processes (score.workers).
     """
 
@@ -54,7 +54,7 @@ class Regex(Verifier):
             re.compile(self.pattern or "")
         except re.error as error:
             raise SettingsError(
-                f"score.rm_options.pattern: {self.pattern!r} is no regular expression: {error}"
+                f"score.rm_options.pattern: {self.pattern!r} is not a regular expression: {error}"
             ) from None
         tag = first_tag(self.pattern or "")
         if tag and self.source != "with_thought":
@@ -67,7 +67,7 @@ class Regex(Verifier):
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "regex"), self._find(sample)
         pattern = label if self.pattern is None else self.pattern
-        source = f"last match in the {SOURCE_WORDS[self.source]}"
+        source = f"last match in the {SOURCE_NAMES[self.source]}"
         if answer is None:
             absent = find(sample, self.source) is None
             return no_answer(source, missing(sample, self.source) if absent else f"no match of {quote(pattern)}")
@@ -89,7 +89,7 @@ class Regex(Verifier):
         try:
             compiled = re.compile(pattern, re.IGNORECASE if self.ignore_case else 0)
         except re.error as error:
-            raise RecordError(f"sample {sample.index}: label: no regular expression: {error}") from None
+            raise RecordError(f"sample {sample.index}: label: not a regular expression: {error}") from None
         matches = deque(compiled.finditer(part.text), maxlen=1) if part else None
         if not part or not matches:
             return None
@@ -102,7 +102,7 @@ CLOSED = ("yes", "no", "noanswer")
 
 
 class _NoPunctuation(dict[int, int | None]):
-    """A table for str.translate that removes punctuation of all scripts. It fills as characters are used."""
+    """A table for str.translate that removes punctuation of all scripts. It is filled on demand."""
 
     def __missing__(self, code: int) -> int | None:
         self[code] = None if unicodedata.category(chr(code)).startswith("P") else code
@@ -130,14 +130,14 @@ class F1(Verifier):
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "f1"), find(sample, self.source)
         if answer is None:
-            return no_answer(SOURCE_WORDS[self.source], missing(sample, self.source))
+            return no_answer(SOURCE_NAMES[self.source], missing(sample, self.source))
         label_words, answer_words = words(label), words(answer.text)
         common = (Counter(label_words) & Counter(answer_words)).total()
         score = 2 * common / (len(label_words) + len(answer_words)) if common else float(label_words == answer_words)
         reason = f"{common} words in common: {len(answer_words)} given, {len(label_words)} in the label {quote(label)}"
         if label_words != answer_words and (" ".join(label_words) in CLOSED or " ".join(answer_words) in CLOSED):
             score, reason = 0.0, f"is not the label {quote(label)}, and yes, no and noanswer must match exactly"
-        return Grade(score, SOURCE_WORDS[self.source], reason, answer.text, answer.span)
+        return Grade(score, SOURCE_NAMES[self.source], reason, answer.text, answer.span)
 
     def extract(self, sample: Sample) -> str | None:
         return text_of(find(sample, self.source))
@@ -174,7 +174,7 @@ class Numeric(Verifier):
         try:
             groups = re.compile(self.pattern or "()").groups
         except re.error as error:
-            raise SettingsError(f"score.rm_options.pattern: no regular expression: {error}") from None
+            raise SettingsError(f"score.rm_options.pattern: not a regular expression: {error}") from None
         if not groups:
             raise SettingsError(f"score.rm_options.pattern: {self.pattern!r} has no group. Put the number into ( )")
 
@@ -183,8 +183,8 @@ class Numeric(Verifier):
         label = label_text(sample, "numeric")
         expected = written_number(last_number(label) or "")
         if expected is None:
-            raise RecordError(f"sample {sample.index}: label: {label[:60]!r} holds no number to compare with")
-        source = f"last number of the {SOURCE_WORDS[self.source]}"
+            raise RecordError(f"sample {sample.index}: label: {label[:60]!r} has no number to compare with")
+        source = f"last number of the {SOURCE_NAMES[self.source]}"
         answer = self._find(sample)
         if answer is None:
             part = find(sample, self.source)
@@ -213,7 +213,7 @@ class Numeric(Verifier):
 
 @dataclass(frozen=True)
 class Contains(Verifier):
-    """1.0 if the label occurs in the answer; case-sensitive unless `ignore_case`. An empty label never occurs."""
+    """1.0 if the label occurs in the answer, case-sensitive unless `ignore_case`. An empty label never occurs."""
 
     source: Source = "response"
     ignore_case: bool = False
@@ -222,9 +222,9 @@ class Contains(Verifier):
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "contains"), find(sample, self.source)
         if answer is None:
-            return no_answer(SOURCE_WORDS[self.source], missing(sample, self.source))
+            return no_answer(SOURCE_NAMES[self.source], missing(sample, self.source))
         right = bool(label) and folded(label, self.ignore_case) in folded(answer.text, self.ignore_case)
-        return binary_grade(right, SOURCE_WORDS[self.source], answer, label, ("contains", "does not contain"))
+        return binary_grade(right, SOURCE_NAMES[self.source], answer, label, ("contains", "does not contain"))
 
     def extract(self, sample: Sample) -> str | None:
         return text_of(find(sample, self.source))
@@ -232,7 +232,7 @@ class Contains(Verifier):
 
 @dataclass(frozen=True)
 class Exact(Verifier):
-    """1.0 if the answer equals the label, both stripped; case-sensitive unless `ignore_case`."""
+    """1.0 if the answer equals the label, both stripped, case-sensitive unless `ignore_case`."""
 
     source: Source = "response"
     ignore_case: bool = False
@@ -241,9 +241,9 @@ class Exact(Verifier):
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "exact"), find(sample, self.source)
         if answer is None:
-            return no_answer(SOURCE_WORDS[self.source], missing(sample, self.source))
+            return no_answer(SOURCE_NAMES[self.source], missing(sample, self.source))
         right = folded(answer.text, self.ignore_case) == folded(label, self.ignore_case)
-        return binary_grade(right, SOURCE_WORDS[self.source], answer, label)
+        return binary_grade(right, SOURCE_NAMES[self.source], answer, label)
 
     def extract(self, sample: Sample) -> str | None:
         return text_of(find(sample, self.source))

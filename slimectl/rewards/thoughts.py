@@ -19,7 +19,7 @@ _PAIRS = (
     ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"),
 )
-"""Opening and closing tags of reasoning that are not written as in XML, by model family."""
+"""Opening and closing reasoning tags that are not in XML form, by model family."""
 
 _ROLES = {tag: (pair, tag == pair[0]) for pair in _PAIRS for tag in pair}
 _TAG = re.compile(
@@ -27,17 +27,17 @@ _TAG = re.compile(
     r"<\|channel\|>\s?(?P<channel>\w{1,20})[^\n<>]{0,80}(?:<\|constrain\|>\s?\w{1,20})?<\|message\|>|"
     + "|".join(map(re.escape, _ROLES))
 )
-"""A tag of reasoning. Of the channels of gpt-oss `final` closes the reasoning, and every other one opens it."""
+"""A reasoning tag. Among the channels of gpt-oss, `final` closes the reasoning, and every other one opens it."""
 
 _QUOTE = re.compile(r"(?<![\w`'\"])[bfru]{0,2}([`'\"])((?:(?!\1)\S)*)$")
 _MENTION = 40
-"""Characters up to the quotation marks around a tag that is mentioned."""
+"""Maximum characters between a mentioned tag and the quotation marks around it."""
 
 _LONGEST = 160
 """Characters at the end of a prompt that are searched for a tag."""
 
 OPENED = "opened_thought"
-"""Metadata key of a sample for the tag with which its rendered prompt opened a thought, or ""."""
+"""Metadata key for the tag with which a sample's rendered prompt opened a thought, or ""."""
 
 
 def opened_by(prompt: str | Chat) -> str:
@@ -59,7 +59,7 @@ def opened_by(prompt: str | Chat) -> str:
 
 
 def first_tag(text: str) -> str:
-    """Return the first tag of reasoning in a text; "" if it has none."""
+    """Return the first reasoning tag in a text, or ""."""
     tag = _TAG.search(text)
     return tag[0] if tag else ""
 
@@ -100,16 +100,16 @@ def after_thought(text: str, opened: str = "") -> int:
 
 
 def _role(tag: re.Match[str]) -> tuple[object, bool]:
-    """Return which kind of reasoning a tag belongs to, and whether it opens it."""
+    """Return the kind of reasoning that a tag belongs to, and whether the tag opens it."""
     if tag["name"]:
         return tag["name"].lower(), not tag["end"]
     return ("channel", tag["channel"] != "final") if tag["channel"] else _ROLES[tag[0]]
 
 
 def _is_mentioned(text: str, start: int, end: int) -> bool:
-    """Whether quotation marks or backticks stand around text[start:end], as in split("</think>").
+    """Whether quotation marks or backticks surround text[start:end], as in split("</think>").
 
-    On one side they may hold more text without blanks, as in "<think>.*?</think>".
+    On one side they may enclose more text without blanks, as in "<think>.*?</think>".
     """
     quote = _QUOTE.search(text, max(0, start - _MENTION), start)
     closing = text.find(quote[1], end, end + _MENTION) if quote else -1

@@ -1,4 +1,4 @@
-"""Makes a user's reward function a verifier, which grades on its own or as a part of a sum."""
+"""Turns a user's reward function into a verifier, used alone or as a part of a sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RewardFunction(Protocol):
 
     @property
     def name(self) -> str:
-        """Setting and path of the function, for errors."""
+        """Setting and path of the function, for error messages."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class RewardFunction(Protocol):
         ...
 
     def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
-        """Return one reward per sample. Raises HookError if the result has no such rewards."""
+        """Return one reward per sample. Raises HookError if the result does not have one for each."""
         ...
 
 
@@ -86,10 +86,10 @@ class UserFunction(Verifier):
         result = self.function.called(samples)
         if inspect.isawaitable(result):
             awaitable = result
-            result = run_sync(lambda asker: awaitable)
+            result = run_sync(lambda http: awaitable)
         return self._grades(result, samples)
 
-    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]:
         """Await an async function. Call any other in a thread, where it may block, one call at a time."""
         called = self.function.called(samples) if self.is_async else await asyncio.to_thread(self._called, samples)
         return self._grades(await called if inspect.isawaitable(called) else called, samples)

@@ -1,10 +1,11 @@
-"""Isolated process that runs untrusted programs; runner.py starts it, and imports nothing of slimectl here.
+"""Isolated process that runs untrusted programs. runner.py starts it, without slimectl's dependencies.
 
-The launcher enters new namespaces, folds up the file system and waits. Its child, the supervisor, is the first process
-of a process namespace and forks once for every case; it knows the program and its inputs. A second one, where there are
-statements to judge, knows only these, and forks a judge for every case. Expected outputs never come in here: whoever
-called compares. The job comes as JSON on stdin, statements over a pipe of their own; one JSON line a case goes to
-stdout, and the judges' to a third pipe, so that what a program is forked from has never held them.
+The launcher enters new namespaces, isolates the file system and waits. Its child, the supervisor, is the first process
+of a process namespace. It forks once for every case, and has the program and its inputs. If there are statements to
+judge, a second supervisor has only the statements, and forks a judge for every case. Expected outputs never get in
+here: the caller compares them. The job arrives as JSON on stdin, and statements arrive over a separate pipe. Results go
+to stdout, one JSON line per case, and verdicts go to a third pipe. So the process that a program is forked from has
+never held a statement.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ if TYPE_CHECKING:
     import socket
 
 SPARE_PROCESSES = 256
-"""Where the limit of the kernel counts all processes of a user: room for what others of them begin meanwhile."""
+"""Room for new processes of the same user, where the kernel's limit counts all processes of a user."""
 
 
 def main(parent: int, tests_fd: int, verdicts_fd: int) -> None:
-    """Run the job on stdin; `tests_fd` is where statements come from, -1 if there are none."""
+    """Run the job on stdin. Statements are read from `tests_fd`, which is -1 if there are none."""
     job = json.load(sys.stdin)
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     kill_with_parent(parent)
     if os.getuid() == 0:
-        # The supervisor measures in time however busy the processes are that it measures; they get 0 back.
+        # So the supervisor measures in time even if the measured processes are busy. Those are reset to 0.
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, -10)
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -74,13 +75,13 @@ def main(parent: int, tests_fd: int, verdicts_fd: int) -> None:
 
 
 def isolate(job: dict[str, Any], *, judged: bool) -> None:
-    """Enter namespaces, or without them see that everything else that confines a program can be had."""
+    """Enter namespaces, or without them check that everything else that confines a program is available."""
     if job["isolated"]:
         enter_namespaces()
         job["uid"] = unprivileged_uid()
         job["writable"] = ["/tmp", "/dev/shm", *job.get("folders", ())]
         isolate_filesystem(job["home"], job["readable"], job["disk_mib"], job["writable"])
-        # Supervisors and judge; the launchers too, where we have one user for all.
+        # Supervisors and judge, and also the launchers where all have the same user.
         job["other_processes"] = (1 + 2 * judged) if job["uid"] is not None else (3 + 3 * judged)
         if os.getuid() == 0:
             check_confinement(job)
@@ -97,7 +98,7 @@ def isolate(job: dict[str, Any], *, judged: bool) -> None:
 
 
 def _count_tasks(uid: int) -> int:
-    """Return how many processes and threads of a user there are on this machine."""
+    """Return the number of processes and threads of a user on this machine."""
     count = 0
     for process in os.listdir("/proc"):
         try:
@@ -109,7 +110,7 @@ def _count_tasks(uid: int) -> int:
 
 
 def fork_supervisor(job: dict[str, Any], action: Callable[[], None]) -> int:
-    """Start a supervisor, in a process namespace of its own where there are namespaces; return what to wait for."""
+    """Start a supervisor, in its own process namespace if there are namespaces. Return the process id to wait for."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -136,7 +137,7 @@ def _supervise(job: dict[str, Any], parent: int, action: Callable[[], None]) -> 
 
 
 def supervisor_of(job: dict[str, Any], proc: int) -> Supervisor:
-    """A supervisor that, without namespaces, ends what it started when it is told to end."""
+    """Return a supervisor that, without namespaces, ends the processes that it started when it gets SIGTERM."""
     supervisor = Supervisor(job, ProcessTree(proc))
     if not job["isolated"]:
 
@@ -155,7 +156,7 @@ def _run_programs(job: dict[str, Any], proc: int, judges: socket.socket | None) 
 
 
 def _run_judges(job: dict[str, Any], proc: int, control: socket.socket, tests_fd: int, verdicts_fd: int) -> None:
-    """Judge each case whose number comes over `control`, with the channel to its program; write one line a case."""
+    """Judge each case whose number arrives over `control` with the channel to its program. Write one line per case."""
     import socket
 
     from slimectl.sandbox.judge import judge_case
@@ -186,7 +187,7 @@ def _run_judges(job: dict[str, Any], proc: int, control: socket.socket, tests_fd
 
 
 def _end_with_errors(action: Callable[[], None]) -> None:
-    """Run an action and end this process; an OSError is said on stdout, as a refusal."""
+    """Run an action and end this process. An OSError is written to stdout as a refusal."""
     try:
         action()
     except OSError as error:
@@ -198,5 +199,5 @@ def _end_with_errors(action: Callable[[], None]) -> None:
 
 
 def start_from(arguments: list[str]) -> None:
-    """Run `main` with the numbers that are the arguments."""
+    """Run `main` with these numbers."""
     _end_with_errors(lambda: main(*map(int, arguments)))

@@ -1,8 +1,8 @@
-"""The judge's side of a case: a test's statements run here, and the program they test in another process.
+"""The judge's side of a case. A test's statements run here, and the program under test runs in another process.
 
-Names that the program defines stand for values over there. Results of calls arrive as plain data and are compared
-here; of an object that is none the program says no more than what its attributes and methods give. So the program
-knows neither the statements nor the values that they expect, and no answer of it is the verdict.
+Names that the program defines are proxies for values in its process. Results of calls arrive as plain data and are
+compared here. For an object that is not plain data, only its attributes and methods can be used. So the program knows
+neither the statements nor the values that they expect, and it cannot give the verdict itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from slimectl.sandbox.wire import CannotCrossError
 
 CHANNEL, VERDICT = 3, 4
 MODULES = sys.stdlib_module_names | {"numpy"}
-"""Modules that a test may use though only the program imports them: it gets its own copy."""
+"""Modules that a test may use even if only the program imports them. The test gets its own copy."""
 
 
 def judge_case(job: dict[str, Any], test: str) -> None:
-    """Run a test's statements in this process, confined like the program; write the verdict."""
+    """Run a test's statements in this process, confined like the program, and write the verdict."""
     confine(job)
     sys.set_int_max_str_digits(0)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -37,26 +37,26 @@ def judge_case(job: dict[str, Any], test: str) -> None:
 
 
 class Judge(Peer):
-    """Requests from the program the values that a test uses."""
+    """Requests the values that a test uses from the program."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self.failure = ""
-        """Why there is no verdict, even where the test went on."""
+        """Why there is no verdict, even if the test continued."""
 
         self.note = ""
-        """What of the program could not be compared."""
+        """Which value of the program could not be compared."""
 
         self._references: dict[int, Any] = {}
 
     def verdict(self, test: str) -> str:
-        """Return why the test failed; "" if it passed."""
+        """Return why the test failed, or "" if it passed."""
         reason = ""
         try:
-            self.receive()  # the program has run to its end
+            self.receive()  # wait until the program has run to its end
             code = compile(test, "test.py", "exec", dont_inherit=True)
             exec(code, Names(self, names_of_program(test)))
-            self.ask("len", [])  # and is still there
+            self.ask("len", [])  # check that it is still alive
         except BaseException as error:
             text = " ".join(str(error).split())
             is_reason = isinstance(error, BrokenChannelError | CannotCrossError)
@@ -66,7 +66,7 @@ class Judge(Peer):
         return f"{reason} ({self.note})" if reason and self.note else reason
 
     def ask(self, operation: str, *arguments: Any, keywords: dict[str, Any] | None = None) -> Any:
-        """Like Peer.ask; a failure of the channel fails the test, whatever its statements catch."""
+        """Like Peer.ask, but a failure of the channel fails the test even if its statements catch the exception."""
         try:
             return super().ask(operation, *arguments, keywords=keywords)
         except BrokenChannelError as error:
@@ -95,7 +95,7 @@ class Judge(Peer):
         return object.__getattribute__(value, "_number") if isinstance(value, RemoteObject) else None
 
     def reference(self, number: int, kind: list[Any]) -> Any:
-        """Return what stands for a value of the program; always the same for the same value."""
+        """Return the proxy for a value of the program, always the same for the same value."""
         if number not in self._references:
             self._references[number] = self._reference(number, *kind)
         return self._references[number]
@@ -112,7 +112,7 @@ class Judge(Peer):
         return _awaitable(self, remote) if kind == "coroutine" else remote
 
     def perform(self, operation: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """Call what the test passed to the program, or use public attributes of its objects; nothing else."""
+        """Call functions that the test passed to the program, or use public attributes of its objects. No others."""
         target = arguments[0]
         if not any(target is value for value in self.objects):
             raise TypeError("the test passed no such value")
@@ -135,8 +135,8 @@ async def _awaitable(judge: Judge, remote: Any) -> Any:
 class Names(dict[str, Any]):
     """Globals of a test: its own names, then the builtins, then what the program defines.
 
-    Builtins come first so that a program's `abs` or `len` decides no test. Only where a test uses no name but those
-    of builtins does the program's definition count: then it is the one under test, as in `assert sum(10, 15) == 6`.
+    Builtins come first so that a program's own `abs` or `len` cannot decide a test. If a test uses only names of
+    builtins, the program's definition counts, because it is the one under test: `assert sum(10, 15) == 6`.
     """
 
     def __init__(self, judge: Judge, from_program: set[str]) -> None:
@@ -159,7 +159,7 @@ def names_of_program(test: str) -> set[str]:
     >>> sorted(names_of_program("assert abs(f(2) - x) < len('a')")), names_of_program("assert sum(max(1, 2)) == 1")
     (['f', 'x'], {'max'})
 
-    Of builtins only the innermost that are called, and those only where nothing else is left.
+    Builtins count only if there is no other name, and then only the innermost ones that are called.
     """
     tree = ast.parse(test)
     nodes = list(ast.walk(tree))

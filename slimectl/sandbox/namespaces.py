@@ -1,4 +1,4 @@
-"""Namespaces and mounts of the jail: a root folder of its own, no network, no other processes."""
+"""Namespaces and mounts of the jail: its own root folder, no network, and no other processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOBODY = 65534
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWNET
-"""Process namespaces come later, one for each side of the jail."""
+"""Process namespaces follow later, one for each side of the jail."""
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
 MNT_DETACH = 2
@@ -30,21 +30,21 @@ def check_errno(result: int, call: str) -> None:
 
 
 def kill_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
-    """Ask for a signal when the parent ends; a change of user forgets it."""
+    """Request a signal when the parent ends. A change of user clears the request."""
     check_errno(libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "prctl")
     if os.getppid() not in (parent, 0):  # 0: the parent is outside our namespace
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Become the parent of every descendant whose parent ends."""
     check_errno(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def enter_namespaces() -> None:
     """Leave the network, the mounts, the IPC objects and the host name of the machine.
 
-    Root that may make no user namespace makes the others without one: it has the right to.
+    If root may not create a user namespace, it creates the others without one, which it has the right to do.
     """
     if os.getuid():
         uid, gid = os.getuid(), os.getgid()
@@ -58,7 +58,7 @@ def enter_namespaces() -> None:
 
 
 def _enter_as_root() -> None:
-    # The limit on processes does not bind root: it needs a second user, whom only somebody outside can let in.
+    # The limit on processes does not apply to root. It needs a second user, which only a process outside can map.
     is_unshared, unshared = os.pipe()
     mapper = os.fork()
     if mapper == 0:
@@ -89,14 +89,14 @@ def _map_ids(process: str, users: str, groups: str, *, deny_groups: bool) -> Non
 
 
 def enter_pid_namespace() -> None:
-    """Make the next child the first process of a new PID namespace: when it ends, the kernel kills all others."""
+    """Make the next child the first process of a new PID namespace. When it ends, the kernel kills all others."""
     check_errno(libc.unshare(CLONE_NEWPID), "unshare")
 
 
 def isolate_filesystem(home: str, readable: list[str], disk_mib: int, writable: list[str]) -> None:
-    """Enter a root folder that holds `readable` paths, read-only, and `writable` ones, empty in memory; no other file.
+    """Enter a root folder that contains only `readable` paths, read-only, and `writable` ones, empty and in memory.
 
-    The latter are folders of one file system, so that `disk_mib` bounds them together.
+    The `writable` folders share one file system, so `disk_mib` limits their total size.
     """
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", home, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -104,7 +104,7 @@ def isolate_filesystem(home: str, readable: list[str], disk_mib: int, writable: 
     os.makedirs(scratch)
     size = f"size={disk_mib}m,nr_inodes={MAX_FILES},mode=755"
     _mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, size)
-    for folder in writable:  # first: the interpreter may live below /tmp
+    for folder in writable:  # first, because the interpreter may be below /tmp
         source, target = scratch + "/" + folder.replace("/", "_"), home + folder
         os.makedirs(target)
         os.mkdir(source)
@@ -148,7 +148,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def _make_read_only(path: str, *, recursive: bool) -> None:
-    """Make a mount read-only, with all that is mounted under it if `recursive`."""
+    """Make a mount read-only, and with `recursive` all mounts below it too."""
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     arguments = (AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), ctypes.c_size_t(32))

@@ -1,4 +1,4 @@
-"""Calls between a program and its judge, over one channel: each may ask while the other waits for an answer."""
+"""Calls between a program and its judge over one channel. Each may send a request while the other waits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from slimectl.sandbox.wire import CannotCrossError, Decoder, Encoder
 
 MAX_MESSAGE = 16 << 20
-"""Bytes; what is longer cannot cross."""
+"""Maximum length of a message in bytes."""
 
 
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError)
-"""What decoding raises for a message that the other side never sent by this code."""
+"""Exceptions of decoding for a message that this code did not write."""
 
 
 class BrokenChannelError(BaseException):
-    """The other side has ended, or wrote what is no message; not an Exception: no test catches it in passing."""
+    """The other side has ended, or wrote something invalid. Not an Exception, so that a test does not catch it."""
 
 
 class Peer(ABC):
@@ -32,30 +32,30 @@ class Peer(ABC):
         self._fd = fd
         self._ids: dict[int, int] = {}
         self.objects: list[Any] = []
-        """Values of this side that the other refers to by number."""
+        """Values of this side that the other side refers to by number."""
 
     @abstractmethod
     def kind_of(self, value: Any) -> list[Any]:
-        """Return what the other side shall know of a value that it refers to. Raises CannotCrossError."""
+        """Return the description of a value that the other side refers to. Raises CannotCrossError."""
 
     @abstractmethod
     def reference(self, number: int, kind: list[Any]) -> Any:
-        """Return what stands for a value of the other side."""
+        """Return the proxy for a value of the other side."""
 
     @abstractmethod
     def number_of(self, value: Any) -> int | None:
-        """Return the number of a value that stands for one of the other side; None for any other value."""
+        """Return the number of a proxy for a value of the other side, or None for any other value."""
 
     @abstractmethod
     def perform(self, operation: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         """Execute a request of the other side."""
 
     def printed(self) -> str:
-        """Return what was printed since it was last asked."""
+        """Return the output printed since the last call."""
         return ""
 
     def refer(self, value: Any) -> list[Any]:
-        """Return what stands for a value that is no plain data: a number on one of the sides."""
+        """Return the form of a value that is not plain data: its number on one of the sides."""
         number = self.number_of(value)
         if number is not None:
             return ["yours", number]
@@ -68,15 +68,15 @@ class Peer(ABC):
         return ["mine", self._ids[id(value)], kind]
 
     def resolve(self, form: list[Any]) -> Any:
-        """Return the value that such a form stands for."""
+        """Return the value of such a form."""
         if form[0] == "mine":
             return self.reference(form[1], form[2])
         if form[0] == "yours":
             return self.objects[form[1]]
-        raise ValueError(f"no value begins with {form[0]!r:.40}")
+        raise ValueError(f"unknown tag {form[0]!r:.40}")
 
     def ask(self, operation: str, *arguments: Any, keywords: dict[str, Any] | None = None) -> Any:
-        """Send a request to the other side; return its result, or raise its exception."""
+        """Send a request to the other side. Return its result or raise its exception."""
         encoder = Encoder(self.refer)
         forms = [encoder.encode(value) for value in arguments]
         named_forms = [[name, encoder.encode(value)] for name, value in (keywords or {}).items()]
@@ -99,7 +99,7 @@ class Peer(ABC):
         return result
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Execute a request, and send the result or exception and the arguments as modified."""
+        """Execute a request. Send the result or exception, and the arguments as the call left them."""
         decoder = Decoder(self.resolve)
         try:
             arguments = [decoder.decode(form) for form in message["arguments"]]
@@ -114,7 +114,7 @@ class Peer(ABC):
         except BrokenChannelError:
             raise
         except BaseException as error:
-            described = error  # the name `error` ends with its block
+            described = error  # Python deletes the name `error` after its block
             reply = self._reply(containers, before, "raised", lambda: self._described(described))
         try:
             self._send(reply)
@@ -131,12 +131,12 @@ class Peer(ABC):
             reply = {name: encoder.encode(value()), "printed": self.printed()}
             after = [encoder.content(container) for container in containers]
         except RecursionError:
-            raise CannotCrossError("it is nested too deeply to cross to the test") from None
+            raise CannotCrossError("the value is nested too deeply to cross to the test") from None
         reply["changed"] = [[at, content] for at, content in enumerate(after) if content != before[at]]
         return reply
 
     def _described(self, error: BaseException) -> list[Any]:
-        """Names of an exception's classes, its module, and its arguments as they can cross."""
+        """Return the names of an exception's classes, its module, and its arguments in a form that can cross."""
         names = [kind.__name__ for kind in type(error).__mro__]
         try:
             arguments = list(error.args)
@@ -165,7 +165,7 @@ class Peer(ABC):
             raise BrokenChannelError("ended before the test had run") from None
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message. Raises BrokenChannelError where the other side has ended."""
+        """Return the next message. Raises BrokenChannelError if the other side has ended."""
         (length,) = struct.unpack("=I", self._read(4))
         if length > MAX_MESSAGE:
             raise BrokenChannelError(f"sent a message of {length} bytes")
@@ -194,7 +194,7 @@ _classes: dict[tuple[str, ...], Any] = {}
 
 
 def exception_class(names: list[str], module: str) -> Any:
-    """Return the class of those names: a builtin, the standard library's, or one made to have them as its bases."""
+    """Return the exception class of these names: a builtin, a standard one, or a new one with these bases."""
     at, base = len(names), None
     for at, name in enumerate(names):  # noqa: B007
         base = getattr(builtins, name, None) or getattr(sys.modules.get(module), name, None)
@@ -211,7 +211,7 @@ def exception_class(names: list[str], module: str) -> Any:
 
 
 def _exception(names: list[str], module: str, arguments: list[Any]) -> BaseException:
-    """Reconstruct the exception of the other side, as far as its classes are known here."""
+    """Rebuild the exception of the other side, as far as its classes are known here."""
     kind = exception_class(names, module)
     try:
         error = kind(*arguments)

@@ -1,4 +1,4 @@
-"""Rights and limits of a process: user, capabilities, Landlock, the filter of system calls, rlimits."""
+"""Rights and limits of a process: user, capabilities, Landlock, system-call filter and rlimits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAPABILITY_VERSION_3 = 0x20080522
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_EXECUTE, LANDLOCK_WRITE, LANDLOCK_READ, LANDLOCK_READ_DIR = 1, 2, 4, 8
 SCOPED_SIGNALS = 6
-"""First version of Landlock that keeps signals inside of its domain (Linux 6.12)."""
+"""First version of Landlock that keeps signals inside its domain (Linux 6.12)."""
 
 PENDING_SIGNALS = 256
 
@@ -25,7 +25,7 @@ PENDING_SIGNALS = 256
 def drop_privileges(uid: int | None) -> None:
     """Switch to an unprivileged user if root, and drop every capability permanently.
 
-    Raises OSError where the change of user is refused, as in a user namespace that maps no second user.
+    Raises OSError if the change of user is refused, as in a user namespace without a second user.
     """
     if uid is not None and os.getuid() == 0:
         try:
@@ -40,26 +40,26 @@ def drop_privileges(uid: int | None) -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Say whether other processes of the user may look into this one."""
+    """Set whether other processes of the user may inspect this one."""
     check_errno(libc.prctl(PR_SET_DUMPABLE, int(dumpable), 0, 0, 0), "prctl")
 
 
 def install_filter(program: bytes) -> None:
-    """Hand the kernel a filter of system calls, for this process and all its descendants."""
+    """Install a system-call filter for this process and all its descendants."""
     instructions = ctypes.create_string_buffer(program, len(program))
     description = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
     check_errno(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, description, 0, 0), "seccomp")
 
 
 def landlock_version() -> int:
-    """Return the kernel's version of Landlock; below 1 it has none, or it is switched off."""
+    """Return the kernel's version of Landlock. Below 1 it is missing or switched off."""
     return int(libc.syscall(SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 
 def apply_landlock(home: str, readable: list[str]) -> None:
-    """Leave this process `home`, and `readable` read-only; no TCP, no signals to others where the kernel can do that.
+    """Restrict this process to `home`, and `readable` read-only, without TCP, and without signals if the kernel can.
 
-    Newer kernels know more rights (man 7 landlock); asking for one that this kernel does not know is an error.
+    Newer kernels know more rights (man 7 landlock). Requesting a right that this kernel does not know is an error.
     """
     version = landlock_version()
     if version < 1:
@@ -83,7 +83,7 @@ def apply_landlock(home: str, readable: list[str]) -> None:
 
 
 def set_limits(job: dict[str, Any]) -> None:
-    """Set the limits of each process of a case, and the number of processes there may be."""
+    """Set the limits of each process of a case, and the maximum number of processes."""
     memory, file_size = job["memory_mib"] << 20, job["disk_mib"] << 20
     limits = {
         resource.RLIMIT_AS: memory,
@@ -94,7 +94,7 @@ def set_limits(job: dict[str, Any]) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: PENDING_SIGNALS,
-        # 1, not 0: a core_pattern that is a pipe ignores 0, and would run a program of the machine on our memory.
+        # 1, not 0: a core_pattern that is a pipe ignores 0, and would pass our memory to a program of the machine.
         resource.RLIMIT_CORE: 1,
     }
     for kind, value in limits.items():
@@ -106,14 +106,13 @@ def set_limits(job: dict[str, Any]) -> None:
 def confine(job: dict[str, Any]) -> None:
     """Drop every right of this process that an untrusted program must not have, just before running one.
 
-    Raises OSError where a step is unavailable:
-    without namespaces each of them is what keeps the program off the machine.
+    Raises OSError if a step is unavailable, because without namespaces every step is needed to protect the machine.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(0, os.getpriority(os.PRIO_PROCESS, 0)))
     drop_privileges(job["uid"])
     if not job["isolated"]:
         apply_landlock(job["home"], job["readable"])
-    set_dumpable(True)  # the supervisor measures memory, which is looking into it
+    set_dumpable(True)  # the supervisor inspects this process to measure memory
     set_limits(job)
     if not job["isolated"] and landlock_version() < SCOPED_SIGNALS:
         install_filter(signal_filter(os.getpid()))
@@ -121,7 +120,7 @@ def confine(job: dict[str, Any]) -> None:
 
 
 def check_confinement(job: dict[str, Any]) -> None:
-    """Try in a child what `confine` does, and that it binds. Raises OSError with the step that failed."""
+    """Try `confine` in a child, and check that it takes effect. Raises OSError with the step that failed."""
     reason, answer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -140,7 +139,7 @@ def check_confinement(job: dict[str, Any]) -> None:
 
 
 def _unbound() -> str:
-    """Return why the limit on processes does not bind this user; "" if it does."""
+    """Return why the limit on processes does not apply to this user, or "" if it does."""
     try:
         child = os.fork()
     except OSError:
@@ -148,21 +147,21 @@ def _unbound() -> str:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    return f"the limit on processes does not bind user {os.getuid()}"
+    return f"the limit on processes does not apply to user {os.getuid()}"
 
 
 def _unreadable(readable: list[str]) -> str:
-    """Return which path of the interpreter this user cannot read; "" if all can be read."""
+    """Return the error for a path of the interpreter that this user cannot read, or "" if all are readable."""
     for path in readable:
         if not os.access(path, os.R_OK):
-            return f"user {os.getuid()} cannot read {path}; the interpreter must lie where all users may read"
+            return f"user {os.getuid()} cannot read {path}. Install Python where all users can read it."
     return ""
 
 
 def unprivileged_uid() -> int | None:
-    """Return a user for root to become: one that nobody else is, so that limits on processes do not add up.
+    """Return a user for root to become. Nothing else runs as this user, so that limits on processes do not add up.
 
-    User namespaces that map fewer ids get nobody, and None where they map root only.
+    In user namespaces that map fewer ids it is user 65534, and None if they map only root.
     """
     if os.getuid():
         return None

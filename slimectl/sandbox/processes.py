@@ -1,4 +1,4 @@
-"""Descendants of this process: how many there are, what memory and time they use, and their end."""
+"""Counts, measures and ends the descendants of this process."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Usage:
-    """Resources that a case holds at one moment."""
+    """Resources that a case uses at one moment."""
 
     tasks: int = 0
     """Processes and threads."""
 
     memory: int = 0
-    """Bytes of its processes; a page that several map counts once."""
+    """Bytes of memory of its processes. A page that several processes map counts once."""
 
     disk: int = 0
-    """Bytes of its files, where no file system of a fixed size holds them."""
+    """Bytes of its files, if they are not on a file system of a fixed size."""
 
     files: int = 0
 
 
 class ProcessTree:
-    """Children of this process and theirs, seen through a folder of /proc that was opened before the jail closed.
+    """All descendants of this process, read from a /proc that was opened before the jail closed.
 
-    A process whose parent has ended belongs to the nearest subreaper or to the first process of its namespace: to us.
+    A process whose parent has ended becomes a child of this one: the subreaper or first of its namespace.
     """
 
     def __init__(self, proc: int) -> None:
@@ -52,7 +52,7 @@ class ProcessTree:
         return tasks
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of all descendants since `reset_cpu`; of one that has ended, those seen last."""
+        """Return the CPU seconds of all descendants since `reset_cpu`. For ended ones, use the last value."""
         for pid in self.pids():
             # The name of a process, in parentheses, may hold anything.
             fields = self._read(f"{pid}/stat").rpartition(")")[2].split()
@@ -61,13 +61,13 @@ class ProcessTree:
         return sum(self._ticks.values()) / TICKS_PER_S
 
     def reset_cpu(self) -> None:
-        """Begin to count CPU seconds anew; no descendant may be left."""
+        """Reset the count of CPU seconds. There must be no descendants."""
         self._ticks.clear()
 
     def usage(self, limit: int, *, isolated: bool) -> Usage:
-        """Return what the descendants hold; pages in common are told apart only where their sum exceeds `limit`.
+        """Return the resources of the descendants. Shared pages are found only if the sum exceeds `limit`.
 
-        That takes a while: meanwhile they are stopped, and go on if they hold no more.
+        Finding them is slow, so the processes are stopped meanwhile. They continue if they are within the limit.
         """
         tasks = self.pids()
         memory = sum(map(self._resident, tasks))
@@ -82,7 +82,7 @@ class ProcessTree:
         return Usage(sum(tasks.values()), memory)
 
     def add_files(self, usage: Usage, folder: str) -> None:
-        """Count the files of a folder, and those that are open and were removed from it."""
+        """Count the files of a folder, and the open files that were removed from it."""
         folders = [folder]
         while folders:
             try:
@@ -116,7 +116,7 @@ class ProcessTree:
         return int(fields[1]) * PAGE if fields else 0
 
     def _proportional(self, pid: str, resident: int) -> int:
-        """Bytes with each page divided by the processes that map it; all of them where the kernel does not tell."""
+        """Return the bytes of memory, each page divided by the processes that map it, or all bytes if unknown."""
         for line in self._read(f"{pid}/smaps_rollup").splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) << 10
@@ -135,7 +135,7 @@ class ProcessTree:
             os.close(folder)
 
     def _read(self, path: str) -> str:
-        """Return a file's text; "" where the process has just ended."""
+        """Return a file's text, or "" if the process has just ended."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
         except OSError:
@@ -148,7 +148,7 @@ class ProcessTree:
             os.close(file)
 
     def kill_all(self, *, isolated: bool) -> None:
-        """Kill every descendant and reap them; the first process of a namespace reaches them all at once."""
+        """Kill and reap every descendant. The first process of a namespace reaches them all at once."""
         while True:
             for pid in [-1] if isolated else self._stop_all():
                 _send_signal(pid, signal.SIGKILL)
@@ -160,7 +160,7 @@ class ProcessTree:
                 return
 
     def _stop_all(self) -> set[int]:
-        """Stop every descendant, so that none forks while others are killed; return their process ids."""
+        """Stop every descendant, so that none forks while others are killed, and return their process ids."""
         stopped: set[int] = set()
         while pids := {int(pid) for pid in self.pids()} - stopped:
             for pid in pids:
@@ -175,16 +175,16 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def clear_folder(path: str, keep: Sequence[str] = ()) -> None:
-    """Remove all entries of a folder, at any depth, except the paths to `keep` and those above; follows no link.
+    """Remove all entries of a folder at any depth, except the paths to `keep` and their parents. Follow no link.
 
-    Nobody else may write there meanwhile. Folders inside of others are moved up before they are removed.
+    No other process may write there at the same time. Nested folders are moved up before they are removed.
     """
     keep = [inner for inner in keep if inner.startswith(f"{path}/")]
     kept_names = {inner[len(path) + 1 :].partition("/")[0] for inner in keep}
     for name in kept_names:
         if f"{path}/{name}" not in keep:
             clear_folder(f"{path}/{name}", keep)
-    with suppress(PermissionError):  # somebody else's: then nobody took our right to it away either
+    with suppress(PermissionError):  # not our folder, so a program cannot have changed its mode either
         os.chmod(path, 0o700)
     root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     serial = 0
@@ -197,7 +197,7 @@ def clear_folder(path: str, keep: Sequence[str] = ()) -> None:
 
 
 def _remove(root: int, name: str, serial: int) -> int:
-    """Remove an entry, or move a folder's folders up and remove it; return the next number for a name."""
+    """Remove an entry. For a folder, move its subfolders up first. Return the next number for a name."""
     if not _is_folder(root, name):
         os.unlink(name, dir_fd=root)
         return serial
@@ -206,7 +206,7 @@ def _remove(root: int, name: str, serial: int) -> int:
     try:
         for entry in os.listdir(folder):
             if _is_folder(folder, entry):
-                os.chmod(entry, 0o700, dir_fd=folder)  # to move a folder is to write its ".."
+                os.chmod(entry, 0o700, dir_fd=folder)  # moving a folder writes its ".."
                 serial = _free_number(root, serial)
                 os.rename(entry, f"removed-{serial}", src_dir_fd=folder, dst_dir_fd=root)
             else:
@@ -222,7 +222,7 @@ def _is_folder(root: int, name: str) -> bool:
 
 
 def _free_number(root: int, serial: int) -> int:
-    """Return the next number whose name no program has put into the folder."""
+    """Return the next number whose name does not exist in the folder yet."""
     while True:
         serial += 1
         try:

@@ -1,4 +1,4 @@
-"""Process of a case: it starts with four open files, runs the program, and answers its judge where it has one."""
+"""Process of a case. It starts with four open files, runs the program, and answers its judge if there is one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ERROR_BYTES = 2000
 """Bytes of a case's stderr that are retained."""
 
 REPORT = 3
-"""The descriptor over which a case reports: its value, or all that its judge asks for."""
+"""Descriptor for a case's report: its value, or the answers to its judge."""
 
 
 SET = "(set)"
-"""Key of the object that represents a set in a report. Its value has the members."""
+"""Key of the object that represents a set in a report. Its value is the list of members."""
 
 IMPORTS = ("operator", "string", "re", "datetime", "copy", "io", "json", "sys", "random", "statistics", "math",
            "itertools", "functools", "bisect", "heapq", "collections", "typing")  # fmt: skip
@@ -31,7 +31,7 @@ IMPORTS = ("operator", "string", "re", "datetime", "copy", "io", "json", "sys", 
 
 
 def start(action: Callable[[], None], *fds: int) -> None:
-    """Run an action in this process, a fresh child, with no open file but these, as 0 to 3; never returns."""
+    """Run an action in this process, a fresh child, with only these open files, as 0 to 3. Never returns."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -48,7 +48,7 @@ def start(action: Callable[[], None], *fds: int) -> None:
 
 
 def play(job: dict[str, Any], case: dict[str, Any]) -> NoReturn:
-    """Run the program in this process, then its call or its judge's requests; never returns."""
+    """Run the program in this process, then its call or its judge's requests. Never returns."""
     code = 1
     try:
         confine(job)
@@ -66,7 +66,7 @@ def play(job: dict[str, Any], case: dict[str, Any]) -> NoReturn:
 
 
 def enter_workdir(folder: str) -> None:
-    """Work in a folder that no earlier case has written to."""
+    """Change to a folder that no earlier case has written to."""
     os.mkdir(folder)
     os.chdir(folder)
     os.environ["HOME"] = os.environ["TMPDIR"] = folder
@@ -116,7 +116,7 @@ def plain_value(value: Any) -> Any:
 
 
 def fail(error: BaseException) -> int:
-    """Return the exit code of a program that raised, its reason on stderr."""
+    """Write the error of a program to stderr, and return its exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     text = f"{type(error).__name__}: {error}"[:ERROR_BYTES].removesuffix(": ")

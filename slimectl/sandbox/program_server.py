@@ -30,7 +30,7 @@ class ProgramServer(Peer):
         self._output = io.StringIO()
 
     def serve(self) -> None:
-        """Answer requests until the judge kills this process; output of the program meanwhile goes to the judge."""
+        """Answer requests until the judge kills this process. The program's output goes to the judge."""
         sys.stdout = self._output
         self._send({"ready": True})
         while True:
@@ -76,7 +76,7 @@ class ProgramServer(Peer):
 
 
 def remote_iterator(peer: Peer, iterator: Any) -> Iterator[Any]:
-    """Items of an iterator of the other side, one question each, so that it may be without end."""
+    """Yield the items of an iterator of the other side, one request per item, so that it may be infinite."""
     while True:
         try:
             item = peer.ask("next", iterator)
@@ -86,7 +86,7 @@ def remote_iterator(peer: Peer, iterator: Any) -> Iterator[Any]:
 
 
 class TestObject:
-    """An object of a class that the test defines: its public attributes can be read and set."""
+    """An object of a class that the test defines. Its public attributes can be read and set."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_peer", peer)
@@ -107,11 +107,11 @@ class TestFunction(TestObject):
 
 
 def plain_value(value: Any) -> Any:
-    """Return the plain data that an object of a derived class is. Raises TypeError where it is none."""
+    """Convert an object of a derived class to plain data. Raises TypeError for any other object."""
     for kind in PLAIN:
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def run_coroutine(coroutine: Any) -> Any:

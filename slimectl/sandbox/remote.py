@@ -1,8 +1,8 @@
-"""Stand-ins of a test for values of the program that are no plain data.
+"""Proxies in a test for values of the program that are not plain data.
 
-Attributes, methods, items and operators between two of them are the program's own. With plain data an object is never
-compared over there: the program would learn what is expected, and could call it equal. It counts as the plain data that
-it is, an instance of a class derived from list for instance, or as unequal.
+The program provides their attributes, methods, items, and operators between two of them. It never compares an object
+with plain data, because it would learn the expected value, and could claim equality. For that comparison an object is
+converted to plain data, for example if its class derives from list. Otherwise it is unequal.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class RemoteObject:
         return object.__getattribute__(self, "_judge").ask(operation, self, *arguments, keywords=keywords)
 
     def _plain(self) -> Any:
-        """Return the plain data that the object is; NotImplemented if it is none, which the judge notes."""
+        """Return the object as plain data, or NotImplemented if it is not plain data, which the judge notes."""
         try:
             return self._ask("plain")
         except TypeError:
             judge = object.__getattribute__(self, "_judge")
-            judge.note = f"{object.__getattribute__(self, '_type_name')} of the program is no plain data"
+            judge.note = f"{object.__getattribute__(self, '_type_name')} of the program is not plain data"
             return NotImplemented
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +93,7 @@ def _unary(name: str) -> Callable[..., Any]:
 
 
 def _binary(name: str, local: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Binary operator: the program's between two of its objects, the plain data's between an object and plain data."""
+    """Make a binary operator. The program applies it to two of its objects. With plain data it is applied locally."""
 
     def operate(self: Any, other: Any) -> Any:
         if isinstance(other, RemoteObject):

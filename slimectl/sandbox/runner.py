@@ -1,4 +1,4 @@
-"""Launcher of the sandbox: runs programs that a model wrote in isolation."""
+"""Launcher of the sandbox: runs programs that a model wrote, in isolation."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ START = (
     "import sys, types; package = types.ModuleType('slimectl'); package.__path__ = [sys.argv[1]]; "
     "sys.modules['slimectl'] = package; from slimectl.sandbox.jail import start_from; start_from(sys.argv[2:])"
 )
-"""Starts the jail from its own files, without what slimectl's packages import."""
+"""Starts the jail from its own files, without the imports of slimectl's packages."""
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 INSTALLATION = ("bin", "lib", "lib64", "include", "pyvenv.cfg")
-"""What belongs to Python below its prefix."""
+"""Folders of Python below its prefix."""
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
 }  # fmt: skip
 STARTING_S = 60.0
-"""How long an interpreter may take to start and to enter the jail on a busy machine; not on the program's clock."""
+"""Seconds for the interpreter to start and enter the jail on a busy machine. They do not count for the program."""
 
 ENDING_S = 10.0
-"""How long after the end of its time a jail may take to end."""
+"""Seconds for a jail to exit after its time is up."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources that a program may use. Time is CPU time, and ten times as much by the wall clock."""
+    """Resources that a program may use. Time is CPU time. The wall-clock limit is ten times as long."""
 
     timeout_s: float = 4.0
     """CPU seconds of all cases together."""
@@ -52,13 +52,13 @@ class Limits:
     """CPU seconds of one case."""
 
     memory_mib: int = 512
-    """Memory of all processes of a case together, and the address space of each."""
+    """Memory of all processes of a case together, and the address space of each process."""
 
     processes: int = 8
-    """Processes and threads at once, the program itself included."""
+    """Processes and threads at the same time, including the program itself."""
 
     disk_mib: int = 64
-    """Files of a case, in memory: beside `memory_mib`."""
+    """Files of a case, in memory, in addition to `memory_mib`."""
 
     max_output: int = 1 << 20
     """Bytes that a case may print."""
@@ -66,9 +66,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a case: `status` is "ended" (exit code 0), "exit code N", a signal's name, "out of time", "too much
-    output", "too much memory", "no time left" or, of statements, "failed"; `error` the last line of stderr, or why
-    statements failed; `report` {"value": …} of a call or {"passed": True} of statements."""
+    """Result of a case.
+
+    `status` is "ended" (exit code 0), "exit code N", a signal's name, "out of time", "too much output", "too much
+    memory", "no time left" or, for statements, "failed". `error` is the last line of stderr, or the reason why
+    statements failed. `report` is {"value": …} for a call or {"passed": True} for statements.
+    """
 
     status: str
     stdout: str = ""
@@ -77,7 +80,7 @@ class Outcome:
 
 
 def longest_s(timeout_s: float) -> float:
-    """Return the wall-clock limit of programs with this limit on CPU time, start and end included."""
+    """Return the wall-clock limit of programs with this CPU limit, including start and exit."""
     return STARTING_S + WALL_FACTOR * timeout_s + ENDING_S
 
 
@@ -122,18 +125,18 @@ def run_program(
     their size is read every 50 ms. A file that was removed while it is mapped is not counted.
     """
     if sys.platform != "linux":
-        raise BackendError(f"{purpose}: programs are shut in by Linux namespaces; do this on Linux")
+        raise BackendError(f"{purpose}: the sandbox needs Linux namespaces. Use a Linux machine.")
     outcomes, refusal = _attempt(program, cases, limits, imports=imports, isolated=True)
     if refusal and allow_unsandboxed_namespaces:
         outcomes, weaker_refusal = _attempt(program, cases, limits, imports=imports, isolated=False)
         if weaker_refusal:
             raise BackendError(
                 f"{purpose}: the kernel grants no sandbox ({refusal}), and without namespaces a program cannot be "
-                f"confined ({weaker_refusal}); allow user namespaces, or do this on another machine"
+                f"confined ({weaker_refusal}). Allow user namespaces, or use another machine."
             )
     elif refusal:
         raise BackendError(
-            f"{purpose}: the kernel grants no sandbox ({refusal}); allow user namespaces (Docker: "
+            f"{purpose}: the kernel grants no sandbox ({refusal}). Allow user namespaces (Docker: "
             f"--security-opt seccomp=unconfined), or accept less: score.rm_options.allow_unsandboxed_namespaces=true"
         )
     missing = len(cases) - len(outcomes)
@@ -143,7 +146,7 @@ def run_program(
 def _attempt(
     program: str, cases: list[dict[str, Any]], limits: Limits, *, imports: bool, isolated: bool
 ) -> tuple[list[Outcome], str]:
-    """Return the outcomes, and why there is no sandbox ("" if there is)."""
+    """Return the outcomes, and the error if the sandbox cannot start ("" if it can)."""
     tests = {at: case["code"] for at, case in enumerate(cases) if "code" in case}
     with _temporary_folder() as home:
         try:
@@ -163,7 +166,7 @@ def _attempt(
 
 
 def _outcome(line: dict[str, Any], verdict: dict[str, Any] | None, judged: bool) -> Outcome:
-    """Join what the supervisor and the judge say of a case."""
+    """Combine the reports of the supervisor and the judge on a case."""
     status, stdout, error = line["status"], line["stdout"], line["error"]
     if not judged:
         return Outcome(status, stdout, error, _parsed(line["report"]))
@@ -174,7 +177,7 @@ def _outcome(line: dict[str, Any], verdict: dict[str, Any] | None, judged: bool)
 
 
 def _parsed(report: str) -> dict[str, Any] | None:
-    """Return what a case reported; None where that is no JSON object."""
+    """Return the report of a case, or None if it is not a JSON object."""
     try:
         value = json.loads(report or "null")
     except (ValueError, RecursionError):
@@ -184,7 +187,7 @@ def _parsed(report: str) -> dict[str, Any] | None:
 
 @contextmanager
 def _temporary_folder() -> Iterator[str]:
-    """A folder that is removed without following a link, whatever a program has put there."""
+    """Yield a folder. Remove it without following any link that a program has put there."""
     home = os.path.realpath(tempfile.mkdtemp(prefix="slimectl-code-"))
     try:
         yield home
@@ -197,7 +200,7 @@ def _temporary_folder() -> Iterator[str]:
 def _run_jail(
     job: dict[str, Any], tests: dict[int, str], limits: Limits
 ) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
-    """Return the lines that the jail wrote before it ended or its time was up, and the verdicts by case."""
+    """Return the lines that the jail wrote until it ended or its time was up, and the verdicts by case."""
     verdicts_read, verdicts_write = os.pipe()
     tests_fd = os.memfd_create("tests", os.MFD_CLOEXEC)
     with open(tests_fd, "w", closefd=False) as file:
@@ -223,7 +226,7 @@ def _run_jail(
     finally:
         jail.kill()
         jail.wait()
-        _read({jail.stdout.fileno(): 1 << 30}, 0.0)  # without namespaces what it started ends a little later
+        _read({jail.stdout.fileno(): 1 << 30}, 0.0)  # without namespaces its processes end a little later
         jail.stdout.close()
         os.close(verdicts_read)
     lines, verdicts = (_json_lines(text) for text in texts)
@@ -231,7 +234,7 @@ def _run_jail(
 
 
 def _json_lines(text: bytes) -> list[dict[str, Any]]:
-    """Return the whole lines of a text."""
+    """Parse the complete lines of a text."""
     try:
         return [json.loads(line) for line in text.split(b"\n")[:-1]]
     except (ValueError, RecursionError):
@@ -239,7 +242,7 @@ def _json_lines(text: bytes) -> list[dict[str, Any]]:
 
 
 def _read(pipes: dict[int, int], seconds: float) -> list[bytes]:
-    """Read pipes to their ends, or as many bytes of each, or until time is up; it begins with the first byte."""
+    """Read pipes to the end, to a number of bytes each, or until time is up. Time starts with the first byte."""
     pieces: dict[int, list[bytes]] = {pipe: [] for pipe in pipes}
     sizes = dict.fromkeys(pipes, 0)
     deadline, started, unclosed = time.monotonic() + STARTING_S, False, set(pipes)
@@ -259,9 +262,9 @@ def _read(pipes: dict[int, int], seconds: float) -> list[bytes]:
 
 
 def readable_paths() -> list[str]:
-    """Return what the interpreter needs: itself, its libraries, its packages; no path inside an earlier one.
+    """Return the paths that the interpreter needs: itself, its libraries and packages, without nested paths.
 
-    Of an installation only its own folders: a virtual environment may be the user's project folder.
+    Only an installation's own folders are included, because a virtual environment may be the user's project folder.
     """
     prefixes = (sys.base_prefix, sys.prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
     parts = (os.path.join(prefix, part) for prefix in prefixes for part in INSTALLATION)

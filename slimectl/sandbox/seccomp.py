@@ -1,9 +1,9 @@
-"""System calls that a program may not make: a filter for the kernel.
+"""Filter of the system calls that a program may not make.
 
-Namespaces leave some ways out: sockets of other families reach the virtual machine's host (vsock) or the kernel's own
-services, io_uring makes calls that no filter sees, keyrings outlive the program, and memory of its own kinds (System V,
-memfd, huge pages, what a pipe pins) is in no limit. Nothing that a solution needs is refused: files, processes,
-threads, pipes and pairs of sockets work as ever.
+Namespaces leave some gaps. Sockets of other families reach the virtual machine's host (vsock) or kernel services.
+io_uring makes calls that no filter sees. Keyrings outlive the program. Special kinds of memory (System V, memfd, huge
+pages, pages pinned by a pipe) are not limited. Nothing that a solution needs is refused: files, processes, threads,
+pipes and socket pairs work as usual.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-"""Instructions of classic BPF: load a word of the call's description, mask it, compare it, end with a verdict."""
+"""Instructions of classic BPF: load a word of the call's description, mask it, compare it, return a verdict."""
 
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
-"""Where in that description (seccomp_data) the words stand; arguments are of 8 bytes, the lower half first."""
+"""Offsets of the words in that description (seccomp_data). Arguments have 8 bytes, the lower half first."""
 
 OTHER_ABI = 0x40000000
-"""From here on the numbers of x32 begin, a second set for the same calls."""
+"""First number of x32, a second set of numbers for the same calls."""
 
 NEW_NAMESPACES = 0x7E020080
 AF_UNIX, SOCK_STREAM, SOCK_SEQPACKET, SOCK_TYPE_MASK = 1, 1, 5, 0xF
@@ -30,11 +30,11 @@ SO_SNDBUF, SO_RCVBUF = 7, 8
 F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETPIPE_SZ = 8, 10, 15, 1031
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 CLONE3, FIRST_UNKNOWN = 435, 470
-"""Numbers above 423 are the same on both processors; from the second on nobody knew what they do."""
+"""Numbers above 423 are the same on both processors. From the second number on they are unknown here."""
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# Number by processor. Those of the second half of the list are looked into, those of the first refused.
+# Numbers by processor. The first half of the list is refused, and the arguments of the second half are checked.
 REFUSED = {
     # Other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -47,13 +47,13 @@ REFUSED = {
     "finit_module": (313, 273), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "quotactl": (179, 60),
     "syslog": (103, 116), "vhangup": (153, 58), "settimeofday": (164, 170), "clock_settime": (227, 112),
     "adjtimex": (159, 171), "clock_adjtime": (305, 266), "personality": (135, 92), "lookup_dcookie": (212, 18),
-    # Descriptors of other kinds, the kernel's own services
+    # Special descriptors and kernel services
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "perf_event_open": (298, 241),
     "bpf": (321, 280), "userfaultfd": (323, 282), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27), "socket_accept": (43, 202), "connect": (42, 203), "bind": (49, 200),
     "listen": (50, 201), "accept4": (288, 242),
-    # Memory that no limit counts
+    # Memory outside all limits
     "memfd_create": (319, 279), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190),
     "semctl": (66, 191), "semop": (65, 193), "semtimedop": (220, 192), "msgget": (68, 186), "msgctl": (71, 187),
     "msgsnd": (69, 189), "msgrcv": (70, 188), "mq_open": (240, 180), "mq_unlink": (241, 181), "vmsplice": (278, 75),
@@ -83,9 +83,9 @@ Instruction = tuple[int, int, int, int]
 def call_filter(*, limit_signals: bool = False, processor: str = platform.machine()) -> bytes:
     """Return the filter as an array of sock_filter, for prctl(PR_SET_SECCOMP).
 
-    No socket can be opened but a pair of them, which nobody else can reach. `limit_signals` refuses descriptors that
-    send signals to others; see `signal_filter` for the rest. A program of the processor's other word size is killed.
-    Raises ValueError for a processor whose numbers are not known here.
+    The only sockets allowed are socket pairs, which no other process can reach. `limit_signals` refuses descriptors
+    that send signals to other processes. `signal_filter` does the rest. A program of the processor's other word size is
+    killed. Raises ValueError for an unknown processor.
     """
     if processor not in AUDIT_ARCH:
         raise ValueError(f"no filter of system calls for the processor {processor}")
@@ -99,11 +99,11 @@ def call_filter(*, limit_signals: bool = False, processor: str = platform.machin
     program += [(AT_LEAST, 0, 1, FIRST_UNKNOWN), _fail(errno.ENOSYS)]
     for number in sorted(refused):
         program += [(EQUAL, 0, 1, number), denied]
-    # What clone3 is asked for stands in memory, where no filter looks: the C library then takes clone.
+    # The arguments of clone3 are in memory, which a filter cannot read. The C library then uses clone.
     program += [(EQUAL, 0, 1, CLONE3), _fail(errno.ENOSYS)]
     program += [(EQUAL, 0, 1, examined["socket"]), _fail(errno.EAFNOSUPPORT)]
     program += _call(examined["clone"], [*_load(0), (ANY_BIT, 0, 1, NEW_NAMESPACES), denied])
-    # With an address a datagram leaves its pair: only kinds that stay connected.
+    # A datagram with an address can leave its pair, so allow only types that stay connected.
     program += _call(examined["socketpair"], [
         *_load(0), (EQUAL, 1, 0, AF_UNIX), _fail(errno.EAFNOSUPPORT),
         *_load(1), (AND, 0, 0, SOCK_TYPE_MASK), (EQUAL, 2, 0, SOCK_STREAM), (EQUAL, 1, 0, SOCK_SEQPACKET),
@@ -127,9 +127,9 @@ def call_filter(*, limit_signals: bool = False, processor: str = platform.machin
 
 
 def signal_filter(pid: int, *, processor: str = platform.machine()) -> bytes:
-    """Return a filter that leaves a process signals to itself only, for kernels whose Landlock does not hold them back.
+    """Return a filter that lets a process signal only itself, for kernels whose Landlock does not restrict signals.
 
-    Its children inherit the filter, so they can send none.
+    Its children inherit the filter, so they cannot send any signals.
     """
     column = list(AUDIT_ARCH).index(processor)
     program = _head(processor)
@@ -139,7 +139,7 @@ def signal_filter(pid: int, *, processor: str = platform.machine()) -> bytes:
 
 
 def _head(processor: str) -> list[Instruction]:
-    """End programs of another processor, refuse x32, and load the call's number."""
+    """Kill programs of another processor, refuse x32, and load the call's number."""
     return [
         (LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, AUDIT_ARCH[processor]), (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, OTHER_ABI), _fail(errno.EPERM),
@@ -160,7 +160,7 @@ def _deny_values(argument: int, values: Sequence[int]) -> list[Instruction]:
 
 
 def _call(number: int, steps: list[Instruction]) -> list[Instruction]:
-    """Examine one call: allowed where the steps come to no end of their own."""
+    """Check one call, which is allowed unless one of the steps returns another verdict."""
     return [(EQUAL, 0, len(steps) + 1, number), *steps, (RETURN, 0, 0, ALLOW)]
 
 

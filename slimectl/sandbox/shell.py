@@ -1,7 +1,7 @@
-"""Shell in the jail: commands run one after another, and their files stay until the shell is closed.
+"""Shell in the jail. Commands run one after another, and their files stay until the shell is closed.
 
-`main` runs inside of the jail's own process, as that of jail.py does; `Shell` starts it. A command gets what a program
-of runner.py gets: namespaces without a network, an unprivileged user, limits, the filter of system calls. The processes
+`main` runs in the jail's own process, like `main` of jail.py, and `Shell` starts it. A command is confined like a
+program of runner.py: namespaces without a network, an unprivileged user, limits, and the system-call filter. Processes
 that a command leaves behind end with it.
 """
 
@@ -33,19 +33,19 @@ START = (
 )
 
 REAP_S = 1.0
-"""Seconds for a shell to be collected once it has ended, or has closed its output."""
+"""Seconds to wait for a shell to exit after it has ended or closed its output."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """End of a command: "ended", "exit code N", a signal's name or a limit; stdout and stderr together."""
+    """Result of a command: "ended", "exit code N", a signal's name or a limit, and its stdout and stderr together."""
 
     status: str
     output: str
 
 
 def start_from(parent: int) -> None:
-    """Run `main`, and say an OSError as a refusal."""
+    """Run `main`, and report an OSError as a refusal."""
     try:
         main(parent)
     except OSError as error:
@@ -54,7 +54,7 @@ def start_from(parent: int) -> None:
 
 
 def main(parent: int) -> None:
-    """Enter the jail of the job on stdin, and run the commands that follow it, a line each."""
+    """Enter the jail of the job on stdin, and run the commands that follow it, one per line."""
     job = json.loads(sys.stdin.readline())
     kill_with_parent(parent)
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -74,7 +74,7 @@ def _serve(supervisor: Supervisor) -> None:
 
 
 def _run(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, str]:
-    """Run a command with bash; what it leaves running is killed."""
+    """Run a command with bash, and kill the processes that it leaves running."""
     output, write = os.pipe()
     null = os.open(os.devnull, os.O_RDONLY)
     job = supervisor.job | {"test_timeout_s": request["seconds"]}
@@ -84,14 +84,14 @@ def _run(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, str]:
         os.chdir(request["folder"])
         os.execve("/bin/bash", ["bash", "-c", request["command"]], request["environment"])
 
-    # A command may wait for others: its time is by the wall clock.
+    # A command may wait for others, so its limit is wall-clock time.
     clock = Clock(supervisor.tree, math.inf, request["seconds"])
     child = os.fork()
     if child == 0:
         start(execute, null, write, write)
     os.close(null)
     os.close(write)
-    ended = os.pidfd_open(child)  # it may end before what it started, which holds its output open
+    ended = os.pidfd_open(child)  # it may end before its children, which keep its output open
     texts, status = supervisor.watch({output: "output"}, clock, ended)
     if status in ("ended", "judged"):
         status = reap(child, Clock(supervisor.tree, math.inf, REAP_S))
@@ -105,7 +105,7 @@ def _run(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, str]:
 
 
 def _write(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, str]:
-    """Write a file, through no link of the program's."""
+    """Write a file without following a link of the program."""
     path = request["path"]
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
@@ -120,7 +120,7 @@ def _write(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, str]:
 
 
 def _read(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, str]:
-    """Return the beginning of a file that is one; nothing for any other."""
+    """Return the beginning of a regular file, or nothing for any other."""
     try:
         file = os.open(request["path"], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -132,7 +132,7 @@ def _read(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, str]:
 
 
 def _clear(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, str]:
-    """Empty a folder; it is made where it is not there."""
+    """Empty a folder, or create it if it does not exist."""
     os.makedirs(request["path"], exist_ok=True)
     clear_folder(request["path"])
     return {}
@@ -142,10 +142,10 @@ _ACTIONS = {"run": _run, "write": _write, "read": _read, "clear": _clear}
 
 
 class Shell:
-    """A jail with folders of its own, in which commands run until it is closed. Raises OSError where there is none."""
+    """A jail with its own folders, in which commands run until it is closed. Raises OSError if there is no sandbox."""
 
     def __init__(self, folders: Sequence[str], limits: Any) -> None:
-        """`folders` are top folders that are empty and writable, `limits` those of runner.py for each command."""
+        """`folders` are empty, writable top-level folders. `limits` (runner.Limits) apply to each command."""
         from slimectl.sandbox.runner import readable_paths
         from slimectl.sandbox.seccomp import call_filter
 
@@ -163,25 +163,25 @@ class Shell:
             raise
 
     def run(self, command: str, *, folder: str, environment: Mapping[str, str], seconds: float) -> Result:
-        """Run a command with bash to its end, or until its time is up."""
+        """Run a command with bash until it ends or its time is up."""
         request = {"command": command, "folder": folder, "environment": dict(environment), "seconds": seconds}
         return Result(**self._ask({"action": "run", **request}))
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        """Write a file with its folders. Raises OSError."""
+        """Write a file and create its folders. Raises OSError."""
         self._ask({"action": "write", "path": path, "content": base64.b64encode(content).decode(), "mode": mode})
 
     def read(self, path: str, size: int = 1 << 16) -> bytes | None:
-        """Return the beginning of a file; None if there is none. Raises OSError."""
+        """Return the beginning of a file, or None if there is no such file. Raises OSError."""
         content = self._ask({"action": "read", "path": path, "size": size}).get("content")
         return None if content is None else base64.b64decode(content)
 
     def clear(self, path: str) -> None:
-        """Make a folder, or empty it. Raises OSError."""
+        """Create or empty a folder. Raises OSError."""
         self._ask({"action": "clear", "path": path})
 
     def close(self) -> None:
-        """End the jail with all that runs in it."""
+        """End the jail and everything that runs in it."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -199,7 +199,7 @@ class Shell:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = b""
-        answer: dict[str, Any] = json.loads(line) if line else {"refused": "it has ended"}
+        answer: dict[str, Any] = json.loads(line) if line else {"refused": "the shell has ended"}
         if problem := answer.get("refused") or answer.get("error"):
             raise OSError(f"the sandbox: {problem}")
         return answer

@@ -1,4 +1,4 @@
-"""Runs the cases of a job one after another, each in a process of its own, within time, memory and output."""
+"""Runs the cases of a job one after another, each in its own process, within limits on time, memory and output."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     import socket
 
 CHECK_S = 0.005
-"""Seconds between two looks at the memory of a case."""
+"""Seconds between checks of a case's memory."""
 
 DISK_CHECK_S = 0.05
 WALL_FACTOR = 10.0
-"""Seconds by the wall clock for each second of CPU time, for a program that sleeps or a machine that is busy."""
+"""Wall-clock seconds for each second of CPU time, for a program that sleeps or a busy machine."""
 
 
 class Clock:
-    """Time of a case: the CPU seconds of its processes, with the wall clock far behind them.
+    """Time of a case: the CPU seconds of its processes, with a much longer wall-clock limit.
 
-    What a program earns must not depend on what else the machine does.
+    A program's reward must not depend on the load of the machine.
     """
 
     def __init__(self, tree: ProcessTree, cpu_s: float, wall_s: float) -> None:
@@ -50,19 +50,19 @@ class Clock:
 
 @dataclass
 class Supervisor:
-    """Starts processes of a case and ends them when they use more than the job grants."""
+    """Starts the processes of a case, and ends them when they exceed the limits of the job."""
 
     job: dict[str, Any]
     tree: ProcessTree
 
     def clock(self, seconds: float) -> Clock:
-        """Return a clock for a case that may take `seconds` of CPU time; none of its processes may be there yet."""
+        """Return a clock for a case that may take `seconds` of CPU time. None of its processes may exist yet."""
         return Clock(self.tree, seconds, seconds * WALL_FACTOR)
 
     def watch(self, pipes: dict[int, str], clock: Clock, stop: int = -1) -> tuple[dict[str, bytes], str]:
         """Read pipes until all are closed, or `stop` has something to read, or a limit is reached.
 
-        Returns what came out of each and "ended", "judged" (of `stop`) or the limit.
+        Returns the output of each pipe, and "ended", "judged" (for `stop`) or the limit.
         """
         texts = dict.fromkeys(pipes.values(), b"")
         next_check, next_disk_check = 0.0, 0.0
@@ -77,7 +77,7 @@ class Supervisor:
                 count_files = not self.job["isolated"] and now >= next_disk_check
                 if excess := self._excess(count_files=count_files):
                     return texts, excess
-                # A look that takes long, at pages in common, stops the case: no more than a third of its time.
+                # A slow check of shared pages stops the case, so it takes at most a third of its time.
                 next_check = time.monotonic() + max(CHECK_S, 2 * (time.monotonic() - now))
                 next_disk_check = next_check + DISK_CHECK_S if count_files else next_disk_check
             watched = [*unclosed, stop] if stop >= 0 else list(unclosed)
@@ -96,7 +96,7 @@ class Supervisor:
         return texts, "ended"
 
     def _excess(self, *, count_files: bool) -> str:
-        """Return which limit the processes of the case exceed; "" if none."""
+        """Return which limit the processes of the case exceed, or "" if none."""
         memory = self.job["memory_mib"] << 20
         usage = self.tree.usage(memory, isolated=self.job["isolated"])
         if usage.memory > memory:
@@ -114,7 +114,7 @@ class Supervisor:
         self.tree.kill_all(isolated=self.job["isolated"])
 
     def run_cases(self, play: Callable[[dict[str, Any]], None], judges: socket.socket | None, out: int) -> None:
-        """Run every case in turn, until the time for all of them is used up; write one JSON line a case."""
+        """Run the cases one after another until their total time is used up. Write one JSON line per case."""
         remaining_s = self.job["timeout_s"]
         deadline = time.monotonic() + remaining_s * WALL_FACTOR
         for number, case in enumerate(self.job["cases"]):
@@ -138,7 +138,7 @@ class Supervisor:
         play: Callable[[dict[str, Any]], None],
         judges: socket.socket | None,
     ) -> dict[str, Any]:
-        """Run one case; return how it ended, what it printed, and what it reported over a pipe of its own."""
+        """Run one case. Return how it ended, what it printed, and what it reported over a separate pipe."""
         judged = case.get("judged") and judges is not None
         if judged:
             import socket  # takes as long as all other imports
@@ -172,7 +172,7 @@ class Supervisor:
 
 
 def _sealed_file(text: bytes) -> int:
-    """Return a file in memory that can be read, but neither written nor made larger."""
+    """Return a read-only file in memory, which cannot be written or enlarged."""
     file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     write_all(file, text)
     os.lseek(file, 0, os.SEEK_SET)
@@ -181,7 +181,7 @@ def _sealed_file(text: bytes) -> int:
 
 
 def reap(child: int, clock: Clock) -> str:
-    """Return how the child ended; one that has closed its pipes and goes on is out of time at the end of it."""
+    """Return how the child ended. If it has closed its pipes but keeps running, it may run until its time is up."""
     pause = 0.0005
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)

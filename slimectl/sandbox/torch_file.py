@@ -1,6 +1,6 @@
-"""Program that reads a file of torch.save in a sandbox, without torch and without running what is pickled in it.
+"""Program that reads a torch.save file in a sandbox, without torch, and without running pickled code.
 
-Its stdin is the file in base64, its stdout the file's samples as JSON Lines.
+It reads the file in base64 from stdin and writes the samples as JSON Lines to stdout.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ CODES = {
     "DoubleStorage": "d", "FloatStorage": "f", "HalfStorage": "e", "BFloat16Storage": "H", "LongStorage": "q",
     "IntStorage": "i", "ShortStorage": "h", "CharStorage": "b", "ByteStorage": "B", "BoolStorage": "?",
 }  # fmt: skip
-"""Formats of `struct` by torch's class of storage; bfloat16 is the upper half of a float."""
+"""Format of `struct` by torch storage class. A bfloat16 is the upper half of a float."""
 
 ARRAY_CODES = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "u1": "B", "b1": "?"}
-"""The same by numpy's name of a type."""
+"""Format of `struct` by numpy type name."""
 
 LEFT_OUT = ("multimodal_inputs", "multimodal_train_inputs", "rollout_routed_experts")
-"""Keys of a sample whose arrays do not travel in JSON."""
+"""Keys of a sample whose arrays are not written as JSON."""
 
 
 class Inert:
-    """Stand-in for any class that is not read here: it keeps what it was made of, and does nothing."""
+    """Replaces any class that is not supported. It keeps its arguments and does nothing."""
 
     def __new__(cls, *arguments: Any, **_: Any) -> Inert:
         instance = super().__new__(cls)
@@ -51,7 +51,7 @@ class Inert:
 
 
 class Dtype(Inert):
-    """A type of numpy's: name, and whether its bytes are the other way round."""
+    """A numpy type: its name, and whether its byte order is reversed."""
 
     def numbers(self, data: bytes) -> list[Any]:
         order = self.state[1] if self.state else "<"
@@ -60,7 +60,7 @@ class Dtype(Inert):
 
 
 class Array(Inert):
-    """An array of numpy's; its state is (version, shape, type, column order, bytes)."""
+    """A numpy array. Its state is (version, shape, type, column order, bytes)."""
 
     def plain(self) -> Any:
         _, shape, dtype, columns, data = self.state
@@ -71,7 +71,7 @@ class Array(Inert):
 
 
 class Tensor:
-    """A tensor: numbers of a storage, from an offset, with a size and strides."""
+    """A tensor: a storage with an offset, a size and strides."""
 
     def __init__(self, values: list[Any], offset: int, size: tuple[int, ...], strides: tuple[int, ...], *_: Any):
         self.values, self.offset, self.size, self.strides = values, offset, size, strides
@@ -81,20 +81,20 @@ class Tensor:
 
 
 def numbers(data: bytes, code: str, order: str = "<") -> list[Any]:
-    """Return the numbers of a format in a text of bytes."""
+    """Unpack the numbers of a format from bytes."""
     count = len(data) // struct.calcsize(order + code)
     return list(struct.unpack(f"{order}{count}{code}", data[: count * struct.calcsize(order + code)]))
 
 
 def nested(values: list[Any], offset: int, size: Any, strides: Any) -> Any:
-    """Return the numbers of an array as lists of lists; a number for one without dimensions."""
+    """Return the numbers of an array as nested lists, or one number for an array without dimensions."""
     if not size:
         return values[offset]
     return [nested(values, offset + i * strides[0], size[1:], strides[1:]) for i in range(size[0])]
 
 
 class Reader(pickle.Unpickler):
-    """Unpickler that knows containers, tensors and arrays; every other class is inert."""
+    """Unpickler that supports containers, tensors and arrays. Every other class becomes Inert."""
 
     def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(io.BytesIO(archive.read(f"{folder}/data.pkl")))
@@ -128,7 +128,7 @@ class Reader(pickle.Unpickler):
 
 
 def plain(value: Any) -> Any:
-    """Return JSON's form of a value: of an enum its value, of another object its attributes."""
+    """Return a value in JSON form: the value of an enum, or the attributes of another object."""
     if isinstance(value, Tensor | Array):
         return value.plain()
     if isinstance(value, Inert):
@@ -143,12 +143,12 @@ def plain(value: Any) -> Any:
 
 
 def main() -> None:
-    """Print the samples of the file on stdin, one a line."""
+    """Print the samples of the file on stdin, one per line."""
     archive = zipfile.ZipFile(io.BytesIO(base64.b64decode(sys.stdin.read())))
     [folder] = {name.partition("/")[0] for name in archive.namelist()}
     content = Reader(archive, folder).load()
     samples = content.get("samples") if isinstance(content, dict) else content
     if not isinstance(samples, list):
-        raise ValueError("it has no list of samples")
+        raise ValueError("the file has no list of samples")
     for sample in samples:
         print(json.dumps(plain(sample)))

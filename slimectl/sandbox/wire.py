@@ -1,8 +1,8 @@
-"""Values as they cross between a program and its judge: plain data in JSON with tags, anything else by number.
+"""Encodes the values that cross between a program and its judge: plain data as tagged JSON, anything else by number.
 
-Null, booleans, strings, finite floats and integers of 64 bits stand for themselves; everything else is a list that
+Null, booleans, strings, finite floats and 64-bit integers are written as they are. Everything else is a list that
 begins with a tag: ["tuple", [1, 2]], ["list", 0, [1]], ["float", "nan"]. Mutable containers are numbered, so that one
-object crosses as one object (["same", 0]) and what a call changed in its arguments can be told. No value is executed.
+object stays one object (["same", 0]) and changes to a call's arguments can be sent back. No value is executed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ATOMS = (bool, str, type(None))
 TYPES = {kind.__name__: kind for kind in (
     bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, object, range, type(None),
 )}  # fmt: skip
-"""Types that cross by name."""
+"""Types that are sent by name."""
 
 DICTS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter,
                          "defaultdict": lambda items: defaultdict(None, items)}  # fmt: skip
@@ -29,11 +29,11 @@ VIEWS: dict[str, Any] = {"dict_keys": lambda items: dict.fromkeys(items).keys(),
 
 
 class CannotCrossError(Exception):
-    """A value that is neither plain data nor can be referred to."""
+    """A value that is not plain data and cannot be referred to."""
 
 
 class Encoder:
-    """Turns values of one message into JSON; `refer` gives what stands for a value that is no plain data."""
+    """Turns the values of one message into JSON. `refer` returns the form of a value that is not plain data."""
 
     def __init__(self, refer: Callable[[Any], list[Any]], containers: list[Any] | None = None) -> None:
         self.containers: list[Any] = list(containers or [])
@@ -41,7 +41,7 @@ class Encoder:
         self._refer = refer
 
     def encode(self, value: Any) -> Any:
-        """Return what stands for a value. Raises CannotCrossError."""
+        """Return the form of a value. Raises CannotCrossError."""
         kind: Any = type(value)
         if kind in ATOMS:
             return value
@@ -59,7 +59,7 @@ class Encoder:
         return self._frozen(value)
 
     def content(self, value: Any) -> list[Any]:
-        """Return what stands for the content of a mutable container."""
+        """Return the form of a mutable container's content."""
         if isinstance(value, bytearray):
             return [value.hex()]
         if isinstance(value, dict):
@@ -101,16 +101,16 @@ def _dict_type(name: str) -> Any:
 
 
 def _array(value: Any) -> list[Any] | None:
-    """A numpy array or number by its bytes; None for one of objects."""
+    """Return a numpy array or number by its bytes, or None for an array of objects."""
     if not hasattr(value, "dtype") or not hasattr(value, "tobytes") or value.dtype.kind not in "biufcSU":
         return None
     return ["array", value.dtype.str, list(value.shape), value.tobytes().hex(), type(value).__name__ == "ndarray"]
 
 
 class Decoder:
-    """Turns JSON of one message into values; `resolve` gives what a reference stands for.
+    """Turns the JSON of one message into values. `resolve` returns the value of a reference.
 
-    Raises ValueError, TypeError, KeyError or the like for anything that no Encoder wrote.
+    Raises ValueError, TypeError, KeyError or similar for anything that an Encoder did not write.
     """
 
     def __init__(self, resolve: Callable[[list[Any]], Any], containers: list[Any] | None = None) -> None:
@@ -118,7 +118,7 @@ class Decoder:
         self._resolve = resolve
 
     def decode(self, form: Any) -> Any:
-        """Return the value that a form stands for."""
+        """Return the value of a form."""
         if not isinstance(form, list):
             return form
         tag = form[0]
@@ -127,7 +127,7 @@ class Decoder:
         if tag in ("list", "set", "bytearray", "deque") or tag in DICTS:
             container = self._empty(tag, form)
             if form[1] != len(self.containers):
-                raise ValueError("containers are numbered in order")
+                raise ValueError("containers are not numbered in order")
             self.containers.append(container)
             self.fill(container, form[2:])
             return container
@@ -177,6 +177,6 @@ def _from_array(dtype: str, shape: list[int], content: str, is_array: bool) -> A
     import numpy
 
     if numpy.dtype(dtype).kind not in "biufcSU":
-        raise ValueError(f"no array of {dtype} can cross")
+        raise ValueError(f"an array of {dtype} cannot cross")
     array = numpy.frombuffer(bytes.fromhex(content), dtype=dtype).reshape(shape)
     return array.copy() if is_array else array[()]

@@ -188,15 +188,15 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
             "tools[0]: is not a client tool",
         ),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 404, "is not a response of this session"),
-        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, 400, "'web_search_call' is not known here"),
+        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, 400, "type 'web_search_call' are not supported"),
         (
             "/v1/responses",
             {"input": "x", "tools": [{"type": "file_search"}]},
             400,
             "Only functions of the client are supported",
         ),
-        ("/v1/completions", {"prompt": ["a", {}]}, 400, "prompt: must be a text, a list of token ids, or a list of"),
-        ("/v1/completions", {"prompt": [["a"]]}, 400, "prompt: must be a text"),
+        ("/v1/completions", {"prompt": ["a", {}]}, 400, "prompt: must be a string, a list of token ids, or a list of"),
+        ("/v1/completions", {"prompt": [["a"]]}, 400, "prompt: must be a string"),
         ("/v1/completions", {"prompt": ["a"] * 40, "n": 2}, 400, "n: 80 responses to one request are too many"),
     ],
 )
@@ -228,7 +228,7 @@ def test_responses_to_several_prompts_are_turns_of_their_own(endpoint: Endpoint)
     assert all(len(choice["logprobs"]["tokens"]) == 2 for choice in body["choices"])
     endpoint.session.limits = SessionLimits(6, 1000)
     status, message = endpoint.refusal("/v1/completions", prompt=["a", "b", "c"])  # 4 + 3 turns
-    assert (status, message, len(endpoint.session.tree.turns)) == (400, "the attempt has had its 6 turns", 4)
+    assert (status, message, len(endpoint.session.tree.turns)) == (400, "the attempt has used its 6 turns", 4)
 
 
 def test_log_probabilities_of_a_prompt_need_a_server_that_computes_them(endpoint: Endpoint):
@@ -281,7 +281,7 @@ def test_broken_json_another_model_and_a_session_that_has_ended(endpoint: Endpoi
     assert endpoint.raw("/v1/chat/completions", b"[" * 100_000)[0] == 400
     endpoint.session.model = "policy"
     status, message = endpoint.refusal("/v1/chat/completions", messages=[USER], model="gpt-4o")
-    assert (status, message) == (404, "model 'gpt-4o' is not served here; ask for 'policy'")
+    assert (status, message) == (404, "model 'gpt-4o' is not served here. Use 'policy'.")
     address, endpoint.address = endpoint.address, endpoint.address[:-3] + "xyz"
     assert endpoint.refusal("/v1/messages", messages=[USER])[0] == 404
     endpoint.address, endpoint.session.is_closed = address, True

@@ -223,7 +223,7 @@ def test_limits_are_errors_that_name_them():
     engine = ScriptedEngine([tokenizer.encode("numbers")], tokenizer)
     session = session_of(engine, tokenizer, turns=1)
     ask(session, [user("x")])
-    with pytest.raises(RequestRefused, match="has had its 1 turns"):
+    with pytest.raises(RequestRefused, match="has used its 1 turns"):
         ask(session, [user("x")])
     assert session.is_cut
     session = session_of(engine, tokenizer, context=4)
@@ -233,7 +233,7 @@ def test_limits_are_errors_that_name_them():
     session = session_of(engine, tokenizer, response_tokens=2)
     message = ask(session, [user("x")])
     assert engine.log[-1][2].max_tokens == 2
-    with pytest.raises(RequestRefused, match="has had its 2 response tokens"):
+    with pytest.raises(RequestRefused, match="has used its 2 response tokens"):
         ask(session, [user("x"), message, user("y")])
 
 

@@ -43,7 +43,7 @@ def test_a_sample_that_names_code_is_refused_with_its_line_and_the_way_out(works
 
 
 BAD = [
-    ({"label": None}, "label: missing, and the exact verifier compares with it"),
+    ({"label": None}, "label: missing, but the exact verifier needs it"),
     ({"metadata": {"rm_type": "exakt"}}, "metadata.rm_type: score.rm_type: no verifier 'exakt'. Did you mean exact?"),
     ({"metadata": {"rm_type": "remote_rm"}}, "metadata.rm_type: score.rm_options.url: missing"),
     (json.dumps(SAMPLE)[:-1] + ', "note": 1e999}', "not JSON that can be read: 1e999 is too large for a float"),

@@ -83,7 +83,7 @@ def test_other_stages_name_the_command_that_reads_a_dump(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"no archive", "BadZipFile"), ({"weight": torch.zeros(2)}, "it has no list of samples")],
+    [(b"no archive", "BadZipFile"), ({"weight": torch.zeros(2)}, "the file has no list of samples")],
     ids=["no archive", "weights"],
 )
 def test_what_is_no_dump_is_refused_in_a_line(tmp_path: Path, content: Any, reason: str):

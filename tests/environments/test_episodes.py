@@ -225,7 +225,9 @@ def test_a_verifier_that_is_named_decides_alone(play: Play):
 
 
 def test_a_prompt_that_is_no_task_says_what_to_give(play: Play, guess: EnvironmentAgent):
-    with pytest.raises(RecordError, match=r"prompt 4: is no task of python:.*Guess; give env, or env@\[a:b\], as data"):
+    with pytest.raises(
+        RecordError, match=r"prompt 4: not a task of python:.*Guess\. Give env, or env@\[a:b\], as data"
+    ):
         play(guess, ["1"], Sample(prompt="hello", group_index=4))
 
 
@@ -252,7 +254,7 @@ def test_a_package_that_is_missing_is_named_with_the_remedy():
     except ImportError:
         with pytest.raises(SlimectlError, match=r"needs textarena, which .* pip install 'slimectl\[textarena\]', or"):
             EnvironmentHost(empty).description()
-    with pytest.raises(SlimectlError, match=r"rollout.env_python: /no/python cannot be started: No such file"):
+    with pytest.raises(SlimectlError, match=r"rollout.env_python: cannot start /no/python: No such file"):
         EnvironmentHost(specification_of("textarena:X", {}, "/no/python")).description()
 
 
@@ -275,7 +277,7 @@ def test_tasks_that_are_not_there_are_refused_in_one_line():
     ):
         next(prompts(load_settings(None), ["env@[:5]"]))
     adder = load_settings(None, {"rollout.env": f"python:{GAMES}:Adder"})
-    with pytest.raises(SettingsError, match="has no tasks of its own; give a file of prompts"):
+    with pytest.raises(SettingsError, match=r"has no tasks of its own\. Give a file of prompts"):
         next(prompts(adder, ["env"]))
     for values, message in (
         ({"rollout.env": "a:b", "rollout.agent": "true"}, "rollout.env and rollout.agent cannot be combined"),

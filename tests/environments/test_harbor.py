@@ -91,13 +91,13 @@ def test_a_model_without_tools_writes_a_block_and_an_episode_cut_off_is_judged_a
 @pytest.mark.parametrize(
     ("dockerfile", "reason"),
     [
-        ("FROM node:20\n", "FROM node:20: no image can be had here but debian, ubuntu, python"),
-        ("FROM ubuntu\nFROM ubuntu\n", "FROM ubuntu: no image"),
+        ("FROM node:20\n", "FROM node:20: only one FROM is supported, with one of debian, ubuntu, python"),
+        ("FROM ubuntu\nFROM ubuntu\n", "FROM ubuntu: only one FROM is supported"),
         ("FROM ubuntu\nRUN pip install numpy\n", "RUN pip install numpy: needs pip install, and there is no network"),
         ("FROM ubuntu\nENTRYPOINT /start\n", "ENTRYPOINT needs Docker"),
-        ("FROM ubuntu\nCOPY ../../secret .\n", "COPY ../../secret: is no file of"),
-        ("FROM ubuntu\nCOPY --from=build /x .\n", "only files of the folder can be copied"),
-        ("WORKDIR /app\n", "names no base image"),
+        ("FROM ubuntu\nCOPY ../../secret .\n", "COPY ../../secret: not a file in"),
+        ("FROM ubuntu\nCOPY --from=build /x .\n", "can only copy files of the folder"),
+        ("WORKDIR /app\n", "no FROM line"),
     ],
 )
 def test_an_image_that_needs_more_is_refused_with_the_reason(tmp_path: Path, dockerfile: str, reason: str):
@@ -111,7 +111,7 @@ def test_an_image_that_needs_more_is_refused_with_the_reason(tmp_path: Path, doc
     [
         ({"test": "curl -LsSf https://astral.sh/uv | sh\n"}, "tests/test.sh: needs curl"),
         ({"config": '[environment]\ndocker_image = "x/y"\n'}, "task.toml: needs the image x/y"),
-        ({"dockerfile": "FROM ubuntu\nWORKDIR /usr/src\n"}, "its image writes into /usr"),
+        ({"dockerfile": "FROM ubuntu\nWORKDIR /usr/src\n"}, "the image writes to /usr"),
         ({"dockerfile": "FROM debian\nRUN exit 3\n"}, "RUN exit 3: exit code 3"),
         ({"config": "not toml"}, "refused"),
     ],
@@ -126,7 +126,7 @@ def test_a_single_task_that_cannot_run_here_is_refused_with_the_reason(
 def test_long_output_loses_its_middle_and_a_wrong_argument_is_named():
     text = shown(Result("ended", "a" * SHOWN + "b" * SHOWN))
     assert (text[0], text[-1], f"{SHOWN} characters left out" in text) == ("a", "b", True)
-    with pytest.raises(ValueError, match="env_args: memory is none of command_timeout_s, memory_mib, disk_mib"):
+    with pytest.raises(ValueError, match="env_args: memory not among command_timeout_s, memory_mib, disk_mib"):
         Harbor("x", {"memory": 1})
     with pytest.raises(ValueError, match="no task folder"):
         Harbor("x", {})

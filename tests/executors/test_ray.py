@@ -83,7 +83,7 @@ def test_another_version_of_ray_is_said(executor: RayExecutor):
     written = client.internal_kv_get(*key)
     client.internal_kv_put(key[0], json.dumps(json.loads(written) | {"ray_version": "2.9.0"}).encode(), True, key[1])
     try:
-        with pytest.raises(BackendError, match=r"Ray: 2\.9\.0 .* Ray: \d.*; install the versions of the cluster"):
+        with pytest.raises(BackendError, match=r"Ray: 2\.9\.0 .* Ray: \d.*\. Install the versions of the cluster"):
             cluster._check_is_ray_head(ray.get_runtime_context().gcs_address)
     finally:
         client.internal_kv_put(key[0], written, True, key[1])

@@ -117,7 +117,7 @@ def test_colocated_ranks_share_with_engines_and_outlive_a_machine(ray_machines: 
 
 
 def test_a_cluster_that_is_too_small_says_what_is_there_and_what_is_asked_for(shared_cluster: Any):
-    with pytest.raises(BackendError, match=r"has 8 GPUs on 2 machines, 8 of them free, and 12 are asked for"):
+    with pytest.raises(BackendError, match=r"has 8 GPUs on 2 machines, 8 of them free, but the run needs 12 "):
         RayExecutor(
             shared_cluster.address,
             placement=Placement(actor_nodes=3, actor_gpus_per_node=4, gpus_per_node=4),

@@ -65,8 +65,8 @@ def test_a_row_that_no_verifier_grades_is_an_error_that_names_it(row: dict[str, 
     ("options", "message"),
     [
         ({"types": {"a": "mathh"}}, "no verifier 'mathh'"),
-        ({"types": {"a": {"tolerance": 1}}}, "score.rm_options.types.a: {'tolerance': 1} names no verifier"),
-        ({"types": {"a": "by_column"}}, "score.rm_options.types.a: 'by_column' names no verifier"),
+        ({"types": {"a": {"tolerance": 1}}}, "score.rm_options.types.a: {'tolerance': 1} does not name a verifier"),
+        ({"types": {"a": "by_column"}}, "score.rm_options.types.a: 'by_column' does not name a verifier"),
     ],
 )
 def test_types_that_name_no_verifier_are_refused(options: dict[str, object], message: str):
@@ -75,7 +75,7 @@ def test_types_that_name_no_verifier_are_refused(options: dict[str, object], mes
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("pattern", "message"), [("####.*", "has no group"), ("(", "no regular expression")])
+@pytest.mark.parametrize(("pattern", "message"), [("####.*", "has no group"), ("(", "not a regular expression")])
 def test_a_pattern_of_numeric_captures_the_number(pattern: str, message: str):
     with pytest.raises(SettingsError) as error:
         verifier("numeric", pattern=pattern)

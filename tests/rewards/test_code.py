@@ -53,7 +53,7 @@ TABLE = [
     (STDIN, fenced("print(4)") + fenced(DOUBLE), 0.5, "1 of 2 tests passed; test 1: printed '6', expected '9'"),
     (STDIN, fenced(DOUBLE) + "```python\nprint(", 0.5, "1 of 2 tests passed; test 1: printed '6', expected '9'"),
     (STDIN, fenced("print(4)", ""), 0.5, "1 of 2 tests passed; test 1: printed '4', expected '9'"),
-    (STDIN, fenced("main(){}", "cpp"), 0.0, "is cpp, and only Python runs"),
+    (STDIN, fenced("main(){}", "cpp"), 0.0, "is cpp, but only Python can run"),
     (STDIN, DOUBLE, 0.0, "no closed fenced block"),
     (STDIN, "", 0.0, "no closed fenced block"),
     ([{"input": "", "output": "3 0.5\n"}], fenced("print('3.0  .50')"), 1.0, "1 of 1 tests passed"),
@@ -198,5 +198,5 @@ def test_tests_that_are_none_are_a_record_error(tests):
 
 
 def test_limits_that_make_no_sense_are_refused():
-    with pytest.raises(SettingsError, match=r"rm_options\.processes: 0 is not above 0"):
+    with pytest.raises(SettingsError, match=r"rm_options\.processes: 0 must be above 0"):
         verifier("code", processes=0)

@@ -184,7 +184,7 @@ def test_explanations_name_what_was_missed():
     ("metadata", "message"),
     [
         ({}, r"sample 4: metadata\.instruction_id_list: missing or empty"),
-        ({"instruction_id_list": ["no:such"]}, "'no:such' is unknown; known are change_case:capital_word_frequency"),
+        ({"instruction_id_list": ["no:such"]}, "'no:such' is unknown. Known: change_case:capital_word_frequency"),
         ({"instruction_id_list": ["startend:quotation"], "kwargs": []}, r"metadata\.kwargs: not a list of 1 objects"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": None}]}, "existence needs keywords"),
     ],
@@ -195,7 +195,7 @@ def test_metadata_that_says_nothing_is_a_record_error(metadata, message):
 
 
 def test_a_mode_that_is_none_is_refused():
-    with pytest.raises(SettingsError, match=r"rm_options\.mode: 'lose' is no mode; did you mean loose\?"):
+    with pytest.raises(SettingsError, match=r"rm_options\.mode: 'lose' is not a mode; did you mean loose\?"):
         verifier("ifeval", mode="lose")
 
 

@@ -163,7 +163,7 @@ def test_another_kind_of_server_is_named():
 
     with (
         grading(lambda body: web.json_response({"score": 1.0})) as server,
-        pytest.raises(BackendError, match=r"the judge at http.*is it OpenAI-compatible, with /v1 in its url\?"),
+        pytest.raises(BackendError, match=r"the judge at http.*Is it OpenAI-compatible, with /v1 in its url\?"),
     ):
         verifier("judge", url=server.url)(Sample(response="x"))
 
@@ -171,12 +171,12 @@ def test_another_kind_of_server_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pattern": "("}, r"pattern: '\(' is no regular expression"),
-        ({"pattern": "score"}, "has 0 groups; one must capture the score"),
+        ({"pattern": "("}, r"pattern: '\(' is not a regular expression"),
+        ({"pattern": "score"}, "has 0 groups. One must capture the score"),
         ({"template": "{prompt}"}, r"template: has no \{response\}"),
         ({"low": 5.0, "high": 5.0}, "low: 5 is not below"),
         ({"values": {"A": "good"}}, "values: not every value is a finite number"),
-        ({"values": 3}, "values: 3 is of the wrong kind"),
+        ({"values": 3}, "values: 3 has the wrong type"),
         ({"max_attempts": 0}, "above 0"),
     ],
 )

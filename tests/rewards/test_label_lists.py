@@ -45,10 +45,10 @@ def test_a_reward_that_is_an_object_is_compared_by_its_score():
 
 def test_the_reason_names_the_label_that_decided():
     explain = verifier("exact").explain
-    assert explain(Sample(response="b", label=["a", "b"])).why == "is the label 'b'; label 2 of 2"
-    assert explain(Sample(response="c", label=["a", "b"])).why == "is not the label 'a'; label 1 of 2"
+    assert explain(Sample(response="b", label=["a", "b"])).why == "is the label 'b' (label 2 of 2)"
+    assert explain(Sample(response="c", label=["a", "b"])).why == "is not the label 'a' (label 1 of 2)"
     assert verifier("exact", source="answer_tag").explain(Sample(response="b", label=["a", "b"])).why == (
-        "no <answer> tag that is closed"
+        "no closed <answer> tag"
     )
     assert verifier("regex").extract(Sample(response="7 b", label=["c", r"\d"])) == "7"
 
@@ -57,10 +57,10 @@ def test_the_reason_names_the_label_that_decided():
     ("rm_type", "label", "message"),
     [
         ("exact", [], "the list of accepted answers is empty"),
-        ("math", ["1", None], "holds something other than strings and numbers"),
-        ("f1", [["a"]], "holds something other than strings and numbers"),
-        ("gpqa", ["A", "B"], "a list, and the gpqa verifier compares with a string or a number"),
-        ("exact", {"target": ["a"]}, "an object, and the exact verifier"),
+        ("math", ["1", None], "contains something other than strings and numbers"),
+        ("f1", [["a"]], "contains something other than strings and numbers"),
+        ("gpqa", ["A", "B"], "a list, but the gpqa verifier needs a string or a number"),
+        ("exact", {"target": ["a"]}, "an object, but the exact verifier"),
     ],
 )
 def test_labels_without_a_meaning_are_refused(rm_type: str, label: Any, message: str):
@@ -80,7 +80,7 @@ def test_a_list_in_a_parquet_file_reaches_rewards_of_every_kind(workshop: Worksh
     out = workshop.slimectl("score", "s.jsonl", "--rm-type", "exact", "-s", "score.custom_rm_path=none", "--explain")
     graded = [json.loads(line) for line in out.splitlines()]
     assert [line["reward"] for line in graded] == [1.0, 0.0]
-    assert graded[0]["metadata"]["explanation"]["why"] == "is the label 'say'; label 2 of 2"
+    assert graded[0]["metadata"]["explanation"]["why"] == "is the label 'say' (label 2 of 2)"
     (workshop.folder / "own.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(solution_str in ground_truth)\n"

@@ -165,7 +165,7 @@ def test_metadata_that_names_no_task_is_a_record_error():
     with pytest.raises(RecordError, match=r"label: missing, and metadata\.entry is missing"):
         verifier("reasoning_gym")(Sample(response="None", metadata=chain_sum))
     assert verifier("reasoning_gym")(Sample(response="5", label=5.0, metadata=chain_sum)) == 1.0  # 5, of a float column
-    with pytest.raises(RecordError, match="'no_such' is no reasoning-gym task"):
+    with pytest.raises(RecordError, match="'no_such' is not a reasoning-gym task"):
         verifier("reasoning_gym")(Sample(response="5", metadata={"source_dataset": "no_such"}))
 
 

@@ -115,8 +115,8 @@ def test_a_fault_that_passes_is_tried_again_with_a_pause(monkeypatch: pytest.Mon
         (web.Response(status=302, headers={"Location": "/"}), 1, "answered 302: no reason given"),
         (web.Response(text="<html>"), 1, "the answer is no JSON: <html>"),
         (web.Response(text="[" * 100_000), 1, "the answer is no JSON"),
-        (web.Response(text="NaN"), 1, "answered 'nan' for sample 3; a number or an object is expected"),
-        (web.Response(text="1" * 400), 1, r"answered '1{60}' for sample 3; a number"),
+        (web.Response(text="NaN"), 1, "answered 'nan' for sample 3. Expected a number or an object."),
+        (web.Response(text="1" * 400), 1, r"answered '1{60}' for sample 3. Expected a number"),
         (web.Response(text="null"), 1, "answered 'None' for sample 3"),
         (web.Response(text="[1.0]"), 1, r"answered '\[1\.0\]' for sample 3"),
         (web.Response(body=b"1" * 20_000_000), 1, "the answer is longer than 16 MiB"),
@@ -190,7 +190,7 @@ def test_from_a_thread_that_runs_an_event_loop():
     ("options", "message"),
     [
         ({}, r"rm_options\.url: missing, and remote_rm needs it"),
-        ({"url": "localhost:8000"}, r"'localhost:8000' is no address; write http://HOST:PORT/PATH"),
+        ({"url": "localhost:8000"}, r"'localhost:8000' is not an address\. Write http://HOST:PORT/PATH"),
         ({"url": "http://x", "max_retries": -1}, "below 0"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_classifier_from_elsewhere_gives_what_transformers_gives(
     # With other tokens than its own it is asked by text.
     foreign = Sample(prompt=chat, response="yes", tokens=[9000, 4], response_length=1)
     assert graded(tmp_path, [foreign], input="text") == pytest.approx([model(tokens).logits.item()])
-    with pytest.raises(SettingsError, match=r'token 9000 of sample 0 is outside the vocabulary .* set input = "text"'):
+    with pytest.raises(SettingsError, match=r'token 9000 of sample 0 is outside the vocabulary .* Set input = "text"'):
         graded(tmp_path, [foreign])
 
 
@@ -151,9 +151,9 @@ def test_it_explains_travels_and_has_no_bounds(trained: tuple[Path, FsdpCritic])
 def test_what_is_no_reward_model_is_refused_in_one_line(model_dir: ModelDir, tmp_path: Path):
     with pytest.raises(SettingsError, match=r"score.rm_options.path: missing"):
         verifier("reward_model")
-    with pytest.raises(SettingsError, match=re.escape(f"{tmp_path} is no model directory; make one with")):
+    with pytest.raises(SettingsError, match=re.escape(f"{tmp_path} is not a model directory. Make one with")):
         verifier("reward_model", path=str(tmp_path))
-    with pytest.raises(SettingsError, match=r"has no score.weight, so it is no reward model"):
+    with pytest.raises(SettingsError, match=r"has no score.weight, so it is not a reward model"):
         verifier("reward_model", path=str(model_dir()))(answer(0, "a"))
     with pytest.raises(SettingsError, match=r"batch_size: 0 is below 1"):
         verifier("reward_model", path=str(model_dir()), batch_size=0)

@@ -65,12 +65,12 @@ def test_an_explanation_has_the_figures():
     ("rm_type", "options", "message"),
     [
         ("length_penalty", {}, r"rm_options\.limit: missing, and length_penalty needs it"),
-        ("length_penalty", {"limit": 5, "free_tokens": 5}, "free_tokens: 5 is not from 0 to below limit: 5"),
-        ("overlong", {"limit": 5, "buffer": 6}, "buffer: 6 is not from 1 to limit: 5"),
+        ("length_penalty", {"limit": 5, "free_tokens": 5}, "free_tokens: 5 must be at least 0 and below limit: 5"),
+        ("overlong", {"limit": 5, "buffer": 6}, "buffer: 6 must be from 1 to limit: 5"),
         ("overlong", {"limit": 5}, r"rm_options\.buffer: missing"),
-        ("overlong", {"limit": "5", "buffer": 1}, "wrong kind"),
-        ("repetition", {"n": 0}, "no length of an n-gram"),
-        ("repetition", {"unit": "bytes"}, r"'bytes' is no unit .*\('words', 'tokens'\)"),
+        ("overlong", {"limit": "5", "buffer": 1}, "wrong type"),
+        ("repetition", {"n": 0}, "n: 0 must be 1 or more"),
+        ("repetition", {"unit": "bytes"}, r"'bytes' is not a unit .*\('words', 'tokens'\)"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(rm_type, options, message):

@@ -161,10 +161,10 @@ def test_a_swallowed_end_of_the_program_is_no_pass():
 
 def test_what_cannot_cross_fails_with_a_reason():
     deep = "def f():\n    x = []\n    for _ in range(9000): x = [x]\n    return x"
-    assert run(deep, {"code": "f()"})[0].error == "it is nested too deeply to cross to the test"
+    assert run(deep, {"code": "f()"})[0].error == "the value is nested too deeply to cross to the test"
     assert "too many to cross" in run("def f(): return 'x' * (17 << 20)", {"code": "f()"})[0].error
     program = "class A:\n    def __eq__(self, o): return True\ndef f(): return A()"
-    assert run(program, {"code": "assert f() == 4"})[0].error == "AssertionError (A of the program is no plain data)"
+    assert run(program, {"code": "assert f() == 4"})[0].error == "AssertionError (A of the program is not plain data)"
 
 
 def test_neither_statements_nor_other_tests_are_in_the_memory_of_the_program():

@@ -26,7 +26,7 @@ def users() -> list[int]:
 def test_it_is_refused_unless_it_is_allowed():
     refused = run_without_namespaces("", allowed=False)
     assert refused == (
-        "score.rm_type=code: the kernel grants no sandbox (unshare: Operation not permitted); allow user namespaces "
+        "score.rm_type=code: the kernel grants no sandbox (unshare: Operation not permitted). Allow user namespaces "
         "(Docker: --security-opt seccomp=unconfined), or accept less: "
         "score.rm_options.allow_unsandboxed_namespaces=true"
     )

@@ -1,4 +1,4 @@
-"""A Ray cluster, on this machine or over many: actors for ranks, hosted objects, streams and workers."""
+"""Ray cluster on one machine or several: actors for ranks, hosted objects, streams and workers."""
 
 from slimectl.executors.ray.executor import RayExecutor
 

@@ -1,4 +1,4 @@
-"""Objects that live in actors: a proxy calls their methods, a stream transfers the items of their generators."""
+"""Objects in actors: a proxy calls their methods, and a stream transfers the items of their generators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slimectl.executors.ray.failures import death_reason, tail_at
 from slimectl.registry.garbage import frozen_objects
 
 THREADS = 32
-"""Calls and streams of one object at the same time."""
+"""Maximum number of concurrent calls and streams of one object."""
 
 
 class ObjectActor:
@@ -34,13 +34,13 @@ class ObjectActor:
         self._slots: dict[str, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(0))
         self._stopped: set[str] = set()
 
-    def enter(self, surroundings: DriverEnvironment, log: Path | None) -> ActorLocation:
-        surroundings.enter(log)
+    def enter(self, environment: DriverEnvironment, log: Path | None) -> ActorLocation:
+        environment.enter(log)
         return ActorLocation.here()
 
     def build(self, pickled: bytes) -> tuple[str, Any]:
         def construct() -> None:
-            with frozen_objects():  # what is built imports some thousand modules
+            with frozen_objects():  # the build imports some thousand modules
                 self._hosted = cloudpickle.loads(pickled)()
 
         return self._answer(construct)
@@ -49,12 +49,12 @@ class ObjectActor:
         return self._answer(lambda: self._call(method, arguments, options))
 
     def items(self, key: str, method: str, arguments: list[Any], options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the method's items, one per slot; one thread runs the generator from first to last."""
+        """Yield the method's items, one per slot. One thread runs the generator from start to end."""
         slots, iterator = self._slots[key], None
         try:
             iterator = iter(self._call(method, arguments, options))
             while True:
-                # The slot is taken before producing: Ray's own backpressure lets one more item be produced.
+                # Take the slot before producing, because Ray's own backpressure lets one more item be produced.
                 slots.acquire()
                 if key in self._stopped:
                     return
@@ -96,13 +96,13 @@ class ObjectActor:
 
 
 class Host:
-    """Driver side of an ObjectActor; picklable, so that other actors may call it too."""
+    """Driver side of an ObjectActor. It is picklable, so other actors can call it too."""
 
     def __init__(self, actor: Any, name: str, location: ActorLocation, log: Path | None) -> None:
         self.actor, self.name, self.location, self.log = actor, name, location, log
 
     def call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call the object's method and wait; returns its result or raises its exception.
+        """Call the object's method and wait. Return its result or raise its exception.
 
         Iterators among the arguments are transferred item by item.
         """
@@ -130,7 +130,7 @@ class Host:
     ) -> Iterator[Any]:
         """Yield the items of the object's method, at most `ahead` of them produced before they are requested.
 
-        Closing ends the generator after the current item, for which it waits up to GRACE_S; Ctrl-C does not wait.
+        Closing ends the generator after the current item and waits up to GRACE_S for that. Ctrl-C does not wait.
         """
         timeout_s = GRACE_S
         control = self.actor
@@ -155,7 +155,7 @@ class Host:
 
 
 class Proxy:
-    """Proxy of an object in an actor: a method call blocks, then returns or raises what the object's method does."""
+    """Proxy of an object in an actor. A method call blocks, then returns or raises what the object's method does."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -177,7 +177,7 @@ class ProxyMethod:
 
 
 def hosted_call(make: Callable[[], Any]) -> tuple[ProxyMethod, tuple[Any, ...], dict[str, Any]] | None:
-    """Return the method and arguments if `make` is a hosted object's method or a partial of one; else None."""
+    """Return the method and arguments if `make` is a hosted object's method or a partial of one, else None."""
     if isinstance(make, ProxyMethod):
         return make, (), {}
     if isinstance(make, partial) and isinstance(make.func, ProxyMethod):
@@ -186,7 +186,7 @@ def hosted_call(make: Callable[[], Any]) -> tuple[ProxyMethod, tuple[Any, ...], 
 
 
 class RemoteIterator:
-    """Iterator argument of an actor call: its items are in Ray's object store, and are fetched one at a time."""
+    """Iterator argument of an actor call. Its items are in Ray's object store and are fetched one at a time."""
 
     def __init__(self, references: list[Any]) -> None:
         self.references = references

@@ -1,4 +1,4 @@
-"""Ray itself, if it is installed."""
+"""Imports Ray, connects to a cluster or starts one, and explains why it cannot."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ FAMILIES = (
 )
 """Prefixes of environment variables that change how slimectl, or its libraries, compute and communicate."""
 BELOW_BYTES = 72
-"""Room below Ray's temporary folder: /session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store."""
+"""Length of a path below Ray's temporary folder: /session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store."""
 
 
 @dataclass(frozen=True)
 class DriverEnvironment:
-    """Import paths, working directory and environment of the driver, so that actors find a reward in its folder too.
+    """Import paths, working directory and environment of the driver, so that actors find the same files.
 
     On other machines the same paths must hold the same files, as with any checkpoint that they read.
     """
@@ -59,27 +59,27 @@ class DriverEnvironment:
 
     @staticmethod
     def here() -> DriverEnvironment:
-        """Return those of this process."""
+        """Return the environment of this process."""
         installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix})
         paths = tuple(os.path.abspath(path) for path in sys.path if not os.path.abspath(path).startswith(installed))
         variables = {name: value for name, value in os.environ.items() if name.startswith(FAMILIES)}
         return DriverEnvironment(paths, os.getcwd(), variables)
 
     def enter(self, log: Path | None) -> None:
-        """Apply them to this process; its output goes to `log`, or to stderr."""
+        """Apply the environment to this process, and send its output to `log` or to stderr."""
         redirect(log)
         sys.path[:0] = [path for path in self.paths if path not in sys.path]
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
         if "OMP_NUM_THREADS" not in self.variables:
-            # Ray sets it to the CPUs of an actor, ours ask for none: torch is to use what it would use without Ray.
+            # Ray sets it to the CPUs of an actor, and ours request none. torch should do as it does without Ray.
             os.environ.pop("OMP_NUM_THREADS", None)
         os.environ.update(self.variables)
 
 
 @dataclass(frozen=True)
 class ActorLocation:
-    """Machine, GPUs and process of an actor: Ray's id of the node, and the address that others reach it by."""
+    """Machine, GPUs and process of an actor: Ray's id of the node, and the address where others reach it."""
 
     node: str
     address: str
@@ -98,7 +98,7 @@ class ActorLocation:
 
 
 REACH_S = 10.0
-"""Seconds that an address where nobody listens is tried."""
+"""Seconds for which an address is tried where nothing listens."""
 TRY_S = 20.0
 """Seconds that a listening address gets to answer as a Ray cluster."""
 TRY = """
@@ -114,8 +114,9 @@ OWN = "local"
 def connect(address: str | None, *, cpus: int) -> str | None:
     """Join the cluster at `address`, or start one on this machine with at least `cpus` logical CPUs.
 
-    The folder of its files is returned if it was started, for `disconnect`. A process that is connected already
-    stays so. Raises BackendError, in one line and within about 15 s, if there is no cluster or not one of this Ray.
+    If a cluster was started, the folder of its files is returned, for `disconnect`. A process that is already
+    connected keeps its connection. Raises BackendError, in one line and within about 15 s, if there is no cluster or
+    it runs another version of Ray.
     """
     if ray.is_initialized():
         return None
@@ -132,13 +133,13 @@ def connect(address: str | None, *, cpus: int) -> str | None:
         options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        # "local", because None would follow RAY_ADDRESS to a cluster that nobody asked for.
+        # "local", because None would follow RAY_ADDRESS to a cluster that the settings do not mention.
         context: Any = ray.init(address=address or OWN, **options)
     except Exception as error:
         disconnect(folder)
         raise BackendError(f"Ray at {address or 'this machine'}: {_one_line(str(error))}") from error
     finally:
-        # Ray's own handler exits at once with the signal's number; a command's finishes its round.
+        # Ray's own handler exits at once with the signal's number. The handler of a command finishes its round.
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
     return (folder or context["session_dir"]) if address is None else None
@@ -150,16 +151,16 @@ def machine_addresses() -> list[str]:
 
 
 def disconnect(session: str | None) -> None:
-    """Leave the cluster; one that was started here ends, with its files."""
+    """Leave the cluster. Stop it and remove its files if it was started here."""
     ray.shutdown()
     if session is not None:
         shutil.rmtree(session, ignore_errors=True)
 
 
 def _print_on_stderr() -> None:
-    """Print the output of Ray and its workers on stderr, a line each; no message of the library, so not logged.
+    """Print the output of Ray and its workers to stderr, line by line. It is not logged: these are not our messages.
 
-    Ray 2.60 prints its own errors on the driver's stdout, where samples go. Delete when ray.init takes a stream.
+    Ray 2.60 prints its own errors to the driver's stdout, where samples go. Delete this when ray.init accepts a stream.
     """
     from ray._private import worker
 
@@ -172,7 +173,7 @@ def _print_lines(data: dict[str, Any], ignore_prefix: bool) -> None:
         return
     for line in filter(str.strip, data["lines"]):
         if pid == "raylet":
-            # The first sentence of a page; the error that follows explains what it means for the work.
+            # Only the first sentence of a page, because the error that follows explains what it means.
             line = f"ray: {line.strip().splitlines()[0].partition('. ')[0]}"
         elif not ignore_prefix:
             line = f"({data.get('actor_name') or data.get('task_name') or 'worker'} {pid}) {line}"
@@ -191,7 +192,7 @@ def check_address(address: str) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Check that somebody listens at the address: Ray itself would try for minutes. Raises BackendError."""
+    """Check that something listens at the address, because Ray itself would try for minutes. Raises BackendError."""
     check_address(address)
     if address == "auto":
         return
@@ -206,13 +207,13 @@ def _check_reachable(address: str) -> None:
         else:
             return
     raise BackendError(
-        f"Ray at {address} is not answering ({REACH_S:g} s: {error}); start it with `ray start --head`, or drop "
-        "cluster.ray_address for one on this machine"
+        f"Ray at {address} is not answering ({REACH_S:g} s: {error}). Start it with `ray start --head`, or unset "
+        "cluster.ray_address to start one on this machine."
     )
 
 
 def _check_is_ray_head(address: str) -> None:
-    """Connect in a separate process first: where there is no Ray cluster Ray tries for minutes and cannot be stopped.
+    """Connect in a separate process first, because Ray tries for minutes and cannot be stopped if there is no cluster.
 
     Raises BackendError.
     """
@@ -220,16 +221,16 @@ def _check_is_ray_head(address: str) -> None:
         result = subprocess.run([sys.executable, "-c", TRY, address], capture_output=True, text=True, timeout=TRY_S)
     except subprocess.TimeoutExpired:
         raise BackendError(
-            f"Ray at {address}: something is there, but it did not answer as a Ray head does in {TRY_S:g} s; give the "
-            f"head's own port (6379 by default) and Ray {ray.__version__}"
+            f"Ray at {address}: something listens there, but it did not answer as a Ray head within {TRY_S:g} s. Give "
+            f"the head's own port (6379 by default), and use Ray {ray.__version__} there."
         ) from None
     if result.returncode:
         raise BackendError(f"Ray at {address}: {_one_line(result.stderr)}")
 
 
 def _one_line(message: str) -> str:
-    """Shorten Ray's message to one line; a version mismatch keeps both versions."""
+    """Shorten Ray's message to one line, but keep both versions of a version mismatch."""
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith("[")]
     if any("ersion mismatch" in line for line in lines):
-        return f"{' '.join(lines)}; install the versions of the cluster"
-    return lines[-1] if lines else "it could not be joined"
+        return f"{' '.join(lines)}. Install the versions of the cluster."
+    return lines[-1] if lines else "cannot join the cluster"

@@ -32,11 +32,11 @@ Result = TypeVar("Result")
 
 
 class RayExecutor:
-    """Actors on the cluster at `address`, or on one that is started here and ends with `close`.
+    """Runs everything in actors on the cluster at `address`, or on one that is started here and ends with `close`.
 
-    `placement` is reserved as long as the executor lives; without one, ranks and hosts run on CPUs, where there is
-    room. Output of ranks and hosts goes to rank-0.log, NAME.log, … in `logs` (on the machine where they run); without
-    it, to the driver's stderr. Raises BackendError if the cluster does not answer or is too small.
+    `placement` stays reserved until `close`. Without one, ranks and hosts run on CPUs, wherever there is room. Output
+    of ranks and hosts goes to rank-0.log, NAME.log, … in `logs` (on the machine where they run), or to the driver's
+    stderr without it. Raises BackendError if the cluster does not answer or is too small.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class RayExecutor:
         self._connected = not ray.is_initialized()
         self._session = connect(address, cpus=len(placement.bundles) + 1 if placement else 1)
         bypass_proxies(*machine_addresses())
-        self._surroundings = DriverEnvironment.here()
-        self._pool = Pool(self._surroundings)
+        self._environment = DriverEnvironment.here()
+        self._pool = Pool(self._environment)
         self.places: PlacedBundles | None = None
         try:
             self.places = PlacedBundles(placement, wait_s=wait_s) if placement else None
@@ -66,17 +66,17 @@ class RayExecutor:
         places: list[dict[str, Any]] = [{} for _ in range(ranks)]
         if self.places is not None:
             if ranks > self.places.placement.ranks:
-                raise BackendError(f"{ranks} ranks are asked for, but the placement has {self.places.placement.ranks}")
+                raise BackendError(f"{ranks} ranks were requested, but the placement has {self.places.placement.ranks}")
             self.places.settle()
             places = [self.places.of_rank(rank) for rank in range(ranks)]
         rank_group = RayRanks(
-            serve, build, places=places, surroundings=self._surroundings, logs=self._logs, living=len(self._groups)
+            serve, build, places=places, environment=self._environment, logs=self._logs, living=len(self._groups)
         )
         self._groups.append(rank_group)
         return rank_group
 
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
-        """Build an object in an actor and return its proxy; with `gpus`, on the next free engine that has so many.
+        """Build an object in an actor and return its proxy. With `gpus`, use the next free engine with that many GPUs.
 
         An engine over several machines has a part on each, which counts as an engine here.
 
@@ -85,29 +85,29 @@ class RayExecutor:
         if name in self._hosts:
             self._end_host(name)
         place: dict[str, Any] = {}
-        surroundings = self._surroundings
+        environment = self._environment
         part = self._assign_part(name, gpus) if gpus else None
         if part is not None and self.places is not None:
             self.places.settle()
             place = self.places.of_part(part)
             if gpus > 1:
-                # Ray shows an actor the GPU of its bundle alone; those of the engine's others are ours too.
+                # Ray shows an actor only the GPU of its bundle. The GPUs of the engine's other bundles are ours too.
                 visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.places.gpus_of_part(part))}
-                surroundings = replace(surroundings, variables={**surroundings.variables, **visible})
-        self._hosts[name] = host = self._start_host(build, name, surroundings, place)
+                environment = replace(environment, variables={**environment.variables, **visible})
+        self._hosts[name] = host = self._start_host(build, name, environment, place)
         return Proxy(host)
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
         """Stream the items of `make()`.
 
-        A hosted object's method, or a partial of it, runs in the object's actor; anything else in a new actor.
+        A hosted object's method, or a partial of it, runs in the object's actor. Anything else runs in a new actor.
         """
         key = uuid.uuid4().hex
         if (call := hosted_call(make)) is not None:
             method, arguments, options = call
             yield from method.host.stream(method.name, arguments, options, ahead=ahead, key=key)
             return
-        host = self._start_host(partial(_identity, make), f"stream-{key[:6]}", self._surroundings, {})
+        host = self._start_host(partial(_identity, make), f"stream-{key[:6]}", self._environment, {})
         self._hosts[key] = host
         try:
             yield from host.stream("__call__", (), {}, ahead=ahead, key=key)
@@ -125,7 +125,7 @@ class RayExecutor:
         wall_timeout_s: float | None = None,
         prepare: Callable[[Item], Any] | None = None,
     ) -> Iterator[Result | BaseException]:
-        """Yield results in order; `workers` 0 calls `fn` in this process, lazily, one item at a time.
+        """Yield results in order. With `workers` 0, call `fn` in this process, lazily, one item at a time.
 
         A worker that overruns a limit (see protocols.Executor) is killed and replaced. At most 4 items per worker are
         in flight.
@@ -136,7 +136,7 @@ class RayExecutor:
         return self._pool.map(limited, items, workers=workers)
 
     def close(self) -> None:
-        """Close the hosted objects, end every actor, leave the cluster or end the one that was started."""
+        """Close the hosted objects, end every actor, and leave the cluster, or stop it if it was started here."""
         with contextlib.ExitStack() as closing:
             if self._connected:
                 closing.callback(disconnect, self._session)
@@ -151,7 +151,7 @@ class RayExecutor:
                 closing.callback(self._end_host, name)
 
     def _start_host(
-        self, build: Callable[[], Any], name: str, surroundings: DriverEnvironment, place: dict[str, Any]
+        self, build: Callable[[], Any], name: str, environment: DriverEnvironment, place: dict[str, Any]
     ) -> Host:
         wait_for_news(WAIT_S)
         options: dict[str, Any] = {"concurrency_groups": {"control": 2}, "max_concurrency": THREADS}
@@ -160,7 +160,7 @@ class RayExecutor:
         log = None if self._logs is None else self._logs / f"{name}.log"
         [location] = [None]
         try:
-            [location] = started([actor.enter.remote(surroundings, log)], name)
+            [location] = started([actor.enter.remote(environment, log)], name)
             host = Host(actor, name, location, log)
             host.answered(actor.build.remote(cloudpickle.dumps(build)))
         except BaseException:
@@ -187,7 +187,7 @@ class RayExecutor:
                 if part.gpus == gpus and self._parts.setdefault(index, name) == name:
                     return index
         engines = len({part.engine for part in parts if part.gpus == gpus})
-        raise BackendError(f"the placement has {engines} engines with {gpus:g} GPUs; {name} would be one more")
+        raise BackendError(f"the placement has {engines} engines with {gpus:g} GPUs, all in use: none left for {name}")
 
 
 def _identity(make: Callable[[], Any]) -> Callable[[], Any]:

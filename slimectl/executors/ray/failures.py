@@ -14,9 +14,9 @@ from slimectl.executors.child_processes import tail
 from slimectl.executors.ray.cluster import ActorLocation, ray
 
 LOOK_S = 1.0
-"""Seconds that a machine gets to answer."""
+"""Seconds to wait for a machine to answer."""
 LEAVE_S = 5.0
-"""Seconds that killed processes get to end."""
+"""Seconds to wait for killed processes to end."""
 
 
 def death_reason(error: BaseException | None, location: ActorLocation) -> str:
@@ -31,8 +31,8 @@ def death_reason(error: BaseException | None, location: ActorLocation) -> str:
 def is_alive(node: str) -> bool:
     """Whether a machine belongs to the cluster and its raylet accepts connections.
 
-    Ray itself takes up to 15 s to find out that it is not, and processes of ours may live on beside a dead raylet. A
-    machine that does not answer at all may only be busy: Ray decides about that.
+    Ray itself takes up to 15 s to find out, and our processes may outlive a dead raylet. A machine that does not answer
+    at all may only be busy, so that decision is left to Ray.
     """
     for entry in ray.nodes():
         if entry["NodeID"] == node and entry["Alive"]:
@@ -48,7 +48,7 @@ def is_alive(node: str) -> bool:
 
 
 def wait_for_news(limit_s: float) -> None:
-    """Wait until Ray knows of every lost machine, at most `limit_s`: until then it would place actors there."""
+    """Wait until Ray knows of every lost machine, at most `limit_s`. Until then it would place actors there."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         alive_nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -58,7 +58,7 @@ def wait_for_news(limit_s: float) -> None:
 
 
 def tail_at(log: Path | None, location: ActorLocation) -> str:
-    """Return the last lines of a log, here or on the machine where it was written."""
+    """Return the last lines of a log on this machine, or on the one where it was written."""
     if log is None:
         return ""
     if log.exists():
@@ -74,7 +74,7 @@ def tail_at(log: Path | None, location: ActorLocation) -> str:
 
 
 def kill(actors: list[Any], places: list[ActorLocation]) -> None:
-    """Kill actors at once; when this returns, those of this machine have ended."""
+    """Kill actors at once. When this returns, the actors on this machine have ended."""
     for actor in actors:
         with contextlib.suppress(Exception):
             ray.kill(actor)

@@ -17,19 +17,19 @@ from slimectl.executors.ray.failures import is_alive
 from slimectl.planner.placement import Placement
 
 WAIT_S = 60.0
-"""Seconds that resources may be in use by others, or missing after the loss of a machine."""
+"""Seconds to wait for resources that others use, or that are missing after the loss of a machine."""
 GROUPS = 4
-"""Groups of ranks that may share their GPUs: policy, reference, critic, and one that is being replaced."""
+"""Number of rank groups that may share GPUs: policy, reference, critic, and one that is being replaced."""
 
 Spot = tuple[str, str]
-"""Ray's id of a node, and a GPU of it by number; "" on a CPU."""
+"""Ray's id of a node, and the number of one of its GPUs ("" on a CPU)."""
 
 
 class PlacedBundles:
-    """Placement group of one-GPU bundles (one-CPU without GPUs), PACKed, so that engines and ranks lie together.
+    """Placement group of one-GPU bundles (one-CPU without GPUs). PACK keeps engines and ranks together.
 
-    Place i is bundle i of the placement. Ray chooses machines and GPUs, so places are assigned in the order of what it
-    chose: machines with more bundles first, GPUs by number.
+    Place i is bundle i of the placement. Ray chooses the machines and GPUs. Places are then assigned in order: machines
+    with more bundles first, GPUs by number.
     """
 
     def __init__(self, placement: Placement, *, wait_s: float = WAIT_S) -> None:
@@ -51,15 +51,15 @@ class PlacedBundles:
     def settle(self) -> None:
         """Wait until every bundle is on a live machine, and locate them.
 
-        After the loss of a machine Ray finds other places for its bundles, if there are any; places on other machines
-        stay. Raises BackendError if they do not come.
+        After the loss of a machine Ray moves its bundles, if there is room. Places on other machines stay. Raises
+        BackendError if the bundles find no room.
         """
         with self._settle_lock:
             self._locate(self._wait_for_nodes())
             self._check_engines()
 
     def _wait_for_nodes(self) -> list[str]:
-        """Wait for a live node of every bundle, in Ray's order. Raises BackendError when the time is over."""
+        """Wait for a live node of every bundle, in Ray's order. Raises BackendError on a timeout."""
         deadline = time.monotonic() + self._wait_s
         while not (nodes := self._nodes()):
             if time.monotonic() > deadline:
@@ -69,11 +69,11 @@ class PlacedBundles:
 
     def _locate(self, nodes: list[str]) -> None:
         """Locate the bundles, and assign them to places."""
-        # Only those that have moved are asked for their GPU: a probe takes a bit of it, which others may have taken.
+        # Ask only moved bundles for their GPU: a probe needs a fraction of it, which others may have taken.
         moved = [bundle for bundle, node in enumerate(nodes) if node != self._bundle_spots[bundle][0]]
         if self.placement.on_gpu:
             by_node = [[bundle for bundle in moved if nodes[bundle] == node] for node in sorted(set(nodes))]
-            # One a machine at a time, so that one process of each answers for all of its bundles.
+            # One per machine at a time, so that one process answers for all bundles of its machine.
             for bundles in map(_without_none, zip_longest(*by_node)):
                 for bundle, spot in zip(
                     bundles, ray.get([_locate_bundle(self._group, i) for i in bundles]), strict=True
@@ -94,14 +94,14 @@ class PlacedBundles:
         return self._options(rank, GROUPS)
 
     def of_part(self, part: int) -> dict[str, Any]:
-        """Return the Ray options of the actor of an engine's part: in the first of its places, it may use all."""
+        """Return the Ray options of an engine part's actor, which runs in the first of its places and may use all."""
         return self._options(self.placement.of_part(part)[0], 1)
 
     def gpus_of_part(self, part: int) -> list[str]:
         return [self.spots[place][1] for place in self.placement.of_part(part)]
 
     def release(self) -> None:
-        """Remove the placement group; actors in it end."""
+        """Remove the placement group. Its actors end."""
         with contextlib.suppress(Exception):
             ray.util.remove_placement_group(self._group)
 
@@ -110,7 +110,7 @@ class PlacedBundles:
         return {"num_gpus": share, "scheduling_strategy": _strategy(self._group, self._order[place])}
 
     def _nodes(self) -> list[str]:
-        """Return the node of every bundle, in Ray's order; empty while some have no live one."""
+        """Return the node of every bundle, in Ray's order, or [] while some have no live node."""
         table = ray.util.placement_group_table(self._group)
         if table.get("state") != "CREATED":
             return []
@@ -133,8 +133,8 @@ class PlacedBundles:
             nodes = {self.spots[place][0] for place in self.placement.of_part(index)}
             if len(nodes) > 1:
                 raise BackendError(
-                    f"the cluster has no machine with {part.gpus} free GPUs for engine {part.engine}; "
-                    "free some, or lower cluster.rollout_num_gpus_per_engine"
+                    f"the cluster has no machine with {part.gpus} free GPUs for engine {part.engine}. "
+                    "Free some, or lower cluster.rollout_num_gpus_per_engine."
                 )
 
     def _shortage(self) -> str:
@@ -144,8 +144,8 @@ class PlacedBundles:
         needed = len(self.placement.bundles)
         return (
             f"the Ray cluster has {sum(counts):g} {kind}s on {sum(n > 0 for n in counts)} machines, {free:g} of them"
-            f" free, and {needed} are asked for (waited {self._wait_s:g} s); add machines, or ask for less: `slimectl"
-            " plan --placement` shows for what"
+            f" free, but the run needs {needed} (waited {self._wait_s:g} s). Add machines, or request less. `slimectl"
+            " plan --placement` shows what the run requests."
         )
 
 
@@ -158,7 +158,7 @@ def _strategy(group: Any, bundle: int) -> Any:
 
 
 def _locate_bundle(group: Any, bundle: int) -> Any:
-    """Start a task that returns the node and GPU of a bundle; Ray reports them only inside the bundle."""
+    """Start a task that returns the node and GPU of a bundle. Ray reports them only inside the bundle."""
     options = {"num_cpus": 0, "num_gpus": 1 / 64, "scheduling_strategy": _strategy(group, bundle)}
     return ray.remote(_own_spot).options(**options).remote()
 

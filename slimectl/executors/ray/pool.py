@@ -1,4 +1,4 @@
-"""Worker pool of actors: each works on one item at a time; results come in order."""
+"""Worker pool of actors. Each works on one item at a time, and results come in order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class PoolActor:
     def __init__(self) -> None:
         self._fn: Any = None
 
-    def enter(self, surroundings: DriverEnvironment) -> ActorLocation:
-        surroundings.enter(None)
+    def enter(self, environment: DriverEnvironment) -> ActorLocation:
+        environment.enter(None)
         return ActorLocation.here()
 
     def take(self, fn: bytes) -> None:
@@ -61,10 +61,10 @@ class Task:
 
 
 class Pool:
-    """Workers that are reused from one `map` to the next; several maps may run at once, each with separate workers."""
+    """Workers that are reused from one `map` to the next. Several maps may run at once, each with its own workers."""
 
-    def __init__(self, surroundings: DriverEnvironment) -> None:
-        self._surroundings = surroundings
+    def __init__(self, environment: DriverEnvironment) -> None:
+        self._environment = environment
         self._idle: list[Worker] = []
         self._lock = threading.Lock()
 
@@ -88,11 +88,11 @@ class Pool:
         with self._lock:
             acquired, self._idle = self._idle[:count], self._idle[count:]
         actor_class: Any = ray.remote(PoolActor)
-        # They ask for no CPU: those of the machines are the ranks' and engines', and grading runs beside them.
+        # Workers request no CPU: ranks and engines reserve the CPUs, and grading runs at the same time.
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
         actors = [actor_class.options(**options).remote() for _ in range(count - len(acquired))]
         try:
-            locations = started([actor.enter.remote(self._surroundings) for actor in actors], f"{len(actors)} workers")
+            locations = started([actor.enter.remote(self._environment) for actor in actors], f"{len(actors)} workers")
             acquired += [Worker(actor, place) for actor, place in zip(actors, locations, strict=True)]
             ray.get([worker.actor.take.remote(fn) for worker in acquired])
         except ray.exceptions.RayTaskError as error:
@@ -123,7 +123,7 @@ class Mapping:
         self._busy: dict[Any, Task] = {}
 
     def result(self, task: Task) -> Any:
-        """Wait for the result of a task; other tasks proceed meanwhile, but for a second attempt, which is alone."""
+        """Wait for the result of a task. Other tasks proceed, except during a second attempt, which runs alone."""
         while True:
             while self.waiting and self._free:
                 self._assign(self.waiting.popleft(), self._free.pop())
@@ -142,7 +142,7 @@ class Mapping:
             self._step()
 
     def close(self) -> None:
-        """Return idle workers to the pool; end those that are in the middle of an item."""
+        """Return idle workers to the pool, and end those that are working on an item."""
         self._pool.give_back(self._free)
         busy = [task.worker for task in self._busy.values() if task.worker]
         kill([worker.actor for worker in busy], [worker.location for worker in busy])
@@ -153,8 +153,8 @@ class Mapping:
         self._busy[worker.actor.work.remote(task.item)] = task
 
     def _step(self) -> None:
-        """Wait for the next result, or for the time after which a worker counts as stuck."""
-        # The worker ends itself at its limits; this one is for a worker that is stuck in preparing, or cannot end.
+        """Wait for the next result, or until a worker counts as stuck."""
+        # A worker ends itself at its limits. This one is for a worker that is stuck while it prepares, or cannot end.
         wall_s = self._limited.wall_s
         remaining_s = None
         if wall_s is not None:
@@ -182,9 +182,9 @@ class Mapping:
         self._free.append(task.worker)
 
     def _overrun(self, task: Task) -> TimeoutError | None:
-        """Return the error of a task whose worker probably ended at a limit: Ray does not tell the signal.
+        """Return the error of a task whose worker probably ended at a limit. Ray does not report the signal.
 
-        All threads of the worker use up its CPU time, Ray's as well, so that half of the time may have passed.
+        All threads of the worker use its CPU time, including Ray's, so half of the wall time may have passed.
         """
         elapsed_s, cpu_s, wall_s = time.monotonic() - task.started, self._limited.cpu_s, self._limited.wall_s
         if wall_s is not None and elapsed_s >= wall_s:

@@ -1,4 +1,4 @@
-"""Rank group of Ray actors: Ray places and watches them, requests and answers go over a socket per rank."""
+"""Rank group of Ray actors. Ray places and watches them. Requests and answers use one socket per rank."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ HELLO_S = 5.0
 class RankActor:
     """Actor of one rank: `live` returns when the driver closes the pipe."""
 
-    def enter(self, surroundings: DriverEnvironment, log: Path | None) -> ActorLocation:
-        surroundings.enter(log)
+    def enter(self, environment: DriverEnvironment, log: Path | None) -> ActorLocation:
+        environment.enter(log)
         return ActorLocation.here()
 
     def live(self, pickled: bytes, seat: RankInfo, driver: tuple[str, int], token: bytes) -> None:
@@ -42,7 +42,7 @@ class RankActor:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.sendall(token + struct.pack("!I", seat.rank))
-        # Unpickled in there: what cannot be imported here is reported like any other failure to build.
+        # Unpickled inside, so that a failed import is reported like any other failure to build.
         run_rank(_serve_pickled, lambda: pickled, ConnectionPipe(Connection(connection.detach()), seat.rank), seat)
 
 
@@ -52,32 +52,32 @@ def _serve_pickled(get_pickled: Callable[[], bytes], pipe: RankPipe) -> None:
 
 
 class RayRanks(RankGroupBase):
-    """N actors that each call `build()` and serve requests; `places` are the Ray options that place rank i."""
+    """N actors that each call `build()` and serve requests. `places[i]` has the Ray options of rank i."""
 
     def __init__(
         self, serve: Serve, build: Callable[[], Any], *, places: Sequence[dict[str, Any]],
-        surroundings: DriverEnvironment, logs: Path | None, living: int,
+        environment: DriverEnvironment, logs: Path | None, living: int,
     ) -> None:  # fmt: skip
         super().__init__(len(places), log_files(logs, len(places), living))
         self._actors: list[Any] = []
         self._lives: list[Any] = []
         self._locations: list[ActorLocation] = []
         try:
-            self._start(cloudpickle.dumps((serve, build)), places, surroundings)
+            self._start(cloudpickle.dumps((serve, build)), places, environment)
         except BaseException:
             self.end(polite=False)
             raise
 
-    def _start(self, pickled: bytes, places: Sequence[dict[str, Any]], surroundings: DriverEnvironment) -> None:
+    def _start(self, pickled: bytes, places: Sequence[dict[str, Any]], environment: DriverEnvironment) -> None:
         actor_class = ray.remote(RankActor)
         logs: Sequence[Path | None] = self._logs or [None] * self.ranks
         self._actors = [actor_class.options(num_cpus=0, max_restarts=0, **place).remote() for place in places]
-        references = [actor.enter.remote(surroundings, log) for actor, log in zip(self._actors, logs, strict=True)]
+        references = [actor.enter.remote(environment, log) for actor, log in zip(self._actors, logs, strict=True)]
         self._locations = started(references, f"{self.ranks} rank actors")
         driver_address = ray.util.get_node_ip_address()
         alone = all(place.address == driver_address for place in self._locations)
         host = LOCALHOST if alone else driver_address
-        # The driver holds the store, so that its port is taken before any rank asks for it.
+        # The driver hosts the store, so that its port is bound before any rank connects.
         self._store = host_store(host)
         token = secrets.token_bytes(TOKEN_BYTES)
         with socket.create_server((host, 0), backlog=self.ranks) as server:
@@ -92,14 +92,14 @@ class RayRanks(RankGroupBase):
         for rank, place in enumerate(self._locations):
             local = local_ranks[place.node]
             local_ranks[place.node] += 1
-            # Ray shows an actor its own GPU alone.
+            # Ray shows an actor only its own GPU.
             yield RankInfo(
                 rank, self.ranks, host, self._store.port, local=local, neighbours=machines[place.node], device=0,
                 address=place.address,
             )  # fmt: skip
 
     def _accept_ranks(self, server: socket.socket, token: bytes) -> list[Connection]:
-        """Wait until every rank has connected; returns their pipes. Raises DiedError if a rank died before that."""
+        """Wait until every rank has connected, and return their pipes. Raises DiedError if a rank died before that."""
         pipes: dict[int, Connection] = {}
         deadline = time.monotonic() + START_S
         while len(pipes) < self.ranks:
@@ -116,7 +116,7 @@ class RayRanks(RankGroupBase):
                 raise self._with_log_tail(self._death_error(rank), rank)
             if time.monotonic() > deadline:
                 silent = sorted(set(range(self.ranks)) - set(pipes))
-                raise BackendError(f"ranks {silent} did not call back within {START_S:g} s; can they reach this host?")
+                raise BackendError(f"ranks {silent} did not connect within {START_S:g} s. Can they reach this host?")
         return [pipes[rank] for rank in range(self.ranks)]
 
     def _ended_ranks(self) -> Iterator[int]:
@@ -147,14 +147,14 @@ class RayRanks(RankGroupBase):
 
 
 def started(references: list[Any], description: str) -> list[ActorLocation]:
-    """Wait until actors have started; returns their locations. Raises BackendError if they do not start."""
+    """Wait until actors have started, and return their locations. Raises BackendError if they do not start."""
     try:
         return list(ray.get(references, timeout=START_S))
     except ray.exceptions.GetTimeoutError:
-        raise BackendError(f"{description} did not start within {START_S:g} s; see `ray status`") from None
+        raise BackendError(f"{description} did not start within {START_S:g} s. See `ray status`.") from None
     except ray.exceptions.RayError as error:
         first = next(line for line in reversed(str(error).splitlines()) if line.strip())
-        raise BackendError(f"{description} did not start: {first.strip()}; is slimectl installed there?") from error
+        raise BackendError(f"{description} did not start: {first.strip()}. Is slimectl installed there?") from error
 
 
 def _receive_exactly(caller: socket.socket, count: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Base of the instruction-following verifiers: scores a list of programmatically checkable instructions."""
+"""Base of the instruction-following verifiers, which check a list of instructions by program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from slimectl.errors import RecordError
 from slimectl.rewards.base import Grade, Verifier, no_answer
-from slimectl.rewards.extraction import SOURCE_WORDS, UNCLOSED, composed, find, text_of
+from slimectl.rewards.extraction import SOURCE_NAMES, UNCLOSED, composed, find, text_of
 from slimectl.types import Sample
 
 Check = Callable[..., bool]
@@ -22,7 +22,7 @@ Checks = Mapping[str, Check]
 
 @dataclass(frozen=True)
 class Instructions(Verifier):
-    """The share of metadata.instruction_id_list that is followed, each with its entry of metadata.kwargs.
+    """The share of followed instructions in metadata.instruction_id_list, each with its entry in metadata.kwargs.
 
     With `count` "prompt" the score is all or nothing. `mode` "loose" tolerates greetings and emphasis, as published. It
     also tries the response without its first line, its last line, both, and without asterisks. Only the text after the
@@ -41,7 +41,7 @@ class Instructions(Verifier):
         checked = _read_instructions(sample, self.checks)
         answer = find(sample, "response")
         if answer is None:
-            return no_answer(SOURCE_WORDS["response"], UNCLOSED)
+            return no_answer(SOURCE_NAMES["response"], UNCLOSED)
         text = composed(answer.text)
         variants = _loose_variants(text) if self.mode == "loose" else [text]
         texts = [text for text in variants if text.strip()]
@@ -50,7 +50,7 @@ class Instructions(Verifier):
         not_followed = f", not {', '.join(missed)}" if missed else ""
         reason = f"follows {len(checked) - len(missed)} of {len(checked)}{not_followed}"
         reward = float(not missed) if self.count == "prompt" else share
-        return Grade(reward, SOURCE_WORDS["response"], reason, answer.text, answer.span)
+        return Grade(reward, SOURCE_NAMES["response"], reason, answer.text, answer.span)
 
     def extract(self, sample: Sample) -> str | None:
         return text_of(find(sample, "response"))
@@ -67,7 +67,7 @@ def _read_instructions(sample: Sample, checks: Checks) -> list[tuple[str, Check,
     location = f"sample {sample.index}: metadata"
     names, kwargs = sample.metadata.get("instruction_id_list"), sample.metadata.get("kwargs")
     if not isinstance(names, list) or not names:
-        raise RecordError(f"{location}.instruction_id_list: missing or empty; it names the instructions to check")
+        raise RecordError(f"{location}.instruction_id_list: missing or empty. List the instructions to check.")
     entries = [{} for _ in names] if kwargs is None else kwargs
     if not isinstance(entries, list) or len(entries) != len(names):
         raise RecordError(f"{location}.kwargs: not a list of {len(names)} objects, one for each instruction")
@@ -75,7 +75,7 @@ def _read_instructions(sample: Sample, checks: Checks) -> list[tuple[str, Check,
     for name, entry in zip(names, entries, strict=True):
         if name not in checks:
             raise RecordError(
-                f"{location}.instruction_id_list: {name!r} is unknown; known are {', '.join(sorted(checks))}"
+                f"{location}.instruction_id_list: {name!r} is unknown. Known: {', '.join(sorted(checks))}"
             )
         accepted, required = _parameters(checks[name])
         pairs = (entry or {}).items()
@@ -94,7 +94,7 @@ def _composed_argument(value: Any) -> Any:
 
 @cache
 def _parameters(check: Check) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Parameter names of a check except the text, and those without a default."""
+    """Return the parameter names of a check except the text, and the ones without a default."""
     parameters = list(inspect.signature(check).parameters.values())[1:]
     return frozenset(p.name for p in parameters), tuple(p.name for p in parameters if p.default is p.empty)
 

@@ -36,8 +36,8 @@ _CLOSING = {")": "(", "]": "[", "}": "{"}
 class IfBench(Instructions):
     """Grades the instructions of IFBench.
 
-    `words:start_verb` and `words:odd_even_syllables` use heuristics, where the published checkers use a tagger and a
-    dictionary; `ratio:stop_words` uses a list of English function words.
+    `words:start_verb` and `words:odd_even_syllables` use heuristics. The published checkers use a tagger and a
+    dictionary. `ratio:stop_words` uses a list of English function words.
     """
 
     @property
@@ -102,7 +102,7 @@ def newline(text: str) -> bool:
 
 
 def emoji(text: str) -> bool:
-    """Every sentence ends in an emoji, before or after its punctuation mark."""
+    """Every sentence has an emoji at its end, before or after its punctuation mark."""
     merged: list[str] = []
     for sentence in sentences(text):
         leading = leading_emoji(sentence) if merged else 0
@@ -139,7 +139,7 @@ def thesis(text: str) -> bool:
 
 
 def sub_bullets(text: str) -> bool:
-    """Every bullet has sub-bullets. Text without bullets fails, as the prompt says; the published checker passes it."""
+    """Every bullet has sub-bullets. Text without bullets fails, as in the prompt. The published checker accepts it."""
     bullets = text.split("*")[1:]
     return bool(bullets) and all("-" in bullet for bullet in bullets)
 
@@ -152,7 +152,7 @@ def no_bullets_bullets(text: str) -> bool:
 
 
 def title_case(text: str) -> bool:
-    """Every word is capitalised; function words may be in lower case, except the first word."""
+    """Every word is capitalised. Function words may be in lower case, except as the first word."""
     title_words = [word for word in words(text) if word[0].isalpha()]
     return all(word[0].isupper() or (word in SMALL and i > 0) for i, word in enumerate(title_words))
 
@@ -240,7 +240,7 @@ def csv_quotes(text: str) -> bool:
 
 
 def _table(text: str, delimiter: str, header: str, count: int) -> list[list[str]] | None:
-    """Rows of a table with exactly this header and `count` rows of 5 fields; None if the text is no such table."""
+    """Rows of a table with exactly this header and `count` rows of 5 fields, or None for any other text."""
     try:
         rows = [row for row in csv.reader(text.strip().split("\n"), delimiter=delimiter, skipinitialspace=True) if row]
     except csv.Error:

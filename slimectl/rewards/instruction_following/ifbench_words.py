@@ -36,7 +36,7 @@ PRONOUNS = word_set(
     "anybody anyone anything everybody everyone everything nobody nothing somebody someone something "
     "each either neither both all some any none"
 )
-"""Personal, possessive and reflexive; demonstrative, interrogative, relative, indefinite: IFBench's present list."""
+"""Personal, possessive, reflexive, demonstrative, interrogative, relative, indefinite: IFBench's current list."""
 
 VERBS = word_set(
     """accept add adjust allow answer apply arrange ask avoid be become begin believe bring build buy calculate call
@@ -77,7 +77,7 @@ def sentence_balance(text: str) -> bool:
 
 
 def _counts_by_mark(text: str) -> tuple[int, int, int]:
-    """Number of sentences that end in a period, a question mark and an exclamation mark."""
+    """Return the numbers of sentences with a period, a question mark and an exclamation mark at the end."""
     ends = Counter(sentence.rstrip("\"'”’)]* ")[-1:] for sentence in sentences(text))
     return ends["."], ends["?"], ends["!"]
 
@@ -143,7 +143,7 @@ def words_japanese(text: str, N: float) -> bool:
 
 
 def start_verb(text: str) -> bool:
-    """The text starts with a verb, by a list of common verbs and endings; the published checker uses a tagger."""
+    """The text starts with a verb, by a list of common verbs and endings. The published checker uses a tagger."""
     first = next(iter(words(text.lower())), "")
     stems = {
         first,
@@ -170,7 +170,7 @@ def pronouns(text: str, N: float) -> bool:
 
 
 def odd_even_syllables(text: str) -> bool:
-    """Odd and even syllable counts alternate, estimated by vowel groups; the published checker uses a dictionary."""
+    """Odd and even syllable counts alternate, estimated by vowel groups. The published checker uses a dictionary."""
     odd = [syllables(word) % 2 for word in words_without_punctuation(text.lower())]
     return all(a != b for a, b in pairwise(odd))
 
@@ -207,7 +207,7 @@ def keywords_specific_position(text: str, keyword: str, n: float, m: float) -> b
 
 
 def words_position(text: str, keyword: str) -> bool:
-    """Second and second-to-last word equal the keyword; a final mark may count as a word, as published, or not."""
+    """The second and second-to-last words are the keyword. A final mark may count as a word, as published, or not."""
     with_marks = _tokens(text)
     return any(
         len(sequence) > 1 and sequence[1] == sequence[-2] == keyword for sequence in (with_marks, stripped_words(text))

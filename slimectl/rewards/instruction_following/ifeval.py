@@ -14,7 +14,7 @@ _POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE), "P.P.S": re.com
 
 
 class IfEval(Instructions):
-    """Grades the instructions of IFEval; keywords are text, not patterns, and match inside words too, as published.
+    """Grades the instructions of IFEval. Keywords are text, not patterns, and also match inside words, as published.
 
     The language is detected by letters and common words, not by a model (text.py).
     """
@@ -50,7 +50,7 @@ def number_sentences(text: str, num_sentences: float, relation: str = "at least"
 
 
 def number_paragraphs(text: str, num_paragraphs: float) -> bool:
-    """Paragraphs are separated by ***; only the first and last may be empty, and then do not count."""
+    """Paragraphs are separated by ***. Only the first and last may be empty, and then they do not count."""
     parts = [part.strip() for part in text.split("***")]
     return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 

@@ -40,7 +40,7 @@ def words(text: str) -> list[str]:
 
 
 def words_without_punctuation(text: str) -> list[str]:
-    """Words between white space, with all punctuation removed; a word of punctuation only is dropped."""
+    """Words between white space, with all punctuation removed. Words of only punctuation are dropped."""
     return text.translate(BARE).split()
 
 
@@ -50,7 +50,7 @@ def stripped_words(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences with their final marks; line ends count as blanks, and text without a final mark is a sentence too.
+    """Sentences with their final marks. Line ends count as blanks. Text without a final mark is also a sentence.
 
     >>> sentences('Dr. Li paid 3.5 dollars. "Why?" Nobody knows')
     ['Dr. Li paid 3.5 dollars.', '"Why?"', 'Nobody knows']
@@ -77,7 +77,7 @@ def lines(text: str) -> list[str]:
 
 
 def syllables(word: str) -> int:
-    """Estimated number of syllables of an English word, by its vowel groups; at least 1.
+    """Estimate the number of syllables of an English word by its vowel groups. At least 1.
 
     >>> [syllables(word) for word in ("cat", "table", "make", "reading", "beautiful")]
     [1, 2, 1, 2, 3]
@@ -93,7 +93,7 @@ def is_emoji(text: str) -> bool:
 
 
 def leading_emoji(text: str) -> int:
-    """Number of leading characters that are emoji or blanks; 0 without an emoji."""
+    """Number of leading characters that are emoji or blanks, or 0 without an emoji."""
     at = 0
     while at < len(text) and (is_emoji(text[at]) or text[at] in _WITH_EMOJI + " "):
         at += 1
@@ -107,7 +107,7 @@ def ends_in_emoji(text: str) -> bool:
 
 
 def plain_ascii(text: str) -> str:
-    """Letters without their accents; characters without an ASCII form are dropped."""
+    """Remove the accents of letters, and drop characters without an ASCII form."""
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
@@ -151,11 +151,11 @@ COMMON = {
 _COMMON = {language: frozenset(common.split()) for language, common in COMMON.items()}
 
 MOST_LETTERS = 20_000
-"""Characters at the start of a text that are examined: a language shows long before."""
+"""Characters at the start of a text that are examined. Far fewer identify a language."""
 
 
 def language_of(text: str) -> str | None:
-    """ISO 639-1 code of the dominant language of the text; None if it has no letters.
+    """Return the ISO 639-1 code of the text's dominant language, or None if it has no letters.
 
     >>> language_of("Das ist nicht der Weg"), language_of("これは何ですか"), language_of("42")
     ('de', 'ja', None)

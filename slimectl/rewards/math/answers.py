@@ -1,4 +1,4 @@
-"""Answers in one normal form: numbers, expressions, lists, tuples, sets of reals, equations, matrices, words."""
+"""Parses answers into a normal form: numbers, expressions, lists, tuples, sets, equations, matrices, words."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _REGIONS: dict[str, Region] = {r"\emptyset": EMPTY, r"\{\}": EMPTY, "emptyset": 
 
 @lru_cache(maxsize=4096)
 def parse_answer(text: str, depth: int = 0) -> Answer:
-    """Parse a tidy answer; beyond 6 levels or 64 items it is text."""
+    """Parse a tidy answer. Beyond 6 levels or 64 items it counts as text."""
     text = _without_parentheses(shielded(text.strip()))
     if depth == MAX_DEPTH or not text:
         return Answer("text", text)
@@ -57,7 +57,7 @@ def parse_answer(text: str, depth: int = 0) -> Answer:
 
 
 def region_of(answer: Answer) -> Region | None:
-    """The set of reals that an interval, an inequality, a union or a finite set is; None for any other answer."""
+    """Return an interval, an inequality, a union or a finite set as a set of reals, or None for other answers."""
     if answer.kind == "region":
         return answer.region
     if answer.kind == "tuple" and len(answer.items) == 2 and all(item.kind == "scalar" for item in answer.items):
@@ -66,7 +66,7 @@ def region_of(answer: Answer) -> Region | None:
 
 
 def _without_parentheses(text: str) -> str:
-    """The text without parentheses around all of it, unless they make a tuple."""
+    """Return the text without parentheses around the whole of it, unless they make a tuple."""
     for _ in range(MAX_ITEMS):
         if not text.startswith("(") or closes_at(text) != len(text) - 1 or len(split(text[1:-1])) > 1:
             break
@@ -85,22 +85,22 @@ def _list(text: str, parts: list[str], depth: int) -> Answer:
     names = {item.name for item in items}
     regions = [region for item in items if (region := _points(item)) is not None]
     if len(regions) == len(items) and len(names - {""}) == 1 and any(item.kind == "region" for item in items):
-        common = intersection(regions)  # x > 1, x < 2 holds where both do; x < 1, x > 2 where either does
+        common = intersection(regions)  # x > 1, x < 2 means both, and x < 1, x > 2 means either
         return Answer("region", text, region=common or union(regions), name=max(names))
-    if len(names) == 1 and names != {""}:  # x=1, x=2; but x=1, y=2 keeps its names
+    if len(names) == 1 and names != {""}:  # x=1, x=2, whereas x=1, y=2 keeps its names
         return Answer("list", text, tuple(_flat([replace(item, name="") for item in items])), name=max(names))
     return Answer("list", text, tuple(_flat(items)))
 
 
 def _flat(items: list[Answer] | tuple[Answer, ...]) -> list[Answer]:
-    r"""Items, those of \pm in their places."""
+    r"""Flatten the items of \pm into the list."""
     return [
         inner for item in items for inner in (item.items if item.kind == "list" and item.brackets == "±" else [item])
     ]
 
 
 def _split_name(text: str) -> tuple[str, str] | None:
-    r"""Split `name = value`, `name \in value` into name and value; None if the text is no assignment."""
+    r"""Split `name = value`, `name \in value` into name and value, or return None for other texts."""
     match = re.match(r"(.*?)(?:=|\\in(?![A-Za-z])|\\approx(?![A-Za-z]))(.+)", text, re.DOTALL)
     if match is None:
         return None
@@ -109,7 +109,7 @@ def _split_name(text: str) -> tuple[str, str] | None:
 
 
 def _named(text: str, depth: int) -> Answer | None:
-    """The value of `x = 5`, with its name; None if the text is no assignment."""
+    """Return the value of `x = 5` with its name, or None if the text is not an assignment."""
     pair = _split_name(text)
     if pair is None or _RELATION.search(text):
         return None
@@ -122,7 +122,7 @@ def _named(text: str, depth: int) -> Answer | None:
 
 
 def _chain(text: str) -> Answer | None:
-    r"""An equation of two sides, or the value of a chain of equal ones: 2 + 3 = 5; None if the text is no chain."""
+    r"""Return an equation of two sides, or the value of a chain of equal sides (2 + 3 = 5), or None."""
     sides = [side.strip() for side in _SIDES.split(text)]
     if len(sides) == 1 or _RELATION.search(text):
         return None
@@ -166,7 +166,7 @@ def _relation(text: str) -> Answer | None:
 
 
 def _collection(text: str, depth: int) -> Answer | None:
-    """A union, intersection or difference, a set, a tuple or an interval; two values for a sign of plus or minus."""
+    """Parse a union, intersection, difference, set, tuple or interval. A plus-minus sign makes two values."""
     for separator in (r"\cup", r"\cap", r"\setminus", r"\backslash"):
         if len(parts := split(text, separator)) > 1:
             return _union(text, parts, depth, separator)
@@ -217,7 +217,7 @@ def _union(text: str, parts: list[str], depth: int, separator: str) -> Answer:
 
 
 def _points(answer: Answer) -> Region | None:
-    """The region of an answer that may also be numbers: {1, 2}, or the x = 2 of `x = 2 or x > 3`."""
+    """Return the region of an answer that may also be numbers: {1, 2}, or x = 2 in `x = 2 or x > 3`."""
     if answer.kind == "region":
         return answer.region
     points = answer.items if answer.kind == "list" else (answer,)

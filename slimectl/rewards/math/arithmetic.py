@@ -1,4 +1,4 @@
-"""Arithmetic of fractions, exact, and of irrational numbers, with 320 digits; each result at a bounded cost."""
+"""Exact arithmetic of fractions, and of irrational numbers with 320 digits. The cost of each result is bounded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DIGITS = 320
 """Decimal digits of irrational values."""
 
 MAX_BITS = 12_000
-"""Size of a fraction's numerator or denominator."""
+"""Maximum size of a fraction's numerator or denominator."""
 
 MAX_MAGNITUDE = 400
-"""Largest binary exponent of an irrational value: beyond it the digits would not tell two values apart."""
+"""Largest binary exponent of an irrational value. Beyond it the digits cannot distinguish two values."""
 
 ZERO_MAGNITUDE = -600
-"""An irrational value below 2^-600 is what rounding left of 0."""
+"""An irrational value below 2^-600 counts as 0 with a rounding error."""
 
 MAX_POWER = 10_000
 MAX_FACTORIAL = 1200
@@ -35,7 +35,7 @@ class TooLargeError(ArithmeticError):
 
 @cache
 def context() -> Any:
-    """A context of mpmath of our own. Its functions change its precision while they compute: one thread at a time."""
+    """Return our own mpmath context. Its functions change its precision, so only one thread may use it at a time."""
     import mpmath  # type: ignore[import-untyped]
 
     clone = mpmath.mp.clone()
@@ -44,14 +44,14 @@ def context() -> Any:
 
 
 def is_less(first: Any, second: Any) -> bool:
-    """Order of two real values, infinities (as floats) among them; values that rounding alone tells apart are equal."""
+    """Compare two real values, or infinities as floats. Values that differ only by rounding are equal."""
     if isinstance(first, float) or isinstance(second, float):
         return bool(_extended(first) < _extended(second))
     return bool(add(first, second, -1) < 0)
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two values are equal: exactly if both are fractions, else but for rounding."""
+    """Whether two values are equal, exactly if both are fractions, else up to rounding."""
     if isinstance(first, Fraction) and isinstance(second, Fraction):
         return first == second
     return bool(add(first, second, -1) == 0)
@@ -82,7 +82,7 @@ def widened(value: Any) -> Any:
 
 
 def checked(value: Any) -> Any:
-    """The value in one form: zero for what rounding left of it, real where the imaginary part is nothing."""
+    """Normalise a value: zero if only a rounding error is left, and real if the imaginary part is zero."""
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
             raise TooLargeError
@@ -106,7 +106,7 @@ def checked(value: Any) -> Any:
 
 
 def snapped(value: Any) -> Any:
-    """A whole number that rounding has moved, as a fraction; any other value unchanged."""
+    """Return a whole number with a rounding error as a fraction, and any other value unchanged."""
     if isinstance(value, Fraction):
         return value
     ctx = context()
@@ -123,7 +123,7 @@ def multiply(first: Any, second: Any) -> Any:
 
 
 def exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """The root of a positive fraction if it is one itself."""
+    """Return the root of a positive fraction if it is a fraction too."""
     roots = []
     for number in (value.numerator, value.denominator):
         if degree > 64:

@@ -44,7 +44,7 @@ _BEFORE = str.maketrans(
     | {sign: _fraction(unicodedata.numeric(sign)) for sign in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
     | dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202b\u202c\u2060\u2066\u2067\u2068\u2069\ufeff")
 )  # fmt: skip
-"""Characters that the compatible form (NFKC) would change in meaning, and invisible characters."""
+"""Characters whose meaning the compatible form (NFKC) would change, and invisible characters."""
 
 _AFTER = str.maketrans({sign: f"\\{name} " for sign, name in (_GREEK | _COMMANDS).items()} | _OTHERS)
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni", strict=True))
@@ -53,7 +53,7 @@ _SCRIPT = re.compile(
     rf"([{''.join(_RAISED)}]+)[⁄/]([₀-₉]+)|(?<![^\s=(,\[{{])⁻(?=\d)|([{''.join(_RAISED)}]+)|([{''.join(_LOWERED)}]+)"
 )
 _AREA = re.compile(r"(?<=[\dπ])\s?m([²³])(?=\W*$)")
-"""Square and cubic metres: with these characters m is a unit, not a variable."""
+"""Square and cubic metres. With these characters m is a unit, not a variable."""
 
 _DASH = re.compile(r"(?<!\d)(?<!\d\s)[‐‑‒—―]|[‐‑‒—―](?!\s?\d)")
 """A dash that is a minus sign. Between two numbers it would mark a range."""
@@ -79,7 +79,7 @@ def _script(match: re.Match[str]) -> str:
     if above:
         return rf"\frac{{{_plain(above, _RAISED)}}}{{{_plain(below, _LOWERED)}}}"
     if not raised and not lowered:
-        return "-"  # the raised minus sign of school books
+        return "-"  # the raised minus sign of school textbooks
     script = _plain(raised, _RAISED) if raised else _plain(lowered, _LOWERED)
     is_followed = match.string[match.end() : match.end() + 1].isalnum()
     return ("^" if raised else "_") + (f"{{{script}}}" if len(script) > 1 or is_followed else script)

@@ -13,7 +13,7 @@ from slimectl.rewards.math.spelling import spelling
 from slimectl.rewards.math.values import equal_values, proportional
 
 _LOCK = threading.RLock()
-"""Values are computed by one thread at a time: mpmath's functions change the precision that they share."""
+"""One thread computes values at a time, because mpmath's functions change their shared precision."""
 
 
 _COSTLY = (ArithmeticError, ValueError, TypeError, RecursionError)
@@ -99,7 +99,7 @@ def _same_relations(first: Answer, second: Answer) -> bool:
 
 
 def _same_lists(first: Answer, second: Answer) -> bool:
-    operators = {first.brackets, second.brackets} - {"", "±"}  # a sign of plus or minus makes a list like any other
+    operators = {first.brackets, second.brackets} - {"", "±"}  # a plus-minus sign makes an ordinary list
     same_shape = not operators or first.brackets == second.brackets
     return same_shape and _unordered(first.items, second.items)
 
@@ -143,7 +143,7 @@ def _same_regions(first: Answer, second: Answer) -> bool:
 
 
 def _same_ratios(first: Answer, second: Answer) -> bool:
-    """Whether two ratios are proportional; 3:30 and 1:10 may be times of a day, and are not."""
+    """Whether two ratios are proportional. 3:30 and 1:10 are not, because they may be times of day."""
     if first.brackets and second.brackets:
         return first.brackets == second.brackets
     if len(first.items) != len(second.items):

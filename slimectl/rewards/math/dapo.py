@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
 from slimectl.rewards.extraction import (
-    SOURCE_WORDS,
+    SOURCE_NAMES,
     UNCLOSED,
     any_label,
     bare,
@@ -28,7 +28,7 @@ from slimectl.rewards.thoughts import answer_span
 from slimectl.types import Sample
 
 TAIL = 300
-"""Characters at the end of a response that are searched; this also bounds the cost."""
+"""Characters at the end of a response that are searched, which also limits the cost."""
 
 MAX_LABEL = 2000
 
@@ -36,13 +36,13 @@ _EMPHASIS = " \t\r\n*_`~#"
 _ANSWER = re.compile(r"answer[\s*_`~]*[:：]\s*(?=[^\n]*[^\s*_`~#][^\n]*)", re.IGNORECASE)
 _FORMULA = re.compile(r"(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)")
 _OTHERWISE = re.compile(r"\$|\\\(|[<>≤≥≠]|\b(?:or|and|not|wrong)\b|n't", re.IGNORECASE)
-"""What next to a formula means that it is not the answer, or not the only one."""
+"""Text next to a formula that shows it is not the answer, or not the only one."""
 
 _EQUALS = re.compile(r"(?<![!<>≤≥≠=])=")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\d|[A-Za-z]|\{[^{}]*\})\s*(\d|[A-Za-z]|\{[^{}]*\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([\dA-Za-z])")
 _SPECIAL_TOKENS = re.compile(r"(?:\s*(?:<[|｜][^<>|｜\n]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>))+\s*$")
-"""What ends a turn, where a decoder has left it in the text."""
+"""Tokens that end a turn, if a decoder has left them in the text."""
 
 _QUOTIENT = re.compile(r"([-+]?)(?:(\d+) )?(\\?[A-Za-z]+|\d+)/(\\?[A-Za-z]+|\d+)")
 _DOTS = re.compile(r"\\l?dots(?![A-Za-z])")
@@ -58,11 +58,11 @@ class Dapo(Verifier):
 
     The rule-based reward of Yu et al. 2025, arXiv:2503.14476, sec. 3.1. The normalisation follows Lewkowycz et al.
     2022, arXiv:2206.14858, app. D.1, in spirit. Units, LaTeX's spaces and sizes, \text, $, thousands separators,
-    \ldots and special tokens at the end are ignored. Of an equation only the right side counts (43 = 42 is 42).
+    \ldots and special tokens at the end are ignored. In an equation only the right side counts (43 = 42 is 42).
     Quotation marks around an answer, full stops of other scripts and the encoding of accents do not count.
 
-    Numbers are compared as numbers, anything else as text, case-sensitively. That rule reads no names of numbers, so
-    2 million is not 2000000, and 42... is not 42. Only the last 300 characters are read, after the last closed thought,
+    Numbers are compared as numbers, and anything else as case-sensitive text. Number words are not read, so 2 million
+    is not 2000000, and 42... is not 42. Only the last 300 characters are read, after the last closed thought,
     although the published rule has no thoughts. `source="boxed"` (`boxed_dapo`) reads the last \boxed{} there instead
     of the line. Without an answer `pred` is "".
     """
@@ -76,7 +76,7 @@ class Dapo(Verifier):
     @any_label
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "dapo"), self._find(sample)
-        location = "last Answer: line" if self.source == "answer_line" else SOURCE_WORDS["boxed"]
+        location = "last Answer: line" if self.source == "answer_line" else SOURCE_NAMES["boxed"]
         source = f"{location} of the last {TAIL} characters"
         if answer is None:
             reason = missing(sample, "boxed")
@@ -132,7 +132,7 @@ def canonical(text: str) -> str:
 
 
 def _has_more(text: str, start: int, end: int) -> bool:
-    """Whether the text next to the formula at this place has more than words for it and a unit."""
+    """Whether the text next to the formula has more than words for it and a unit."""
     return _OTHERWISE.search(text[:start] + " " + text[end:]) is not None or re.search(r"\d", text[end:]) is not None
 
 

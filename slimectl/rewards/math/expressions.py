@@ -1,4 +1,4 @@
-"""Parses an expression into a tree, of which every reader of mathematics would say the same."""
+"""Parses an unambiguous mathematical expression into a tree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _APPLIED = frozenset("fgFG")
 
 @lru_cache(maxsize=8192)
 def parse_expression(text: str) -> Tree | None:
-    r"""The tree of an expression; None for a text that is none, or that can be read in two ways.
+    r"""Return the tree of an expression, or None if the text is not one or is ambiguous.
 
     >>> parse_expression("1 1/2") == ("add", ("num", Fraction(1)), ("num", Fraction(1, 2)))
     True
@@ -132,7 +132,7 @@ class _Parser:
         return is_apart and self._peek().text == "^" and before[0] != "num"
 
     def _mixed_number(self) -> Tree | None:
-        r"""1\frac12 and 1 1/2, a whole number and a fraction of whole numbers; None for anything else."""
+        r"""1\frac12 and 1 1/2, a whole number and a fraction of whole numbers, or None."""
         integer = self._next
         if not _is_whole(integer):
             return None
@@ -203,7 +203,7 @@ class _Parser:
         if token.kind == "symbol" or (token.kind == "constant" and self._next.text in ("_", "'")):
             return self._symbol(token.text)
         if token.kind == "constant":
-            return ("sym" if token.text in self._bound else "const", token.text)  # i, where it counts terms
+            return ("sym" if token.text in self._bound else "const", token.text)  # i, if it is an index
         if token.kind == "matrix":
             return ("sym", f"matrix {token.text}")
         if token.kind == "command" and token.text in BIG:
@@ -229,7 +229,7 @@ class _Parser:
         raise UnreadableError
 
     def _argument(self, *, is_last: bool = False) -> Tree:
-        r"""An argument of \frac or \binom: a group, or as TeX has it a single digit or letter."""
+        r"""Read an argument of \frac or \binom: a group, or a single digit or letter, as in TeX."""
         token = self._next
         if token.kind == "number" and not token.text.isdigit():
             raise UnreadableError
@@ -376,7 +376,7 @@ class _Parser:
         return _applied(name, argument, base, power)
 
     def _base(self) -> Tree:
-        """The base of a logarithm; of digits without a group before an argument, as TeX has it, the first alone."""
+        """Read the base of a logarithm. Of ungrouped digits before an argument it is only the first, as in TeX."""
         token = self._next
         if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
             follows = self._peek()

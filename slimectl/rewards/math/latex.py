@@ -1,4 +1,4 @@
-"""Removes from LaTeX and plain text all that does not change an answer's value."""
+"""Removes everything from LaTeX and plain text that does not change an answer's value."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def tidy(text: str) -> str:
     ('( 1234 , x \\le 2 )', '1, 2, 3', '1234 cm^2')
     """
     text = re.sub(r"\s+", " ", latex(text))
-    # First of all: the second backslash of a row's end is none of a blank's.
+    # First, because the second backslash of a row end must not count as an escaped blank.
     if r"\begin" in text:
         text = _ROW_END.sub(r" \\cr ", text)
     elif "\\" in text:

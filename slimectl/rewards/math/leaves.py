@@ -1,4 +1,4 @@
-"""Answers in one normal form, and those without parts: numbers, expressions, numerals of a base, ratios, words."""
+"""The normal form of answers, and a parser for answers without parts: numbers, expressions, ratios, words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal[
 _NUMERAL = re.compile(r"\(?\s*([0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*\)?\s*_\s*(?:\{\s*(\d{1,2}|[a-z]+)\s*\}|(\d{1,2}))")
 _RATIO = re.compile(r"[^:]+(?::[^:]+){1,4}")
 _DERIVATIVE = re.compile(r"\\frac\s*\{\s*d[^{}]*\}\s*\{\s*d\s*[a-z]|\bd[a-z]?/d[a-z]\b")
-"""No quotient of products, whatever its letters say."""
+"""Text that is not a quotient of products, whatever its letters are."""
 
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _COUNTS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
@@ -38,8 +38,8 @@ class Answer:
     scalar: `tree` · list (a set too): unordered `items` · tuple, an interval too: `items` and `brackets` ("[)") ·
     region: `region`, of the variable `name` if it has one · matrix: `items` of `items` · numeral: `text`, digits and
     base · ratio: `items`, and in `brackets` the time that it may be · time: `text` of `time_of_day` · equation: `sides`
-    · relation: `sides`, `operators`. `name` is the left side of x = 5; `alternatives` are further values that an
-    approximation states; `unit` is a scalar's, where it is known.
+    · relation: `sides`, `operators`. `name` is the left side of x = 5. `alternatives` are other values of an
+    approximation. `unit` is the unit of a scalar, if known.
     """
 
     kind: Kind
@@ -107,7 +107,7 @@ def split(text: str, separator: str = ",") -> list[str]:
 
 
 def closes_at(text: str) -> int:
-    """Index at which the text's opening bracket closes; -1 if it never does. Any closing bracket matches: [1, 2)."""
+    """Index at which the text's opening bracket closes, or -1 if it never does. Any closing bracket matches: [1, 2)."""
     depth = 0
     for at, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

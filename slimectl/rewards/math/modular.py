@@ -10,7 +10,7 @@ from slimectl.rewards.math.arithmetic import NoValueError
 from slimectl.rewards.math.expressions import Tree
 
 PRIME = 2**256 + 230191
-"""A safe prime: (PRIME - 1) / 2 is prime too, so only the powers of 1 and -1 repeat early."""
+"""A safe prime. (PRIME - 1) / 2 is prime too, so only the powers of 1 and -1 repeat early."""
 
 MAX_FACTORIAL = 5000
 

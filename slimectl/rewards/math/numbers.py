@@ -14,7 +14,7 @@ MAX_SEARCHED = 10_000
 """Characters at the end of a text that are searched for the last number."""
 
 NEAR = 100
-"""Characters at the end that usually contain the last number; searched first."""
+"""Characters at the end that usually contain the last number. They are searched first."""
 
 _MINUS = str.maketrans(dict.fromkeys("−–‐‑‒﹣－⁻", "-"))
 """Signs of a number. A long dash (—) belongs to the sentence."""
@@ -98,7 +98,7 @@ def written_number(text: str) -> Fraction | None:
 
 
 def find_last_number(text: str) -> Span | None:
-    """Find the last number of a text, as written; a minus after a digit is not its sign. None if there is none.
+    """Find the last number of a text, as written, or None. A minus after a digit is not its sign.
 
     >>> find_last_number("From 5-3 follows $1,234.50.")
     Span(text='1,234.50', start=18)

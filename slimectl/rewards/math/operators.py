@@ -1,4 +1,4 @@
-r"""Reads the bounds of sums, products, integrals and limits, and compares two of them by a value."""
+r"""Reads the bounds of sums, products, integrals and limits, and gives them values for comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimectl.rewards.math.expressions import Tree
 from slimectl.rewards.math.spelling import spelling
 
 MAX_TERMS = 100
-"""Most terms of a sum or product that is computed. A longer one is compared by its body."""
+"""Maximum number of terms of a computed sum or product. A longer one is compared by its body."""
 
 _BIG = r"\\(?:sum|prod|i{0,2}int|oint|lim|Sigma|Pi)(?![A-Za-z])"
 _HAS_BIG = re.compile(_BIG)

@@ -1,4 +1,4 @@
-"""Sets of real numbers as unions of intervals: what intervals, inequalities and unions of them mean."""
+"""Sets of real numbers as unions of intervals, made from intervals and inequalities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimectl.rewards.math.values import constant_value, substituted, symbols
 
 
 class Interval(NamedTuple):
-    """All numbers between two ends, each of which belongs to it or not; ends are values or infinite floats."""
+    """All numbers between two ends, with or without each end. Ends are values or infinite floats."""
 
     low: Any
     has_low: bool
@@ -37,7 +37,7 @@ def same_region(first: Region, second: Region) -> bool:
 
 
 def interval(brackets: str, low: Tree | None, high: Tree | None) -> Region | None:
-    """The interval between two constants, "[)" for [low, high); None if it is none, or empty."""
+    """Return the interval between two constants, "[)" for [low, high). None if it is invalid or empty."""
     ends = end_value(low), end_value(high)
     if None in ends or not is_less(*ends):
         closed_point = None not in ends and brackets == "[]" and _same(*ends)
@@ -49,7 +49,7 @@ def interval(brackets: str, low: Tree | None, high: Tree | None) -> Region | Non
 
 
 def end_value(tree: Tree | None) -> Any:
-    """The value of an end, infinities as floats; None if it is no constant."""
+    """Return the value of an end, with infinities as floats, or None if it is not constant."""
     if tree is None:
         return None
     infinity = ("const", "infinity")
@@ -95,7 +95,7 @@ def intersection(regions: Sequence[Region]) -> Region:
 
 
 def solution(sides: Sequence[Tree], operators: Sequence[str]) -> tuple[str, Region] | None:
-    r"""The variable and solutions of a chain of linear inequalities in one variable; None for any other.
+    r"""Return the variable and solutions of a chain of linear inequalities in one variable, or None.
 
     Operators are <, >, \le, \ge and \ne.
     """

@@ -1,4 +1,4 @@
-"""One spelling of formulas that differ in braces, blanks and the order of sub- and superscripts alone."""
+"""Gives one spelling to formulas that differ only in braces, blanks and the order of sub- and superscripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_DEPTH = 12
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\s+|.", re.DOTALL)
 _UNWRAPPED = word_set("mathrm operatorname text textrm textit mathit mbox mathsf rm")
-"""Commands of fonts: what they contain is the same letters without them."""
+"""Font commands, which do not change their content."""
 _NAMES = FUNCTIONS - {"sqrt"} | word_set("lim sup inf arg deg det dim ker hom Re Im Pr liminf limsup")
 """Commands that print their own name."""
 _ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1} | dict.fromkeys(
@@ -27,16 +27,16 @@ _SYNONYMS = {"rightarrow": "to", "longrightarrow": "to", "leftarrow": "gets", "a
 
 @lru_cache(maxsize=4096)
 def spelling(text: str) -> str:
-    r"""Return the spelling of a formula; a blank between two numbers counts, as 1 2 is not 12.
+    r"""Return the spelling of a formula. A blank between two numbers counts, because 1 2 is not 12.
 
     >>> spelling(r"\int^1_{0} {x}\mathrm{d}x") == spelling(r"\int_0^{1} x dx"), spelling("1 2"), spelling("x_{12}")
     (True, '1 2', 'x _( 12 )')
 
-    Digits after a bare _ or ^ belong together, as people who write 10^12 mean it; of \frac12 each is an argument.
+    Digits after a bare _ or ^ belong together, as 10^12 is usually meant. In \frac12 each digit is an argument.
     """
     try:
         return " ".join(_Reader(text).sequence(""))
-    except (IndexError, RecursionError):  # no formula: an argument or a brace is missing
+    except (IndexError, RecursionError):  # not a formula: an argument or a brace is missing
         return re.sub(r"(?<=[\w.])\s+(?=[\d.])", "_", text.strip()).replace(" ", "").replace("\n", "")
 
 
@@ -48,7 +48,7 @@ class _Reader:
         self._at = self._depth = 0
 
     def sequence(self, end: str) -> list[str]:
-        """Return what stands before the token `end`, with scripts behind their bases in one order."""
+        """Return the tokens before `end`, with scripts after their bases in a fixed order."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise RecursionError
@@ -94,7 +94,7 @@ class _Reader:
         return [part for sign, parts in scripts.items() if parts for part in (sign + "(", *parts, ")")]
 
     def _argument(self, *, digits: bool) -> list[str]:
-        """Return the next group or token; of a number its first digit, or with `digits` all."""
+        """Return the next group or token. For a number, return its first digit, or all with `digits`."""
         token = self._tokens[self._at]
         if not digits and token[0].isdigit() and len(token) > 1:
             self._tokens[self._at] = token[1:]

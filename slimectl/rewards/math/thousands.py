@@ -1,4 +1,4 @@
-"""Tells thousands separators (1,234) from separators between the items of a list (1, 234)."""
+"""Distinguishes thousands separators (1,234) from separators between list items (1, 234)."""
 
 from __future__ import annotations
 

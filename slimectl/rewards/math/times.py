@@ -13,7 +13,7 @@ _NAMED = {"noon": "12:00:00", "midnight": "0:00:00"}
 
 
 def time_of_day(text: str) -> str:
-    """Return a time in 24 hours with seconds, with "~" before it if its half of the day is open.
+    """Return a time in 24 hours with seconds, with "~" before it if it may be a.m. or p.m.
 
     >>> [time_of_day(text) for text in ("2:30 PM", "12:05 a.m.", "2 o'clock", "noon", "2:30", "5am")]
     ['14:30:00', '0:05:00', '~2:00:00', '12:00:00', '', '']

@@ -1,4 +1,4 @@
-"""Tokens of a written expression; text that is no expression is refused rather than skipped."""
+"""Splits a written expression into tokens. Other text is refused, not skipped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GREEK = word_set(
     upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"""
 )
 BIG = word_set("sum prod int iint iiint oint lim")
-"""Operators whose body is what follows them."""
+"""Operators whose body follows them."""
 
 _ACCENTS = r"vec|hat|bar|overline|overrightarrow|widehat|tilde|boldsymbol|mathcal|mathbb|angle|triangle|measuredangle"
 _NO_PRODUCTS = word_set("or is if of to it no")
@@ -62,11 +62,11 @@ Kind = Literal["matrix", "where", "number", "symbol", "constant", "function", "s
 
 
 class UnreadableError(Exception):
-    """The text is no expression that we know how to read."""
+    """The text is not an expression that the parser supports."""
 
 
 class Token(NamedTuple):
-    """One token; `text` is its canonical spelling, `value` a number's, `is_spaced` whether a blank comes before it."""
+    """One token: its canonical spelling `text`, the `value` of a number, and whether a blank comes before it."""
 
     kind: Kind
     text: str
@@ -131,7 +131,7 @@ def _command(name: str, is_spaced: bool) -> list[Token]:
 
 
 def _word(word: str, is_spaced: bool, after_number: bool) -> list[Token]:
-    """A function, a constant, an operator, or the product of a few letters; no other words."""
+    """Tokenize a function, a constant, an operator, or the product of a few letters, but no other words."""
     lower = word.lower()
     if word in FUNCTIONS:
         return [Token("function", word, is_spaced)]

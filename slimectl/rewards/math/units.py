@@ -1,4 +1,4 @@
-"""Units and counted objects after a number; words that change the number are none of them."""
+"""Removes and compares units and counted objects after a number. Words that change the number do not count."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _IS_NUMBER = re.compile(r"(?:[-+\d.,/\s{}^*]|\\(?:frac|times|cdot)(?![A-Za-z]))+
 _PLAIN_UNIT = re.compile(rf"^({_PLAIN_NUMBER})\s+{UNIT}\s*$")
 _SPACED_UNIT = re.compile(rf"(?:(?<=[\d}})])|(?<=\\pi))\s+(?:{_WORDS}|in(?=\s*\^))(?![A-Za-z]){POWER}{_NEXT}\s*$")
 _TIGHT_UNIT = re.compile(rf"(?<=\d)(?:{_WORDS})(?![A-Za-z]){POWER}{_NEXT}\s*$")
-"""5cm; but 5m may be five times m, and 2mg a force."""
+"""5cm is a length, but 5m may be five times m, and 2mg may be a force."""
 
 _CURRENCY_AT_START = re.compile(
     rf"^([-+]?)\s*(?:{_ROMAN}\s*\{{\s*)?(?:USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|CHF|Rs)\.?\s*\}}?\s*(?=[-+]?[\d.\\])"
@@ -118,12 +118,12 @@ _FACTOR = re.compile(
 
 
 def without_unit(text: str) -> str:
-    r"""The text without the unit or the counted objects at its end, and \text{} unwrapped.
+    r"""Return the text without the unit or the counted objects at its end, with \text{} unwrapped.
 
     >>> [without_unit(text) for text in (r"5\text{ cm}", "72 red apples", "2 million", "1 1/2 cups")]
     ['5', '72', '2 million', '1 1/2']
 
-    Words that are no unit stay, and with them the text is another number or none.
+    Other words stay, so that the text is another number or not a number.
     """
     text = _CURRENCY_AT_START.sub(r"\1", text)
     if any(command in text for command in (r"\text", r"\m", r"\o", r"\Omega")):
@@ -164,7 +164,7 @@ def _flat(pieces: str) -> str:
 
 
 def unit_behind(written: str, number: str) -> Unit | None:
-    r"""The unit that `without_unit` took from a text to leave a number; None where one is not known.
+    r"""Return the unit that `without_unit` removed from a text to leave a number, or None if it is unknown.
 
     >>> [unit_behind(text, "5") for text in (r"5\text{ km}/\text{h}", "5 kilometers per hour", "5 apples")]
     [(Fraction(5, 18), (('m', 1), ('s', -1))), (Fraction(5, 18), (('m', 1), ('s', -1))), None]
@@ -208,7 +208,7 @@ def _unit_named(name: str) -> Unit | None:
 
 
 def unwrap_text(text: str) -> str:
-    r"""Replace \text{} and its like by their content; words keep a blank on both sides.
+    r"""Replace \text{} and similar commands by their content. Words keep a blank on both sides.
 
     >>> unwrap_text(r"2\text{million}"), unwrap_text(r"2\mathbf{v}")
     ('2 million ', '2v')
@@ -217,7 +217,7 @@ def unwrap_text(text: str) -> str:
 
 
 def is_unit(phrase: str, *, singular: bool = False) -> bool:
-    """Whether the words are a known unit or name counted objects, in the plural unless `singular`.
+    """Whether the words are a known unit or counted objects, in the plural unless `singular`.
 
     >>> [is_unit(phrase) for phrase in ("m/s^2", "red apples", "years old", "minus pi", "million dollars")]
     [True, True, True, False, False]

@@ -1,4 +1,4 @@
-"""Values of expressions: exact fractions, or 320 digits where they are irrational; equality at many points."""
+"""Evaluates expressions, as exact fractions or with 320 digits, and compares them at many points."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from slimectl.rewards.math.operators import big_value, is_finite
 
 POINTS = 16
 MAX_STEPS = 600
-"""Most operations within sums and similar operators at one point."""
+"""Maximum number of operations in sums and similar operators at one point."""
 
 AGREEMENTS = 3
 """Points at which two expressions must be comparable, and then equal."""
 
 
 def equal_values(first: Tree, second: Tree) -> bool:
-    """Whether two expressions are equal wherever both are real, else as complex numbers; False if that is too costly.
+    """Whether two expressions are equal wherever both are real, else as complex numbers. False if too costly.
 
-    Fractions are compared exactly. Expressions with symbols are compared at 16 points, positive ones and negative:
-    two that differ would have to agree at every one of them.
+    Fractions are compared exactly. Expressions with symbols are compared at 16 points, positive and negative.
+    Different expressions would have to agree at every one of them.
     """
     if first == second:
         return True
@@ -69,7 +69,7 @@ def _same_residue(first: Tree, second: Tree) -> bool:
 
 
 def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
-    """Whether two expressions are constant multiples of each other, neither of them zero; `positive` multiples only."""
+    """Whether two nonzero expressions are constant multiples of each other. `positive` allows only positive factors."""
     ratios: list[Any] = []
     for point in range(POINTS):
         values = value_at(first, point, False), value_at(second, point, False)
@@ -86,7 +86,7 @@ def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
 
 
 def constant_value(tree: Tree) -> Any:
-    """The real value of an expression without symbols; None if it has none."""
+    """Return the real value of an expression without symbols, or None."""
     return None if symbols(tree) else value_at(tree, 0, False)
 
 
@@ -103,7 +103,7 @@ def symbols(tree: Tree) -> frozenset[str]:
 
 @lru_cache(maxsize=16384)
 def value_at(tree: Tree, point: int, is_complex: bool) -> Any:
-    """The value at one of the points, a Fraction or mpmath's number; None if there is none or it costs too much."""
+    """Return the value at one of the points (Fraction or mpmath number), or None if undefined or too costly."""
     try:
         return _Evaluator(point, is_complex).value(tree)
     except (ArithmeticError, ValueError, TypeError):
@@ -111,7 +111,7 @@ def value_at(tree: Tree, point: int, is_complex: bool) -> Any:
 
 
 def substituted(tree: Tree, value: Fraction) -> Any:
-    """The real value with every symbol replaced by one number; None if there is none."""
+    """Return the real value with every symbol replaced by one number, or None."""
 
     def replace(part: Any) -> Any:
         if not isinstance(part, tuple):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer, quote
 from slimectl.rewards.extraction import (
-    SOURCE_WORDS,
+    SOURCE_NAMES,
     UNCLOSED,
     any_label,
     find,
@@ -28,7 +28,7 @@ MAX_ANSWER = 2000
 
 @dataclass(frozen=True)
 class Math(Verifier):
-    r"""1.0 if the content of the last \boxed{} or \fbox{} equals the label; 0.0 if not, or without a closed box.
+    r"""1.0 if the content of the last \boxed{} or \fbox{} equals the label, else 0.0.
 
     >>> Math()(Sample(response=r"Half of it: \boxed{\frac{2}{4}}", label="0.5"))
     1.0
@@ -47,12 +47,12 @@ class Math(Verifier):
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "math"), find(sample, "boxed")
         if answer is None:
-            return no_answer(SOURCE_WORDS["boxed"], missing(sample, "boxed"))
+            return no_answer(SOURCE_NAMES["boxed"], missing(sample, "boxed"))
         boxed = last_boxed(label)
         label = label if boxed is None else boxed
         right = equal(label, answer.text)
         note = "" if right or len(answer.text) > MAX_ANSWER else f" (read as {quote(normalized(answer.text))})"
-        return binary_grade(right, SOURCE_WORDS["boxed"], answer, label, ("equals", "does not equal"), note)
+        return binary_grade(right, SOURCE_NAMES["boxed"], answer, label, ("equals", "does not equal"), note)
 
     def extract(self, sample: Sample) -> str | None:
         return text_of(find(sample, "boxed"))
@@ -62,11 +62,11 @@ class Math(Verifier):
 
 
 def equal(label: str, answer: str) -> bool:
-    r"""Whether two answers are the same in value, by `same_answer`; over 2000 characters, in spelling.
+    r"""Whether two answers are the same in value, by `same_answer`, or over 2000 characters in spelling.
 
-    Lists, sets and unions are unordered (a list is a set); tuples and intervals are ordered and keep their brackets, so
-    (1,2) is neither [1,2] nor 1,2. Words compare as words, ignoring case: no is not on. Units are not converted: one
-    that stands on one side only is dropped, and two must measure the same.
+    Lists, sets and unions are unordered (a list is a set). Tuples and intervals are ordered and keep their brackets, so
+    (1,2) is neither [1,2] nor 1,2. Words are compared as words, ignoring case, so "no" is not "on". Units are not
+    converted. A unit on only one side is dropped, and two units must measure the same.
     """
     if not label or not answer:
         return False
@@ -88,8 +88,8 @@ class Deepscaler(Verifier):
     1.0
 
     Luo et al. 2025, "DeepScaleR: Surpassing O1-Preview with a 1.5B Model by Scaling RL", and its published reward. A
-    response with neither has not finished thinking, so its boxes earn nothing. The published reward knows only
-    </think>, and reads on if a new thought was opened. Here thoughts end as for every verifier.
+    response with neither has not finished thinking, so its boxes do not count. The published reward knows only
+    </think>, and keeps reading if a new thought was opened. Here thoughts end as for every verifier.
     """
 
     slow = True
