@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 def check_logits(source: Source, staged: Path, result: Weights, to: str, count: int, *, exact: bool) -> dict[str, Any]:
     """Run source and result on `count` tokens in float32. Returns their difference, and the reader of the source.
 
-    If a model cannot be run here, the result has the reason instead. Raises CheckpointError if the values are the same but the
+    If a model cannot be run here, the result has the reason. Raises CheckpointError if the values are the same but the
     logits are not.
     """
     tokens = torch.arange(count) * 7919 % int(language_model(source.config).get("vocab_size", 2))

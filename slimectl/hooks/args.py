@@ -54,7 +54,7 @@ class FlatSettings:
         section, _, key = flags.SETTINGS.get(name, "").partition(".")
         if section and hasattr(sections[section], key):
             return getattr(sections[section], key)
-        # [sft_warmup] repeats names of [train], and [eval] repeats names of [rollout]. A bare name means the main loop's.
+        # [sft_warmup] repeats names of [train], and [eval] names of [rollout]. A bare name means the main loop's.
         main = [values for section, values in sections.items() if section not in ("sft_warmup", "eval")]
         matches = [values for values in main if _has(values, name)]
         if len(matches) == 1:

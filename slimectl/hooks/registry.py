@@ -38,7 +38,7 @@ class HookSpec:
         return f"called with {', '.join(self.offers)}{alternatives}; returns {self.returns}"
 
     def alternatives(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return, for each further signature, its own parameters and the ones in the first signature that they replace."""
+        """Return, for each further signature, its own parameters and the ones of the first that they replace."""
         return [
             (self._additional_names(shape), tuple(name for name in self.offers if name not in _names(shape)))
             for shape in self.shapes[1:]
