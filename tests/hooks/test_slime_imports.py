@@ -50,7 +50,7 @@ def test_stand_ins_go_before_an_installed_slime_and_one_in_the_current_folder(in
 def test_the_switch_asks_for_the_installed_slime(installed: Path) -> None:
     code = f"{OFFER}from slime.utils.types import Sample; print(Sample.origin)"
     assert python(code, installed, **{SWITCH: "installed"}) == "installed"
-    assert "SLIMECTL_SLIME = installed asks for it. Install slime" in python(code, **{SWITCH: "installed"})
+    assert "SLIMECTL_SLIME = installed requires it. Install slime" in python(code, **{SWITCH: "installed"})
     assert "SLIMECTL_SLIME = 'on' is not a choice" in python(code, **{SWITCH: "on"})
 
 
