@@ -165,7 +165,7 @@ def _check_hf(weights: HFWeights, config: Config, path: Path) -> None:
     """
     for name, file, copy in weights.conflicts(indexed=False):
         raise CheckpointError(
-            f"{path}: {name} is in both {file.name} and {copy.name}, with different values. Download it again"
+            f"{path}: {name} comes twice, in {file.name} and {copy.name}, with different values. Download it again"
         )
     for name, file, copy in weights.conflicts():
         logger.warning(f"{path}: {name} is read from {file.name}, as {INDEX} says. The copy in {copy.name} differs")

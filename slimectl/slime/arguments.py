@@ -63,7 +63,7 @@ def _fault(flag: Flag) -> str:
         if row is not None and row.convert is not None:
             row.convert(flag)
     except ValueError as error:
-        return f"{flag}: {str(error).removesuffix('; set the key by hand')}"
+        return f"{flag}: {str(error).removesuffix('. Set the key by hand')}"
     return ""
 
 

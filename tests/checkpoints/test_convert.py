@@ -92,12 +92,12 @@ def test_the_same_conversion_again_does_nothing(tmp_path: Path, model_dir: Model
 
 
 def test_unknown_conversions_name_the_known(tmp_path: Path, model_dir: ModelDir):
-    with pytest.raises(SettingsError, match="--to megatron: not a known value. Known values: hf, torch_dist"):
+    with pytest.raises(SettingsError, match=r"--to megatron: not a known value\. Known values: hf, torch_dist"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", to="megatron")
     with pytest.raises(SettingsError, match="--dtype int8: not a known value"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", dtype="int8")
     with pytest.raises(
-        SettingsError, match="--quantize fp4: not a known value. Known values: fp8, fp8_tensor, fp8_channel, int4"
+        SettingsError, match=r"--quantize fp4: not a known value\. Known values: fp8, fp8_tensor, fp8_channel, int4"
     ):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="fp4")
     with pytest.raises(SettingsError, match="--quantize fp8: Megatron does not train on quantized weights"):

@@ -31,7 +31,7 @@ def test_paths_and_packages(package: Path):
 
 def test_what_is_not_there_says_what_to_do(package: Path):
     (package / "large.Q8.gguf").touch()
-    with pytest.raises(SettingsError, match=r"2 files match \(large.Q8.gguf, small.Q4.gguf\); name one"):
+    with pytest.raises(SettingsError, match=r"2 files match \(large.Q8.gguf, small.Q4.gguf\)\. Choose one"):
         resolve_source("package:weighty_package")
     with pytest.raises(CheckpointError, match="nothing in the package matches medium"):
         resolve_source("package:weighty_package/medium*")

@@ -132,7 +132,7 @@ WRONG = [
      "advantages of sample 0: must be 4 finite numbers"),
     ("score.custom_rm_path", "return float('nan')", "", "reward of sample 0 is nan, not a finite number"),
     ("score.custom_rm_path", "return [1.0]", "samples", "returned 1 rewards for"),
-    ("score.custom_reward_post_process_path", "return 3", "", "return .raw_rewards, rewards., one number per sample in each"),
+    ("score.custom_reward_post_process_path", "return 3", "", "return .raw_rewards, rewards., one number per sample"),
     ("score.custom_reward_post_process_path", "return [1.0], [1.0]", "", "returned 1 raw_rewards for 4 samples"),
     ("score.custom_reward_post_process_path", "return [0.0] * 4, [float('inf')] * 4", "",
      "rewards of sample 0 is inf, not a finite number"),
@@ -162,11 +162,11 @@ WRONG = [
     ("train.custom_tis_function_path", "return pg_loss * float('nan'), loss_masks, {}", "pg_loss, loss_masks",
      "a pg_loss that is not finite"),
     ("train.custom_pg_loss_reducer_function_path", "return 1.0", "", "returned float 1.0. Return a function"),
-    ("train.custom_pg_loss_reducer_function_path", "return lambda loss: loss", "", "returned no scalar for 16 token losses"),
+    ("train.custom_pg_loss_reducer_function_path", "return lambda loss: loss", "", "no scalar for 16 token losses"),
     ("megatron.custom_model_provider_path", "return None", "", "return what build.. makes, or a GPTModel"),
     ("track.custom_rollout_log_function_path", "return 'no'", "", "return True to skip the default log"),
     ("track.custom_eval_rollout_log_function_path", "extra_metrics['x'] = 'y'", "extra_metrics",
-     "numbers only: the metric 'x' is none"),
+     "numbers only: the metric 'x' is not a number"),
 ]  # fmt: skip
 """(setting, body, parameters, what is said)"""
 

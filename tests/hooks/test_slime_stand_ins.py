@@ -214,7 +214,7 @@ def test_a_source_goes_on_where_it_was_saved_with_its_buffer(prompts: Path, monk
         again.load(7)
     with pytest.raises(ValueError, match="lists of 2 samples"):
         again.add_samples([groups[0][:1]])
-    with pytest.raises(RuntimeError, match="takes no samples back"):
+    with pytest.raises(RuntimeError, match="does not take samples back"):
         data.RolloutDataSource(args).add_samples([])
 
 

@@ -122,7 +122,7 @@ def test_a_loss_keeps_the_metrics_of_log_probs(model_dir: ModelDir, functions: s
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"custom_advantage_function_path": "silent"}, r'left no rollout_data\["advantages"\]'),
+        ({"custom_advantage_function_path": "silent"}, r'wrote no rollout_data\["advantages"\]'),
         ({"custom_advantage_function_path": "short"}, "advantages of sample 1: must be 2 finite numbers"),
         ({"custom_loss_function_path": "number"}, "returned a loss of type float. Return a scalar tensor"),
     ],
