@@ -194,11 +194,11 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"algorithm.name": "grpo", "run.num_rollout": 8}, ["is a trainer of your own"]),
     ("run.yaml", "model_name_or_path: org/m\ndataset_name: org/d\nloss_type: dapo\nnum_generations: 14\n"
      "reward_funcs: [a.b]\nper_device_train_batch_size: 16\n", {"train.global_batch_size": 16},
-     ["16 samples of a round are no multiple of 14 responses; set run.rollout_batch_size by hand"]),
+     ["16 samples per round are not a multiple of 14 responses. Set run.rollout_batch_size by hand"]),
     ("run.py", "from rewards import reward\nlr = 1e-5\n\n\ndef build(lr, n=4):\n"
      "    return GRPOConfig(learning_rate=lr, beta=0.5)\n\n\n"
      "def main():\n    GRPOTrainer('org/m', reward, build(3e-6), train_dataset='org/d').train()\n",
-     {"train.lr": 1e-6, "algorithm.kl_loss_coef": 0.5}, ["lr is known when the program runs; set train.lr by hand"]),
+     {"train.lr": 1e-6, "algorithm.kl_loss_coef": 0.5}, ["lr is known when the program runs. Set train.lr by hand"]),
     ("run.py", python("scale_rewards='mean'"), {"algorithm.name": "maxrl"}, []),
     ("run.py", python("max_steps=8", "reward_funcs=reward, environment_factory=Env"), {"run.num_rollout": 8},
      ["set by hand: an agent is rollout.custom_generate"]),
@@ -261,11 +261,11 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      "table.pop('beta')\ntable.update(max_steps=4)\n"
      "SFTTrainer('org/m', SFTConfig(learning_rate=lr, **table), train_dataset='org/d')\n",
      {"run.num_rollout": 4},
-     ["it depends on a condition that is not evaluated (line 6); set train.lr", "it is deleted; set run.seed by hand"]),
+     ["it depends on a condition that is not evaluated (line 6). Set train.lr", "it is deleted. Set run.seed by hand"]),
     ("run.py", "def make():\n    lr = 1e-5\n    def change():\n        nonlocal lr\n        lr = 3e-5\n    change()\n"
      "    return SFTConfig(learning_rate=lr, max_steps=3)\n\n\n"
      "SFTTrainer('org/m', make(), train_dataset='org/d')\n",
-     {"run.num_rollout": 3}, ["an inner function sets it; set train.lr by hand"]),
+     {"run.num_rollout": 3}, ["an inner function sets it. Set train.lr by hand"]),
 ]  # fmt: skip
 
 
@@ -331,7 +331,7 @@ def test_the_reward_is_asked_for_before_all_else(tmp_path: Path, monkeypatch: py
         ("run.sh", f"trl sft {IDS} --loss_type dft", "run.sh:1: loss_type dft has no counterpart. Give one of"),
         ("run.py", f"{python('max_steps=1')}{python('max_steps=2', name='SFT')}",
          "run.py: has several trainings (GRPOConfig in line 8, GRPOTrainer in line 8, SFTConfig in line 16, SFTTrainer"
-         " in line 16); pick one by --line N"),
+         " in line 16). Pick one by --line N"),
     ],
 )  # fmt: skip
 def test_a_training_that_is_not_here_or_not_one_is_refused(

@@ -145,7 +145,7 @@ ALGORITHM = (
     Row("reward_weights", text="give weights in score.rm: [{path = 'FILE.py:NAME', weight = …}, …]"),
     Row("reward_model_name_or_path reward_model_path", "score.rm_options.path", "with score.rm_type = reward_model"),
     Row("trainer.reward_processing_classes trainer.reward_model trainer.value_model trainer.ref_model", text=LOADING),
-    Row("max_length max_seq_length", "rollout.max_context_len", "longer rows are skipped here, truncated there", integer),
+    Row("max_length max_seq_length", "rollout.max_context_len", "rows above it are skipped here, cut there", integer),
     Row("packing packing_strategy eval_packing padding_free assistant_only_loss completion_only_loss eos_token "
         "truncation_mode", text="demonstrations are packed, and only turns of the assistant are trained on"),
 )  # fmt: skip
