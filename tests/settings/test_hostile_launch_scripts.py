@@ -148,7 +148,7 @@ def test_a_hostile_line_before_the_training_command_does_nothing(line: str, tmp_
         ("A='unclosed", "run.sh:1: this ' is never closed. Close it"),
         ('A="unclosed', 'run.sh:1: this " is never closed. Close it'),
         ("A=$(unclosed", "run.sh:1: this $( is never closed. Close it"),
-        ("A=(unclosed", "run.sh:1: the array that opens in line 1 has no ); mend it here"),
+        ("A=(unclosed", "run.sh:1: the array that opens in line 1 has no ). Fix it here"),
         ("cat <<EOF\nunclosed", "run.sh:2: the here-document has no EOF. Write it on a line of its own"),
         ("if true; then", "run.sh:1: this if has no fi. Close it"),
         ("fi", "run.sh:1: fi closes nothing here. Take it out"),
@@ -172,7 +172,8 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path):
     (tmp_path / "latin.sh").write_bytes(b"# first\nA=\xe9\n")
     os.mkfifo(tmp_path / "pipe.sh")
     assert (
-        harmless(tmp_path, "large.sh") == f"{tmp_path}/large.sh: has 100 MiB; a launch script has a few kB: give that"
+        harmless(tmp_path, "large.sh")
+        == f"{tmp_path}/large.sh: has 100 MiB, but a launch script has a few kB. Give that"
     )
     assert harmless(tmp_path, "latin.sh") == f"{tmp_path}/latin.sh:2: is not UTF-8. Convert it by `iconv -t UTF-8`"
     assert (
@@ -205,7 +206,7 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path):
         ("run.py", "a = ['x']\n" + "a = [a, a]\n" * 40 + "GRPOConfig(beta=a, seed=2, use_vllm=True)\n", None),
         ("run.py", "a = []\na.append(a)\nGRPOConfig(beta=a, seed=2)\n", "is nested too deeply to be read"),
         ("run.py", "def f(n): return f(n) + f(n)\nGRPOConfig(beta=f(1), seed=2)\n", "takes more than 30000 steps"),
-        ("run.py", "x = 1\n", "run.py: names no trainer, such as GRPOTrainer or GRPOConfig"),
+        ("run.py", "x = 1\n", "run.py: has no trainer such as GRPOTrainer or GRPOConfig"),
     ],
     ids=lambda value: (value or "read")[:30],
 )  # fmt: skip

@@ -189,7 +189,7 @@ def test_of_two_programs_the_one_that_has_a_counterpart_is_read(tmp_path: Path):
 def test_an_estimator_without_a_counterpart_is_left_to_the_user(tmp_path: Path):
     result = reading(tmp_path, "START --advantage-estimator new")
     reason = by_hand(result)["--advantage-estimator new"]
-    assert reason.startswith("new has no counterpart; there are ")
+    assert reason.startswith("new has no counterpart. Available: ")
     assert reason.endswith(". Set algorithm.name by hand")
 
 

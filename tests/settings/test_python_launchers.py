@@ -127,7 +127,7 @@ def test_every_flag_has_the_line_that_it_is_written_in(tmp_path: Path):
 
 def test_tracking_that_the_environment_decides_is_noted(tmp_path: Path):
     result = reading(tmp_path, train('f"{U.get_default_wandb_args(__file__)} --num-rollout 30"'))
-    assert [note.text.endswith("set track.with by hand") for note in result.notes] == [True]
+    assert [note.text.endswith("Set track.with by hand") for note in result.notes] == [True]
 
 
 def test_a_training_that_may_not_start_is_noted(tmp_path: Path):

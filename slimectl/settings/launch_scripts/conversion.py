@@ -443,7 +443,7 @@ def _ask_for_reward(conversion: Conversion) -> None:
             conversion.omissions[position] = replace(item, first=True)
             return
     conversion.ask_for(
-        "score.rm_type", "the file names no reward. Set a verifier, or a function as score.custom_rm_path "
+        "score.rm_type", "the file has no reward. Set a verifier, or a function as score.custom_rm_path "
         "(docs/verifiers.md)"
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ def launched(
 
 
 class Launcher(Program):
-    """A program that starts commands, including those of slime's functions."""
+    """A program that starts commands, including commands that slime's functions start."""
 
     def __init__(self, tree: ast.Module, name: str, environ: Mapping[str, str], options: Sequence[Flag]) -> None:
         super().__init__(tree, name, environ, options)

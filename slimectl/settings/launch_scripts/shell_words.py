@@ -17,7 +17,7 @@ METACHARACTERS = " \t\n;&|<>()"
 NAME = re.compile(r"[A-Za-z_]\w*")
 OPERATOR = re.compile(r":[-=+?]|[-=+?]|##|#|%%|%|//|/#|/%|/|\^\^|\^|,,|,|:|@")
 MAX_NESTING = 60
-"""Maximum depth of substitutions and compound commands. Nobody writes scripts with deeper ones."""
+"""Maximum depth of substitutions and compound commands. Real scripts stay below it."""
 
 
 @dataclass(frozen=True)
