@@ -205,7 +205,7 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path):
         ("run.py", "a = b\nb = a\nGRPOConfig(beta=a, seed=2, use_vllm=True)\n", None),
         ("run.py", "a = ['x']\n" + "a = [a, a]\n" * 40 + "GRPOConfig(beta=a, seed=2, use_vllm=True)\n", None),
         ("run.py", "a = []\na.append(a)\nGRPOConfig(beta=a, seed=2)\n", "is nested too deeply to be read"),
-        ("run.py", "def f(n): return f(n) + f(n)\nGRPOConfig(beta=f(1), seed=2)\n", "takes more than 30000 steps"),
+        ("run.py", "def f(n): return f(n) + f(n)\nGRPOConfig(beta=f(1), seed=2)\n", "needs more than 30000 steps"),
         ("run.py", "x = 1\n", "run.py: has no trainer such as GRPOTrainer or GRPOConfig"),
     ],
     ids=lambda value: (value or "read")[:30],

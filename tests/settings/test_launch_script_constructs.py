@@ -72,7 +72,7 @@ def test_a_guard_that_would_end_the_script_is_passed_over_and_said(tmp_path: Pat
     script = 'if [ -z "$DATA" ]; then\n  exit 1\nfi\n[ "$DATA" ] || exit 2\nSTART --save $DATA/out --num-rollout 30'
     result = reading(tmp_path, script)
     assert [str(note.place).rpartition(":")[2] for note in result.notes] == ["2", "4"]
-    assert result.notes[0].text.startswith("exit 1: is passed over")
+    assert result.notes[0].text.startswith("exit 1: is skipped")
     assert by_hand(result) == {
         "--save /out": "DATA is not set in the script or in the environment. Set run.dir by hand"
     }
