@@ -192,7 +192,7 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fp4 training": (
         "START --num-rollout 30 --fp4-format e2m1 --fp4-recipe nvfp4",
-        {"listed --fp4-format": "no training in 4 bits"},
+        {"listed --fp4-format": "does not train in 4 bits"},
     ),
 }  # fmt: skip
 

@@ -230,14 +230,14 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      "config.beta = 0.5\nfrom rewards import reward\n"
      "GRPOTrainer(model=model.model_name_or_path, reward_funcs=reward, args=config)\n",
      {"algorithm.name": "grpo", "algorithm.kl_loss_coef": 0.5, "score.custom_rm_path": "rewards.py:reward"},
-     ["set model.path by hand"]),
+     ["Set model.path by hand"]),
     # Python that is followed through functions and classes
     ("run.py", "import argparse\nfrom rewards import reward\n\n\ndef parse():\n    p = argparse.ArgumentParser()\n"
      "    p.add_argument('--lr', type=float, default=2e-6)\n    p.add_argument('--model', required=True)\n"
      "    return p.parse_args()\n\n\ndef train(args):\n    c = GRPOConfig(learning_rate=args.lr, max_steps=2 * 5)\n"
      "    GRPOTrainer(model=args.model, reward_funcs=reward, args=c, train_dataset='d')\n\n\n"
      "def unused():\n    return GRPOConfig(learning_rate=1)\n\n\ntrain(parse())\n",
-     {"train.lr": 2e-6, "run.num_rollout": 10}, ["set model.path by hand"]),
+     {"train.lr": 2e-6, "run.num_rollout": 10}, ["Set model.path by hand"]),
     ("run.py", "@dataclass\nclass Options(ScriptArguments):\n"
      "    names: list = field(default_factory=lambda: ['a', 'b'])\n\n\n"
      "from rewards import a, b\nALL = {'a': a, 'b': b}\ndef main(options, config):\n"
@@ -255,7 +255,7 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"train.lr": 7e-6, "run.num_rollout": 20, "model.path": "org/m"}, []),
     ("run.py", "def build(lr):\n    return SFTConfig(learning_rate=lr, max_steps=3)\n\n\n"
      "for lr in (1e-5, 2e-5):\n    SFTTrainer('org/m', build(lr), train_dataset='org/d').train()\n",
-     {"run.num_rollout": 3}, ["set train.lr by hand"]),
+     {"run.num_rollout": 3}, ["Set train.lr by hand"]),
     ("run.py", "lr, steps = 1e-5, 5\n\n\ndef change():\n    global lr\n    if torch.cuda.is_available():\n"
      "        lr = 3e-5\n\n\nchange()\ntable = {'seed': 1, 'max_steps': 3, 'beta': 2}\ndel table['seed']\n"
      "table.pop('beta')\ntable.update(max_steps=4)\n"
@@ -291,7 +291,7 @@ def test_a_launch_file_of_trl_is_right_or_asks(
     settings = conversion.settings.model_dump()
     assert {key: value(settings, key) for key in expected} == expected
     own = [item.reason for item in conversion.omissions if item.by_hand and "per_device" not in item.flag]
-    sized = [reason for reason in own if "is multiplied by the processes" not in reason]
+    sized = [reason for reason in own if "is multiplied by the number of processes" not in reason]
     assert len(sized) == len(by_hand)
     assert [part for part, reason in zip(by_hand, sized, strict=True) if part not in reason] == []
     (tmp_path / "written.toml").write_text(settings_file(conversion, Path(name), reading.notes), encoding="utf-8")
