@@ -252,7 +252,7 @@ def test_arguments_are_slimes_flags(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert (args.num_rollout, args.lr, args.ci_test, args.use_wandb, args.tool_limit) == (4, 2e-6, True, True, 5)
     for words, message in {
         ("--num-rolout", "4"): "--num-rolout is not a flag of slime",
-        ("--num-rollout", "many"): "--num-rollout many: 'many' is no number\n",
+        ("--num-rollout", "many"): "--num-rollout many: 'many' is not a number\n",
         ("--advantage-estimator", "mine"): "mine has no counterpart",
     }.items():
         with pytest.raises(SystemExit):
